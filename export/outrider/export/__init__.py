@@ -1,0 +1,1 @@
+"""The exporter: models in, checked bundles out."""

@@ -1,0 +1,1 @@
+"""Model runtimes behind two seams: `BatchRuntime` for the cloud's engine, `SequenceRuntime` for the device's draft."""

@@ -1,0 +1,121 @@
+"""The two seams behind which models run.
+
+`BatchRuntime` is what the cloud's engine drives: ragged batches over a paged KV cache, every address explicit.
+`SequenceRuntime` is what the device's agent drives: one sequence that grows and is cut back.
+Neither knows about sampling, sessions or the network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSlice:
+    """One sequence's share of a step.
+
+    tokens: the new tokens to run, at least one. Their keys and values are written to the cache.
+    past: tokens of this sequence already in the cache; the first new token's position unless `positions` says otherwise.
+    blocks: block numbers that hold positions 0, block_size, 2 * block_size, ...; must cover past + len(tokens).
+    num_rows: for how many of the *last* new tokens logits are wanted (0 for a prompt chunk that is not the last).
+    positions: absolute position of each new token; None means past, past + 1, ... (a tree gives siblings one position).
+    mask: [n, n] uint8, 1 where new token i may attend new token j; None means causal. All of the past is attended.
+    """
+
+    tokens: Sequence[int]
+    past: int
+    blocks: Sequence[int]
+    num_rows: int
+    positions: Sequence[int] | None = None
+    mask: NDArray[np.uint8] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a loaded model can take: the size of its vocabulary (columns of the logits) and its longest sequence."""
+
+    vocab_size: int
+    max_positions: int
+
+
+@runtime_checkable
+class BatchRuntime(Protocol):
+    """Ragged batches over a paged KV cache."""
+
+    @property
+    def limits(self) -> ModelLimits:
+        """Vocabulary size and longest sequence."""
+        ...
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a cache block holds."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the cache; valid numbers are 0 .. num_blocks - 1."""
+        ...
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+        """Runs one step; returns logits [sum of num_rows, vocab_size] float32, rows in the batch's order.
+
+        Blocking, called from one thread at a time; changes only the cache slots that the slices address.
+        The array may be reused by the next call: copy what must outlive it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Releases model and cache; safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class SequenceRuntime(Protocol):
+    """One sequence that grows by `extend` and is cut back by `truncate`, which never copies the cache."""
+
+    @property
+    def limits(self) -> ModelLimits:
+        """Vocabulary size and longest sequence."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Tokens now in the cache."""
+        ...
+
+    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Appends at least one token; returns the logits after the last one, [vocab_size] float32 (may be reused)."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Forgets everything from position `length` on; `length` at most the present one."""
+        ...
+
+    def close(self) -> None:
+        """Releases model and cache; safe to call twice."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeOptions:
+    """How a model is loaded.
+
+    device: as the runtime names it ("CPU", "GPU", "cuda:0").
+    num_threads: inference threads; 0 leaves it to the runtime.
+    kv_cache_bytes: room for the paged cache (BatchRuntime only).
+    kv_precision: "f32", "f16", "bf16" or "u8"; "auto" takes f32 for an FP32 model on CPU and the runtime's own otherwise.
+    cache_dir: where compiled models are kept; None for nowhere.
+    """
+
+    device: str = "CPU"
+    num_threads: int = 0
+    kv_cache_bytes: int = 256 << 20
+    kv_precision: str = "auto"
+    cache_dir: str | None = None
+    properties: dict[str, str] = field(default_factory=dict)

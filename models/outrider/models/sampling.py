@@ -1,0 +1,199 @@
+"""Sampling with position-keyed noise: the pure function that the whole system rests on.
+
+The token at absolute position `i` is `argmax(logit / temperature + g(seed, i, token))` over the tokens that survive
+top-k, top-p and min-p, where `g` is a Gumbel variate computed from a counter-based hash. By the Gumbel-max theorem
+(Gumbel 1954; Maddison, Tarlow and Minka 2014, arXiv 1411.0030) the pick is an exact sample of the truncated softmax.
+Because the noise depends on nothing but seed, position and token id, draft and target that use it independently often
+pick the same token: coupling without communication (Daliri, Musco and Suresh 2024, arXiv 2408.07978), with match
+probability at least (1 - TV) / (1 + TV).
+
+The hash, bit by bit (all arithmetic unsigned, wrapping):
+
+    mix64(z):  z ^= z >> 30;  z *= 0xBF58476D1CE4E5B9;  z ^= z >> 27;  z *= 0x94D049BB133111EB;  z ^= z >> 31
+    fmix32(h): h ^= h >> 16;  h *= 0x85EBCA6B;          h ^= h >> 13;  h *= 0xC2B2AE35;          h ^= h >> 16
+
+    key      = mix64(mix64(seed + 0x9E3779B97F4A7C15) + position * 0xD1342543DE82EF95)       64 bits
+    h(token) = fmix32(fmix32(token * 0x9E3779B1 + low32(key)) ^ high32(key))                   32 bits
+    u(token) = (h + 0.5) / 2^32                                                                float64, in (0, 1)
+    g(token) = -log(-log(u))                                                                   float64
+
+mix64 is the finalizer of SplitMix64 (Steele, Lea and Flood 2014), fmix32 that of MurmurHash3 (Appleby). For a fixed key
+`h` is a bijection of the token id, so no two tokens tie. Golden vectors in tests/test_sampling.py pin every bit.
+
+This module knows numpy only; `sampling_torch` is its equal for tensors. Temperature 0 is plain argmax, ties to the lowest
+id. Truncation is that of transformers' logits processors, in their order: temperature, top-k, top-p, min-p.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.models.errors import ModelFault, SamplingError
+
+_U64: Final = (1 << 64) - 1
+_U32: Final = 0xFFFFFFFF
+MAX_SEED: Final = (1 << 63) - 1
+# No variate exceeds this, since u <= 1 - 2^-33.
+MAX_GUMBEL: Final = -math.log(-math.log1p(-(2.0**-33)))
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What decides a pick, next to the logits and the position.
+
+    temperature: 0 is greedy; otherwise in (0, 100].
+    top_k: keep the k most likely tokens (ties with the k-th are kept); 0 keeps all.
+    top_p: keep the smallest set of most likely tokens whose mass reaches top_p, in (0, 1]; 1 keeps all.
+    min_p: drop tokens less likely than min_p times the most likely one, in [0, 1]; 0 keeps all.
+    seed: of the position-keyed noise, 0 .. 2^63 - 1.
+
+    Raises SamplingError on anything else, NaN included.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "0 (greedy) to 100")
+        if 0.0 < self.temperature < 1e-4:
+            # logit / temperature would leave float32's exact range; such a user means greedy.
+            raise SamplingError(f"temperature is {self.temperature!r}; expected 0 (greedy) or at least 0.0001")
+        _require(isinstance(self.top_k, int) and 0 <= self.top_k, "top_k", self.top_k, "0 (off) or more")
+        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "more than 0, up to 1 (off)")
+        _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "0 (off) to 1")
+        _require(isinstance(self.seed, int) and 0 <= self.seed <= MAX_SEED, "seed", self.seed, "0 to 2^63 - 1")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the pick is plain argmax."""
+        return self.temperature == 0.0
+
+
+def _require(is_fine: bool, name: str, found: object, expected: str) -> None:
+    if not is_fine:  # NaN compares false with everything, so it ends here too
+        raise SamplingError(f"{name} is {found!r}; expected {expected}")
+
+
+def noise_key(seed: int, position: int) -> int:
+    """The 64-bit key of one position, as the module docstring specifies it."""
+    key = (_mix64((seed + 0x9E3779B97F4A7C15) & _U64) + position * 0xD1342543DE82EF95) & _U64
+    return _mix64(key)
+
+
+def _mix64(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _U64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _U64
+    return z ^ (z >> 31)
+
+
+def _fmix32(h: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """In place; returns its argument."""
+    h ^= h >> np.uint32(16)
+    h *= np.uint32(0x85EBCA6B)
+    h ^= h >> np.uint32(13)
+    h *= np.uint32(0xC2B2AE35)
+    h ^= h >> np.uint32(16)
+    return h
+
+
+def noise_bits(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np.uint32]:
+    """h(token) for each token id: uint32, same shape as `tokens`."""
+    key = noise_key(seed, position)
+    h = tokens.astype(np.uint32) * np.uint32(0x9E3779B1)
+    h += np.uint32(key & _U32)
+    _fmix32(h)
+    h ^= np.uint32(key >> 32)
+    return _fmix32(h)
+
+
+def gumbel(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np.float64]:
+    """g(seed, position, token) for each token id: float64, same shape as `tokens`."""
+    u = noise_bits(seed, position, tokens).astype(np.float64)
+    u += 0.5
+    u *= 2.0**-32
+    np.log(u, out=u)
+    np.negative(u, out=u)
+    np.log(u, out=u)
+    return np.negative(u, out=u)
+
+
+def survivors(logits: NDArray[np.float32], params: SamplingParams) -> NDArray[np.int64]:
+    """Ids, ascending, of the tokens that top-k, top-p and min-p leave; `logits` is one row, [V]; not greedy.
+
+    top-p keeps a token while the mass ranked strictly above it is under top_p, equally likely tokens ranked by id.
+    """
+    ids: NDArray[np.int64] | None = None
+    kept = logits
+    if 0 < params.top_k < logits.size:
+        kth = np.partition(logits, logits.size - params.top_k)[logits.size - params.top_k]
+        ids = np.flatnonzero(logits >= kth)
+        kept = logits[ids]
+    if params.top_p < 1.0 or params.min_p > 0.0:
+        weights = kept - kept.max()
+        weights /= np.float32(params.temperature)
+        np.exp(weights, out=weights)  # the most likely token weighs 1
+        inside = _nucleus(weights, params.top_p) if params.top_p < 1.0 else np.ones(weights.size, dtype=np.bool_)
+        if params.min_p > 0.0:
+            inside &= weights >= np.float32(params.min_p)
+        chosen = np.flatnonzero(inside)
+        ids = chosen if ids is None else ids[chosen]
+    return np.arange(logits.size, dtype=np.int64) if ids is None else ids
+
+
+def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.bool_]:
+    """Mask of the smallest set of heaviest entries whose share of the whole reaches `top_p`.
+
+    Only entries above a falling floor are sorted, so a peaked row of 152k costs little more than its sum.
+    """
+    wanted = top_p * float(weights.sum(dtype=np.float64))
+    for floor in (1e-2, 1e-4, 1e-7, -1.0):
+        heavy = weights[weights > floor]
+        if floor < 0.0 or float(heavy.sum(dtype=np.float64)) >= wanted:
+            break
+    heavy.sort()
+    above = np.cumsum(heavy[::-1], dtype=np.float64)
+    # Entry r is kept while the mass above it is under `wanted`; entry 0 always is.
+    count = 1 + int(np.searchsorted(above[:-1], wanted, side="left"))
+    lightest = heavy[heavy.size - count]
+    inside = weights > lightest
+    short = count - int(np.count_nonzero(inside))
+    inside[np.flatnonzero(weights == lightest)[:short]] = True
+    return inside
+
+
+def pick(logits: NDArray[np.float32], params: SamplingParams, position: int) -> int:
+    """The token at absolute `position` (0 is the first token of the prompt), from one row of logits, [V] float32.
+
+    A pure function: no state is read or changed. Raises ModelFault if the row's maximum is not finite.
+    """
+    best = int(logits.argmax())
+    if not math.isfinite(logits[best]):
+        raise ModelFault(f"the model's logits at position {position} are not finite; check the export with a parity run")
+    if params.is_greedy:
+        return best
+    if params.top_k or params.top_p < 1.0 or params.min_p > 0.0:
+        ids = survivors(logits, params)
+    else:
+        # Exact pruning: with g at most MAX_GUMBEL, no token this far under the leader's own score can win.
+        lead = float(gumbel(params.seed, position, np.array([best]))[0])
+        floor = float(logits[best]) - (MAX_GUMBEL - lead + 1e-3) * params.temperature
+        ids = np.flatnonzero(logits >= floor)
+    scores = logits[ids].astype(np.float64)
+    scores /= params.temperature
+    scores += gumbel(params.seed, position, ids)
+    return int(ids[scores.argmax()])
+
+
+def probability(logits: NDArray[np.float32], token: int, temperature: float) -> float:
+    """Softmax probability of `token` at `temperature` (1 for greedy), without truncation; `logits` is [V]."""
+    weights = (logits - logits.max()) / np.float32(temperature or 1.0)
+    np.exp(weights, out=weights)
+    return float(weights[token]) / float(weights.sum(dtype=np.float64))
