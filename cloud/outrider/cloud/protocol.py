@@ -1,0 +1,189 @@
+"""The wire: every message that crosses between the agent and the verifier, as pydantic models.
+
+Imported by both sides, so it stays light: no server, no engine, no model library. Unknown keys are refused in requests
+and ignored in answers, so that a newer server can talk to an older agent. On the wire everything is JSON; only token ids
+cross, never probabilities. docs/protocol.md shows each message by example, with its bytes.
+
+Positions: a session's `prompt` holds every token before the first one wanted (also those that an earlier session
+committed, when one is resumed); `base` counts tokens committed *in this session*.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+
+from outrider.models.sampling import MAX_SEED, SamplingParams
+
+PROTOCOL_VERSION = 1
+MAX_PATHS = 8
+MAX_PATH_TOKENS = 64
+
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Rule = Literal["coupled", "greedy"]
+EndReason = Literal["stop", "length", "context", "cancelled", "shutdown", "error"]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=False, frozen=True)
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class SamplingFields(_Request):
+    """Sampling parameters, with the ranges of `SamplingParams`; NaN and infinities are refused."""
+
+    temperature: FiniteFloat = Field(default=0.0, ge=0.0, le=100.0)
+    top_k: int = Field(default=0, ge=0)
+    top_p: FiniteFloat = Field(default=1.0, gt=0.0, le=1.0)
+    min_p: FiniteFloat = Field(default=0.0, ge=0.0, le=1.0)
+    seed: int = Field(default=0, ge=0, le=MAX_SEED)
+
+    def sampling(self) -> SamplingParams:
+        """The same as the value that the sampler takes; raises SamplingError."""
+        return SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+
+
+class SessionRequest(SamplingFields):
+    """POST /v1/sessions. Answered by an event stream of SessionOpen, Commit..., SessionEnd."""
+
+    prompt: list[TokenId] = Field(min_length=1)
+    max_tokens: int = Field(ge=1)
+    stop_ids: list[TokenId] | None = Field(default=None, description="end after one of these; unset: the model's own")
+    ignore_eos: bool = Field(default=False, description="do not end at the model's own end token")
+    patience_ms: FiniteFloat | None = Field(
+        default=None, ge=0.0, description="longest wait for a draft; 0 never waits; unset: the server chooses"
+    )
+    tokenizer: str | None = Field(default=None, description="the agent's tokenizer fingerprint; a different one is refused")
+
+
+class SessionOpen(_Answer):
+    """First event of a session's stream."""
+
+    type: Literal["open"] = "open"
+    session: str
+    model: str
+    protocol: int = PROTOCOL_VERSION
+    step_ms: float | None = Field(default=None, description="measured decode step of the target, nothing drafted")
+    draft_token_ms: float | None = Field(default=None, description="measured extra time of a drafted token in a step")
+
+
+class Commit(_Answer):
+    """Tokens that the target has committed. `base` is how many were committed before them.
+
+    accepted of proposed drafted tokens were right in this pass; both are left out of the JSON when nothing was proposed.
+    """
+
+    type: Literal["commit"] = "commit"
+    base: int
+    tokens: list[int]
+    accepted: int = 0
+    proposed: int = 0
+
+
+class Usage(_Answer):
+    """What a session took. target_passes counts forward passes that committed tokens (prompt chunks not counted)."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    target_passes: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+    cached_prompt_tokens: int = 0
+    waited_ms: float = 0.0
+
+
+class SessionEnd(_Answer):
+    """Last event of a session's stream. `error` is there when reason is "error"."""
+
+    type: Literal["end"] = "end"
+    reason: EndReason
+    usage: Usage
+    error: ErrorBody | None = None
+
+
+class DraftRequest(_Request):
+    """POST /v1/sessions/{id}/drafts: what the device believes follows.
+
+    base: tokens the device has seen committed in this session. paths: whole guesses of what follows, likeliest first.
+    Self-contained and idempotent: loss, duplication and reordering are harmless. Answered 204, or 409 `stale_draft` when
+    every path contradicts what was committed meanwhile (an agent ignores that: the commits are on their way to it).
+    """
+
+    base: int = Field(ge=0)
+    paths: list[Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PATH_TOKENS)]] = Field(
+        min_length=1, max_length=MAX_PATHS
+    )
+
+
+class VerifyItem(SamplingFields):
+    """One stateless verification: a prefix, by its tokens or by the hash of one that the server still holds, and drafts.
+
+    With both, `prefix` are the tokens that follow the hashed prefix.
+    """
+
+    prefix: list[TokenId] = Field(default_factory=list)
+    prefix_hash: str | None = Field(default=None, max_length=64)
+    draft: list[TokenId] = Field(default_factory=list, max_length=MAX_PATH_TOKENS)
+    rule: Rule = "coupled"
+    max_tokens: int | None = Field(default=None, ge=1, description="commit at most this many")
+    stop_ids: list[TokenId] | None = None
+    ignore_eos: bool = False
+
+
+class VerifyRequest(_Request):
+    """POST /v1/verify. Items of one call, and of concurrent calls, share engine steps."""
+
+    items: list[VerifyItem] = Field(min_length=1, max_length=256)
+    tokenizer: str | None = None
+
+
+class ErrorBody(_Answer):
+    """What went wrong: `code` is stable and for programs, `message` for people; `param` names the offending field."""
+
+    code: str
+    message: str
+    type: str = "invalid_request_error"
+    param: str | None = None
+
+
+class ErrorAnswer(_Answer):
+    """The one JSON shape of every error."""
+
+    error: ErrorBody
+
+
+class VerifyResult(_Answer):
+    """The answer to one item: `tokens` are the accepted drafts and the token that follows them; or `error`.
+
+    prefix_hash names prefix + tokens, which the server holds for a while: send it instead of the tokens next time.
+    """
+
+    accepted: int = 0
+    tokens: list[int] = Field(default_factory=list)
+    finish_reason: Literal["stop", "length", "context"] | None = None
+    prefix_hash: str | None = None
+    error: ErrorBody | None = None
+
+
+class VerifyAnswer(_Answer):
+    """Results in the order of the items."""
+
+    results: list[VerifyResult]
+
+
+class ReadyAnswer(_Answer):
+    """GET /health/ready: what an agent needs to choose an endpoint."""
+
+    status: Literal["ready", "starting", "draining"]
+    model: str
+    queue_depth: int = 0
+    running: int = 0
+    free_block_share: float = 1.0
+    step_ms: float | None = None
+
+
+SessionEnd.model_rebuild()
