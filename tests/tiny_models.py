@@ -1,7 +1,7 @@
 """Tiny random-weight Hugging Face directories for tests: no hub, no download, a second or less each.
 
 `make_tiny_model` writes config.json and model.safetensors, `make_tiny_tokenizer` a byte-level BPE beside
-them, `export_openvino` the IR of such a directory. It knows nothing of exports and runtimes; torch and transformers are imported when a function is called.
+them, `export_openvino` the IR of such a directory. Heavy packages are imported when a function is called.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def make_tiny_tokenizer(
 
 
 def export_openvino(model_dir: Path, directory: Path, *, int8: bool = False) -> Path:
-    """Writes the stateful OpenVINO IR of a Hugging Face directory, weights FP32 or INT8; returns `directory`."""
+    """Writes a Hugging Face directory's stateful OpenVINO IR, weights FP32 or INT8; returns `directory`."""
     import nncf
     import openvino
     from optimum.exporters.openvino import main_export
