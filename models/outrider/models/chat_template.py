@@ -1,0 +1,109 @@
+"""Chat templates: a conversation in, the model's prompt out.
+
+Templates come with models, so they run in jinja2's immutable sandbox with what transformers gives them and
+nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from outrider.models.errors import TokenizerError
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks what an assistant said, for training; for a prompt it is only its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it as a plain set
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """One compiled template. `special_tokens` are the names that it may use, such as bos_token.
+
+    Raises TokenizerError if the template is not valid jinja2.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise TokenizerError(
+                f"the model's chat template is not valid jinja2: {error}; mend it in the model"
+            ) from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text; it holds its special tokens, so encode it with `add_special_tokens=False`.
+
+        messages: `{"role": ..., "content": ...}` each. variables: further names, such as enable_thinking.
+        Raises TokenizerError with the template's own words when it refuses the conversation.
+        """
+        names = {**self._special_tokens, **(variables or {})}
+        try:
+            return self._template.render(
+                {
+                    **names,
+                    "messages": messages,
+                    "tools": tools,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:
+            raise TokenizerError(f"the model's chat template refuses these messages: {error}") from None
+
+
+def choose_template(
+    chat_template: str | Sequence[Mapping[str, str]] | Mapping[str, str] | None, *, has_tools: bool
+) -> str | None:
+    """The source to use of what a model brings: one template, or several by name; None if it has none."""
+    if chat_template is None or isinstance(chat_template, str):
+        return chat_template
+    if isinstance(chat_template, Mapping):
+        named = dict(chat_template)
+    else:
+        named = {entry["name"]: entry["template"] for entry in chat_template}
+    if has_tools and "tool_use" in named:
+        return named["tool_use"]
+    return named.get("default")
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    # jinja2's own filter escapes HTML, which would put \u003c into prompts.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,202 @@
+"""Token ids to text, piece by piece, without ever showing half a character.
+
+Two strategies behind one `StreamingDetokenizer`. For byte-level BPE (Qwen, Llama 3, the reference pair) and
+SentencePiece with byte fallback (Llama 2, Gemma) every token is a few bytes, and an incremental UTF-8 decoder
+does the rest: constant work a token, and exact. Any other decoder of the `tokenizers` library is asked for
+the text of a short window of tokens, and what is new since the last answer is shown.
+
+Where a byte-fallback run is not UTF-8, the library turns the whole run into U+FFFD, retroactively; here, as
+in SentencePiece itself, its whole characters stay and each other byte becomes one U+FFFD.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Final, Protocol
+
+from outrider.models.errors import TokenizerError
+
+_REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
+_BYTEWISE: Final = "outrider.bytewise"
+_CONTEXT_TOKENS: Final = 64
+_MAX_HELD_TOKENS: Final = 16
+_MAX_ID: Final = (1 << 32) - 1  # what the library's ids can hold
+
+
+class _Decoder(Protocol):
+    def push(self, ids: Sequence[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+DecoderFactory = Callable[[], _Decoder]
+
+
+class StreamingDetokenizer:
+    """Turns pushed ids into text; all pieces and `flush()` together are `Tokenizer.decode` of all ids.
+
+    Made by `Tokenizer.detokenizer`. hidden: ids that leave no text. context: ids before the first one pushed,
+    whose text is not given out but decides how the next token looks (a leading space, the rest of a
+    character). Not safe to share between threads.
+    """
+
+    def __init__(
+        self, new_decoder: DecoderFactory, hidden: frozenset[int], *, context: Sequence[int] = ()
+    ) -> None:
+        self._hidden = hidden
+        self._decoder = new_decoder()
+        if context:
+            self.push(context[-_CONTEXT_TOKENS:])
+
+    def push(self, ids: int | Sequence[int]) -> str:
+        """The text that `ids` add and that no later token can change; may be empty.
+
+        Raises TokenizerError for a negative id; ids beyond the vocabulary are a model's padding and leave no
+        text.
+        """
+        new = (ids,) if isinstance(ids, int) else ids
+        if any(index < 0 for index in new):
+            raise TokenizerError(f"token id {min(new)} is negative; ids start at 0")
+        return self._decoder.push([int(i) for i in new if i not in self._hidden and i <= _MAX_ID])
+
+    def flush(self) -> str:
+        """What was held back because it is no whole character, as U+FFFD; call once, at the end."""
+        return self._decoder.flush()
+
+
+class _ByteDecoder:
+    """Every token is bytes, whatever stands before it."""
+
+    def __init__(self, pieces: _Pieces, *, errors: str, strips_first_space: bool) -> None:
+        self._pieces = pieces
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
+        self._strips = strips_first_space
+
+    def push(self, ids: Sequence[int]) -> str:
+        return self._shown(self._utf8.decode(b"".join(map(self._pieces.bytes_of, ids))))
+
+    def flush(self) -> str:
+        return self._shown(self._utf8.decode(b"", True))
+
+    def _shown(self, text: str) -> str:
+        if self._strips and text:
+            self._strips = False
+            return text.removeprefix(" ")
+        return text
+
+
+class _WindowDecoder:
+    """Asks the library for the text of the last few tokens, and shows by how much it grew.
+
+    The first `_num_shown` of `_ids` are already shown and kept as context; after them stand those whose text
+    is held back because it ends inside a character. A window that stays so for `_MAX_HELD_TOKENS` holds bytes
+    that are no character at all.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._ids: list[int] = []
+        self._num_shown = 0
+
+    def push(self, ids: Sequence[int]) -> str:
+        return "".join(self._push_one(index) for index in ids)
+
+    def flush(self) -> str:
+        return self._grown()
+
+    def _push_one(self, index: int) -> str:
+        self._ids.append(index)
+        text = self._grown()
+        if (not text or text.endswith(_REPLACEMENT)) and len(self._ids) - self._num_shown < _MAX_HELD_TOKENS:
+            return ""
+        if text:
+            self._ids = self._ids[self._num_shown :]
+            self._num_shown = len(self._ids)
+        else:
+            del self._ids[self._num_shown :]  # tokens without text: the context stays what it was
+        return text
+
+    def _grown(self) -> str:
+        before = self._text(self._ids[: self._num_shown])
+        return self._text(self._ids)[len(before) :]
+
+    def _text(self, ids: list[int]) -> str:
+        text: str = self._backend.decode(ids, skip_special_tokens=False)
+        return text
+
+
+class _Pieces:
+    """The bytes of each token, remembered as they are first seen."""
+
+    def __init__(self, backend: Any, *, is_byte_level: bool, space: str) -> None:
+        self._backend = backend
+        self._is_byte_level = is_byte_level
+        self._space = space
+        self._known: dict[int, bytes] = {}
+
+    def bytes_of(self, index: int) -> bytes:
+        known = self._known.get(index)
+        if known is None:
+            token: str | None = self._backend.id_to_token(index)
+            known = self._known[index] = b"" if token is None else self._spell(token)
+        return known
+
+    def _spell(self, token: str) -> bytes:
+        if self._is_byte_level:
+            try:
+                return bytes(map(_byte_level_alphabet().__getitem__, token))
+            except KeyError:
+                return token.encode()  # an added token, spelled as it reads
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                pass  # not hexadecimal, so a token like any other
+        return (token.replace(self._space, " ") if self._space else token).encode()
+
+
+def plan_decoding(backend: Any) -> DecoderFactory:
+    """Reads how `backend` decodes; the result makes one decoder a stream, all sharing what they learn of
+    tokens.
+    """
+    decoder = backend.decoder
+    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
+    steps = state.get("decoders", [state])
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        pieces = _Pieces(backend, is_byte_level=True, space="")
+        return lambda: _ByteDecoder(pieces, errors="replace", strips_first_space=False)
+    if "ByteFallback" not in kinds:
+        return lambda: _WindowDecoder(backend)
+    space, strips = "", False
+    for step in steps:
+        match step:
+            case {"type": "Replace", "pattern": {"String": str(spelled)}, "content": " "} if not space:
+                space = spelled
+            case {"type": "Strip", "content": " ", "start": 1, "stop": 0} if step is steps[-1]:
+                strips = True
+            case {"type": "ByteFallback" | "Fuse"}:
+                pass
+            case _:
+                return lambda: _WindowDecoder(backend)
+    pieces = _Pieces(backend, is_byte_level=False, space=space)
+    return lambda: _ByteDecoder(pieces, errors=_BYTEWISE, strips_first_space=strips)
+
+
+@lru_cache(maxsize=1)
+def _byte_level_alphabet() -> dict[str, int]:
+    """Character to byte, as GPT-2 spells bytes: printable ones as themselves, the others from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _replace_bytewise(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return _REPLACEMENT * (error.end - error.start), error.end
+
+
+codecs.register_error(_BYTEWISE, _replace_bytewise)

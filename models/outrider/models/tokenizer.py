@@ -1,0 +1,209 @@
+"""Text to token ids and back, over the `tokenizers` library, from the files beside a model.
+
+Knows no model: ids at or beyond `size` are padding of the model's embedding, and decode to nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import tokenizers
+
+from outrider.models.chat_template import ChatTemplate, choose_template
+from outrider.models.detokenizer import StreamingDetokenizer, plan_decoding
+from outrider.models.errors import TokenizerError, TokenizerMismatch
+from outrider.models.fingerprint import TokenizerIdentity
+
+TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""All that `Tokenizer.from_dir` may read, next to the model's own `config.json`; only the first is required.
+"""
+
+
+class Tokenizer:
+    """A loaded tokenizer. Safe to share between threads: nothing changes after loading."""
+
+    def __init__(self, backend: Any, directory: Path, name: str) -> None:
+        self.name = name
+        self._directory = directory
+        self._backend = backend
+        self._new_decoder = plan_decoding(backend)
+        self._config = _read_json(directory / "tokenizer_config.json")
+        self._special_names = _special_names(self._config, _read_json(directory / "special_tokens_map.json"))
+        self.size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.special_ids: frozenset[int] = frozenset(
+            index for index, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+
+    @classmethod
+    def from_dir(cls, directory: str | Path, *, name: str | None = None) -> Tokenizer:
+        """Reads `tokenizer.json` and its companions. `name` is for messages; the directory's own by default.
+
+        Raises TokenizerError if the file is missing or is not one of the `tokenizers` library.
+        """
+        root = Path(directory)
+        path = root / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(
+                f"{root} has no tokenizer.json; save the model's fast tokenizer there with transformers' "
+                "save_pretrained"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises Exception itself
+            raise TokenizerError(
+                f"{path} is not a file that tokenizers {tokenizers.__version__} can read ({error}); save it "
+                "again"
+            ) from None
+        backend.no_truncation()
+        backend.no_padding()
+        return cls(backend, root, name or root.resolve().name)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; with the special tokens that the tokenizer itself puts around a prompt unless
+        told not to.
+        """
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `ids`, as streaming them gives it; bytes that are no UTF-8 become U+FFFD."""
+        detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
+        return detokenizer.push(ids) + detokenizer.flush()
+
+    def detokenizer(
+        self, *, context: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> StreamingDetokenizer:
+        """A new streaming detokenizer for text that goes on after `context` (the prompt, whose text is not
+        repeated).
+        """
+        return StreamingDetokenizer(
+            self._new_decoder, self.special_ids if skip_special_tokens else frozenset(), context=context
+        )
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt's text for a conversation; encode it with `add_special_tokens=False`.
+
+        Raises TokenizerError if the model has no chat template, or its template refuses the messages.
+        """
+        source = choose_template(self._chat_template, has_tools=bool(tools))
+        if source is None:
+            raise TokenizerError(
+                f"{self.name} has no chat template, so it cannot take messages; send a plain prompt to "
+                "/v1/completions, or put a chat_template.jinja beside its tokenizer.json"
+            )
+        template = ChatTemplate(source, self._special_names)
+        return template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` has a template to apply."""
+        return choose_template(self._chat_template, has_tools=False) is not None
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its own spelling, or None."""
+        index: int | None = self._backend.token_to_id(token)
+        return index
+
+    def token(self, index: int) -> str | None:
+        """The spelling of a token, or None for padding."""
+        spelling: str | None = self._backend.id_to_token(index) if 0 <= index < self.size else None
+        return spelling
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a text, ascending: from generation_config, config and tokenizer_config, whichever name
+        some.
+        """
+        ids: set[int] = set()
+        for name in ("generation_config.json", "config.json"):
+            found = _read_json(self._directory / name).get("eos_token_id")
+            ids.update(found if isinstance(found, list) else [found] if isinstance(found, int) else [])
+        spelled = self.token_id(self._special_names.get("eos_token", ""))
+        return tuple(sorted(ids | ({spelled} if spelled is not None else set())))
+
+    @cached_property
+    def bos_token_id(self) -> int | None:
+        """The id that begins a text, if the tokenizer names one."""
+        return self.token_id(self._special_names.get("bos_token", ""))
+
+    @cached_property
+    def identity(self) -> TokenizerIdentity:
+        """What the fingerprint is made of.
+
+        Kept, and as large as the vocabulary: for tools, not for the hot path.
+        """
+        return TokenizerIdentity.read(self._directory / "tokenizer.json")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """64 hexadecimal digits; equal exactly when two tokenizers are (see `fingerprint`)."""
+        return TokenizerIdentity.read(self._directory / "tokenizer.json").fingerprint
+
+    @cached_property
+    def _chat_template(self) -> Any:
+        path = self._directory / "chat_template.jinja"
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        separate = _read_json(self._directory / "chat_template.json").get("chat_template")
+        return separate or self._config.get("chat_template")
+
+
+def first_difference(a: Tokenizer, b: Tokenizer) -> str | None:
+    """The first entry in which two tokenizers differ, in words (a's first), or None if they are one."""
+    return a.identity.first_difference(b.identity)
+
+
+def require_same_tokenizer(a: Tokenizer, b: Tokenizer) -> None:
+    """Raises TokenizerMismatch, naming both and the first difference, unless the fingerprints are equal."""
+    if a.fingerprint == b.fingerprint:
+        return
+    raise TokenizerMismatch(
+        f"{a.name} (tokenizer {a.fingerprint[:12]}) and {b.name} (tokenizer {b.fingerprint[:12]}) do not "
+        f"share one tokenizer; first difference: {first_difference(a, b)}. Speculation would corrupt the "
+        "text: use a draft made for this target"
+    )
+
+
+def _special_names(*sources: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and the like by name; written as text or as an object with `content`."""
+    names: dict[str, str] = {}
+    for source in sources:
+        for key, value in source.items():
+            spelled = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(spelled, str):
+                names.setdefault(key, spelled)
+    return names
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON ({error}); copy it from the model again") from None
+    if not isinstance(found, dict):
+        raise TokenizerError(
+            f"{path} holds a {type(found).__name__}, expected an object; copy it from the model again"
+        )
+    return found
