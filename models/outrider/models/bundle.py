@@ -1,0 +1,163 @@
+"""Bundles: a model, its tokenizer and a manifest in one directory, verified when opened.
+
+A bundle holds nothing that executes code on load: safetensors, OpenVINO IR and JSON only. Writing one is
+`bundle_writer`'s business; what a manifest may say is `manifest`'s. This module loads no model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from pydantic import ValidationError
+
+from outrider.models.errors import BundleError
+from outrider.models.manifest import MANIFEST_NAME, SCHEMA_VERSION, FileEntry, Manifest
+from outrider.models.tokenizer import Tokenizer
+
+DATA_SUFFIXES: Final = frozenset({".xml", ".bin", ".safetensors", ".json", ".jinja", ".txt", ".model", ".md"})
+"""What a bundle may list. `.bin` only as the weights of the `.xml` beside it: elsewhere it is a pickle."""
+
+UNSAFE_SUFFIXES: Final = frozenset(
+    {".py", ".pyc", ".pyo", ".so", ".dll", ".dylib", ".exe", ".sh", ".bat", ".ps1"}
+    | {".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".bin", ".npy", ".npz", ".joblib"}
+)
+"""What a bundle must not contain, listed or not: code, and formats that can carry code."""
+
+_HASH_CHUNK: Final = 4 << 20
+# Files that this process has hashed and found right, by (path, sha256, size, mtime_ns, inode).
+_verified: set[tuple[str, str, int, int, int]] = set()
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """An opened bundle: its directory and its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, path: str | Path, *, verify: bool = True) -> Bundle:
+        """Reads the manifest and, unless `verify` is off, checks every file's size and SHA-256.
+
+        A file that this process has verified is not hashed again while its size and time stay the same.
+        Raises BundleError naming the file that is missing, truncated, altered or does not belong there.
+        """
+        root = Path(path)
+        bundle = cls(root, _read_manifest(root))
+        if verify:
+            _refuse_strangers(root, {entry.path for entry in bundle.manifest.files})
+            for entry in bundle.manifest.files:
+                _check_file(root, entry)
+        return bundle
+
+    @property
+    def model_file(self) -> Path:
+        """The IR's `.xml`, or the directory itself for safetensors (config and weights lie in it)."""
+        if self.manifest.format == "safetensors":
+            return self.path
+        return self.path / next(entry.path for entry in self.manifest.files if entry.path.endswith(".xml"))
+
+    def tokenizer(self) -> Tokenizer:
+        """Loads the tokenizer. Raises BundleError if it is not the one that the manifest tells of."""
+        tokenizer = Tokenizer.from_dir(self.path, name=self.manifest.name)
+        if tokenizer.fingerprint != self.manifest.tokenizer_fingerprint:
+            raise BundleError(
+                f"{self.path / 'tokenizer.json'} has fingerprint {tokenizer.fingerprint[:12]}, the manifest "
+                f"says {self.manifest.tokenizer_fingerprint[:12]}; export the model again"
+            )
+        return tokenizer
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, hexadecimal, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_HASH_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def refuse_unsafe(relative: str, listed: set[str]) -> None:
+    """Raises BundleError if the file is code, or of a format that can carry code."""
+    path = Path(relative)
+    if path.suffix.lower() not in UNSAFE_SUFFIXES:
+        return
+    if path.suffix == ".bin" and relative in listed and path.with_suffix(".xml").as_posix() in listed:
+        return  # the weights of an OpenVINO IR
+    raise BundleError(
+        f"the bundle contains {relative}, which could execute code on load; a bundle holds safetensors, "
+        "OpenVINO IR and JSON only. Remove the file, or export the model again"
+    )
+
+
+def _read_manifest(root: Path) -> Manifest:
+    path = root / MANIFEST_NAME
+    if not root.is_dir():
+        raise BundleError(f"{root} is not a directory; expected a bundle, as `outrider-export` writes it")
+    try:
+        text = path.read_text(encoding="utf-8")
+        raw = json.loads(text)
+    except FileNotFoundError:
+        raise BundleError(
+            f"{root} has no {MANIFEST_NAME}, so it is no bundle; make one with `outrider-export` (a Hugging "
+            "Face directory is its input, not a bundle)"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{path} cannot be read as JSON ({error}); export the model again") from None
+    version = raw.get("schema_version") if isinstance(raw, dict) else None
+    if version != SCHEMA_VERSION:
+        raise BundleError(
+            f"{path} has schema version {version!r}, this Outrider reads {SCHEMA_VERSION}; export the model "
+            "again with this version, or upgrade Outrider"
+        )
+    try:
+        return Manifest.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the manifest"
+        raise BundleError(f"{path}: {where}: {first['msg']}; export the model again") from None
+
+
+def _refuse_strangers(root: Path, listed: set[str]) -> None:
+    for path in sorted(root.rglob("*")):
+        relative = path.relative_to(root).as_posix()
+        if path.is_symlink():
+            raise BundleError(
+                f"{path} is a symbolic link; a bundle holds its own files: put a copy in its place"
+            )
+        if not path.is_file() or relative == MANIFEST_NAME:
+            continue
+        refuse_unsafe(relative, listed)
+        if relative not in listed and not path.name.startswith(".") and path.suffix not in (".md", ".txt"):
+            # A chat template or another shard of weights would be used although no hash covers it.
+            raise BundleError(f"{path} is not in the manifest; remove it, or export the model again")
+    for relative in sorted(listed):
+        if Path(relative).suffix.lower() not in DATA_SUFFIXES:
+            raise BundleError(f"the manifest lists {relative}, which is no format that a bundle may hold")
+
+
+def _check_file(root: Path, entry: FileEntry) -> None:
+    path = root / entry.path
+    if not path.is_file():
+        raise BundleError(f"{path} is missing; export the model again, or copy the bundle again")
+    stat = path.stat()
+    if stat.st_size != entry.size:
+        kind = "truncated" if stat.st_size < entry.size else "altered"
+        raise BundleError(
+            f"{path} is {kind}: {stat.st_size} bytes, the manifest says {entry.size}; copy or export the "
+            "bundle again"
+        )
+    key = (str(path.resolve()), entry.sha256, stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    if key in _verified:
+        return
+    found = hash_file(path)
+    if found != entry.sha256:
+        raise BundleError(
+            f"{path} is altered: its SHA-256 is {found[:16]}..., the manifest says {entry.sha256[:16]}...; "
+            "copy or export the bundle again"
+        )
+    _verified.add(key)

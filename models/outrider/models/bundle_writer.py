@@ -1,0 +1,136 @@
+"""Writing a bundle so that its destination is either what it was or the whole new bundle, whatever happens.
+
+Everything is built in a hidden directory beside the destination; `commit` hashes it, writes the manifest,
+flushes all of it to the disk and renames. An interrupted writer leaves the destination alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import socket
+from pathlib import Path
+from types import TracebackType
+
+from outrider.models.bundle import Bundle, hash_file, refuse_unsafe
+from outrider.models.errors import BundleError
+from outrider.models.manifest import MANIFEST_NAME, FileEntry, Manifest
+
+
+class BundleWriter:
+    """Builds one bundle; use as a context manager, put files into `directory`, then call `commit` once.
+
+    Leaving the context without a commit removes everything that was built. On entry, what writers of the same
+    destination left behind when they were killed on this machine is removed; a bundle that they had set aside
+    is put back.
+    Raises BundleError if the destination exists and `overwrite` is off, or is a directory that holds no
+    bundle.
+    """
+
+    def __init__(self, destination: str | Path, *, overwrite: bool = False) -> None:
+        self._destination = Path(destination).absolute()
+        self._overwrite = overwrite
+        self._host = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())
+        tag = f"{self._host}-{os.getpid()}-{secrets.token_hex(4)}"
+        self.directory = self._destination.with_name(f".{self._destination.name}.partial-{tag}")
+
+    def __enter__(self) -> BundleWriter:
+        self._check_destination()
+        self._destination.parent.mkdir(parents=True, exist_ok=True)
+        self._clear_leftovers()
+        self.directory.mkdir()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def list_files(self) -> tuple[FileEntry, ...]:
+        """Size and SHA-256 of every file built so far, sorted by path."""
+        paths = sorted(
+            path for path in self.directory.rglob("*") if path.is_file() and path.name != MANIFEST_NAME
+        )
+        names = [path.relative_to(self.directory).as_posix() for path in paths]
+        for name in names:
+            refuse_unsafe(name, set(names))
+        return tuple(
+            FileEntry(path=name, size=path.stat().st_size, sha256=hash_file(path))
+            for name, path in zip(names, paths, strict=True)
+        )
+
+    def commit(self, manifest: Manifest) -> Bundle:
+        """Puts the bundle in place. `manifest.files` must be what `list_files` gives.
+
+        Raises BundleError if the destination has appeared meanwhile and may not be replaced.
+        """
+        (self.directory / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8", newline="\n")
+        for path in sorted(self.directory.rglob("*")):
+            _flush(path)
+        _flush(self.directory)
+        self._check_destination()
+        self._swap()
+        _flush(self._destination.parent)
+        return Bundle(self._destination, manifest)
+
+    def _swap(self) -> None:
+        """Directories cannot be renamed over one another, so an old bundle first steps aside."""
+        if not self._destination.exists():
+            self.directory.rename(self._destination)
+            return
+        aside = self.directory.with_name(self.directory.name.replace(".partial-", ".old-"))
+        self._destination.rename(aside)
+        try:
+            self.directory.rename(self._destination)
+        except BaseException:
+            aside.rename(self._destination)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _check_destination(self) -> None:
+        if not self._destination.exists():
+            return
+        if not self._overwrite:
+            raise BundleError(f"{self._destination} exists already; choose another place, or say --overwrite")
+        is_empty = self._destination.is_dir() and not any(self._destination.iterdir())
+        if not is_empty and not (self._destination / MANIFEST_NAME).is_file():
+            raise BundleError(
+                f"{self._destination} exists and is no bundle, so it is not replaced; choose another place"
+            )
+
+    def _clear_leftovers(self) -> None:
+        name = re.escape(self._destination.name)
+        pattern = re.compile(rf"\.{name}\.(partial|old)-{self._host}-(\d+)-[0-9a-f]{{8}}")
+        for path in sorted(self._destination.parent.iterdir()):
+            match = pattern.fullmatch(path.name)
+            if match is None or _is_alive(int(match.group(2))):
+                continue
+            if match.group(1) == "old" and not self._destination.exists():
+                path.rename(self._destination)  # its writer died between the two renames
+                self._check_destination()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    if os.name == "nt":
+        return True  # signal 0 would end the process there, so leftovers stay until removed by hand
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # somebody else's, and alive
+    return True
+
+
+def _flush(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():
+        return  # Windows has no handle to flush for a directory
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
