@@ -109,8 +109,10 @@ class RuntimeOptions:
     device: as the runtime names it ("CPU", "GPU", "cuda:0").
     num_threads: inference threads; 0 leaves it to the runtime.
     kv_cache_bytes: room for the paged cache (BatchRuntime only).
-    kv_precision: "f32", "f16", "bf16" or "u8"; "auto" takes f32 for an FP32 model on CPU and the runtime's own otherwise.
+    kv_precision: "f32", "f16", "bf16" or "u8"; "auto" takes f32 on CPU and the runtime's own elsewhere.
     cache_dir: where compiled models are kept; None for nowhere.
+    max_positions: cuts the longest sequence, and with it a SequenceRuntime's cache; 0 takes the model's own.
+    properties: passed to the runtime as they are, over everything above (OpenVINO only).
     """
 
     device: str = "CPU"
@@ -118,4 +120,5 @@ class RuntimeOptions:
     kv_cache_bytes: int = 256 << 20
     kv_precision: str = "auto"
     cache_dir: str | None = None
+    max_positions: int = 0
     properties: dict[str, str] = field(default_factory=dict)

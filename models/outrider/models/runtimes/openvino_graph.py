@@ -1,0 +1,186 @@
+"""From the stateful IR that optimum-intel writes to a compiled paged-attention model and its cache.
+
+Both OpenVINO runtimes load models here. Two rewrites happen before compilation: attention over the model's
+own state becomes paged attention over blocks that the caller addresses, and the LM head runs only for the
+rows asked for (a Gather in front of its MatMul), which for a large vocabulary is most of a prompt's cost.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import openvino as ov
+from numpy.typing import NDArray
+from openvino import opset13 as ops
+from openvino._offline_transformations import paged_attention_transformation
+
+from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
+from outrider.models.runtimes.base import ModelLimits, RuntimeOptions
+
+logger = logging.getLogger(__name__)
+
+MODEL_FILE: Final = "openvino_model.xml"
+KV_PRECISIONS: Final = ("auto", "f32", "f16", "bf16", "u8")
+# Between the LM head's MatMul and the result only these may stand: each works row by row, so it commutes with
+# the choice of rows (soft-capping, scaling, a change of type).
+_ROW_WISE: Final = frozenset({"Add", "Convert", "Divide", "Multiply", "Subtract", "Tanh"})
+
+
+@dataclass(frozen=True, slots=True)
+class PagedModel:
+    """A compiled paged-attention model with its own infer request; no cache is bound yet.
+
+    block_bytes: bytes that one block takes over all layers, keys and values.
+    gathers_rows: whether the graph has the `logit_rows` input; without it, logits come for every token.
+    """
+
+    compiled: Any
+    request: Any
+    limits: ModelLimits
+    block_size: int
+    block_bytes: int
+    gathers_rows: bool
+
+    def bind_cache(self, num_blocks: int) -> list[Any]:
+        """Allocates zeroed key and value tensors of `num_blocks` blocks and binds them; the request keeps them."""
+        tensors = []
+        for port in self.compiled.inputs:
+            if _is_cache(port):
+                shape = [num_blocks, *_trailing(port)]
+                tensors.append(self._cache_tensor(port.element_type, shape))
+                self.request.set_tensor(port, tensors[-1])
+        return tensors
+
+    def _cache_tensor(self, element_type: Any, shape: list[int]) -> Any:
+        device = self.compiled.get_property("EXECUTION_DEVICES")[0]
+        if device.startswith("GPU"):
+            return _core().get_default_context(device).create_tensor(element_type, ov.Shape(shape), {})
+        # Zeroed by the operating system page by page as it is touched: an unused part costs no memory.
+        size = int(np.prod(shape)) * element_type.size
+        return ov.Tensor(np.zeros(size, np.uint8), ov.Shape(shape), element_type)
+
+
+@functools.cache
+def _core() -> Any:
+    return ov.Core()
+
+
+def load_paged_model(path: Path, options: RuntimeOptions, *, tree_masks: bool) -> PagedModel:
+    """Reads, rewrites and compiles the IR at `path` (a directory with openvino_model.xml, or an .xml file).
+
+    tree_masks: adds the `qq_bias` inputs, which cost nothing measurable when empty.
+    Raises BundleError when the files are missing or the model is not a stateful decoder, ConfigError for an
+    option out of range, RuntimeUnavailable when the device is not there.
+    """
+    xml = path if path.suffix == ".xml" else path / MODEL_FILE
+    if not (xml.is_file() and xml.with_suffix(".bin").is_file()):
+        raise BundleError(f"no OpenVINO model at {xml}; expected {xml.name} and {xml.with_suffix('.bin').name}")
+    properties = _properties(options)
+    model = _core().read_model(xml)
+    try:
+        paged_attention_transformation(model, allow_qq_bias=tree_masks)
+    except RuntimeError as error:
+        raise BundleError(
+            f"{xml} cannot use paged attention: {error}; expected the stateful decoder that "
+            "`outrider-export` or optimum-intel's default text-generation export writes"
+        ) from error
+    gathers_rows = _gather_rows(model)
+    if not gathers_rows:
+        logger.info("%s: no MatMul found in front of the logits; they are computed for every token", xml)
+    try:
+        compiled = _core().compile_model(model, options.device, properties)
+    except RuntimeError as error:
+        available = ", ".join(_core().available_devices) or "none"
+        raise RuntimeUnavailable(
+            f"OpenVINO cannot run {xml} on {options.device!r}: {error}; devices on this machine: {available}"
+        ) from error
+    caches = [port for port in compiled.inputs if _is_cache(port)]
+    values = next(port for port in caches if "value_cache" in port.any_name)
+    return PagedModel(
+        compiled=compiled,
+        request=compiled.create_infer_request(),
+        limits=ModelLimits(compiled.output(0).partial_shape[-1].get_length(), _max_positions(xml, options)),
+        # Keys may be stored transposed (GPU); values are [blocks, heads, block size, head size] everywhere.
+        block_size=_trailing(values)[1],
+        block_bytes=sum(int(np.prod(_trailing(port))) * port.element_type.size for port in caches),
+        gathers_rows=gathers_rows,
+    )
+
+
+def _properties(options: RuntimeOptions) -> dict[str, str]:
+    """What the model is compiled with; `options.properties` has the last word."""
+    if options.kv_precision not in KV_PRECISIONS:
+        raise ConfigError(f"kv_precision is {options.kv_precision!r}; expected one of {', '.join(KV_PRECISIONS)}")
+    if options.num_threads < 0:
+        raise ConfigError(f"num_threads is {options.num_threads}; expected 0 (the runtime's choice) or more")
+    properties = {"PERFORMANCE_HINT": "LATENCY"}
+    if options.device == "CPU":
+        # bf16 arithmetic is slower than f32 with INT8 weights and can kill the process with FP32 ones.
+        properties["INFERENCE_PRECISION_HINT"] = "f32"
+        # Pinned threads of two processes would meet on the first core and stay there.
+        properties["ENABLE_CPU_PINNING"] = "NO"
+    if options.kv_precision != "auto":
+        properties["KV_CACHE_PRECISION"] = options.kv_precision
+    elif options.device == "CPU":
+        # The default, u8, moves near ties with the history of the cache; f32 keeps a step equal to its
+        # replay.
+        properties["KV_CACHE_PRECISION"] = "f32"
+    if options.num_threads:
+        properties["INFERENCE_NUM_THREADS"] = str(options.num_threads)
+    if options.cache_dir is not None:
+        properties["CACHE_DIR"] = options.cache_dir
+    return properties | options.properties
+
+
+def _gather_rows(model: Any) -> bool:
+    """Adds the input `logit_rows` (int64 [R]) and gathers these rows in front of the LM head; False if there is none."""
+    node = model.output(0).get_node().input_value(0).get_node()
+    while node.get_type_name() in _ROW_WISE and all(_is_constant(v) for v in node.input_values()[1:]):
+        node = node.input_value(0).get_node()
+    if node.get_type_name() != "MatMul" or node.input_value(0).get_partial_shape().rank.get_length() < 2:
+        return False
+    rows = ops.parameter([-1], ov.Type.i64, name="logit_rows")
+    rows.output(0).set_names({"logit_rows"})
+    gathered = ops.gather(node.input_value(0), rows, ops.constant(0, dtype=np.int64))
+    node.input(0).replace_source_output(gathered.output(0))
+    model.add_parameters([rows])
+    model.validate_nodes_and_infer_types()
+    return True
+
+
+def _is_constant(value: Any) -> bool:
+    node = value.get_node()
+    return node.get_type_name() == "Constant" or (
+        node.get_type_name() == "Convert" and _is_constant(node.input_value(0))
+    )
+
+
+def _max_positions(xml: Path, options: RuntimeOptions) -> int:
+    """The longest sequence: the model's own, from config.json beside it, cut to `options.max_positions`."""
+    config = xml.parent / "config.json"
+    own = 0
+    if config.is_file():
+        fields = json.loads(config.read_text(encoding="utf-8"))
+        own = int(fields.get("text_config", fields).get("max_position_embeddings", 0))
+    if not own and not options.max_positions:
+        raise ConfigError(f"{config} does not give max_position_embeddings; set max_positions in the options")
+    return min(own or options.max_positions, options.max_positions or own)
+
+
+def _is_cache(port: Any) -> bool:
+    return "_cache." in port.any_name
+
+
+def _trailing(port: Any) -> list[int]:
+    return [dimension.get_length() for dimension in list(port.partial_shape)[1:]]
+
+
+def shared_tensor(array: NDArray[Any]) -> Any:
+    """An OpenVINO tensor over the memory of `array`, which must be contiguous and outlive it."""
+    return ov.Tensor(array, shared_memory=True)

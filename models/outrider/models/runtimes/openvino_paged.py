@@ -1,0 +1,89 @@
+"""`BatchRuntime` on OpenVINO paged attention: CPU, Intel GPU.
+
+Knows block numbers and slots, not who owns them. Everything that changes from step to step goes to the infer
+request as tensors over numpy memory; the caches are bound once. The infer itself releases the GIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.models.errors import ConfigError
+from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, SequenceSlice
+from outrider.models.runtimes.openvino_graph import load_paged_model, shared_tensor
+from outrider.models.runtimes.ragged import lay_out
+
+
+class OpenVinoPagedRuntime:
+    """Ragged batches, tree masks included, over a cache of `options.kv_cache_bytes`."""
+
+    def __init__(self, path: Path, options: RuntimeOptions) -> None:
+        """Loads the IR at `path` (directory or .xml).
+
+        Raises BundleError, ConfigError or RuntimeUnavailable, as `load_paged_model` does; ConfigError when
+        `kv_cache_bytes` does not hold one block.
+        """
+        self._model = load_paged_model(path, options, tree_masks=True)
+        self._num_blocks = options.kv_cache_bytes // self._model.block_bytes
+        if self._num_blocks < 1:
+            raise ConfigError(
+                f"kv_cache_bytes is {options.kv_cache_bytes}; one block of this model takes {self._model.block_bytes}"
+            )
+        self._caches: list[Any] = self._model.bind_cache(self._num_blocks)
+        self._request: Any = self._model.request
+
+    @property
+    def limits(self) -> ModelLimits:
+        """Vocabulary size and longest sequence."""
+        return self._model.limits
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a cache block holds."""
+        return self._model.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the cache; valid numbers are 0 .. num_blocks - 1."""
+        return self._num_blocks
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+        """Runs one step; returns logits [sum of num_rows, vocab_size] float32, valid until the next call.
+
+        Blocking, without the GIL; one thread at a time. Writes the new tokens' slots and nothing else.
+        """
+        step = lay_out(
+            batch,
+            vocab_size=self.limits.vocab_size,
+            max_positions=self.limits.max_positions,
+            block_size=self.block_size,
+            num_blocks=self._num_blocks,
+        )
+        request = self._request
+        # The request shares the arrays' memory: `step` must live until infer returns.
+        request.set_tensor("input_ids", shared_tensor(step.input_ids))
+        request.set_tensor("position_ids", shared_tensor(step.position_ids))
+        request.set_tensor("past_lens", shared_tensor(step.past_lens))
+        request.set_tensor("subsequence_begins", shared_tensor(step.subsequence_begins))
+        request.set_tensor("block_indices", shared_tensor(step.block_indices))
+        request.set_tensor("block_indices_begins", shared_tensor(step.block_indices_begins))
+        request.set_tensor("max_context_len", shared_tensor(step.max_context_len))
+        request.set_tensor("qq_bias", shared_tensor(step.mask))
+        request.set_tensor("qq_bias_begins", shared_tensor(step.mask_begins))
+        if self._model.gathers_rows:
+            request.set_tensor("logit_rows", shared_tensor(step.logit_rows))
+        request.infer(share_outputs=True)
+        logits: NDArray[np.float32] = request.get_output_tensor(0).data
+        logits = logits.reshape(-1, self.limits.vocab_size)
+        return logits if self._model.gathers_rows else logits[step.logit_rows]
+
+    def close(self) -> None:
+        """Releases model and cache; safe to call twice."""
+        self._request = None
+        self._caches = []
+        self._model = None  # type: ignore[assignment]

@@ -1,0 +1,109 @@
+"""A step's slices as the flat arrays that paged attention takes, checked on the way.
+
+The checks are asserts: a slice that fails them is a bug of the engine, and running it would read or write
+outside the cache. Knows numpy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.models.runtimes.base import SequenceSlice
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedStep:
+    """T new tokens of B sequences, N cache blocks, R rows of logits.
+
+    input_ids, position_ids: int64 [T].
+    past_lens: int32 [B]. subsequence_begins: int32 [B + 1], where each sequence's tokens start.
+    block_indices: int32 [N]. block_indices_begins: int32 [B + 1], where each sequence's blocks start.
+    max_context_len: int32 [], the longest past + new.
+    logit_rows: int64 [R], indices into T.
+    mask: uint8 [sum of n * n], the masks row by row, and mask_begins int32 [B + 1]; [0] and [0] when all are
+      causal.
+    """
+
+    input_ids: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+    past_lens: NDArray[np.int32]
+    subsequence_begins: NDArray[np.int32]
+    block_indices: NDArray[np.int32]
+    block_indices_begins: NDArray[np.int32]
+    max_context_len: NDArray[np.int32]
+    logit_rows: NDArray[np.int64]
+    mask: NDArray[np.uint8]
+    mask_begins: NDArray[np.int32]
+
+
+def lay_out(
+    batch: Sequence[SequenceSlice], *, vocab_size: int, max_positions: int, block_size: int, num_blocks: int
+) -> RaggedStep:
+    """The flat arrays of a step; asserts that every id, position and block number is inside its range."""
+    assert batch, "a step needs at least one sequence"
+    tokens: list[int] = []
+    positions: list[int] = []
+    blocks: list[int] = []
+    rows: list[int] = []
+    past_lens: list[int] = []
+    token_begins, block_begins = [0], [0]
+    longest = 0
+    has_mask = False
+    for item in batch:
+        num_new = len(item.tokens)
+        context = item.past + num_new
+        num_used = -(-context // block_size)
+        assert num_new and 0 <= item.num_rows <= num_new, f"{item.num_rows} rows of {num_new} new tokens"
+        assert item.past >= 0 and num_used <= len(item.blocks), f"{len(item.blocks)} blocks for {context} tokens"
+        tokens += item.tokens
+        if item.positions is None:
+            positions += range(item.past, context)
+        else:
+            assert len(item.positions) == num_new
+            positions += item.positions
+        blocks += item.blocks[:num_used]
+        past_lens.append(item.past)
+        token_begins.append(len(tokens))
+        block_begins.append(len(blocks))
+        rows += range(len(tokens) - item.num_rows, len(tokens))
+        longest = max(longest, context)
+        has_mask = has_mask or item.mask is not None
+    mask, mask_begins = _masks(batch) if has_mask else (np.zeros(0, np.uint8), np.zeros(1, np.int32))
+    step = RaggedStep(
+        input_ids=np.array(tokens, np.int64),
+        position_ids=np.array(positions, np.int64),
+        past_lens=np.array(past_lens, np.int32),
+        subsequence_begins=np.array(token_begins, np.int32),
+        block_indices=np.array(blocks, np.int32),
+        block_indices_begins=np.array(block_begins, np.int32),
+        max_context_len=np.array(longest, np.int32),
+        logit_rows=np.array(rows, np.int64),
+        mask=mask,
+        mask_begins=mask_begins,
+    )
+    assert _inside(step.input_ids, vocab_size), "a token id outside the vocabulary"
+    assert _inside(step.position_ids, max_positions), f"a position outside 0 .. {max_positions - 1}"
+    assert _inside(step.block_indices, num_blocks), f"a block number outside 0 .. {num_blocks - 1}"
+    return step
+
+
+def _inside(values: NDArray[np.integer], end: int) -> bool:
+    return bool(values.min() >= 0 and values.max() < end)
+
+
+def _masks(batch: Sequence[SequenceSlice]) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+    """Once one sequence has a mask all must: a causal one is spelled out."""
+    flat: list[NDArray[np.uint8]] = []
+    begins = [0]
+    for item in batch:
+        num_new = len(item.tokens)
+        mask = np.tri(num_new, dtype=np.uint8) if item.mask is None else item.mask
+        assert mask.shape == (num_new, num_new), f"a mask of shape {mask.shape} for {num_new} new tokens"
+        assert mask.dtype == np.uint8 and mask.diagonal().all(), "a token must attend itself"
+        flat.append(mask.reshape(-1))
+        begins.append(begins[-1] + mask.size)
+    return np.concatenate(flat), np.array(begins, np.int32)
