@@ -20,8 +20,8 @@ The hash, bit by bit (all arithmetic unsigned, wrapping):
 mix64 is the finalizer of SplitMix64 (Steele, Lea and Flood 2014), fmix32 that of MurmurHash3 (Appleby). For a fixed key
 `h` is a bijection of the token id, so no two tokens tie. Golden vectors in tests/test_sampling.py pin every bit.
 
-This module knows numpy only; `sampling_torch` is its equal for tensors. Temperature 0 is plain argmax, ties to the lowest
-id. Truncation is that of transformers' logits processors, in their order: temperature, top-k, top-p, min-p.
+This module knows numpy only; `sampling_torch` is its equal for tensors. Temperature 0 is plain argmax, ties to the
+lowest id. Truncation is that of transformers' logits processors, in their order: temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class SamplingParams:
         if 0.0 < self.temperature < 1e-4:
             # logit / temperature would leave float32's exact range; such a user means greedy.
             raise SamplingError(f"temperature is {self.temperature!r}; expected 0 (greedy) or at least 0.0001")
-        _require(isinstance(self.top_k, int) and 0 <= self.top_k, "top_k", self.top_k, "0 (off) or more")
+        _require(isinstance(self.top_k, int) and self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "more than 0, up to 1 (off)")
         _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "0 (off) to 1")
         _require(isinstance(self.seed, int) and 0 <= self.seed <= MAX_SEED, "seed", self.seed, "0 to 2^63 - 1")
@@ -176,7 +176,9 @@ def pick(logits: NDArray[np.float32], params: SamplingParams, position: int) -> 
     """
     best = int(logits.argmax())
     if not math.isfinite(logits[best]):
-        raise ModelFault(f"the model's logits at position {position} are not finite; check the export with a parity run")
+        raise ModelFault(
+            f"the model's logits at position {position} are not finite; check the export with a parity run"
+        )
     if params.is_greedy:
         return best
     if params.top_k or params.top_p < 1.0 or params.min_p > 0.0:

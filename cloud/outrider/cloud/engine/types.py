@@ -40,7 +40,7 @@ class EngineConfig:
 class GenerateRequest:
     """One sequence to generate. prompt: ids of everything before the first wanted token.
 
-    patience_ms: longest wait for a draft (0: never; None: the engine chooses). draft: guesses that are there from the start.
+    patience_ms: longest wait for a draft (0: never; None: the engine chooses). draft: guesses to start with.
     once: end after the first pass that commits (this is /v1/verify); the cache is then parked under `prefix_hash`.
     prefix_hash: the hash of a parked prefix that `prompt` continues; the engine raises `prefix_not_held` if it is gone.
     """
@@ -76,6 +76,13 @@ class SequenceUsage:
     rejected_tokens: int = 0
     cached_prompt_tokens: int = 0
     waited_s: float = 0.0
+
+    def count_pass(self, committed: int, proposed: int, accepted: int) -> None:
+        """One forward pass that committed tokens."""
+        self.completion_tokens += committed
+        self.target_passes += 1
+        self.accepted_tokens += accepted
+        self.rejected_tokens += proposed - accepted
 
 
 @dataclass(frozen=True, slots=True)

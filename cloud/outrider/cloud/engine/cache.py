@@ -1,0 +1,81 @@
+"""Which blocks each sequence holds: prefix sharing, growth, parking. Who must give way is the engine's decision."""
+
+from __future__ import annotations
+
+from outrider.cloud.engine.parked import ParkedPrefix, ParkedPrefixes
+from outrider.cloud.engine.pool import ROOT_HASH, BlockPool, chain_hash
+from outrider.cloud.engine.sequence import Sequence
+
+
+class SequenceCache:
+    """The block pool as sequences see it. The engine's thread owns it, but for `take_parked`."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, max_parked: int, share_prefixes: bool) -> None:
+        self.pool = BlockPool(num_blocks, block_size)
+        self._parked = ParkedPrefixes(self.pool, max_parked)
+        self._share_prefixes = share_prefixes
+
+    @property
+    def num_parked(self) -> int:
+        """Prefixes kept for the /v1/verify call that continues them."""
+        return len(self._parked)
+
+    def grow(self, sequence: Sequence, length: int) -> bool:
+        """Gives `sequence` blocks for `length` tokens, at the cost of idle blocks and parked prefixes if need be.
+
+        False, and nothing changed for the sequence, when there are not enough.
+        """
+        needed = -(-length // self.pool.block_size) - len(sequence.blocks)
+        while needed > self.pool.num_available:
+            if not self._parked.evict_one():
+                return False
+        if needed > 0:
+            sequence.blocks += self.pool.allocate(needed) or []
+        return True
+
+    def match_prefix(self, sequence: Sequence) -> None:
+        """Takes over blocks that hold the sequence's own beginning; at least its last token is left to be run."""
+        if sequence.blocks or not self._share_prefixes:
+            return
+        size, hashes, parent = self.pool.block_size, [], ROOT_HASH
+        for start in range(0, len(sequence.tokens) - size, size):
+            parent = chain_hash(parent, sequence.tokens[start : start + size])
+            hashes.append(parent)
+        sequence.blocks = self.pool.match(hashes)
+        sequence.hashes = hashes[: len(sequence.blocks)]
+        sequence.computed = len(sequence.blocks) * size
+        sequence.usage.cached_prompt_tokens = min(sequence.computed, sequence.usage.prompt_tokens)
+
+    def register_full_blocks(self, sequence: Sequence) -> None:
+        """Makes blocks known by hash once all their tokens are committed and computed: nobody writes to them again."""
+        size = self.pool.block_size
+        while (len(sequence.hashes) + 1) * size <= sequence.computed:
+            index = len(sequence.hashes)
+            parent = sequence.hashes[-1] if sequence.hashes else ROOT_HASH
+            content = chain_hash(parent, sequence.tokens[index * size : (index + 1) * size])
+            sequence.hashes.append(content)
+            if self._share_prefixes:
+                self.pool.register(sequence.blocks[index], content)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Takes all blocks from the sequence; its tokens will have to be run again."""
+        self.pool.release(sequence.blocks)
+        sequence.blocks, sequence.hashes, sequence.computed = [], [], 0
+
+    def park(self, sequence: Sequence) -> str:
+        """Keeps a finished sequence's blocks for the call that continues it; returns the hash of its tokens."""
+        kept = ParkedPrefix(tuple(sequence.tokens), tuple(sequence.blocks), sequence.computed, tuple(sequence.hashes))
+        return self._parked.park(kept)
+
+    def take_parked(self, name: str) -> ParkedPrefix | None:
+        """Any thread: hands over a parked prefix with the references on its blocks, or None."""
+        return self._parked.take(name)
+
+    def park_again(self, prefix: ParkedPrefix) -> None:
+        """Undoes `take_parked`."""
+        self._parked.park(prefix)
+
+    def release_parked(self) -> None:
+        """Gives up every parked prefix."""
+        while self._parked.evict_one():
+            pass

@@ -1,0 +1,385 @@
+"""The engine: sequences join and leave between steps, and each step is admit, gather, forward, commit, emit.
+
+Knows nothing of HTTP or of which model runs. One thread calls `step`; `submit`, `draft`, `cancel` and `stats` may be
+called from any. The output is a pure function of target, prompt, parameters and seed: drafts, batching, chunking,
+preemption and prefix sharing change when a token is committed, never which (up to float rounding in the runtime: see
+docs/exactness.md).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.cloud.engine.cache import SequenceCache
+from outrider.cloud.engine.drafting import Drafting
+from outrider.cloud.engine.estimators import AcceptanceEstimator
+from outrider.cloud.engine.policy import NO_WAIT
+from outrider.cloud.engine.requests import check_draft, check_request
+from outrider.cloud.engine.sequence import Sequence
+from outrider.cloud.engine.totals import Totals
+from outrider.cloud.engine.types import CommitEvent, EndEvent, EngineConfig, EngineStats, GenerateRequest, Sink
+from outrider.models.errors import ModelFault, RequestError
+from outrider.models.runtimes.base import BatchRuntime, ModelLimits, SequenceSlice
+from outrider.models.sampling import pick
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one sequence does in a step: runs `new` tokens, the last of them `drafted`; picks if they reach its end."""
+
+    sequence: Sequence
+    new: list[int]
+    drafted: list[int]
+    picks: bool
+
+    def as_slice(self) -> SequenceSlice:
+        num_rows = 1 + len(self.drafted) if self.picks else 0
+        return SequenceSlice(self.new, self.sequence.computed, self.sequence.blocks, num_rows)
+
+
+class Engine:
+    """Continuous batching, a block KV cache, chunked prefill, prefix sharing, preemption, verification of drafts."""
+
+    def __init__(
+        self,
+        runtime: BatchRuntime,
+        config: EngineConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._runtime = runtime
+        self._config = config or EngineConfig()
+        self._clock = clock
+        self._cache = SequenceCache(
+            runtime.num_blocks,
+            runtime.block_size,
+            max_parked=self._config.max_parked,
+            share_prefixes=self._config.share_prefixes,
+        )
+        self._drafting = Drafting(self._config)
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._sequences: dict[int, Sequence] = {}
+        self._queue: deque[Sequence] = deque()
+        self._running: list[Sequence] = []  # oldest first
+        self._ids = itertools.count(1)
+        self._totals = Totals()
+        longest = min(runtime.limits.max_positions, runtime.num_blocks * runtime.block_size)
+        self._limits = ModelLimits(runtime.limits.vocab_size, longest)
+
+    @property
+    def limits(self) -> ModelLimits:
+        """Vocabulary, and the longest sequence that model and cache together can hold."""
+        return self._limits
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is queued or running."""
+        return bool(self._sequences)
+
+    # -- any thread --------------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> int:
+        """Queues a sequence and returns its id; events go to `sink`, the last one an EndEvent.
+
+        Raises RequestError: `overloaded`, `empty_prompt`, `context_length_exceeded`, `token_out_of_range`,
+        `prefix_not_held`.
+        """
+        if len(self._queue) >= self._config.max_queue:
+            raise RequestError("overloaded", f"{len(self._queue)} requests wait already; try again", status=503)
+        held = self._cache.take_parked(request.prefix_hash) if request.prefix_hash else None
+        if request.prefix_hash and held is None:
+            raise RequestError(
+                "prefix_not_held", "this prefix is not held (any more); send its tokens instead of the hash", status=409
+            )
+        try:
+            check_request(request, len(held.tokens) if held else 0, self._limits)
+        except RequestError:
+            if held:
+                self._inbox.append(lambda: self._cache.park_again(held))
+            raise
+        tokens = [*(held.tokens if held else ()), *request.prompt]
+        sequence = Sequence(
+            id=next(self._ids),
+            request=request,
+            sink=sink,
+            acceptance=AcceptanceEstimator(self._config.max_draft, parent=self._drafting.acceptance),
+            tokens=tokens,
+            max_new=min(request.max_tokens, self._limits.max_positions - len(tokens)),
+        )
+        sequence.usage.prompt_tokens = len(sequence.tokens)
+        sequence.pending.merge(request.draft, prefer=True)
+        if held:
+            sequence.blocks, sequence.hashes = list(held.blocks), list(held.hashes)
+            sequence.computed = sequence.usage.cached_prompt_tokens = min(held.computed, len(sequence.tokens) - 1)
+        self._sequences[sequence.id] = sequence
+        self._inbox.append(lambda: self._enqueue(sequence))
+        return sequence.id
+
+    def draft(self, sequence_id: int, base: int, paths: Seq[Seq[int]]) -> None:
+        """Adds guesses of what follows the first `base` tokens that the sequence committed, likeliest path first.
+
+        Raises RequestError: `unknown_session`, `draft_ahead`, `token_out_of_range`, `stale_draft`.
+        """
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            raise RequestError("unknown_session", "no such session: it has ended, or never was here", status=404)
+        arrived = self._clock()
+        try:
+            check_draft(base, paths, sequence.generated, self._limits)
+        except RequestError as error:
+            if error.code == "stale_draft":  # even so it tells how long the device takes to answer
+                self._inbox.append(lambda: self._drafting.merge(sequence, base, paths, arrived))
+            raise
+        self._inbox.append(lambda: self._drafting.merge(sequence, base, paths, arrived))
+
+    def cancel(self, sequence_id: int) -> None:
+        """Ends a sequence early; nothing happens if it is over."""
+        self._inbox.append(lambda: self._cancel(sequence_id))
+
+    def stats(self) -> EngineStats:
+        """A snapshot; cheap."""
+        totals, curve = self._totals, self._drafting.curve
+        step_s, extra_s = curve.step_and_extra() if curve.is_known else (None, None)
+        return EngineStats(
+            running=len(self._running),
+            queued=len(self._queue),
+            parked=self._cache.num_parked,
+            num_blocks=self._cache.pool.num_blocks,
+            free_blocks=self._cache.pool.num_available,
+            step_ms=None if step_s is None else step_s * 1e3,
+            draft_token_ms=None if extra_s is None else extra_s * 1e3,
+            steps_total=totals.steps,
+            step_tokens_total=totals.step_tokens,
+            committed_total=totals.committed,
+            proposed_total=totals.proposed,
+            accepted_total=totals.accepted,
+            passes_total=totals.passes,
+            preempted_total=totals.preempted,
+            finished_total=totals.finished,
+            prefix_hit_tokens_total=totals.prefix_hits,
+            waited_s_total=totals.waited_s,
+            model_s_total=totals.model_s,
+            overhead_s_total=totals.overhead_s,
+            patience_ms=max((s.wait.lag_s * 1e3 for s in list(self._running)), default=0.0),
+        )
+
+    # -- the engine's thread -----------------------------------------------------------------------------------------
+
+    def step(self) -> float | None:
+        """Runs one step. Returns 0 when there may be more to do, else seconds until a wait ends, or None when idle."""
+        started = self._clock()
+        self._read_inbox()
+        self._admit()
+        shares = self._gather(started)
+        if not shares:
+            return self._next_deadline(started)
+        ready = self._clock()
+        try:
+            rows = self._runtime.forward([share.as_slice() for share in shares])
+        except Exception as error:  # whatever a runtime raises ends its requests, not the engine
+            self._fail(shares, error)
+            return 0.0
+        ran = self._clock()
+        self._commit(shares, rows, ran)
+        num_tokens = sum(len(share.new) for share in shares)
+        self._drafting.curve.observe(num_tokens, ran - ready)
+        self._totals.count_step(num_tokens, model_s=ran - ready, overhead_s=ready - started + self._clock() - ran)
+        return 0.0
+
+    def _read_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        if sequence.id in self._sequences:
+            self._queue.append(sequence)
+
+    def _admit(self) -> None:
+        """Takes queued sequences in, in order, while there is room for the tokens they have and for the next one."""
+        while self._queue and len(self._running) < self._config.max_running:
+            sequence = self._queue[0]
+            self._cache.match_prefix(sequence)
+            if not self._cache.grow(sequence, len(sequence.tokens) + 1) and self._running:
+                self._cache.drop(sequence)
+                return
+            self._totals.prefix_hits += sequence.usage.cached_prompt_tokens
+            self._running.append(self._queue.popleft())
+
+    def _gather(self, now: float) -> list[_Share]:
+        """Who takes part with which tokens: all that decode, then their drafts, then prompt chunks in what is left."""
+        for sequence in self._running:
+            sequence.has_company = len(self._running) > 1
+        ready = [s for s in self._running if not self._is_waiting(s, now)]
+        decoding = [s for s in ready if s.num_missing == 1]
+        budget = max(0, self._config.step_tokens - len(decoding))
+        drafts = self._drafting.choose(decoding, budget)
+        budget -= sum(map(len, drafts.values()))
+        shares: list[_Share] = []
+        for sequence in ready:
+            new = sequence.tokens[sequence.computed : sequence.computed + max(1, budget)]
+            is_prompt = sequence.num_missing > 1
+            if is_prompt and budget <= 0:
+                continue
+            picks = len(new) == sequence.num_missing
+            drafted = (
+                drafts.get(sequence, []) if not is_prompt else sequence.own_draft(budget - len(new) if picks else 0)
+            )
+            if self._reserve(sequence, sequence.computed + len(new) + len(drafted), shares):
+                budget -= len(new) + len(drafted) if is_prompt else 0
+                shares.append(_Share(sequence, [*new, *drafted], drafted, picks))
+        return shares
+
+    def _is_waiting(self, sequence: Sequence, now: float) -> bool:
+        before = sequence.usage.waited_s
+        is_waiting = self._drafting.is_waiting(sequence, now)
+        self._totals.waited_s += sequence.usage.waited_s - before
+        return is_waiting
+
+    def _reserve(self, sequence: Sequence, length: int, planned: Seq[_Share]) -> bool:
+        """Blocks for `length` tokens, for which the youngest sequences give way; False if it had to give way itself."""
+        if sequence not in self._running:
+            return False  # preempted for an older one just now
+        taking_part = {id(share.sequence) for share in planned}
+        while not self._cache.grow(sequence, length):
+            idle = next((s for s in reversed(self._queue) if s.blocks), None)
+            if idle is not None:  # continues a parked prefix and has not been admitted yet
+                self._cache.drop(idle)
+                continue
+            victim = next(s for s in reversed(self._running) if id(s) not in taking_part)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Sends a sequence back to the head of the queue; what it has committed stays, its cache is computed again."""
+        self._running.remove(sequence)
+        self._cache.drop(sequence)
+        self._queue.appendleft(sequence)
+        self._totals.preempted += 1
+
+    def _next_deadline(self, now: float) -> float | None:
+        """Seconds until the first wait ends; None when there is nothing to do."""
+        deadlines = [s.wait_deadline for s in self._running if s.wait is not NO_WAIT]
+        if deadlines:
+            return max(0.0, min(deadlines) - now)
+        return 0.0 if self._running or self._queue else None
+
+    def _commit(self, shares: Seq[_Share], rows: NDArray[np.float32], now: float) -> None:
+        """Picks row by row, accepts drafted tokens while they equal the picks, and tells the sinks."""
+        first = 0
+        for share in shares:
+            own = rows[first : first + 1 + len(share.drafted)] if share.picks else rows[:0]
+            first += len(own)
+            if not share.picks:
+                share.sequence.computed += len(share.new)
+                self._cache.register_full_blocks(share.sequence)
+                continue
+            try:
+                tokens = _verify(share, own)
+            except ModelFault as fault:
+                self._finish(share.sequence, "error", RequestError("model_fault", str(fault), status=500))
+            else:
+                self._take_tokens(share, tokens, now)
+
+    def _take_tokens(self, share: _Share, tokens: list[int], now: float) -> None:
+        """Makes the picked tokens part of the sequence, tells its sink, and ends it if they end it."""
+        sequence, base, proposed, accepted = (
+            share.sequence,
+            len(share.sequence.generated),
+            len(share.drafted),
+            len(tokens) - 1,
+        )
+        pending = sequence.pending.likeliest(self._config.max_draft)
+        sequence.computed = len(sequence.tokens) + accepted
+        sequence.tokens += tokens
+        sequence.generated += tokens
+        for token in tokens:
+            sequence.pending.advance(token)
+        self._cache.register_full_blocks(sequence)
+        sequence.usage.count_pass(len(tokens), proposed, accepted)
+        self._totals.count_pass(len(tokens), proposed, accepted)
+        sequence.sink(CommitEvent(base, tuple(tokens), accepted, proposed))
+        reason = self._end_reason(sequence)
+        if reason:
+            self._finish(sequence, reason)
+        else:
+            self._drafting.committed(sequence, pending, tokens, now, is_busy=bool(self._queue))
+
+    def _end_reason(self, sequence: Sequence) -> str | None:
+        if sequence.tokens[-1] in sequence.request.stop_ids:
+            return "stop"
+        if sequence.num_wanted == 0:
+            return "length" if len(sequence.generated) == sequence.request.max_tokens else "context"
+        return "once" if sequence.request.once else None
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def _cancel(self, sequence_id: int) -> None:
+        sequence = self._sequences.get(sequence_id)
+        if sequence is not None:
+            self._finish(sequence, "cancelled")
+
+    def _finish(self, sequence: Sequence, reason: str, error: RequestError | None = None) -> None:
+        """Gives back everything the sequence holds, or parks it, and tells its sink."""
+        del self._sequences[sequence.id]
+        if sequence in self._running:
+            self._running.remove(sequence)
+        elif sequence in self._queue:
+            self._queue.remove(sequence)
+        name = None
+        if sequence.request.once and reason in ("once", "length"):
+            name = self._cache.park(sequence)
+        else:
+            self._cache.drop(sequence)
+        self._totals.finished += 1
+        sequence.sink(EndEvent(reason, sequence.usage, error, name))
+
+    def _fail(self, shares: Seq[_Share], error: Exception) -> None:
+        for share in shares:
+            fault = RequestError("model_fault", f"the model's runtime failed: {error}", status=500)
+            self._finish(share.sequence, "error", fault)
+
+    def shut_down(self) -> None:
+        """Ends every sequence with reason "shutdown" and gives all blocks back; the engine can be used again."""
+        self._read_inbox()
+        for sequence in list(self._sequences.values()):
+            self._finish(sequence, "shutdown")
+        self._cache.release_parked()
+
+    def calibrate(self, *, max_tokens: int = 16, context: int = 64, repeats: int = 3) -> None:
+        """Measures the step-time curve: steps of 1 .. max_tokens tokens after `context` others. Call before any request."""
+        context = max(1, min(context, self._limits.max_positions - max_tokens - 1))
+        blocks = self._cache.pool.allocate(-(-(context + max_tokens) // self._cache.pool.block_size))
+        assert blocks is not None, "calibrate comes before the first request"
+        try:
+            self._runtime.forward([SequenceSlice([0] * context, 0, blocks, 1)])
+            sizes = [n for n in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32) if n <= max_tokens]
+            for n in sizes:  # untimed: a runtime may prepare itself for a shape that it meets for the first time
+                self._runtime.forward([SequenceSlice([0] * n, context, blocks, n)])
+            for n in sizes * repeats:
+                started = self._clock()
+                self._runtime.forward([SequenceSlice([0] * n, context, blocks, n)])
+                self._drafting.curve.observe(n, self._clock() - started)
+        finally:
+            self._cache.pool.release(blocks)
+
+
+def _verify(share: _Share, rows: NDArray[np.float32]) -> list[int]:
+    """The target's own tokens from here on: drafted ones as long as they equal its picks, and the one that follows."""
+    sequence, tokens = share.sequence, list[int]()
+    for i in range(len(rows)):
+        token = pick(rows[i], sequence.request.params, len(sequence.tokens) + i)
+        tokens.append(token)
+        is_last = i == len(share.drafted) or token != share.drafted[i] or token in sequence.request.stop_ids
+        if is_last or len(tokens) == sequence.num_wanted:
+            break
+    return tokens

@@ -1,0 +1,62 @@
+"""Caches of finished /v1/verify passes, kept under the hash of their tokens for the call that continues them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from outrider.cloud.engine.pool import ROOT_HASH, BlockPool, chain_hash
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedPrefix:
+    """Tokens, the blocks that hold their keys and values, how many of them are computed, and their block hashes."""
+
+    tokens: tuple[int, ...]
+    blocks: tuple[int, ...]
+    computed: int
+    hashes: tuple[bytes, ...]
+
+
+def prefix_hash(tokens: tuple[int, ...]) -> str:
+    """The name of a prefix on the wire: 32 hexadecimal digits over all its token ids."""
+    return chain_hash(ROOT_HASH, tokens).hex()
+
+
+class ParkedPrefixes:
+    """Least-recently-parked go first. `take` may be called from any thread; blocks are released on the engine's."""
+
+    def __init__(self, pool: BlockPool, max_parked: int) -> None:
+        self._pool = pool
+        self._max = max_parked
+        self._entries: OrderedDict[str, ParkedPrefix] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def park(self, prefix: ParkedPrefix) -> str:
+        """Keeps the prefix, and the references on its blocks with it; returns its hash. Engine's thread only."""
+        name = prefix_hash(prefix.tokens)
+        with self._lock:
+            older = self._entries.pop(name, None)
+            self._entries[name] = prefix
+            spare = [self._entries.popitem(last=False)[1] for _ in range(len(self._entries) - self._max)]
+        for entry in spare if older is None else [older, *spare]:
+            self._pool.release(entry.blocks)
+        return name
+
+    def take(self, name: str) -> ParkedPrefix | None:
+        """Hands the prefix over with its references; None when it is not held (any more)."""
+        with self._lock:
+            return self._entries.pop(name, None)
+
+    def evict_one(self) -> bool:
+        """Gives up the oldest; False when there is none. Engine's thread only."""
+        with self._lock:
+            if not self._entries:
+                return False
+            _, entry = self._entries.popitem(last=False)
+        self._pool.release(entry.blocks)
+        return True

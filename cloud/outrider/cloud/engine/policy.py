@@ -1,0 +1,98 @@
+"""The engine's two decisions about drafts, as pure functions: how many to verify, how long to wait.
+
+Both maximize tokens committed per second. `docs/policy.md` derives the closed form and compares it with the simulation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def choose_drafts(
+    survivals: Sequence[Sequence[float]], num_fixed: int, num_committing: int, step_s: np.ndarray, budget: int
+) -> list[int]:
+    """How many drafted tokens each sequence verifies in this step.
+
+    survivals: for each sequence, P(its first i + 1 pending tokens are all right), i = 0, 1, ... (not increasing).
+    num_fixed: tokens in the step whatever is decided here. num_committing: sequences that will commit at least one.
+    step_s: seconds of a step of 1, 2, ... tokens; must cover num_fixed + budget. budget: drafted tokens at most.
+
+    Takes tokens by falling probability and stops at the count where expected tokens per second is highest: the optimum,
+    because a step's time depends on how many tokens it has and not on whose they are.
+    """
+    order = sorted(((p, s) for s, row in enumerate(survivals) for p in row), reverse=True)[:budget]
+    counts = [0] * len(survivals)
+    if not order or num_committing == 0:
+        return counts
+    gained = num_committing + np.concatenate([[0.0], np.cumsum([p for p, _ in order])])
+    rate = gained / step_s[num_fixed - 1 : num_fixed + len(order)]
+    for _, s in order[: int(rate.argmax())]:
+        counts[s] += 1
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait until `want` drafted tokens are here; `lag_s` is when they are expected. want 0: do not wait."""
+
+    want: int
+    lag_s: float
+
+
+NO_WAIT = Wait(0, 0.0)
+
+
+def rate_waiting(alpha: float, k: int, step_s: float, extra_s: float, lag_s: float) -> float:
+    """Tokens per second when every loss of step with the device is waited out for `lag_s`, verifying k a pass.
+
+    A cycle is one wait, then M passes of E tokens each: E = (1 - a^(k+1)) / (1 - a), and M = 1 / (1 - a^(k+1)) passes
+    until one ends with a token that the device did not foresee.
+    """
+    full = alpha ** (k + 1)
+    expected, passes = (1 - full) / (1 - alpha), 1 / (1 - full)
+    return passes * expected / (lag_s + passes * (step_s + extra_s * k))
+
+
+def rate_streaming(alpha: float, k: int, step_s: float, extra_s: float, lag_s: float) -> float:
+    """Tokens per second when the target never waits: plain steps go on until the device is in step again.
+
+    n = ceil(lag / step) plain steps must all be foreseen in a row before a draft is of use: that takes
+    B = a^-1 + ... + a^-n plain steps on average, of one token each; then M passes of E tokens as above.
+    """
+    full = alpha ** (k + 1)
+    expected, passes = (1 - full) / (1 - alpha), 1 / (1 - full)
+    blind_steps = max(1, math.ceil(lag_s / step_s))
+    blind = sum(alpha**-i for i in range(1, blind_steps + 1)) if blind_steps <= 64 else math.inf
+    if blind == math.inf or blind > 1e6:
+        return 1 / step_s
+    return (blind + passes * expected) / (blind * step_s + passes * (step_s + extra_s * k))
+
+
+def plan_wait(
+    alpha: float,
+    step_s: float,
+    extra_s: float,
+    lags: Sequence[float | None],
+    answer_rate: float,
+    *,
+    capacity: bool,
+) -> Wait:
+    """Whether to wait for drafts after the device has lost step, and for how many.
+
+    lags: seconds until 1, 2, ... drafted tokens are expected (None: unknown). answer_rate: share of waits that a draft
+    ended. capacity: passes are what is scarce, so wait whenever a draft is likely worth its verification.
+    """
+    alpha = min(max(alpha, 0.01), 0.99)
+    known = [(k, lag) for k, lag in enumerate(lags, start=1) if lag is not None]
+    if not known or answer_rate < 0.5:
+        return NO_WAIT
+    k, lag = max(known, key=lambda item: rate_waiting(alpha, item[0], step_s, extra_s, item[1]))
+    if capacity:
+        return Wait(k, lag) if alpha > 0.2 else NO_WAIT
+    waiting = answer_rate * rate_waiting(alpha, k, step_s, extra_s, lag) + (1 - answer_rate) / (step_s + lag)
+    streaming = max(rate_streaming(alpha, j, step_s, extra_s, known[0][1]) for j in range(len(lags) + 1))
+    return Wait(k, lag) if waiting > streaming else NO_WAIT

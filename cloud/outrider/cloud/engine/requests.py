@@ -1,0 +1,56 @@
+"""What the engine refuses, before anything of it reaches the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.cloud.engine.types import GenerateRequest
+from outrider.models.errors import RequestError
+from outrider.models.runtimes.base import ModelLimits
+
+
+def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) -> None:
+    """Raises RequestError `empty_prompt`, `token_out_of_range` or `context_length_exceeded`.
+
+    num_held: tokens of a parked prefix that come before the prompt.
+    """
+    length = num_held + len(request.prompt)
+    if length == 0:
+        raise RequestError("empty_prompt", "the prompt has no tokens; send at least one")
+    if length >= limits.max_positions:
+        raise RequestError(
+            "context_length_exceeded",
+            f"the prompt has {length} tokens; this server takes at most {limits.max_positions - 1}",
+        )
+    _check_tokens(request.prompt, "prompt", limits)
+    _check_tokens(request.draft, "draft", limits)
+
+
+def check_draft(base: int, paths: Sequence[Sequence[int]], generated: Sequence[int], limits: ModelLimits) -> None:
+    """Raises RequestError `draft_ahead`, `token_out_of_range`, or `stale_draft` when no path is of use any more."""
+    committed = len(generated)  # grows meanwhile; a draft found useful here may still turn out stale at the merge
+    if base > committed:
+        raise RequestError(
+            "draft_ahead",
+            f"base is {base}, but only {committed} tokens were committed; base counts tokens seen committed",
+        )
+    overlap = committed - base
+    is_live = False
+    for path in paths:
+        _check_tokens(path, "paths", limits)
+        is_live = is_live or (len(path) > overlap and list(path[:overlap]) == list(generated[base:committed]))
+    if not is_live:
+        raise RequestError(
+            "stale_draft",
+            f"{committed} tokens are committed by now, and every path contradicts them or ends there",
+            status=409,
+        )
+
+
+def _check_tokens(tokens: Sequence[int], name: str, limits: ModelLimits) -> None:
+    if tokens and not (min(tokens) >= 0 and max(tokens) < limits.vocab_size):
+        found = next(t for t in tokens if not 0 <= t < limits.vocab_size)
+        raise RequestError(
+            "token_out_of_range",
+            f"{name} has token id {found}; this model's ids are 0 to {limits.vocab_size - 1}",
+        )

@@ -1,0 +1,77 @@
+"""Drives an Engine on a thread of its own, so that model calls never block an event loop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from outrider.cloud.engine.engine import Engine
+from outrider.cloud.engine.types import EngineStats, GenerateRequest, Sink
+from outrider.models.errors import RequestError
+from outrider.models.runtimes.base import ModelLimits
+
+
+class EngineThread:
+    """The engine with a thread around it. All methods may be called from any thread; sinks run on its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._wake = threading.Event()
+        self._is_idle = threading.Event()
+        self._is_draining = False
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
+
+    @property
+    def limits(self) -> ModelLimits:
+        """Vocabulary, and the longest sequence that model and cache together can hold."""
+        return self._engine.limits
+
+    def start(self) -> None:
+        """Starts the thread; once."""
+        self._thread.start()
+
+    def stop(self, *, drain_s: float = 0.0) -> None:
+        """Refuses new work, lets what runs finish for up to `drain_s` seconds, ends the rest, joins the thread."""
+        self._is_draining = True
+        deadline = time.monotonic() + drain_s
+        while drain_s > 0 and self._engine.has_work and time.monotonic() < deadline:
+            self._is_idle.wait(timeout=max(0.0, deadline - time.monotonic()))
+            self._is_idle.clear()
+        self._is_stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> int:
+        """As `Engine.submit`; also raises RequestError `shutting_down`."""
+        if self._is_draining:
+            raise RequestError("shutting_down", "the server is shutting down; use another one", status=503)
+        sequence_id = self._engine.submit(request, sink)
+        self._wake.set()
+        return sequence_id
+
+    def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
+        """As `Engine.draft`."""
+        self._engine.draft(sequence_id, base, paths)
+        self._wake.set()
+
+    def cancel(self, sequence_id: int) -> None:
+        """As `Engine.cancel`."""
+        self._engine.cancel(sequence_id)
+        self._wake.set()
+
+    def stats(self) -> EngineStats:
+        """As `Engine.stats`."""
+        return self._engine.stats()
+
+    def _run(self) -> None:
+        while not self._is_stopping:
+            self._wake.clear()  # before the inbox is read: what arrives from here on wakes the wait below
+            delay_s = self._engine.step()
+            if delay_s is None:
+                self._is_idle.set()
+            if delay_s != 0.0:
+                self._wake.wait(timeout=delay_s)
+        self._engine.shut_down()
