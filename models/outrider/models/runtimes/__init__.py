@@ -1,1 +1,52 @@
-"""Model runtimes behind two seams: `BatchRuntime` for the cloud's engine, `SequenceRuntime` for the device's draft."""
+"""Model runtimes behind two seams: `BatchRuntime` for the cloud's engine, `SequenceRuntime` for the device's draft.
+
+Runtimes are opened by name and imported on first use, so a machine needs only the packages of the one that it runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Final, cast
+
+from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime
+
+# name -> module, class, the extra that installs what the module imports
+BATCH_RUNTIMES: Final = {
+    "openvino": ("outrider.models.runtimes.openvino_paged", "OpenVinoPagedRuntime", "cloud"),
+    "torch": ("outrider.models.runtimes.torch_paged", "TorchPagedRuntime", "torch"),
+}
+SEQUENCE_RUNTIMES: Final = {
+    "openvino": ("outrider.models.runtimes.openvino_sequence", "OpenVinoSequenceRuntime", "edge"),
+}
+
+
+def open_batch_runtime(kind: str, path: Path, options: RuntimeOptions) -> BatchRuntime:
+    """Loads the model at `path` into the BatchRuntime named `kind` ("openvino", "torch").
+
+    Raises ConfigError for an unknown name, RuntimeUnavailable when its package is missing (the message has the pip
+    command) or its device is, BundleError when the model's files are not what the runtime reads.
+    """
+    return cast(BatchRuntime, _class_of(kind, BATCH_RUNTIMES)(path, options))
+
+
+def open_sequence_runtime(kind: str, path: Path, options: RuntimeOptions) -> SequenceRuntime:
+    """Loads the model at `path` into the SequenceRuntime named `kind` ("openvino"); raises as `open_batch_runtime`."""
+    return cast(SequenceRuntime, _class_of(kind, SEQUENCE_RUNTIMES)(path, options))
+
+
+def _class_of(kind: str, runtimes: dict[str, tuple[str, str, str]]) -> type:
+    if kind not in runtimes:
+        raise ConfigError(f"no runtime named {kind!r}; expected one of {', '.join(runtimes)}")
+    module, name, extra = runtimes[kind]
+    try:
+        loaded = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("outrider"):
+            raise  # a bug of ours, not a missing package
+        raise RuntimeUnavailable(
+            f"the {kind} runtime needs the package {error.name!r}, which is not installed; "
+            f'run: pip install "outrider[{extra}]"'
+        ) from error
+    return cast(type, getattr(loaded, name))

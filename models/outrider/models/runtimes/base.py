@@ -20,7 +20,8 @@ class SequenceSlice:
     """One sequence's share of a step.
 
     tokens: the new tokens to run, at least one. Their keys and values are written to the cache.
-    past: tokens of this sequence already in the cache; the first new token's position unless `positions` says otherwise.
+    past: tokens of this sequence already in the cache. New token i goes to slot past + i, and has that position too,
+      unless `positions` says otherwise.
     blocks: block numbers that hold positions 0, block_size, 2 * block_size, ...; must cover past + len(tokens).
     num_rows: for how many of the *last* new tokens logits are wanted (0 for a prompt chunk that is not the last).
     positions: absolute position of each new token; None means past, past + 1, ... (a tree gives siblings one position).

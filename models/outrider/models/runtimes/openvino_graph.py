@@ -139,7 +139,7 @@ def _properties(options: RuntimeOptions) -> dict[str, str]:
 
 
 def _gather_rows(model: Any) -> bool:
-    """Adds the input `logit_rows` (int64 [R]) and gathers these rows in front of the LM head; False if there is none."""
+    """Adds the input `logit_rows` (int64 [R]) and gathers these rows before the LM head; False if there is none."""
     node = model.output(0).get_node().input_value(0).get_node()
     while node.get_type_name() in _ROW_WISE and all(_is_constant(v) for v in node.input_values()[1:]):
         node = node.input_value(0).get_node()

@@ -1,0 +1,223 @@
+"""A make-believe language behind both seams: for tests of engines and agents, yours included. numpy only.
+
+The logits at a position are a hash of every token attended there and of its position, read back from the cache's
+slots. So a wrong block table, a missed rollback or a stale block gives other text, and a slot that was never
+written, or that two sequences touch in one step, is an AssertionError. Equal contexts give equal logits, bit for bit,
+whatever the batch around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.models.errors import ConfigError
+from outrider.models.runtimes.base import ModelLimits, SequenceSlice
+from outrider.models.runtimes.ragged import RaggedStep, lay_out
+
+# Logits are exponential variates times this: the likeliest token leads the next by SHARPNESS on average.
+SHARPNESS: Final = 2.5
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+
+
+def _mix64(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of SplitMix64, on a copy."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _values(tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """What a slot stores for a token at a position: [T] uint64, in effect never 0."""
+    return _mix64((tokens.astype(np.uint64) << np.uint64(32)) + positions.astype(np.uint64) + np.uint64(_GOLDEN))
+
+
+def _logits(contexts: NDArray[np.uint64], vocab_size: int) -> NDArray[np.float32]:
+    """[R, vocab_size] float32 from the R sums of attended slots."""
+    keys = _mix64(contexts)[:, None]
+    h = np.arange(vocab_size, dtype=np.uint32) * np.uint32(0x9E3779B1) + keys.astype(np.uint32)
+    h ^= h >> np.uint32(16)
+    h *= np.uint32(0x85EBCA6B)
+    h ^= (keys >> np.uint64(32)).astype(np.uint32)
+    h ^= h >> np.uint32(13)
+    h *= np.uint32(0xC2B2AE35)
+    h ^= h >> np.uint32(16)
+    uniform = h.astype(np.float32)
+    uniform += 0.5
+    uniform *= 2.0**-32
+    return np.log(uniform, out=uniform) * np.float32(-SHARPNESS)
+
+
+class FakeBatchRuntime:
+    """`BatchRuntime` of the make-believe language."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 256,
+        max_positions: int = 4096,
+        block_size: int = 16,
+        num_blocks: int = 256,
+        seed: int = 0,
+        fail_on_token: int | None = None,
+        on_step: Callable[[Sequence[SequenceSlice]], None] | None = None,
+    ) -> None:
+        """Languages of different `seed` have nothing in common.
+
+        fail_on_token: a slice that ends in this token gets NaN logits.
+        on_step: called with the batch at the start of each forward, in its thread: may wait for a gate, take time,
+          record, or raise.
+        """
+        self._limits = ModelLimits(vocab_size, max_positions)
+        self._block_size = block_size
+        self._seed = np.uint64(seed)
+        self._fail_on_token = fail_on_token
+        self._on_step = on_step
+        self._slots = np.zeros(num_blocks * block_size, np.uint64)  # 0: never written
+        self._written_in = np.zeros(num_blocks * block_size, np.int64)  # the last step that wrote here
+        self.num_steps = 0
+
+    @property
+    def limits(self) -> ModelLimits:
+        """Vocabulary size and longest sequence."""
+        return self._limits
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a cache block holds."""
+        return self._block_size
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the cache; valid numbers are 0 .. num_blocks - 1."""
+        return self._slots.size // self._block_size
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+        """Runs one step; returns logits [sum of num_rows, vocab_size] float32. AssertionError on a bad address."""
+        if self._on_step is not None:
+            self._on_step(batch)
+        self.num_steps += 1
+        step = lay_out(
+            batch,
+            vocab_size=self._limits.vocab_size,
+            max_positions=self._limits.max_positions,
+            block_size=self._block_size,
+            num_blocks=self.num_blocks,
+        )
+        num_new = np.diff(step.subsequence_begins)
+        new = self._addresses(step, num_new, step.past_lens)
+        assert np.unique(new).size == new.size, "one slot is written twice in one step"
+        self._slots[new] = _values(step.input_ids, step.position_ids)
+        self._written_in[new] = self.num_steps
+        past = self._addresses(step, step.past_lens, np.zeros_like(step.past_lens))
+        assert (self._written_in[past] != self.num_steps).all(), "a sequence's past is overwritten in the same step"
+        past_values = self._slots[past]
+        assert past_values.all(), "a slot is attended that was never written"
+        past_sums = np.diff(_running(past_values)[_begins(step.past_lens)])
+        contexts = self._attended_new(step, self._slots[new], num_new) + np.repeat(past_sums, num_new) + self._seed
+        logits = _logits(contexts[step.logit_rows], self._limits.vocab_size)
+        if self._fail_on_token is not None:
+            failed = [np.full(item.num_rows, item.tokens[-1] == self._fail_on_token) for item in batch]
+            logits[np.concatenate(failed)] = np.nan
+        return logits
+
+    def _addresses(
+        self, step: RaggedStep, lengths: NDArray[np.integer], firsts: NDArray[np.integer]
+    ) -> NDArray[np.int64]:
+        """Slots of the runs firsts[b] .. firsts[b] + lengths[b] - 1 of every sequence b, one after the other."""
+        within = np.arange(lengths.sum()) - np.repeat(_begins(lengths)[:-1] - firsts, lengths)
+        blocks = step.block_indices[np.repeat(step.block_indices_begins[:-1], lengths) + within // self._block_size]
+        addresses: NDArray[np.int64] = blocks.astype(np.int64) * self._block_size + within % self._block_size
+        return addresses
+
+    @staticmethod
+    def _attended_new(step: RaggedStep, values: NDArray[np.uint64], num_new: NDArray[np.integer]) -> NDArray[np.uint64]:
+        """For each new token, the sum over the new tokens of its sequence that it attends: [T] uint64."""
+        begins = step.subsequence_begins
+        if not step.mask.size:
+            running = _running(values)
+            return running[1:] - np.repeat(running[begins[:-1]], num_new)
+        sums = np.zeros_like(values)
+        for b, n in enumerate(num_new):
+            own = slice(begins[b], begins[b + 1])
+            mask = step.mask[step.mask_begins[b] : step.mask_begins[b + 1]].reshape(n, n)
+            sums[own] = mask.astype(np.uint64) @ values[own]
+        return sums
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def _begins(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
+def _running(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Sums of the first 0, 1, 2, ... values, wrapping."""
+    return np.concatenate([np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)])
+
+
+class FakeSequenceRuntime:
+    """`SequenceRuntime` of the same language, right as often as wanted: a draft."""
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 256,
+        max_positions: int = 4096,
+        seed: int = 0,
+        agreement: float = 1.0,
+        on_step: Callable[[Sequence[int]], None] | None = None,
+    ) -> None:
+        """With the `seed` of a FakeBatchRuntime, its logits; in a share 1 - `agreement` of contexts, unrelated ones.
+
+        on_step: called with the tokens at the start of each `extend`. Raises ConfigError when `agreement` is not
+        in [0, 1].
+        """
+        if not 0.0 <= agreement <= 1.0:
+            raise ConfigError(f"agreement is {agreement}; expected 0 to 1")
+        self._limits = ModelLimits(vocab_size, max_positions)
+        self._seed = np.uint64(seed)
+        self._agreement = agreement
+        self._on_step = on_step
+        self._sums = np.zeros(max_positions + 1, np.uint64)  # of the first 0, 1, 2, ... tokens
+        self._length = 0
+
+    @property
+    def limits(self) -> ModelLimits:
+        """Vocabulary size and longest sequence."""
+        return self._limits
+
+    @property
+    def length(self) -> int:
+        """Tokens now in the sequence."""
+        return self._length
+
+    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Appends at least one token; returns the logits after the last one, [vocab_size] float32."""
+        if self._on_step is not None:
+            self._on_step(tokens)
+        start, end = self._length, self._length + len(tokens)
+        assert tokens and min(tokens) >= 0 and max(tokens) < self._limits.vocab_size, f"token ids {tokens}"
+        assert end <= self._limits.max_positions, f"{end} tokens of at most {self._limits.max_positions}"
+        values = _values(np.array(tokens, np.int64), np.arange(start, end))
+        self._sums[start + 1 : end + 1] = self._sums[start] + np.cumsum(values, dtype=np.uint64)
+        self._length = end
+        context = self._sums[end : end + 1] + self._seed
+        # An independent hash of the context decides whether this draft knows the answer here.
+        dissent = _mix64(context ^ np.uint64(_GOLDEN))
+        if float(dissent[0]) * 2.0**-64 >= self._agreement:
+            context = dissent
+        row: NDArray[np.float32] = _logits(context, self._limits.vocab_size)[0]
+        return row
+
+    def truncate(self, length: int) -> None:
+        """Forgets everything from position `length` on; `length` at most the present one."""
+        assert 0 <= length <= self._length, f"truncate to {length} of {self._length} tokens"
+        self._length = length
+
+    def close(self) -> None:
+        """Nothing to release."""
