@@ -26,9 +26,9 @@ from outrider.cloud.engine.requests import check_draft, check_request
 from outrider.cloud.engine.sequence import Sequence
 from outrider.cloud.engine.totals import Totals
 from outrider.cloud.engine.types import CommitEvent, EndEvent, EngineConfig, EngineStats, GenerateRequest, Sink
+from outrider.models.acceptance import accept
 from outrider.models.errors import ModelFault, RequestError
 from outrider.models.runtimes.base import BatchRuntime, ModelLimits, SequenceSlice
-from outrider.models.sampling import pick
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,10 +283,18 @@ class Engine:
                 share.sequence.computed += len(share.new)
                 self._cache.register_full_blocks(share.sequence)
                 continue
+            sequence = share.sequence
             try:
-                tokens = _verify(share, own)
+                tokens = accept(
+                    own,
+                    share.drafted,
+                    sequence.request.params,
+                    len(sequence.tokens),
+                    stop_ids=sequence.request.stop_ids,
+                    max_tokens=sequence.num_wanted,
+                )
             except ModelFault as fault:
-                self._finish(share.sequence, "error", RequestError("model_fault", str(fault), status=500))
+                self._finish(sequence, "error", RequestError("model_fault", str(fault), status=500))
             else:
                 self._take_tokens(share, tokens, now)
 
@@ -356,14 +364,14 @@ class Engine:
         self._cache.release_parked()
 
     def calibrate(self, *, max_tokens: int = 16, context: int = 64, repeats: int = 3) -> None:
-        """Measures the step-time curve: steps of 1 .. max_tokens tokens after `context` others. Call before any request."""
+        """Measures the step-time curve, up to max_tokens tokens after `context` others. Call before any request."""
         context = max(1, min(context, self._limits.max_positions - max_tokens - 1))
         blocks = self._cache.pool.allocate(-(-(context + max_tokens) // self._cache.pool.block_size))
         assert blocks is not None, "calibrate comes before the first request"
         try:
             self._runtime.forward([SequenceSlice([0] * context, 0, blocks, 1)])
             sizes = [n for n in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32) if n <= max_tokens]
-            for n in sizes:  # untimed: a runtime may prepare itself for a shape that it meets for the first time
+            for n in sizes:  # untimed: a runtime may prepare itself for a shape that is new to it
                 self._runtime.forward([SequenceSlice([0] * n, context, blocks, n)])
             for n in sizes * repeats:
                 started = self._clock()
@@ -371,15 +379,3 @@ class Engine:
                 self._drafting.curve.observe(n, self._clock() - started)
         finally:
             self._cache.pool.release(blocks)
-
-
-def _verify(share: _Share, rows: NDArray[np.float32]) -> list[int]:
-    """The target's own tokens from here on: drafted ones as long as they equal its picks, and the one that follows."""
-    sequence, tokens = share.sequence, list[int]()
-    for i in range(len(rows)):
-        token = pick(rows[i], sequence.request.params, len(sequence.tokens) + i)
-        tokens.append(token)
-        is_last = i == len(share.drafted) or token != share.drafted[i] or token in sequence.request.stop_ids
-        if is_last or len(tokens) == sequence.num_wanted:
-            break
-    return tokens

@@ -1,0 +1,272 @@
+"""Sampling: golden vectors, the law of the noise, truncation against transformers, the torch twin."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+from scipy import stats
+
+from outrider.models.acceptance import Rule, accept
+from outrider.models.errors import ModelFault, SamplingError
+from outrider.models.sampling import (
+    MAX_GUMBEL,
+    MAX_SEED,
+    SamplingParams,
+    gumbel,
+    noise_bits,
+    noise_key,
+    pick,
+    survivors,
+)
+
+Logits = NDArray[np.float32]
+
+
+def rows(size: int = 24) -> st.SearchStrategy[Logits]:
+    """Rows of logits with ties: a coarse grid makes them common."""
+    return arrays(np.float32, size, elements=st.integers(-16, 16).map(lambda i: i / 2))
+
+
+params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.3, 0.8, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 3, 10, 24, 100]),
+    top_p=st.sampled_from([1.0, 0.95, 0.9, 0.5, 0.1, 0.001]),
+    min_p=st.sampled_from([0.0, 0.02, 0.2, 1.0]),
+    seed=st.integers(0, MAX_SEED),
+)
+
+
+@pytest.mark.parametrize(
+    ("seed", "position", "key"),
+    [
+        (0, 0, 0x48218226FF3CD4BF),
+        (1, 0, 0xDCE423FC82C0D5B8),
+        (0, 1, 0x9CF48BEAFB4F0EFE),
+        (1234, 56, 0x1C674281470D54E8),
+        (9223372036854775807, 99999, 0x11DF0A488AF637FD),
+    ],
+)
+def test_golden_keys(seed: int, position: int, key: int) -> None:
+    """The position's key is pinned bit by bit."""
+    assert noise_key(seed, position) == key
+
+
+@pytest.mark.parametrize(
+    ("seed", "position", "bits"),
+    [
+        (0, 0, [1267780416, 3556634818, 3847759215, 1019012525, 2134585696, 3709280529]),
+        (1, 0, [2377028903, 3839693445, 2192479362, 1485471402, 3665030011, 4184876692]),
+        (0, 1, [186611133, 3886705462, 1187520847, 3657637323, 817072956, 3212159713]),
+        (1234, 56, [3031030185, 1889349630, 3065579934, 1031998970, 3636927973, 4184736369]),
+        (9223372036854775807, 99999, [4292488417, 1899057134, 3761526229, 557197981, 3069359285, 1874369161]),
+    ],
+)
+def test_golden_bits(seed: int, position: int, bits: list[int]) -> None:
+    """The hash of token ids 0, 1, 2, 4095, 151935 and 2^31 - 1 is pinned bit by bit."""
+    tokens = np.array([0, 1, 2, 4095, 151935, 2**31 - 1])
+    assert noise_bits(seed, position, tokens).tolist() == bits
+
+
+def test_noise_matches_its_specification_in_plain_integers() -> None:
+    """A scalar transcription of the docstring's formulas gives the same words."""
+
+    def fmix32(h: int) -> int:
+        h = ((h ^ (h >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+        h = ((h ^ (h >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+        return h ^ (h >> 16)
+
+    for seed, position, token in [(0, 0, 0), (1, 7, 4095), (MAX_SEED, 100_000, 151_935)]:
+        key = noise_key(seed, position)
+        word = fmix32(fmix32((token * 0x9E3779B1 + (key & 0xFFFFFFFF)) & 0xFFFFFFFF) ^ (key >> 32))
+        assert int(noise_bits(seed, position, np.array([token]))[0]) == word
+        u = (word + 0.5) / 2**32
+        assert gumbel(seed, position, np.array([token]))[0] == pytest.approx(-math.log(-math.log(u)), rel=1e-12)
+
+
+def test_noise_is_gumbel_distributed_over_tokens_positions_and_seeds() -> None:
+    """Kolmogorov-Smirnov against the Gumbel law along each of the three keys; nothing exceeds MAX_GUMBEL."""
+    along_tokens = gumbel(3, 5, np.arange(20_000))
+    along_positions = np.array([gumbel(3, i, np.array([7]))[0] for i in range(5_000)])
+    along_seeds = np.array([gumbel(s, 5, np.array([7]))[0] for s in range(5_000)])
+    for sample in (along_tokens, along_positions, along_seeds):
+        assert stats.kstest(sample, "gumbel_r").pvalue > 1e-3
+        assert sample.max() <= MAX_GUMBEL
+
+
+def test_neighbouring_positions_and_tokens_are_uncorrelated() -> None:
+    """No lag correlation between positions, nor between the noise of neighbouring tokens."""
+    noise = np.stack([gumbel(11, i, np.arange(64)) for i in range(2_000)])
+    for a, b in ((noise[:-1], noise[1:]), (noise[:, :-1], noise[:, 1:])):
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.015
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.8),
+        SamplingParams(temperature=1.3, top_k=5),
+        SamplingParams(temperature=0.8, top_p=0.9),
+        SamplingParams(temperature=1.0, min_p=0.1),
+    ],
+)
+def test_picks_follow_the_truncated_softmax(chosen: SamplingParams) -> None:
+    """Chi-square over 40,000 positions: shared noise samples the target's own distribution exactly."""
+    logits = (np.random.default_rng(5).standard_normal(12) * 1.5).astype(np.float32)
+    ids = survivors(logits, chosen)
+    weights = np.exp(logits[ids].astype(np.float64) / chosen.temperature)
+    counts = np.bincount([pick(logits, chosen, i) for i in range(40_000)], minlength=12)
+    assert counts.sum() == counts[ids].sum(), "a truncated token was picked"
+    assert stats.chisquare(counts[ids], 40_000 * weights / weights.sum()).pvalue > 1e-3
+
+
+def test_match_probability_of_coupled_picks_reaches_its_bound() -> None:
+    """Two distributions with the same noise agree at least (1 - TV) / (1 + TV) of the time (arXiv 2408.07978)."""
+    rng, chosen = np.random.default_rng(2), SamplingParams(temperature=1.0, seed=9)
+    p = rng.standard_normal(40).astype(np.float32) * 2
+    q = p + rng.standard_normal(40).astype(np.float32)
+    probabilities = [np.exp(x.astype(np.float64)) / np.exp(x.astype(np.float64)).sum() for x in (p, q)]
+    distance = 0.5 * np.abs(probabilities[0] - probabilities[1]).sum()
+    matches = np.mean([pick(p, chosen, i) == pick(q, chosen, i) for i in range(8_000)])
+    assert matches >= (1 - distance) / (1 + distance) - 0.02
+
+
+@given(rows(), params)
+@settings(max_examples=300, deadline=None)
+def test_truncation_equals_transformers(logits: Logits, chosen: SamplingParams) -> None:
+    """top-k, top-p and min-p leave what transformers' processors leave, but for ties at top-p's border."""
+    import torch
+    from transformers.generation.logits_process import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    scores = TemperatureLogitsWarper(chosen.temperature)(None, torch.tensor(logits).unsqueeze(0))
+    if chosen.top_k:
+        scores = TopKLogitsWarper(chosen.top_k)(None, scores)
+    if chosen.top_p < 1.0:
+        scores = TopPLogitsWarper(chosen.top_p)(None, scores)
+    if chosen.min_p > 0.0:
+        scores = MinPLogitsWarper(chosen.min_p)(None, scores)
+    theirs = np.flatnonzero(np.isfinite(scores[0].numpy()))
+    ours = survivors(logits, chosen)
+    border = logits[ours].min()
+    assert set(ours[logits[ours] > border]) <= set(theirs.tolist())
+    if chosen.top_p == 1.0:
+        assert ours.tolist() == theirs.tolist()
+    else:
+        # Their sort breaks ties at the border arbitrarily, and their float32 sums round; ours go by id in float64.
+        assert abs(len(ours) - len(theirs)) <= 1
+        assert sorted(logits[ours])[-len(theirs) :] == sorted(logits[theirs])[-len(ours) :]
+
+
+@given(rows(), params)
+@settings(max_examples=200, deadline=None)
+def test_survivors_are_the_likeliest_and_never_empty(logits: Logits, chosen: SamplingParams) -> None:
+    """Whatever is dropped is no likelier than what is kept, and the ids ascend."""
+    ids = survivors(logits, chosen)
+    assert ids.size > 0
+    assert (np.diff(ids) > 0).all()
+    dropped = np.delete(logits, ids)
+    assert dropped.size == 0 or dropped.max() <= logits[ids].min()
+
+
+@given(rows(), st.lists(params, min_size=1, max_size=4), st.integers(0, 10_000))
+@settings(max_examples=150, deadline=None)
+def test_torch_twin_picks_the_same(logits: Logits, chosen: list[SamplingParams], position: int) -> None:
+    """The vectorized torch version equals the numpy one, greedy rows among sampled ones."""
+    import torch
+
+    from outrider.models.sampling_torch import pick_rows
+
+    chosen = [*chosen, SamplingParams()]
+    batch = torch.tensor(np.stack([logits] * len(chosen)))
+    positions = [position + i for i in range(len(chosen))]
+    expected = [pick(logits, p, i) for p, i in zip(chosen, positions, strict=True)]
+    assert pick_rows(batch, chosen, positions) == expected
+
+
+def test_torch_twin_hashes_bit_for_bit() -> None:
+    """All 32 bits agree, at ids and seeds that overflow a signed word."""
+    import torch
+
+    from outrider.models import sampling_torch
+
+    tokens = np.array([0, 1, 77, 4095, 151_935, 2**31 - 1])
+    words = sampling_torch.noise_bits([0, MAX_SEED], [0, 123_456], torch.tensor(tokens))
+    assert words[0].tolist() == noise_bits(0, 0, tokens).tolist()
+    assert words[1].tolist() == noise_bits(MAX_SEED, 123_456, tokens).tolist()
+
+
+@given(rows(), params, st.integers(0, 1_000))
+def test_pruning_never_changes_a_pick(logits: Logits, chosen: SamplingParams, position: int) -> None:
+    """The pick without truncation is the plain argmax over all tokens' scores."""
+    plain = SamplingParams(temperature=chosen.temperature, seed=chosen.seed)
+    scores = logits.astype(np.float64) / plain.temperature + gumbel(plain.seed, position, np.arange(logits.size))
+    assert pick(logits, plain, position) == int(scores.argmax())
+
+
+def test_greedy_takes_the_lowest_of_equal_ids() -> None:
+    """Temperature 0 is argmax, ties to the lowest id, whatever the seed."""
+    logits = np.array([1, 3, 3, 2], dtype=np.float32)
+    assert {pick(logits, SamplingParams(seed=s), 4) for s in range(5)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", 1e-6),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", math.nan),
+        ("seed", -1),
+        ("seed", MAX_SEED + 1),
+    ],
+)
+def test_parameters_out_of_range_are_refused_by_name(field: str, value: float) -> None:
+    """The message names the parameter and what was found."""
+    with pytest.raises(SamplingError, match=field):
+        SamplingParams(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_are_a_model_fault(bad: float) -> None:
+    """A NaN anywhere, an infinite maximum or nothing but -inf is never sampled from."""
+    logits = np.full(8, -math.inf, dtype=np.float32) if bad == -math.inf else np.zeros(8, dtype=np.float32)
+    logits[3] = bad
+    for chosen in (SamplingParams(), SamplingParams(temperature=1.0)):
+        with pytest.raises(ModelFault, match="position 6"):
+            pick(logits, chosen, 6)
+
+
+def test_accept_takes_drafts_while_they_equal_the_picks() -> None:
+    """Right drafts are taken with the token after them; the first wrong one is replaced by the target's."""
+    logits = np.eye(5, dtype=np.float32)[[2, 4, 1]]
+    greedy = SamplingParams()
+    assert accept(logits, [2, 4], greedy, 10) == [2, 4, 1]
+    assert accept(logits, [2, 3], greedy, 10) == [2, 4]
+    assert accept(logits, [0, 4], greedy, 10) == [2]
+    assert accept(logits, [2, 4], greedy, 10, stop_ids={4}) == [2, 4]
+    assert accept(logits, [2, 4], greedy, 10, max_tokens=1) == [2]
+
+
+def test_greedy_rule_is_temperature_zero() -> None:
+    """The greedy rule drops the temperature and keeps the rest."""
+    chosen = SamplingParams(temperature=0.8, top_k=4, seed=3)
+    assert Rule.GREEDY.apply(chosen) == SamplingParams(temperature=0.0, top_k=4, seed=3)
+    assert Rule.COUPLED.apply(chosen) is chosen
