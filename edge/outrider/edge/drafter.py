@@ -1,0 +1,144 @@
+"""Drafters: what guesses the next token on the device, behind one seam.
+
+A drafter holds one sequence. It is driven from one worker thread at a time and knows nothing of the network. Its
+guesses are hints: whatever it proposes, the text is the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.models.runtimes.base import SequenceRuntime
+from outrider.models.sampling import SamplingParams, pick
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A drafted token and the drafter's own probability for it, 0 to 1 (uncalibrated)."""
+
+    token: int
+    confidence: float
+
+
+class Drafter(Protocol):
+    """One sequence and a guess of what follows it."""
+
+    def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Starts a new sequence; forgets the one before."""
+        ...
+
+    @property
+    def length(self) -> int:
+        """Tokens in the sequence, prompt and proposals included."""
+        ...
+
+    def rewind(self, length: int) -> None:
+        """Cuts the sequence back to `length` tokens, 1 up to the present number; never copies a cache."""
+        ...
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends tokens that the target committed (or that were drafted before)."""
+        ...
+
+    def propose(self) -> Proposal | None:
+        """Guesses the next token and appends it; None, and nothing appended, when there is no guess. Blocking."""
+        ...
+
+    def close(self) -> None:
+        """Releases the model; safe to call twice."""
+        ...
+
+
+class ModelDrafter:
+    """Drafts with a model that shares the target's noise: the same pick, on its own logits, at the same position.
+
+    Tokens are fed to the runtime only when a proposal needs them, so rewinding and extending cost nothing by
+    themselves.
+    """
+
+    def __init__(self, runtime: SequenceRuntime) -> None:
+        self._runtime = runtime
+        self._tokens: list[int] = []
+        self._params = SamplingParams()
+
+    def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Starts a new sequence, keeping the cache of what it shares with the one before."""
+        held = self._runtime.length
+        shared = 0
+        for old, new in zip(self._tokens[:held], prompt, strict=False):
+            if old != new:
+                break
+            shared += 1
+        self._runtime.truncate(shared)
+        self._tokens = list(prompt)
+        self._params = params
+
+    @property
+    def length(self) -> int:
+        """Tokens in the sequence, whether or not the runtime has seen them yet."""
+        return len(self._tokens)
+
+    def rewind(self, length: int) -> None:
+        """Cuts the sequence back; the runtime's cache only where it goes beyond."""
+        del self._tokens[length:]
+        if self._runtime.length > length:
+            self._runtime.truncate(length)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends tokens."""
+        self._tokens.extend(tokens)
+
+    def propose(self) -> Proposal | None:
+        """One model call; None at the model's longest sequence."""
+        position = len(self._tokens)
+        if position >= self._runtime.limits.max_positions:
+            return None
+        if self._runtime.length == position:
+            # The logits after the last token are gone; run that one again.
+            self._runtime.truncate(position - 1)
+        logits = self._runtime.extend(self._tokens[self._runtime.length :])
+        token = pick(logits, self._params, position)
+        self._tokens.append(token)
+        return Proposal(token, _probability(logits, token, self._params.temperature))
+
+    def close(self) -> None:
+        """Releases the runtime."""
+        self._runtime.close()
+
+
+def _probability(logits: NDArray[np.float32], token: int, temperature: float) -> float:
+    """Softmax probability of `token` at `temperature` (greedy: at 1), before truncation."""
+    scale = np.float32(1.0 / temperature if temperature > 0.0 else 1.0)
+    return float(1.0 / np.exp((logits - logits[token]) * scale).sum(dtype=np.float64))
+
+
+class AlwaysWrongDrafter:
+    """Shifts every proposal of another drafter by one id: the worst case, for tests and benches.
+
+    The inner drafter sees its own proposals replaced by the wrong ones, as it would had it drafted them.
+    """
+
+    def __init__(self, inner: Drafter, vocab_size: int) -> None:
+        self._inner = inner
+        self._vocab_size = vocab_size
+        self.begin, self.rewind, self.extend, self.close = inner.begin, inner.rewind, inner.extend, inner.close
+
+    @property
+    def length(self) -> int:
+        """As the inner drafter's."""
+        return self._inner.length
+
+    def propose(self) -> Proposal | None:
+        """The inner drafter's token plus 1, modulo the vocabulary, with its confidence."""
+        proposal = self._inner.propose()
+        if proposal is None:
+            return None
+        wrong = (proposal.token + 1) % self._vocab_size
+        self._inner.rewind(self._inner.length - 1)
+        self._inner.extend([wrong])
+        return Proposal(wrong, proposal.confidence)

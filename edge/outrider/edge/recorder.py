@@ -1,0 +1,76 @@
+"""Collects a generation's commits into its result and hands them to whoever shows them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from outrider.edge.results import ByteCounts, GenerationResult, Mode, OnTokens, Source, TokenBatch
+
+Clock = Callable[[], float]
+
+
+class Recorder:
+    """One generation in the making. `clock` counts seconds; times are kept relative to the recorder's creation."""
+
+    def __init__(self, mode: Mode, on_tokens: OnTokens | None = None, clock: Clock = time.perf_counter) -> None:
+        self._mode = mode
+        self._on_tokens = on_tokens
+        self._clock = clock
+        self._started = clock()
+        self._tokens: list[int] = []
+        self._sources: list[Source] = []
+        self._arrivals: list[float] = []
+        self._depths: list[tuple[int, int]] = []
+        self._num_passes = 0
+        self._num_accepted = 0
+        self._num_tested = 0
+        self._num_proposed = 0
+        self.num_drafted = 0
+        self.draft_error: str | None = None
+        self.num_posts = 0
+        self.num_failed_posts = 0
+        self.num_sessions = 0
+        self.waited_ms = 0.0
+
+    def commit(self, tokens: tuple[int, ...], accepted: int, proposed: int) -> None:
+        """Records one target pass and shows its tokens."""
+        at_s = self._clock() - self._started
+        accepted = min(accepted, len(tokens))
+        self._tokens.extend(tokens)
+        self._sources.extend(Source.DRAFT if i < accepted else Source.TARGET for i in range(len(tokens)))
+        self._arrivals.extend([at_s] * len(tokens))
+        self._num_passes += 1
+        self._num_accepted += accepted
+        self._num_proposed += proposed
+        # A pass that commits nothing but accepted drafts was ended by a stop or the length: nothing was refused.
+        self._num_tested += accepted + (accepted < proposed and accepted < len(tokens))
+        if self._on_tokens is not None and tokens:
+            self._on_tokens(TokenBatch(tokens, accepted, at_s))
+
+    def depth(self, depth: int) -> None:
+        """Notes the depth in force from the next token on."""
+        if not self._depths or self._depths[-1][1] != depth:
+            self._depths.append((len(self._tokens), depth))
+
+    def finish(self, reason: str, wire: ByteCounts) -> GenerationResult:
+        """The result."""
+        return GenerationResult(
+            mode=self._mode,
+            tokens=tuple(self._tokens),
+            sources=tuple(self._sources),
+            arrival_s=tuple(self._arrivals),
+            finish_reason=reason,
+            num_passes=self._num_passes,
+            num_accepted=self._num_accepted,
+            num_tested=self._num_tested,
+            num_proposed=self._num_proposed,
+            num_drafted=self.num_drafted,
+            num_posts=self.num_posts,
+            num_failed_posts=self.num_failed_posts,
+            num_sessions=max(1, self.num_sessions),
+            waited_ms=self.waited_ms,
+            wire=wire,
+            draft_error=self.draft_error,
+            depths=tuple(self._depths),
+        )

@@ -1,0 +1,173 @@
+"""What a generation is asked for and what comes out of it, the same for every mode."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from outrider.models.errors import ConfigError
+from outrider.models.sampling import SamplingParams
+
+
+class Mode(StrEnum):
+    """How the agent and the cloud share the work. The text is the same in each."""
+
+    STREAM = "stream"  # drafts are streamed; the target never stops for them longer than pays
+    STOP_AND_WAIT = "stop-and-wait"  # one block in flight; the plain twin
+    CLOUD_ONLY = "cloud-only"  # no drafts
+
+
+class Source(StrEnum):
+    """Who produced a token that the user sees. Both are the target's own pick."""
+
+    DRAFT = "draft"  # drafted on the device, accepted by the target
+    TARGET = "target"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One text to generate.
+
+    prompt: token ids, at least one. stop_ids: end after one of these; None takes the model's own. Give them where
+    known: then a session that is cut right after its last token is not opened again in vain.
+    patience_ms: longest the target may wait for a draft; None leaves it to the server.
+    tokenizer: the agent's tokenizer fingerprint, checked by the server.
+    """
+
+    prompt: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int = 128
+    stop_ids: frozenset[int] | None = None
+    ignore_eos: bool = False
+    patience_ms: float | None = None
+    tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ConfigError("the prompt has no tokens; expected at least one")
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; expected at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Tokens that the target committed together: the first `num_accepted` had been drafted. at_s: since the request."""
+
+    tokens: tuple[int, ...]
+    num_accepted: int
+    at_s: float
+
+
+OnTokens = Callable[[TokenBatch], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ByteCounts:
+    """Bytes between agent and cloud. Bodies hold the event stream with its `data:` lines.
+
+    Not counted: the framing of chunked bodies (about 6 bytes a chunk), TLS and TCP.
+    """
+
+    body_up: int = 0
+    body_down: int = 0
+    headers_up: int = 0
+    headers_down: int = 0
+
+    def __add__(self, other: ByteCounts) -> ByteCounts:
+        return ByteCounts(
+            self.body_up + other.body_up,
+            self.body_down + other.body_down,
+            self.headers_up + other.headers_up,
+            self.headers_down + other.headers_down,
+        )
+
+    def __sub__(self, other: ByteCounts) -> ByteCounts:
+        return ByteCounts(
+            self.body_up - other.body_up,
+            self.body_down - other.body_down,
+            self.headers_up - other.headers_up,
+            self.headers_down - other.headers_down,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """One finished generation.
+
+    tokens: what the target committed. sources: who produced each. arrival_s: when each arrived, since the request.
+    num_passes: target passes that committed (the one that ends the prefill included).
+    num_accepted of num_tested drafted tokens that the target judged were right (those behind a wrong one are not
+    judged); num_proposed counts all that it ran. num_drafted were produced on the device, num_posts messages sent for
+    them and num_failed_posts lost. num_sessions: 1 plus the times it was resumed. depths: (index of the token, depth)
+    at changes. finish_reason: "stop", "length" or "context". draft_error: why drafting ended early, if it did.
+    waited_ms: time that the target waited for drafts.
+    """
+
+    mode: Mode
+    tokens: tuple[int, ...]
+    sources: tuple[Source, ...]
+    arrival_s: tuple[float, ...]
+    finish_reason: str
+    num_passes: int
+    num_accepted: int
+    num_tested: int
+    num_proposed: int
+    num_drafted: int = 0
+    num_posts: int = 0
+    num_failed_posts: int = 0
+    num_sessions: int = 1
+    waited_ms: float = 0.0
+    draft_error: str | None = None
+    wire: ByteCounts = field(default_factory=ByteCounts)
+    depths: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def ttft_ms(self) -> float:
+        """Time to the first token, ms; NaN without tokens."""
+        return self.arrival_s[0] * 1e3 if self.arrival_s else float("nan")
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens after the first commit, per second of the time they took; NaN when everything came at once.
+
+        The prompt's prefill is left out: `ttft_ms` tells it.
+        """
+        later = sum(1 for at in self.arrival_s if at > self.arrival_s[0])
+        return later / (self.arrival_s[-1] - self.arrival_s[0]) if later else float("nan")
+
+    @property
+    def gaps_ms(self) -> tuple[float, ...]:
+        """Inter-token latencies, ms: tokens that arrive together have gaps of 0 between them."""
+        return tuple((b - a) * 1e3 for a, b in zip(self.arrival_s, self.arrival_s[1:], strict=False))
+
+    def gap_ms(self, percentile: int) -> float:
+        """A percentile (1 to 99) of the inter-token latencies, ms; NaN with under two gaps."""
+        gaps = self.gaps_ms
+        return statistics.quantiles(gaps, n=100, method="inclusive")[percentile - 1] if len(gaps) > 1 else float("nan")
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over judged drafted tokens: the chance that a drafted token is right, given those before it."""
+        return self.num_accepted / self.num_tested if self.num_tested else None
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Mean tokens that a target pass commits."""
+        return len(self.tokens) / max(1, self.num_passes)
+
+    @property
+    def passes_per_token(self) -> float:
+        """Target passes per committed token."""
+        return self.num_passes / max(1, len(self.tokens))
+
+    @property
+    def bytes_up_per_token(self) -> float:
+        """Body bytes sent per generated token, the prompt included."""
+        return self.wire.body_up / max(1, len(self.tokens))
+
+    @property
+    def bytes_down_per_token(self) -> float:
+        """Body bytes received per generated token."""
+        return self.wire.body_down / max(1, len(self.tokens))
