@@ -1,8 +1,9 @@
-"""The two seams behind which models run.
+"""The seams behind which models run.
 
 `BatchRuntime` is what the cloud's engine drives: ragged batches over a paged KV cache, every address explicit.
 `SequenceRuntime` is what the device's agent drives: one sequence that grows and is cut back.
-Neither knows about sampling, sessions or the network.
+`Proposer` is what it falls back on: the same, but of guesses without a model behind them.
+None knows about sampling, sessions or the network.
 """
 
 from __future__ import annotations
@@ -103,6 +104,28 @@ class SequenceRuntime(Protocol):
         ...
 
 
+@runtime_checkable
+class Proposer(Protocol):
+    """A draft without a model: it knows tokens, never logits, so it can only name what it expects next."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence so far."""
+        ...
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends tokens to the sequence."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Forgets everything from position `length` on; `length` at most the present one."""
+        ...
+
+    def propose(self, max_tokens: int) -> list[int]:
+        """What may follow the sequence: at most `max_tokens` tokens, none when it has no idea. Changes no state."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class RuntimeOptions:
     """How a model is loaded.
@@ -113,7 +136,7 @@ class RuntimeOptions:
     kv_precision: "f32", "f16", "bf16" or "u8"; "auto" takes f32 on CPU and the runtime's own elsewhere.
     cache_dir: where compiled models are kept; None for nowhere.
     max_positions: cuts the longest sequence, and with it a SequenceRuntime's cache; 0 takes the model's own.
-    properties: passed to the runtime as they are, over everything above (OpenVINO only).
+    properties: for OpenVINO, compile properties, over everything above; for torch, "dtype": "f32", "bf16" or "f16".
     """
 
     device: str = "CPU"

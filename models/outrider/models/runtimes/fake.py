@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
-from outrider.models.runtimes.ragged import RaggedStep, lay_out
+from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
 
 # Logits are exponential variates times this: the likeliest token leads the next by SHARPNESS on average.
 SHARPNESS: Final = 2.5
@@ -108,15 +108,15 @@ class FakeBatchRuntime:
             num_blocks=self.num_blocks,
         )
         num_new = np.diff(step.subsequence_begins)
-        new = self._addresses(step, num_new, step.past_lens)
+        new = step.slots(self._block_size, step.past_lens, num_new)
         assert np.unique(new).size == new.size, "one slot is written twice in one step"
         self._slots[new] = _values(step.input_ids, step.position_ids)
         self._written_in[new] = self.num_steps
-        past = self._addresses(step, step.past_lens, np.zeros_like(step.past_lens))
+        past = step.slots(self._block_size, np.zeros_like(step.past_lens), step.past_lens)
         assert (self._written_in[past] != self.num_steps).all(), "a sequence's past is overwritten in the same step"
         past_values = self._slots[past]
         assert past_values.all(), "a slot is attended that was never written"
-        past_sums = np.diff(_running(past_values)[_begins(step.past_lens)])
+        past_sums = np.diff(_running(past_values)[begins(step.past_lens)])
         contexts = self._attended_new(step, self._slots[new], num_new) + np.repeat(past_sums, num_new) + self._seed
         logits = _logits(contexts[step.logit_rows], self._limits.vocab_size)
         if self._fail_on_token is not None:
@@ -124,35 +124,22 @@ class FakeBatchRuntime:
             logits[np.concatenate(failed)] = np.nan
         return logits
 
-    def _addresses(
-        self, step: RaggedStep, lengths: NDArray[np.integer], firsts: NDArray[np.integer]
-    ) -> NDArray[np.int64]:
-        """Slots of the runs firsts[b] .. firsts[b] + lengths[b] - 1 of every sequence b, one after the other."""
-        within = np.arange(lengths.sum()) - np.repeat(_begins(lengths)[:-1] - firsts, lengths)
-        blocks = step.block_indices[np.repeat(step.block_indices_begins[:-1], lengths) + within // self._block_size]
-        addresses: NDArray[np.int64] = blocks.astype(np.int64) * self._block_size + within % self._block_size
-        return addresses
-
     @staticmethod
     def _attended_new(step: RaggedStep, values: NDArray[np.uint64], num_new: NDArray[np.integer]) -> NDArray[np.uint64]:
         """For each new token, the sum over the new tokens of its sequence that it attends: [T] uint64."""
-        begins = step.subsequence_begins
+        starts = step.subsequence_begins
         if not step.mask.size:
             running = _running(values)
-            return running[1:] - np.repeat(running[begins[:-1]], num_new)
+            return running[1:] - np.repeat(running[starts[:-1]], num_new)
         sums = np.zeros_like(values)
         for b, n in enumerate(num_new):
-            own = slice(begins[b], begins[b + 1])
+            own = slice(starts[b], starts[b + 1])
             mask = step.mask[step.mask_begins[b] : step.mask_begins[b + 1]].reshape(n, n)
             sums[own] = mask.astype(np.uint64) @ values[own]
         return sums
 
     def close(self) -> None:
         """Nothing to release."""
-
-
-def _begins(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
 def _running(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

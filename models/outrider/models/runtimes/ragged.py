@@ -39,6 +39,20 @@ class RaggedStep:
     mask: NDArray[np.uint8]
     mask_begins: NDArray[np.int32]
 
+    def slots(self, block_size: int, firsts: NDArray[np.integer], lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Cache slots (block * block_size + offset) of the runs firsts[b] .. firsts[b] + lengths[b] - 1 of each
+        sequence b, one after the other: [sum of lengths] int64.
+        """
+        within = np.arange(lengths.sum()) - np.repeat(begins(lengths)[:-1] - firsts, lengths)
+        blocks = self.block_indices[np.repeat(self.block_indices_begins[:-1], lengths) + within // block_size]
+        slots: NDArray[np.int64] = blocks.astype(np.int64) * block_size + within % block_size
+        return slots
+
+
+def begins(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Where each of the runs of these lengths starts, and where the last ends: [B + 1] int64."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
 
 def lay_out(
     batch: Sequence[SequenceSlice], *, vocab_size: int, max_positions: int, block_size: int, num_blocks: int

@@ -1,0 +1,69 @@
+"""Prompt lookup: guesses that repeat what the text itself said before (Saxena 2023, "Prompt Lookup Decoding").
+
+The last rung before no draft at all: no model, no memory to speak of, microseconds a call. It finds where the last few
+tokens stood before and copies what followed. It has no logits, so it is a `Proposer`, not a `SequenceRuntime`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from outrider.models.errors import ConfigError
+
+
+class NgramLookup:
+    """`Proposer` by the longest repeated suffix, most recent occurrence first.
+
+    An index of every n-gram's end positions grows and shrinks with the sequence: O(max_n - min_n + 1) a token either
+    way, whatever the sequence's length.
+    """
+
+    def __init__(self, *, max_n: int = 4, min_n: int = 2) -> None:
+        """Suffixes of `max_n` down to `min_n` tokens are looked up. Raises ConfigError unless 1 <= min_n <= max_n."""
+        if not 1 <= min_n <= max_n:
+            raise ConfigError(f"min_n is {min_n} and max_n {max_n}; expected 1 <= min_n <= max_n")
+        self._sizes = range(max_n, min_n - 1, -1)
+        self._tokens: list[int] = []
+        self._ends: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)  # ascending: a stack
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence so far."""
+        return len(self._tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends tokens to the sequence."""
+        for token in tokens:
+            self._tokens.append(token)
+            for ngram in self._suffixes():
+                self._ends[ngram].append(len(self._tokens))
+
+    def truncate(self, length: int) -> None:
+        """Forgets everything from position `length` on; `length` at most the present one."""
+        assert 0 <= length <= len(self._tokens), f"truncate to {length} of {len(self._tokens)} tokens"
+        while len(self._tokens) > length:
+            for ngram in self._suffixes():
+                ends = self._ends[ngram]
+                ends.pop()
+                if not ends:
+                    del self._ends[ngram]
+            self._tokens.pop()
+
+    def propose(self, max_tokens: int) -> list[int]:
+        """What followed the last earlier occurrence of the longest repeated suffix; [] when nothing repeats.
+
+        A copy that reaches the end of the sequence goes on through its own output, so a loop is proposed as a loop.
+        """
+        for ngram in self._suffixes():
+            ends = self._ends[ngram]
+            if len(ends) > 1:  # the last one is the suffix itself
+                period = len(self._tokens) - ends[-2]
+                copied = self._tokens[ends[-2] : ends[-2] + max_tokens]
+                return [copied[i % period] for i in range(max_tokens)]
+        return []
+
+    def _suffixes(self) -> list[tuple[int, ...]]:
+        """The sequence's last n tokens, for each n, the longest first."""
+        length = len(self._tokens)
+        return [tuple(self._tokens[length - n :]) for n in self._sizes if n <= length]

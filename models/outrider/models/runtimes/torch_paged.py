@@ -1,0 +1,219 @@
+"""`BatchRuntime` on torch and transformers: the plain twin that tests compare with on CPU, the runtime for CUDA.
+
+All new tokens of a step go through the model as one packed row, so no layer computes padding. Only attention knows
+that they belong to different sequences: it writes the new keys and values to their slots, then sequences with
+equally many new tokens attend together, their contexts padded to the longest. For architectures that use
+transformers' attention interface (Llama, Qwen2, Qwen3 and most newer ones). On CUDA it has not been run by us.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from outrider.models.errors import ConfigError, ModelFault, RuntimeUnavailable
+from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, SequenceSlice
+from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
+from outrider.models.runtimes.torch_reference import load_causal_lm
+
+logger = logging.getLogger(__name__)
+
+BLOCK_SIZE: Final = 32
+_DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+_ATTENTION: Final = "outrider_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """G sequences with n new tokens each, contexts padded to C.
+
+    rows: [G * n] which of the packed tokens are theirs. slots: [G, C]. mask: [G, 1, n, C] bool, true where attended.
+    """
+
+    num_sequences: int
+    rows: torch.Tensor
+    slots: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionPlan:
+    """What every layer's attention needs in one step; `cache` is [layers, 2, slots, kv_heads, head_size]."""
+
+    cache: torch.Tensor
+    new_slots: torch.Tensor
+    groups: list[_Group]
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    plan: _AttentionPlan,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query [1, heads, T, head_size], key and value [1, kv_heads, T, head_size]."""
+    for name in ("softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise ModelFault(f"this architecture's attention uses {name}, which the torch runtime cannot do")
+    keys, values = plan.cache[module.layer_idx]
+    keys[plan.new_slots] = key[0].transpose(0, 1).to(keys.dtype)
+    values[plan.new_slots] = value[0].transpose(0, 1).to(values.dtype)
+    packed = query[0].transpose(0, 1)  # [T, heads, head_size]
+    attended = torch.empty_like(packed)
+    for group in plan.groups:
+        queries = packed[group.rows].reshape(group.num_sequences, -1, *packed.shape[1:])
+        result = torch.nn.functional.scaled_dot_product_attention(
+            queries.transpose(1, 2),
+            keys[group.slots].transpose(1, 2).to(query.dtype),
+            values[group.slots].transpose(1, 2).to(query.dtype),
+            attn_mask=group.mask,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        attended[group.rows] = result.transpose(1, 2).flatten(0, 1)
+    return attended[None], None
+
+
+class TorchPagedRuntime:
+    """Ragged batches, tree masks included, of a Hugging Face directory (safetensors, no remote code)."""
+
+    def __init__(self, path: Path, options: RuntimeOptions) -> None:
+        """Loads the model; `options.properties["dtype"]` is "f32", "bf16" or "f16", by default f32 on CPU, else bf16.
+
+        Raises BundleError when transformers cannot load the directory, ConfigError for an option out of range,
+        RuntimeUnavailable when the device is not there.
+        """
+        self._device = _device(options.device)
+        dtype = _dtype("dtype", options.properties.get("dtype", "f32" if self._device.type == "cpu" else "bf16"))
+        cache_dtype = dtype if options.kv_precision == "auto" else _dtype("kv_precision", options.kv_precision)
+        if options.num_threads and self._device.type == "cpu":
+            torch.set_num_threads(options.num_threads)
+        transformers.AttentionInterface.register(_ATTENTION, _attend)
+        model = load_causal_lm(path, dtype, _ATTENTION)
+        self._model: Any = model.to(self._device).eval()
+        config: Any = model.config.get_text_config()
+        self._limits = ModelLimits(config.vocab_size, _max_positions(config, options))
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        slot = (config.num_key_value_heads, head_size)
+        block_bytes = 2 * config.num_hidden_layers * BLOCK_SIZE * int(np.prod(slot)) * cache_dtype.itemsize
+        self._num_blocks: int = options.kv_cache_bytes // block_bytes
+        if self._num_blocks < 1:
+            raise ConfigError(
+                f"kv_cache_bytes is {options.kv_cache_bytes}; one block of this model takes {block_bytes}"
+            )
+        self._cache = torch.zeros(
+            (config.num_hidden_layers, 2, self._num_blocks * BLOCK_SIZE, *slot), dtype=cache_dtype, device=self._device
+        )
+
+    @property
+    def limits(self) -> ModelLimits:
+        """Vocabulary size and longest sequence."""
+        return self._limits
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a cache block holds."""
+        return BLOCK_SIZE
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the cache; valid numbers are 0 .. num_blocks - 1."""
+        return self._num_blocks
+
+    @torch.inference_mode()
+    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+        """Runs one step; returns logits [sum of num_rows, vocab_size] float32.
+
+        Blocking, one thread at a time. Writes the new tokens' slots and nothing else.
+        """
+        step = lay_out(
+            batch,
+            vocab_size=self._limits.vocab_size,
+            max_positions=self._limits.max_positions,
+            block_size=BLOCK_SIZE,
+            num_blocks=self._num_blocks,
+        )
+        num_new = np.diff(step.subsequence_begins)
+        output = self._model(
+            input_ids=self._tensor(step.input_ids)[None],
+            position_ids=self._tensor(step.position_ids)[None],
+            use_cache=False,
+            logits_to_keep=self._tensor(step.logit_rows),
+            plan=_AttentionPlan(
+                cache=self._cache,
+                new_slots=self._tensor(step.slots(BLOCK_SIZE, step.past_lens, num_new)),
+                groups=self._groups(step, num_new),
+            ),
+        )
+        logits: NDArray[np.float32] = output.logits[0].float().cpu().numpy()
+        return logits
+
+    def _groups(self, step: RaggedStep, num_new: NDArray[np.integer]) -> list[_Group]:
+        contexts = step.past_lens + num_new
+        flat_slots = step.slots(BLOCK_SIZE, np.zeros_like(contexts), contexts)
+        starts = begins(contexts)
+        groups = []
+        for n in np.unique(num_new):
+            members = np.flatnonzero(num_new == n)
+            longest = int(contexts[members].max())
+            slots = np.zeros((members.size, longest), np.int64)
+            mask = np.zeros((members.size, 1, n, longest), np.bool_)
+            for g, b in enumerate(members):
+                past, context = step.past_lens[b], contexts[b]
+                slots[g, :context] = flat_slots[starts[b] : starts[b + 1]]
+                mask[g, 0, :, :past] = True
+                mask[g, 0, :, past:context] = (
+                    step.mask[step.mask_begins[b] : step.mask_begins[b + 1]].reshape(n, n)
+                    if step.mask.size
+                    else np.tri(n, dtype=np.bool_)
+                )
+            rows = (step.subsequence_begins[members][:, None] + np.arange(n)).reshape(-1)
+            groups.append(_Group(members.size, self._tensor(rows), self._tensor(slots), self._tensor(mask)))
+        return groups
+
+    def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def close(self) -> None:
+        """Releases model and cache; safe to call twice."""
+        self._model = None
+        self._cache = torch.empty(0)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name.lower())
+    except RuntimeError as error:
+        raise ConfigError(f"device is {name!r}; expected a torch device such as cpu or cuda:0") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeUnavailable(f"torch {torch.__version__} sees no CUDA device for {name!r}")
+    return device
+
+
+def _dtype(option: str, name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ConfigError(f"{option} is {name!r}; the torch runtime takes {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _max_positions(config: Any, options: RuntimeOptions) -> int:
+    """The longest sequence, cut to the sliding window: within it, sliding attention is full attention."""
+    own = int(config.max_position_embeddings)
+    window = getattr(config, "sliding_window", None)
+    if window and window < own:
+        logger.info("sequences are cut to the model's sliding window, %d tokens", window)
+        own = window
+    return min(own, options.max_positions or own)
