@@ -15,6 +15,7 @@ import numpy as np
 # A new session believes this much in the average of the sessions before it, in tokens tested.
 _PRIOR_WEIGHT = 3.0
 _FIRST_GUESS = 0.6
+_UNSEEN_DISCOUNT = 0.01
 _MEMORY = 0.97  # what an old observation still weighs after a newer one at the same position
 
 

@@ -1,0 +1,460 @@
+"""The engine: exact text whatever is drafted, shared, preempted or chunked; nothing leaks; faults stay local."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engine_harness import SAMPLED, VOCAB, Harness, plain
+
+from outrider.cloud.engine import EngineConfig, Policy
+from outrider.models.errors import RequestError
+from outrider.models.runtimes.base import SequenceSlice
+from outrider.models.sampling import SamplingParams
+
+PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(3 + 5 * i)] for i in range(8)]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(), SAMPLED, SamplingParams(temperature=0.8, top_p=0.9, seed=3)])
+def test_concurrent_sequences_equal_the_plain_loop(params: SamplingParams) -> None:
+    """Eight prompts of different lengths in one engine give what each gives alone."""
+    harness = Harness()
+    collectors = [harness.submit(prompt, 25, params=params)[1] for prompt in PROMPTS]
+    harness.run()
+    assert [c.tokens for c in collectors] == [plain(prompt, params, 25) for prompt in PROMPTS]
+    assert all(c.end is not None and c.end.reason == "length" for c in collectors)
+    assert max(map(len, harness.batches)) == len(PROMPTS)
+    harness.assert_all_returned()
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_beside_decoding() -> None:
+    """With a budget of 8 tokens a step nobody stalls, and both texts are exact."""
+    harness = Harness(config=EngineConfig(step_tokens=8))
+    _, first = harness.submit(PROMPTS[0], 30)
+    harness.engine.step()
+    long_prompt = list(range(60))
+    _, second = harness.submit(long_prompt, 5)
+    harness.run()
+    assert first.tokens == plain(PROMPTS[0], SAMPLED, 30)
+    assert second.tokens == plain(long_prompt, SAMPLED, 5)
+    assert max(sum(batch) for batch in harness.batches) <= 8
+    assert len([b for b in harness.batches if len(b) == 2 and max(b) > 1]) >= 8
+    harness.assert_all_returned()
+
+
+def test_common_prefixes_are_computed_once() -> None:
+    """The second request with the same prompt runs only what lies past the last full block."""
+    harness, prompt = Harness(block_size=4), list(range(30))
+    _, first = harness.submit(prompt, 6)
+    harness.run()
+    harness.batches.clear()
+    _, second = harness.submit(prompt, 6)
+    harness.run()
+    assert second.tokens == first.tokens == plain(prompt, SAMPLED, 6)
+    assert harness.batches[0] == [2]
+    assert second.end is not None and second.end.usage.cached_prompt_tokens == 28
+    harness.assert_all_returned()
+
+
+def test_prefix_sharing_can_be_switched_off() -> None:
+    """The plain twin computes every prompt in full and gives the same text."""
+    harness, prompt = Harness(config=EngineConfig(share_prefixes=False)), list(range(30))
+    texts = []
+    for _ in range(2):
+        harness.batches.clear()
+        texts.append(harness.submit(prompt, 6)[1])
+        harness.run()
+        assert harness.batches[0] == [30]
+    assert texts[0].tokens == texts[1].tokens == plain(prompt, SAMPLED, 6)
+
+
+def test_when_blocks_run_out_the_youngest_gives_way_and_nothing_is_lost() -> None:
+    """Eight sequences that need three times the cache all end with their exact text."""
+    harness = Harness(num_blocks=30, block_size=4)
+    collectors = [harness.submit(prompt, 40)[1] for prompt in PROMPTS]
+    harness.run()
+    assert [c.tokens for c in collectors] == [plain(prompt, SAMPLED, 40) for prompt in PROMPTS]
+    assert harness.engine.stats().preempted_total > 0
+    harness.assert_all_returned()
+
+
+def drafts_for(truth: Sequence[int], base: int, kind: str, length: int) -> list[list[int]]:
+    """Paths of the given kind after `base` tokens of the true text."""
+    right = list(truth[base : base + length])
+    if not right:
+        return []
+    wrong = [(t + 1) % VOCAB for t in right]
+    half = right[: len(right) // 2] + wrong[len(right) // 2 :]
+    return {"right": [right], "wrong": [wrong], "half": [half], "both": [wrong, right], "tree": [half, right, wrong]}[
+        kind
+    ]
+
+
+@given(st.data())
+@settings(max_examples=120, deadline=None)
+def test_no_draft_whatever_changes_the_text(data: st.DataObject) -> None:
+    """Right, wrong, partial, alternative, stale, repeated, reordered drafts at any time: same tokens, no leak."""
+    params = data.draw(st.sampled_from([SamplingParams(), SAMPLED, SamplingParams(temperature=1.2, top_p=0.9, seed=5)]))
+    policy = data.draw(st.sampled_from(list(Policy)))
+    num_blocks = data.draw(st.sampled_from([22, 128]))
+    harness = Harness(config=EngineConfig(policy=policy, step_tokens=16, max_draft=6), num_blocks=num_blocks)
+    truths = [plain(prompt, params, 24) for prompt in PROMPTS[:3]]
+    sequences = [harness.submit(prompt, 24, params=params) for prompt in PROMPTS[:3]]
+    late: list[tuple[int, int, list[list[int]]]] = []
+    for _ in range(400):
+        for (sequence_id, collector), truth in zip(sequences, truths, strict=True):
+            if collector.end is not None:
+                continue
+            base = data.draw(st.integers(0, len(collector.tokens)))
+            kind = data.draw(st.sampled_from(["none", "right", "wrong", "half", "both", "tree", "late"]))
+            if kind == "late" and late:
+                message = late.pop(data.draw(st.integers(0, len(late) - 1)))
+            elif kind in ("none", "late"):
+                continue
+            else:
+                paths = drafts_for(truth, base, kind, data.draw(st.integers(1, 8)))
+                if not paths:
+                    continue
+                message = (sequence_id, base, paths)
+                if data.draw(st.booleans()):
+                    late.append(message)
+            try:
+                harness.engine.draft(*message)
+            except RequestError as error:
+                assert error.code in ("stale_draft", "unknown_session")
+        delay = harness.engine.step()
+        if delay is None:
+            break
+        harness.clock.now += delay
+    assert [c.tokens for _, c in sequences] == truths
+    harness.assert_all_returned()
+
+
+def test_right_drafts_save_passes_and_usage_counts_them() -> None:
+    """With every draft right, 24 tokens take far fewer passes; accepted and rejected add up."""
+    harness = Harness(config=EngineConfig(max_draft=4, policy=Policy.VERIFY))
+    truth = plain(PROMPTS[1], SAMPLED, 24)
+    sequence_id, collector = harness.submit(PROMPTS[1], 24)
+    harness.engine.step()
+    while collector.end is None:
+        base = len(collector.tokens)
+        harness.engine.draft(sequence_id, base, [truth[base : base + 8] or [0]])
+        harness.engine.step()
+    assert collector.tokens == truth
+    usage = collector.end.usage
+    assert usage.target_passes <= 7
+    assert usage.accepted_tokens == 24 - usage.target_passes
+    assert usage.completion_tokens == 24
+
+
+def test_an_always_wrong_draft_ends_at_nothing_verified() -> None:
+    """After a few refutations the engine verifies none of what is pending."""
+    harness = Harness()
+    harness.engine.calibrate()
+    truth = plain(PROMPTS[2], SAMPLED, 80)
+    sequence_id, collector = harness.submit(PROMPTS[2], 80)
+    while collector.end is None:
+        base = len(collector.tokens)
+        if base < 80:
+            harness.engine.draft(sequence_id, base, [[(t + 1) % VOCAB for t in truth[base : base + 6]]])
+        harness.engine.step()
+    assert collector.tokens == truth
+    assert [c.proposed for c in collector.commits[20:]] == [0] * 60
+
+
+def test_stop_ids_end_a_sequence_even_inside_accepted_drafts() -> None:
+    """Nothing after the stop token is committed, though more was drafted and right."""
+    truth = plain(PROMPTS[3], SAMPLED, 30)
+    stop = truth[6]
+    expected = truth[: truth.index(stop) + 1]
+    harness = Harness(config=EngineConfig(policy=Policy.VERIFY))
+    sequence_id, collector = harness.submit(PROMPTS[3], 30, stop_ids=frozenset({stop}))
+    harness.engine.step()
+    if len(expected) > 1:
+        harness.engine.draft(sequence_id, 1, [truth[1:12]])
+    harness.run()
+    assert collector.tokens == expected
+    assert collector.end is not None and collector.end.reason == "stop"
+    harness.assert_all_returned()
+
+
+def test_the_context_ends_a_sequence() -> None:
+    """A sequence ends with reason "context" when model or cache holds no more."""
+    harness = Harness(max_positions=32)
+    truth = plain(PROMPTS[1], SAMPLED, 32 - len(PROMPTS[1]))
+    sequence_id, collector = harness.submit(PROMPTS[1], 1000)
+    harness.engine.step()
+    harness.engine.draft(sequence_id, 1, [truth[1:] + [0] * 10])
+    harness.run()
+    assert collector.tokens == truth
+    assert collector.end is not None and collector.end.reason == "context"
+
+
+def test_cancelling_frees_the_sequence_wherever_it_is() -> None:
+    """Queued, prefilling and decoding sequences are gone after the next step, and others are not disturbed."""
+    harness = Harness(config=EngineConfig(max_running=2, step_tokens=8))
+    decoding, c1 = harness.submit(PROMPTS[0], 50)
+    harness.engine.step()
+    prefilling, c2 = harness.submit(list(range(60)), 50)
+    queued, c3 = harness.submit(PROMPTS[1], 5)
+    _, c4 = harness.submit(PROMPTS[2], 5)
+    harness.engine.step()
+    for sequence_id in (decoding, prefilling, queued, queued):
+        harness.engine.cancel(sequence_id)
+    harness.run()
+    assert all(c.end is not None and c.end.reason == "cancelled" for c in (c1, c2, c3))
+    assert c4.tokens == plain(PROMPTS[2], SAMPLED, 5)
+    harness.assert_all_returned()
+
+
+def test_logits_that_are_not_finite_end_one_sequence_and_spare_the_others() -> None:
+    """A model fault is its own request's error."""
+    harness = Harness(fail_on_token=63)
+    _, bad = harness.submit([5, 6, 63], 10)
+    _, good = harness.submit(PROMPTS[1], 3)
+    harness.run()
+    assert bad.end is not None and bad.end.error is not None and bad.end.error.code == "model_fault"
+    assert good.tokens[:1] == plain(PROMPTS[1], SAMPLED, 1)
+    harness.assert_all_returned()
+
+
+def test_a_runtime_that_raises_ends_its_batch_and_not_the_engine() -> None:
+    """The next request is served as if nothing had happened."""
+    is_broken = [True]
+
+    def on_step(batch: Sequence[SequenceSlice]) -> None:
+        if is_broken.pop() if is_broken else False:
+            raise RuntimeError("out of memory")
+
+    harness = Harness(on_step=on_step)
+    _, bad = harness.submit(PROMPTS[1], 10)
+    harness.run()
+    assert bad.end is not None and bad.end.error is not None and "out of memory" in str(bad.end.error)
+    _, good = harness.submit(PROMPTS[1], 10)
+    harness.run()
+    assert good.tokens == plain(PROMPTS[1], SAMPLED, 10)
+    harness.assert_all_returned()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [
+        ([], "empty_prompt"),
+        ([VOCAB], "token_out_of_range"),
+        ([-1], "token_out_of_range"),
+        ([1] * 512, "context_length_exceeded"),
+    ],
+)
+def test_bad_prompts_are_refused_before_they_reach_the_model(prompt: list[int], code: str) -> None:
+    """Each has its own code, and the engine goes on."""
+    harness = Harness()
+    with pytest.raises(RequestError) as refused:
+        harness.submit(prompt)
+    assert refused.value.code == code
+    _, good = harness.submit(PROMPTS[0], 3)
+    harness.run()
+    assert good.tokens == plain(PROMPTS[0], SAMPLED, 3)
+
+
+def test_bad_drafts_are_refused_by_code() -> None:
+    """Unknown, ahead, out of range, stale: each its own; the text is not touched."""
+    harness = Harness()
+    truth = plain(PROMPTS[0], SAMPLED, 12)
+    sequence_id, collector = harness.submit(PROMPTS[0], 12)
+    for _ in range(4):
+        harness.engine.step()
+    cases = [
+        (999, 0, [[1]], "unknown_session"),
+        (sequence_id, 99, [[1]], "draft_ahead"),
+        (sequence_id, 4, [[VOCAB]], "token_out_of_range"),
+        (sequence_id, 0, [[(truth[0] + 1) % VOCAB, 1, 2, 3, 4, 5]], "stale_draft"),
+        (sequence_id, 0, [truth[:4]], "stale_draft"),
+    ]
+    for target, base, paths, code in cases:
+        with pytest.raises(RequestError) as refused:
+            harness.engine.draft(target, base, paths)
+        assert refused.value.code == code
+    harness.run()
+    assert collector.tokens == truth
+
+
+def test_a_full_queue_is_refused() -> None:
+    """Past max_queue a request is told to come back."""
+    harness = Harness(config=EngineConfig(max_queue=1, max_running=1))
+    harness.submit(PROMPTS[0], 50)
+    harness.engine.step()
+    harness.submit(PROMPTS[1])
+    harness.engine.step()
+    with pytest.raises(RequestError) as refused:
+        harness.submit(PROMPTS[2])
+    assert (refused.value.code, refused.value.status) == ("overloaded", 503)
+
+
+# -- stateless verification ---------------------------------------------------------------------------------------
+
+
+def verify_all(harness: Harness, prompt: list[int], count: int, guess: Sequence[int]) -> list[int]:
+    """Stop-and-wait as an agent does it: four drafts a call, the prefix named by hash after the first."""
+    text: list[int] = []
+    name: str | None = None
+    while len(text) < count:
+        draft = list(guess[len(text) : len(text) + 4])
+        most = min(len(draft) + 1, count - len(text))
+        _, collector = harness.submit([] if name else [*prompt, *text], most, draft=draft, once=True, prefix_hash=name)
+        harness.run()
+        assert collector.end is not None and collector.end.usage.target_passes == 1
+        text += collector.tokens
+        name = collector.end.prefix_hash
+    return text
+
+
+@pytest.mark.parametrize("error_every", [1, 3, 1000])
+def test_verifying_call_by_call_gives_the_same_text(error_every: int) -> None:
+    """Stateless verification with parked prefixes equals the plain loop, whatever share of the drafts is right."""
+    harness, prompt = Harness(), PROMPTS[4]
+    truth = plain(prompt, SAMPLED, 30)
+    guess = [t if i % error_every else (t + 1) % VOCAB for i, t in enumerate(truth, start=1)]
+    assert verify_all(harness, prompt, 30, guess) == truth
+    harness.assert_all_returned()
+
+
+def test_a_parked_prefix_leaves_only_new_tokens_to_run() -> None:
+    """The call that continues a parked prefix runs one token and its drafts."""
+    harness, prompt = Harness(), PROMPTS[4]
+    truth = plain(prompt, SAMPLED, 9)
+    _, first = harness.submit(prompt, 5, draft=truth[:4], once=True)
+    harness.run()
+    assert first.tokens == truth[:5] and first.end is not None
+    _, second = harness.submit([], 4, draft=truth[5:8], once=True, prefix_hash=first.end.prefix_hash)
+    harness.run()
+    assert second.tokens == truth[5:9]
+    assert harness.batches[-1] == [4]
+
+
+def test_an_unknown_prefix_hash_is_a_clear_409() -> None:
+    """The client is told to send the tokens; taking a prefix twice is the same."""
+    harness = Harness()
+    with pytest.raises(RequestError) as refused:
+        harness.submit([1], once=True, prefix_hash="0" * 32)
+    assert (refused.value.code, refused.value.status) == ("prefix_not_held", 409)
+
+
+def test_a_refused_item_leaves_its_prefix_parked() -> None:
+    """A bad token behind a good hash costs the prefix nothing."""
+    harness = Harness()
+    _, first = harness.submit(PROMPTS[2], 1, once=True)
+    harness.run()
+    assert first.end is not None
+    with pytest.raises(RequestError, match="token id"):
+        harness.submit([VOCAB + 1], once=True, prefix_hash=first.end.prefix_hash)
+    harness.engine.step()
+    _, again = harness.submit([], 1, once=True, prefix_hash=first.end.prefix_hash)
+    harness.run()
+    assert [*first.tokens, *again.tokens] == plain(PROMPTS[2], SAMPLED, 2)
+
+
+def test_parked_prefixes_give_way_to_running_sequences() -> None:
+    """A cache full of parked prefixes still serves a long request."""
+    harness = Harness(num_blocks=16, block_size=4)
+    for start in range(6):
+        harness.submit([start] * 9, 1, once=True)
+        harness.run()
+    assert harness.engine.stats().parked > 0
+    _, collector = harness.submit(PROMPTS[0], 50)
+    harness.run()
+    assert collector.tokens == plain(PROMPTS[0], SAMPLED, 50)
+    harness.assert_all_returned()
+
+
+# -- waiting for drafts -------------------------------------------------------------------------------------------
+
+
+class Device:
+    """Answers every commit after `lag_s` with six guesses of what follows, every `error_every`-th of them wrong."""
+
+    def __init__(self, lag_s: float, *, policy: Policy = Policy.AUTO, error_every: int = 3) -> None:
+        self.lag_s, self.error_every = lag_s, error_every
+        self.due: list[tuple[float, int]] = []
+        self.answered = 0
+        self.sequence_id = -1
+        self.guess: list[int] = []
+        self.harness = Harness(config=EngineConfig(policy=policy), on_step=lambda batch: self.deliver())
+        self.harness.engine.calibrate()
+
+    def deliver(self) -> None:
+        """Hands over, with the times at which they were due, the answers that have come by now."""
+        now = self.harness.clock.now
+        while self.due and self.due[0][0] <= now:
+            self.harness.clock.now, base = self.due.pop(0)
+            try:
+                self.harness.engine.draft(self.sequence_id, base, [self.guess[base : base + 6] or [0]])
+            except RequestError as error:
+                assert error.code == "stale_draft"
+        self.harness.clock.now = now
+
+    def waited_s(self, *, patience_ms: float | None = None, count: int = 60) -> float:
+        """Generates `count` tokens, checks them, and returns how long the engine waited for drafts."""
+        truth = plain(PROMPTS[2], SAMPLED, count)
+        self.guess = [t if i % self.error_every else (t + 1) % VOCAB for i, t in enumerate(truth, start=1)]
+        self.sequence_id, collector = self.harness.submit(PROMPTS[2], count, patience_ms=patience_ms)
+        while collector.end is None:
+            delay = self.harness.engine.step()
+            base = len(collector.tokens)
+            if base > self.answered:
+                self.answered = base
+                self.due.append((self.harness.clock.now + self.lag_s, base))
+            if delay:
+                wakes = [self.harness.clock.now + delay, *(due for due, _ in self.due)]
+                self.harness.clock.now = min(wakes)
+                self.deliver()
+        assert collector.tokens == truth
+        return collector.end.usage.waited_s
+
+
+def test_the_engine_waits_for_a_quick_device_and_not_for_a_slow_one() -> None:
+    """2 ms away is worth waiting for at a 40 ms step; 100 ms away is not; patience 0 never waits."""
+    assert Device(0.002).waited_s() > 0.01
+    assert Device(0.100).waited_s() == 0.0
+    assert Device(0.002).waited_s(patience_ms=0.0) == 0.0
+
+
+def test_patience_ms_bounds_the_wait() -> None:
+    """A wait that would take longer than the session allows is not begun."""
+    assert Device(0.006).waited_s(patience_ms=2.0) == 0.0
+    assert Device(0.006).waited_s(patience_ms=50.0) > 0.0
+
+
+def test_verify_policy_waits_where_latency_would_not() -> None:
+    """When passes are scarce a wait of a step is fine, and passes per token fall."""
+    device = Device(0.030, policy=Policy.VERIFY)
+    assert device.waited_s() > 0.05
+    assert device.harness.engine.stats().passes_total < 27
+    assert Device(0.030).waited_s() == 0.0
+
+
+def test_a_device_that_falls_silent_is_not_waited_for_long() -> None:
+    """After a few waits in vain the engine streams on."""
+    harness = Harness()
+    truth = plain(PROMPTS[2], SAMPLED, 200)
+    sequence_id, collector = harness.submit(PROMPTS[2], 200)
+    while collector.end is None:
+        base = len(collector.tokens)
+        if base < 60 and base:
+            harness.engine.draft(sequence_id, base, [[truth[base], (truth[base + 1] + 1) % VOCAB]])
+        delay = harness.engine.step()
+        if delay:
+            harness.clock.now += 0.002 if base < 60 else delay
+    assert collector.tokens == truth
+    assert collector.end.usage.waited_s < 0.5
+
+
+def test_calibration_measures_the_curve_and_gives_its_blocks_back() -> None:
+    """After it the step time and the price of a drafted token are known."""
+    harness = Harness()
+    harness.engine.calibrate(max_tokens=8)
+    stats = harness.engine.stats()
+    assert stats.step_ms == pytest.approx(41.0)
+    assert stats.draft_token_ms == pytest.approx(1.0)
+    assert stats.free_blocks == stats.num_blocks

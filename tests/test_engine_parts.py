@@ -1,0 +1,252 @@
+"""The engine's parts by their laws: trie, block pool, estimators, policy, thread."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engine_harness import SAMPLED, Collector, plain
+
+from outrider.cloud.engine import Engine, EngineThread
+from outrider.cloud.engine.estimators import AcceptanceEstimator, DraftLag, StepTimeCurve
+from outrider.cloud.engine.policy import NO_WAIT, choose_drafts, plan_wait, rate_streaming, rate_waiting
+from outrider.cloud.engine.pool import BlockPool, chain_hash
+from outrider.cloud.engine.trie import MAX_NODES, DraftTrie
+from outrider.cloud.engine.types import Event, GenerateRequest
+from outrider.models.errors import RequestError
+from outrider.models.runtimes.fake import FakeBatchRuntime
+
+short_paths = st.lists(st.integers(0, 3), min_size=1, max_size=6)
+
+
+@given(st.lists(st.one_of(st.tuples(st.just("merge"), short_paths), st.tuples(st.just("advance"), st.integers(0, 3)))))
+@settings(max_examples=300, deadline=None)
+def test_trie_equals_a_set_of_paths(actions: list[tuple[str, list[int] | int]]) -> None:
+    """Merging and committing leave exactly the paths that are consistent with what was committed."""
+    trie, paths = DraftTrie(), set[tuple[int, ...]]()
+    for kind, value in actions:
+        if kind == "merge":
+            assert isinstance(value, list)
+            trie.merge(value, prefer=True)
+            paths.add(tuple(value))
+            assert trie.likeliest(len(value)) == value
+        else:
+            trie.advance(value)  # type: ignore[arg-type]
+            paths = {p[1:] for p in paths if p[0] == value and len(p) > 1}
+        assert bool(trie) == bool(paths)
+        likeliest = tuple(trie.likeliest(10))
+        assert not paths or any(p[: len(likeliest)] == likeliest for p in paths)
+
+
+def test_a_path_that_is_not_preferred_only_fills_gaps() -> None:
+    """A late, older message does not overrule what a newer one said."""
+    trie = DraftTrie()
+    trie.merge([1, 2, 3], prefer=True)
+    trie.merge([1, 5, 6], prefer=False)
+    assert trie.likeliest(9) == [1, 2, 3]
+    trie.advance(1)
+    trie.advance(5)
+    assert trie.likeliest(9) == [6]
+
+
+def test_a_trie_is_bounded() -> None:
+    """A flood of alternatives is dropped, not stored."""
+    trie = DraftTrie()
+    for i in range(MAX_NODES):
+        trie.merge([i, 1, 2], prefer=True)
+    assert sum(1 for i in range(MAX_NODES) if _has(trie, i)) < MAX_NODES
+    trie.advance(10**6)
+    trie.merge([1, 2], prefer=True)
+    assert trie.likeliest(5) == [1, 2]
+
+
+def _has(trie: DraftTrie, token: int) -> bool:
+    return token in trie._root.children
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_pool_never_hands_out_a_block_twice_and_loses_none(data: st.DataObject) -> None:
+    """Random allocation, release, registration and matching: references and availability always add up."""
+    pool = BlockPool(12, 4)
+    held: list[list[int]] = []
+    contents = [chain_hash(b"", [i]) for i in range(6)]
+    for _ in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(["allocate", "release", "register", "match"]))
+        if action == "allocate":
+            count = data.draw(st.integers(1, 5))
+            blocks = pool.allocate(count)
+            assert (blocks is None) == (count > pool.num_available + (count if blocks else 0))
+            if blocks:
+                assert not set(blocks) & set(itertools.chain(*held))
+                held.append(blocks)
+        elif action == "match":
+            matched = pool.match(data.draw(st.lists(st.sampled_from(contents), max_size=3)))
+            if matched:
+                held.append(matched)
+        elif held:
+            index = data.draw(st.integers(0, len(held) - 1))
+            if action == "release":
+                pool.release(held.pop(index))
+            else:
+                pool.register(held[index][0], data.draw(st.sampled_from(contents)))
+        assert pool.num_in_use == len(set(itertools.chain(*held)))
+    for blocks in held:
+        pool.release(blocks)
+    assert pool.num_available == 12
+    assert pool.allocate(12) is not None
+
+
+def test_pool_evicts_the_least_recently_used_content() -> None:
+    """Content stays known until its block is needed, the longest unused goes first."""
+    pool = BlockPool(2, 4)
+    names = [chain_hash(b"", [i]) for i in range(2)]
+    for name in names:
+        blocks = pool.allocate(1)
+        assert blocks
+        pool.register(blocks[0], name)
+        pool.release(blocks)
+    pool.release(pool.match([names[0]]))  # now names[1] is the older one
+    assert pool.allocate(1) is not None
+    assert pool.match([names[1]]) == []
+    assert len(pool.match([names[0]])) == 1
+
+
+@given(
+    st.lists(st.lists(st.floats(0.05, 0.99), max_size=3), min_size=1, max_size=3),
+    st.lists(st.floats(0.0, 0.5), min_size=14, max_size=14),
+    st.integers(0, 9),
+)
+@settings(max_examples=200, deadline=None)
+def test_drafts_chosen_are_the_best_of_all_choices(rows: list[list[float]], steps: list[float], budget: int) -> None:
+    """No other choice of counts commits more tokens per second, for any step-time curve that does not fall."""
+    survivals = [list(np.cumprod(row)) for row in rows]
+    step_s = 1.0 + np.cumsum(steps)
+    counts = choose_drafts(survivals, len(rows), len(rows), step_s, budget)
+
+    def rate(chosen: tuple[int, ...]) -> float:
+        gained = len(rows) + sum(sum(s[:n]) for s, n in zip(survivals, chosen, strict=True))
+        return float(gained / step_s[len(rows) + sum(chosen) - 1])
+
+    every = itertools.product(*(range(len(s) + 1) for s in survivals))
+    best = max(rate(chosen) for chosen in every if sum(chosen) <= budget)
+    assert sum(counts) <= budget
+    assert rate(tuple(counts)) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("rtt_ms", "never", "patient"),
+    [(0, 1.58, 2.01), (10, 1.58, 1.71), (25, 1.58, 1.58), (50, 1.31, 1.31), (100, 1.18, 1.18), (200, 1.05, 1.05)],
+)
+def test_closed_form_equals_the_simulation(rtt_ms: float, never: float, patient: float) -> None:
+    """The rates behind the wait decision are those of the design's table, to 2 %: acceptance 0.65, step 40 + 1.2 ms."""
+    alpha, step, extra, draft, rtt = 0.65, 0.040, 0.0012, 0.0015, rtt_ms / 1e3
+    streaming = max(rate_streaming(alpha, k, step, extra, rtt + draft) for k in range(9)) * step
+    waiting = max(rate_waiting(alpha, k, step, extra, rtt + k * draft) for k in range(1, 9)) * step
+    assert streaming == pytest.approx(never, rel=0.02)
+    assert max(streaming, waiting) == pytest.approx(patient, rel=0.02)
+    lags = [rtt + k * draft for k in range(1, 9)]
+    assert (plan_wait(alpha, step, extra, lags, 1.0, capacity=False) != NO_WAIT) == (waiting > streaming)
+
+
+def test_nobody_waits_for_a_draft_that_is_never_right_or_never_comes() -> None:
+    """Low acceptance, unknown lags and unanswered waits all mean: go on."""
+    lags = [0.002] * 8
+    assert plan_wait(0.6, 0.04, 0.001, lags, 1.0, capacity=False) != NO_WAIT
+    assert plan_wait(0.01, 0.04, 0.001, lags, 1.0, capacity=False) == NO_WAIT
+    assert plan_wait(0.01, 0.04, 0.001, lags, 1.0, capacity=True) == NO_WAIT
+    assert plan_wait(0.6, 0.04, 0.001, [None] * 8, 1.0, capacity=True) == NO_WAIT
+    assert plan_wait(0.6, 0.04, 0.001, lags, 0.3, capacity=True) == NO_WAIT
+
+
+def test_acceptance_is_a_ratio_of_sums_by_position() -> None:
+    """First tokens right, second ones wrong: survival shows it; a new session starts from its parent's average."""
+    parent = AcceptanceEstimator(4)
+    own = AcceptanceEstimator(4, parent)
+    for _ in range(200):
+        own.observe([1, 2, 3], [1, 9])
+    first, second = own.survival(2)
+    assert first > 0.9
+    assert second < 0.1
+    assert AcceptanceEstimator(4, parent).rate == pytest.approx(0.5, abs=0.1)
+
+
+def test_step_time_curve_is_monotone_and_robust() -> None:
+    """Medians drop outliers; a falling measurement is flattened; past the last knot it goes on upward."""
+    curve = StepTimeCurve()
+    for size, seconds in [(1, 0.040), (2, 0.039), (4, 0.044)]:
+        for _ in range(9):
+            curve.observe(size, seconds)
+        curve.observe(size, 5.0)
+    times = curve.seconds(8)
+    assert times[:2].tolist() == pytest.approx([0.040, 0.040])
+    assert (np.diff(times) >= 0).all()
+    assert times[7] > times[3]
+
+
+def test_draft_lag_knows_first_answers_and_the_pace_after_them() -> None:
+    """5 ms to a first answer of two tokens, then 3 ms a token."""
+    lag, now = DraftLag(), 0.0
+    assert lag.seconds_until(1) is None
+    for base in range(5):
+        lag.committed(base, now)
+        lag.drafted(base, 2, now + 0.005)
+        lag.drafted(base, 4, now + 0.011)
+        now += 1.0
+    assert lag.seconds_until(2) == pytest.approx(0.005)
+    assert lag.seconds_until(5) == pytest.approx(0.014)
+
+
+def test_engine_thread_serves_drains_and_refuses() -> None:
+    """Requests from another thread end exactly; a drain lets them finish; after it nothing new is taken."""
+    gate, done = threading.Event(), threading.Event()
+    runtime = FakeBatchRuntime(vocab_size=64, on_step=lambda batch: (gate.wait(), None)[1])
+    thread = EngineThread(Engine(runtime))
+    thread.start()
+    collector = Collector()
+
+    def sink(event: Event) -> None:
+        collector(event)
+        if collector.end is not None:
+            done.set()
+
+    thread.submit(GenerateRequest((1, 2, 3), SAMPLED, 12), sink)
+    gate.set()
+    thread.stop(drain_s=60.0)
+    assert done.is_set()
+    assert collector.tokens == plain([1, 2, 3], SAMPLED, 12)
+    with pytest.raises(RequestError) as refused:
+        thread.submit(GenerateRequest((1,), SAMPLED, 1), collector)
+    assert refused.value.code == "shutting_down"
+
+
+def test_stopping_without_a_drain_ends_what_runs() -> None:
+    """Every sink hears "shutdown", and the thread is gone."""
+    started, gate, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def on_step(batch: object) -> None:
+        started.set()
+        gate.wait()
+
+    thread = EngineThread(Engine(FakeBatchRuntime(vocab_size=64, on_step=on_step)))
+    thread.start()
+    collector = Collector()
+
+    def sink(event: Event) -> None:
+        collector(event)
+        if collector.end is not None:
+            ended.set()
+
+    thread.submit(GenerateRequest((1, 2, 3), SAMPLED, 4000), sink)
+    started.wait()
+    stopper = threading.Thread(target=thread.stop)
+    stopper.start()
+    gate.set()
+    stopper.join()
+    assert ended.is_set()
+    assert collector.end is not None and collector.end.reason == "shutdown"
+    assert thread.stats().free_blocks == thread.stats().num_blocks
