@@ -1,8 +1,8 @@
 """The wire: every message that crosses between the agent and the verifier, as pydantic models.
 
 Imported by both sides, so it stays light: no server, no engine, no model library. Unknown keys are refused in requests
-and ignored in answers, so that a newer server can talk to an older agent. On the wire everything is JSON; only token ids
-cross, never probabilities. docs/protocol.md shows each message by example, with its bytes.
+and ignored in answers, so that a newer server can talk to an older agent. On the wire everything is JSON; only token
+ids cross, never probabilities. docs/protocol.md shows each message by example, with its bytes.
 
 Positions: a session's `prompt` holds every token before the first one wanted (also those that an earlier session
 committed, when one is resumed); `base` counts tokens committed *in this session*.
@@ -13,12 +13,14 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic_core import from_json
 
 from outrider.models.sampling import MAX_SEED, SamplingParams
 
 PROTOCOL_VERSION = 1
 MAX_PATHS = 8
 MAX_PATH_TOKENS = 64
+MAX_VERIFY_ITEMS = 256
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Rule = Literal["coupled", "greedy"]
@@ -57,7 +59,9 @@ class SessionRequest(SamplingFields):
     patience_ms: FiniteFloat | None = Field(
         default=None, ge=0.0, description="longest wait for a draft; 0 never waits; unset: the server chooses"
     )
-    tokenizer: str | None = Field(default=None, description="the agent's tokenizer fingerprint; a different one is refused")
+    tokenizer: str | None = Field(
+        default=None, description="the agent's tokenizer fingerprint; a different one is refused"
+    )
 
 
 class SessionOpen(_Answer):
@@ -74,7 +78,8 @@ class SessionOpen(_Answer):
 class Commit(_Answer):
     """Tokens that the target has committed. `base` is how many were committed before them.
 
-    accepted of proposed drafted tokens were right in this pass; both are left out of the JSON when nothing was proposed.
+    accepted of proposed drafted tokens were right in this pass; both are left out of the JSON when nothing was
+    proposed. `type` is always left out: commits are most of what goes down, and an event without a type is one.
     """
 
     type: Literal["commit"] = "commit"
@@ -109,8 +114,8 @@ class DraftRequest(_Request):
     """POST /v1/sessions/{id}/drafts: what the device believes follows.
 
     base: tokens the device has seen committed in this session. paths: whole guesses of what follows, likeliest first.
-    Self-contained and idempotent: loss, duplication and reordering are harmless. Answered 204, or 409 `stale_draft` when
-    every path contradicts what was committed meanwhile (an agent ignores that: the commits are on their way to it).
+    Self-contained and idempotent: loss, duplication and reordering are harmless. Answered 204, or 409 `stale_draft`
+    when every path contradicts what was committed meanwhile (an agent ignores that: the commits are on their way).
     """
 
     base: int = Field(ge=0)
@@ -120,7 +125,7 @@ class DraftRequest(_Request):
 
 
 class VerifyItem(SamplingFields):
-    """One stateless verification: a prefix, by its tokens or by the hash of one that the server still holds, and drafts.
+    """A stateless verification: a prefix, by its tokens or by the hash of one that the server still holds, and drafts.
 
     With both, `prefix` are the tokens that follow the hashed prefix.
     """
@@ -137,7 +142,7 @@ class VerifyItem(SamplingFields):
 class VerifyRequest(_Request):
     """POST /v1/verify. Items of one call, and of concurrent calls, share engine steps."""
 
-    items: list[VerifyItem] = Field(min_length=1, max_length=256)
+    items: list[VerifyItem] = Field(min_length=1, max_length=MAX_VERIFY_ITEMS)
     tokenizer: str | None = None
 
 
@@ -170,9 +175,10 @@ class VerifyResult(_Answer):
 
 
 class VerifyAnswer(_Answer):
-    """Results in the order of the items."""
+    """Results in the order of the items. `error` is there when every item failed with one HTTP status, the answer's."""
 
     results: list[VerifyResult]
+    error: ErrorBody | None = None
 
 
 class ReadyAnswer(_Answer):
@@ -187,3 +193,18 @@ class ReadyAnswer(_Answer):
 
 
 SessionEnd.model_rebuild()
+
+SessionEvent = SessionOpen | Commit | SessionEnd
+
+
+def parse_event(data: str | bytes) -> SessionEvent:
+    """One event of a session's stream, from what follows `data: `. Raises ValueError on anything else.
+
+    pydantic's ValidationError is a ValueError.
+    """
+    raw = from_json(data)
+    kind = raw.get("type", "commit") if isinstance(raw, dict) else None
+    for message in (Commit, SessionOpen, SessionEnd):
+        if kind == message.model_fields["type"].default:
+            return message.model_validate(raw)
+    raise ValueError(f"an event of type {kind!r}; expected open, commit or end")

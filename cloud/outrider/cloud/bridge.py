@@ -1,0 +1,117 @@
+"""From the engine's thread to the event loop: many events, one wake-up.
+
+The engine calls a sink once per sequence and step. Waking the loop for each would cost a system call and a switch
+apiece on a core that the model may be using, so events are queued and the loop is woken once for all that are waiting.
+
+A mailbox is bounded by what its sequences may still commit (`max_tokens` each, one event at least one token): a client
+that never reads its stream makes nothing grow beyond that, and its place among its key's sessions stays taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.types import Receive
+
+from outrider.cloud.engine.types import Event, Sink
+
+Delivery = tuple[int, Event]
+
+
+class Bridge:
+    """Carries events from any thread to the mailboxes of one event loop."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[Mailbox, int, Event]] = deque()
+        self._is_armed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def mailbox(self) -> Mailbox:
+        """A new mailbox, to be read on the running loop, which is the same at every call."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        return Mailbox(self)
+
+    def post(self, mailbox: Mailbox, tag: int, event: Event) -> None:
+        """Called on the engine's thread: never blocks, never raises."""
+        self._queue.append((mailbox, tag, event))
+        # Safe without a lock: `_deliver` disarms before it empties the queue, so an event that finds the bridge armed
+        # is still ahead of that emptying.
+        if not self._is_armed:
+            self._is_armed = True
+            assert self._loop is not None
+            try:
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:
+                pass  # the loop is closed: nobody is left to tell
+
+    def _deliver(self) -> None:
+        self._is_armed = False
+        while self._queue:
+            mailbox, tag, event = self._queue.popleft()
+            mailbox.put((tag, event))
+
+
+class Mailbox:
+    """The events of a request's sequences, in order, told apart by the tag of their sink."""
+
+    __slots__ = ("_bridge", "_items", "_waiter", "is_closed")
+
+    def __init__(self, bridge: Bridge) -> None:
+        self._bridge = bridge
+        self._items: list[Delivery] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self.is_closed = False
+
+    def sink(self, tag: int = 0) -> Sink:
+        """A sink whose events arrive here with `tag`."""
+
+        def deliver(event: Event) -> None:
+            self._bridge.post(self, tag, event)
+
+        return deliver
+
+    def put(self, item: Delivery) -> None:
+        """Adds an event; on the loop."""
+        self._items.append(item)
+        self.poke()
+
+    def poke(self) -> None:
+        """Lets a waiting `take` return, with nothing if there is nothing."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def close(self) -> None:
+        """The reader is gone: `take` returns at once from now on."""
+        self.is_closed = True
+        self.poke()
+
+    async def take(self) -> list[Delivery]:
+        """Everything that has arrived, waiting for something if need be; empty after a poke or when closed."""
+        if not self._items and not self.is_closed:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        items, self._items = self._items, []
+        return items
+
+
+@asynccontextmanager
+async def closed_on_disconnect(mailbox: Mailbox, receive: Receive) -> AsyncIterator[None]:
+    """While inside, the client's leaving closes the mailbox. The request's body must have been read before."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        mailbox.close()
+
+    watcher = asyncio.get_running_loop().create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()

@@ -1,0 +1,166 @@
+"""A real verifier on a loopback port, over the fake runtime: uvicorn in a thread of the test's own process.
+
+    with serve_fake() as server:
+        httpx.get(server.url + "/health/ready")
+
+`server.core.engine.stats()` shows the engine from inside. Everything is stopped and joined at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import httpx
+
+from outrider.cloud.app import create_app
+from outrider.cloud.core import Core, ServedModel, ServerSettings
+from outrider.cloud.engine import Engine, EngineConfig
+from outrider.cloud.engine.thread import EngineThread
+from outrider.cloud.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, parse_event
+from outrider.cloud.serving import VerifierServer, open_socket, url_of
+from outrider.models.runtimes.base import SequenceSlice
+from outrider.models.runtimes.fake import FakeBatchRuntime
+from outrider.models.tokenizer import Tokenizer
+
+EOS_ID = 0
+"""`<|end|>`; the fake language utters it about once in 300 tokens."""
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+TIMEOUT_S = 30.0
+
+
+@cache
+def fake_tokenizer(*, has_chat_template: bool = True) -> Tokenizer:
+    """A byte-level BPE of 300 ids; id 0 is the special `<|end|>`."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|end|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    text = (
+        "def verify(tokens, drafts): return all(token == draft for token, draft in zip(tokens, drafts)) naïve 東京 😀"
+    )
+    backend.train_from_iterator([text] * 4, trainer)
+    with tempfile.TemporaryDirectory() as directory:
+        root = Path(directory)
+        backend.save(str(root / "tokenizer.json"))
+        config = {"eos_token": "<|end|>"} | ({"chat_template": CHAT_TEMPLATE} if has_chat_template else {})
+        (root / "tokenizer_config.json").write_text(json.dumps(config))
+        tokenizer = Tokenizer.from_dir(root, name="fake")
+        # Read now what is read lazily: the directory goes away.
+        assert tokenizer.fingerprint and tokenizer.eos_token_ids == (EOS_ID,)
+        assert tokenizer.has_chat_template == has_chat_template
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class FakeServer:
+    """A running server: where it listens, and its inside."""
+
+    url: str
+    core: Core
+    server: VerifierServer
+    runtime: FakeBatchRuntime
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Returns when `is_so`; fails the test after TIMEOUT_S. For what the engine does in its own time."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not is_so():
+            assert time.monotonic() < deadline, "the condition did not come true in time"
+            time.sleep(0.002)
+
+    def is_empty(self) -> bool:
+        """Whether nothing runs or waits, every block is free, and nobody has a place taken."""
+        stats = self.core.engine.stats()
+        return (
+            stats.running == stats.queued == self.core.slots.num_taken == len(self.core.sessions) == 0
+            and stats.free_blocks == stats.num_blocks
+        )
+
+
+@contextmanager
+def serve_fake(
+    settings: ServerSettings | None = None,
+    *,
+    config: EngineConfig | None = None,
+    runtime: FakeBatchRuntime | None = None,
+    on_step: Callable[[Sequence[SequenceSlice]], None] | None = None,
+    has_chat_template: bool = True,
+    drain_s: float = 0.0,
+) -> Iterator[FakeServer]:
+    """A verifier of the fake model "fake". on_step: see FakeBatchRuntime; drain_s: see VerifierServer."""
+    tokenizer = fake_tokenizer(has_chat_template=has_chat_template)
+    runtime = runtime or FakeBatchRuntime(vocab_size=tokenizer.size, on_step=on_step)
+    engine = EngineThread(Engine(runtime, config))
+    engine.start()
+    app = create_app(engine, ServedModel("fake", tokenizer, frozenset({EOS_ID})), settings)
+    server = VerifierServer(app, drain_s=drain_s)
+    sock = open_socket("127.0.0.1", 0)
+    url = url_of(sock, is_tls=False)
+    thread = threading.Thread(target=server.run, args=([sock],), name="outrider-test-server")
+    thread.start()
+    fake = FakeServer(url, app.state.core, server, runtime)
+    try:
+        fake.wait_until(lambda: server.started)
+        yield fake
+    finally:
+        if not fake.core.is_draining:
+            server.begin_drain()
+        thread.join(TIMEOUT_S)
+        sock.close()
+        assert not thread.is_alive(), "the server did not end"
+
+
+def read_events(response: httpx.Response) -> Iterator[SessionEvent]:
+    """The events of a session's stream as they come."""
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            yield parse_event(line.removeprefix("data: "))
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A whole session: how it began, what was committed, how it ended."""
+
+    open: SessionOpen
+    commits: list[Commit]
+    end: SessionEnd
+
+    @property
+    def tokens(self) -> list[int]:
+        """All committed tokens."""
+        return [token for commit in self.commits for token in commit.tokens]
+
+
+def run_session(client: httpx.Client, body: dict[str, object]) -> Transcript:
+    """Opens a session and reads it to its end; checks that commits join up."""
+    with client.stream("POST", "/v1/sessions", json=body) as response:
+        assert response.status_code == 200, response.read()
+        events = list(read_events(response))
+    opened, *middle, end = events
+    assert isinstance(opened, SessionOpen) and isinstance(end, SessionEnd)
+    commits = [event for event in middle if isinstance(event, Commit)]
+    assert len(commits) == len(middle)
+    count = 0
+    for commit in commits:
+        assert commit.base == count and commit.tokens
+        count += len(commit.tokens)
+    return Transcript(opened, commits, end)
