@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -72,11 +73,22 @@ def url_of(sock: socket.socket, *, is_tls: bool) -> str:
 
 
 class VerifierServer(uvicorn.Server):
-    """uvicorn that drains the engine before it closes. drain_s: how long running sequences may take to finish."""
+    """uvicorn that drains the engine before it closes.
 
-    def __init__(self, app: FastAPI, *, drain_s: float, tls: TlsFiles | None = None) -> None:
+    drain_s: how long running sequences may take to finish. on_ready: called once the server accepts connections.
+    """
+
+    def __init__(
+        self,
+        app: FastAPI,
+        *,
+        drain_s: float,
+        tls: TlsFiles | None = None,
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
         self._core: Core = app.state.core
         self._drain_s = drain_s
+        self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(_config(app, tls))
 
@@ -84,6 +96,7 @@ class VerifierServer(uvicorn.Server):
         """Opens for business."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal begins the draining, another one ends it. Called by the interpreter, between two steps of
