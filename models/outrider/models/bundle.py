@@ -126,9 +126,7 @@ def _refuse_strangers(root: Path, listed: set[str]) -> None:
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root).as_posix()
         if path.is_symlink():
-            raise BundleError(
-                f"{path} is a symbolic link; a bundle holds its own files: put a copy in its place"
-            )
+            raise BundleError(f"{path} is a symbolic link; a bundle holds its own files: put a copy in its place")
         if not path.is_file() or relative == MANIFEST_NAME:
             continue
         refuse_unsafe(relative, listed)
@@ -148,8 +146,7 @@ def _check_file(root: Path, entry: FileEntry) -> None:
     if stat.st_size != entry.size:
         kind = "truncated" if stat.st_size < entry.size else "altered"
         raise BundleError(
-            f"{path} is {kind}: {stat.st_size} bytes, the manifest says {entry.size}; copy or export the "
-            "bundle again"
+            f"{path} is {kind}: {stat.st_size} bytes, the manifest says {entry.size}; copy or export the bundle again"
         )
     key = (str(path.resolve()), entry.sha256, stat.st_size, stat.st_mtime_ns, stat.st_ino)
     if key in _verified:

@@ -50,9 +50,7 @@ class BundleWriter:
 
     def list_files(self) -> tuple[FileEntry, ...]:
         """Size and SHA-256 of every file built so far, sorted by path."""
-        paths = sorted(
-            path for path in self.directory.rglob("*") if path.is_file() and path.name != MANIFEST_NAME
-        )
+        paths = sorted(path for path in self.directory.rglob("*") if path.is_file() and path.name != MANIFEST_NAME)
         names = [path.relative_to(self.directory).as_posix() for path in paths]
         for name in names:
             refuse_unsafe(name, set(names))

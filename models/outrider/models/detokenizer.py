@@ -43,9 +43,7 @@ class StreamingDetokenizer:
     character). Not safe to share between threads.
     """
 
-    def __init__(
-        self, new_decoder: DecoderFactory, hidden: frozenset[int], *, context: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, new_decoder: DecoderFactory, hidden: frozenset[int], *, context: Sequence[int] = ()) -> None:
         self._hidden = hidden
         self._decoder = new_decoder()
         if context:

@@ -39,13 +39,9 @@ class TokenizerIdentity:
             return cls(
                 vocabulary=_vocabulary(model.get("vocab", {})),
                 merges=[
-                    _dump(merge.split(" ", 1) if isinstance(merge, str) else merge)
-                    for merge in _list(model, "merges")
+                    _dump(merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in _list(model, "merges")
                 ],
-                added=[
-                    _dump(_canonical(token))
-                    for token in sorted(_list(raw, "added_tokens"), key=lambda t: t["id"])
-                ],
+                added=[_dump(_canonical(token)) for token in sorted(_list(raw, "added_tokens"), key=lambda t: t["id"])],
                 settings=_settings(raw, model),
             )
         except OSError as error:

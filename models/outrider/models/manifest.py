@@ -72,8 +72,7 @@ class Architecture(_Part):
     def _vocabulary_fits(self) -> Architecture:
         if self.tokenizer_size > self.vocab_size:
             raise ValueError(
-                f"the tokenizer has {self.tokenizer_size} ids but the model only {self.vocab_size} columns "
-                "of logits"
+                f"the tokenizer has {self.tokenizer_size} ids but the model only {self.vocab_size} columns of logits"
             )
         return self
 

@@ -62,8 +62,7 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises Exception itself
             raise TokenizerError(
-                f"{path} is not a file that tokenizers {tokenizers.__version__} can read ({error}); save it "
-                "again"
+                f"{path} is not a file that tokenizers {tokenizers.__version__} can read ({error}); save it again"
             ) from None
         backend.no_truncation()
         backend.no_padding()
@@ -81,9 +80,7 @@ class Tokenizer:
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return detokenizer.push(ids) + detokenizer.flush()
 
-    def detokenizer(
-        self, *, context: Sequence[int] = (), skip_special_tokens: bool = True
-    ) -> StreamingDetokenizer:
+    def detokenizer(self, *, context: Sequence[int] = (), skip_special_tokens: bool = True) -> StreamingDetokenizer:
         """A new streaming detokenizer for text that goes on after `context` (the prompt, whose text is not
         repeated).
         """
@@ -110,9 +107,7 @@ class Tokenizer:
                 "/v1/completions, or put a chat_template.jinja beside its tokenizer.json"
             )
         template = ChatTemplate(source, self._special_names)
-        return template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
-        )
+        return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables)
 
     @property
     def has_chat_template(self) -> bool:
@@ -203,7 +198,5 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise TokenizerError(f"{path} is not JSON ({error}); copy it from the model again") from None
     if not isinstance(found, dict):
-        raise TokenizerError(
-            f"{path} holds a {type(found).__name__}, expected an object; copy it from the model again"
-        )
+        raise TokenizerError(f"{path} holds a {type(found).__name__}, expected an object; copy it from the model again")
     return found

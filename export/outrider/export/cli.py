@@ -1,0 +1,156 @@
+"""`outrider-export`: models in, checked bundles out."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from outrider.export.display import print_report, show_progress
+from outrider.export.pair import REFERENCE, export_pair, reference_directories
+from outrider.export.pipeline import ExportOptions, RuntimeName, export_model
+from outrider.export.prompts import load_prompts
+from outrider.models.bundle import Bundle
+from outrider.models.errors import ConfigError, OutriderError
+
+app = typer.Typer(
+    help="Turn models into checked bundles: a draft for the device, a target for the cloud.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+DraftPrecision = Literal["int8", "fp32"]
+TargetPrecision = Literal["int8", "fp32", "bf16", "fp16"]
+Name = Annotated[str | None, typer.Option(help="What the bundle is called; the source's name if not given.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing bundles.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the manifest as JSON, and no progress.")]
+Threads = Annotated[int, typer.Option(min=0, help="Threads for the checks; 0 leaves it to the runtime.")]
+Widen = Annotated[
+    float | None,
+    typer.Option("--widen", metavar="MB", help="Make the target this heavy in FP32 without changing its function."),
+]
+
+
+@app.command()
+def pair(
+    draft: Annotated[str, typer.Argument(help=f"Model directory, or '{REFERENCE}' for the bundled pair.")] = REFERENCE,
+    target: Annotated[str | None, typer.Argument(help="Model directory of the target.")] = None,
+    out: Annotated[Path, typer.Option("--out", help="Bundles go to OUT/draft and OUT/target.")] = Path("bundles"),
+    draft_precision: Annotated[DraftPrecision, typer.Option(help="Weights of the draft.")] = "int8",
+    target_precision: Annotated[
+        TargetPrecision | None, typer.Option(help="Weights of the target; the runtime's default if not given.")
+    ] = None,
+    target_runtime: Annotated[RuntimeName, typer.Option(help="What runs the target.")] = "openvino",
+    widen: Widen = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON list of prompts for the acceptance rate.")] = None,
+    threads: Threads = 0,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Export draft and target together, checked against each other."""
+    draft_dir, target_dir = _pair_directories(draft, target)
+    with show_progress(is_quiet=as_json) as progress:
+        bundles = export_pair(
+            draft_dir,
+            target_dir,
+            out,
+            draft_options=ExportOptions("draft", draft_precision, num_threads=threads, overwrite=overwrite),
+            target_options=ExportOptions(
+                "target", target_precision, target_runtime, widen, num_threads=threads, overwrite=overwrite
+            ),
+            prompts=load_prompts(prompts) if prompts is not None else None,
+            progress=progress,
+        )
+    _report(bundles, as_json=as_json)
+
+
+@app.command()
+def draft(
+    model: Annotated[str, typer.Argument(help=f"Model directory, or '{REFERENCE}'.")],
+    out: Annotated[Path, typer.Option("--out", help="Where the bundle goes.")] = Path("bundles/draft"),
+    precision: Annotated[DraftPrecision, typer.Option(help="Weights.")] = "int8",
+    name: Name = None,
+    threads: Threads = 0,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Export one model as a draft."""
+    directory = reference_directories().draft if model == REFERENCE else model
+    options = ExportOptions("draft", precision, name=name, num_threads=threads, overwrite=overwrite)
+    with show_progress(is_quiet=as_json) as progress:
+        bundle = export_model(directory, out, options, progress)
+    _report((bundle,), as_json=as_json)
+
+
+@app.command()
+def target(
+    model: Annotated[str, typer.Argument(help=f"Model directory, or '{REFERENCE}'.")],
+    out: Annotated[Path, typer.Option("--out", help="Where the bundle goes.")] = Path("bundles/target"),
+    precision: Annotated[
+        TargetPrecision | None, typer.Option(help="Weights; the runtime's default if not given.")
+    ] = None,
+    runtime: Annotated[RuntimeName, typer.Option(help="What runs it.")] = "openvino",
+    widen: Widen = None,
+    name: Name = None,
+    threads: Threads = 0,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Export one model as a target."""
+    directory = reference_directories().target if model == REFERENCE else model
+    options = ExportOptions("target", precision, runtime, widen, name=name, num_threads=threads, overwrite=overwrite)
+    with show_progress(is_quiet=as_json) as progress:
+        bundle = export_model(directory, out, options, progress)
+    _report((bundle,), as_json=as_json)
+
+
+@app.command()
+def inspect(
+    bundle: Annotated[Path, typer.Argument(help="Bundle directory.")],
+    as_json: Json = False,
+) -> None:
+    """Verify a bundle's files and show its report card."""
+    _report((Bundle.open(bundle),), as_json=as_json)
+
+
+def _pair_directories(draft: str, target: str | None) -> tuple[str | Path, str | Path]:
+    if target is not None:
+        return draft, target
+    if draft == REFERENCE:
+        found = reference_directories()
+        return found.draft, found.target
+    raise ConfigError(f"only one model was given ({draft}); name draft and target, or '{REFERENCE}'")
+
+
+def _report(bundles: tuple[Bundle, ...], *, as_json: bool) -> None:
+    if as_json:
+        found = [{"path": str(bundle.path), **bundle.manifest.model_dump(mode="json")} for bundle in bundles]
+        typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2))
+        return
+    console = Console()
+    for bundle in bundles:
+        print_report(console, bundle)
+
+
+def main() -> None:
+    """The console script: a user's mistake ends in one red message and exit status 2, never in a traceback."""
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        app()
+    except OutriderError as error:
+        Console(stderr=True).print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False)
+        sys.exit(2)
+
+
+def _end(number: int, frame: Any) -> None:
+    sys.exit(128 + number)  # raises, so that what was half built is removed
+
+
+if __name__ == "__main__":
+    main()

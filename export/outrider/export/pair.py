@@ -1,0 +1,109 @@
+"""A draft and its target, exported together: refused if they do not belong together, judged by how often they
+agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from outrider.export.acceptance import TEMPERATURES, measure_acceptance
+from outrider.export.pipeline import ExportOptions, StagedExport, stage_export
+from outrider.export.progress import Progress, StageEvent, silent
+from outrider.export.prompts import BUILT_IN_PROMPTS, load_prompts
+from outrider.export.run_export import open_draft, open_target
+from outrider.export.source import REFERENCE_ROOT, SourceModel, read_source
+from outrider.models.bundle import Bundle
+from outrider.models.errors import ConfigError, ExportError
+from outrider.models.manifest import Acceptance
+from outrider.models.tokenizer import require_same_tokenizer
+
+REFERENCE: Final = "reference"
+"""The word that stands for the bundled pair where a model directory is expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairPaths:
+    """Where the two bundles of a pair are."""
+
+    draft: Path
+    target: Path
+
+
+def reference_directories() -> PairPaths:
+    """The bundled pair's Hugging Face directories. Raises ExportError if this installation lacks them."""
+    pair = PairPaths(REFERENCE_ROOT / "draft", REFERENCE_ROOT / "target")
+    for path in (pair.draft, pair.target):
+        if not (path / "config.json").is_file():
+            raise ExportError(
+                f"the bundled reference pair is not in this installation ({path} has no config.json); "
+                "reinstall Outrider, or name your own draft and target directories"
+            )
+    return pair
+
+
+def export_pair(
+    draft: str | Path,
+    target: str | Path,
+    out: str | Path,
+    *,
+    draft_options: ExportOptions | None = None,
+    target_options: ExportOptions | None = None,
+    prompts: Sequence[str] | None = None,
+    progress: Progress = silent,
+) -> tuple[Bundle, Bundle]:
+    """Exports both to `out`/draft and `out`/target, and measures the acceptance rate into the draft's
+    manifest.
+
+    Raises TokenizerMismatch before any work if the two do not share one tokenizer; otherwise what
+    `export_model` raises. Neither bundle is put in place unless both pass.
+    """
+    draft_options = draft_options or ExportOptions("draft")
+    target_options = target_options or ExportOptions("target")
+    if (draft_options.role, target_options.role) != ("draft", "target"):
+        raise ConfigError("a pair is a draft and a target; their options must say so")
+    draft_source, target_source = read_source(draft), read_source(target)
+    require_same_tokenizer(draft_source.tokenizer, target_source.tokenizer)
+    root = Path(out)
+    with (
+        stage_export(target_source, root / "target", target_options, progress) as staged_target,
+        stage_export(draft_source, root / "draft", draft_options, progress) as staged_draft,
+    ):
+        progress(StageEvent("pair", "measure"))
+        texts = prompts or _prompts_for(target_source)
+        staged_draft.add_acceptance(_measure(staged_draft, staged_target, draft_source, texts))
+        progress(StageEvent("pair", "write"))
+        target_bundle = staged_target.commit()
+        return staged_draft.commit(), target_bundle
+
+
+def _prompts_for(source: SourceModel) -> Sequence[str]:
+    """The prompts that were held out for this model, if it is the bundled one."""
+    own = source.path.parent / "prompts.json"
+    is_reference = source.path == REFERENCE_ROOT / "target"
+    return load_prompts(own) if is_reference and own.is_file() else BUILT_IN_PROMPTS
+
+
+def _measure(
+    draft: StagedExport, target: StagedExport, source: SourceModel, texts: Sequence[str]
+) -> tuple[Acceptance, ...]:
+    ids = [source.tokenizer.encode(text) for text in texts]
+    with (
+        closing(open_draft(draft.directory, draft.options.runtime_options)) as draft_runtime,
+        closing(open_target(target.directory, target.options.format, target.options.runtime_options)) as target_runtime,
+    ):
+        return tuple(
+            measure_acceptance(
+                draft_runtime,
+                target_runtime,
+                ids,
+                temperature,
+                num_ids=source.tokenizer.size,
+                stop_ids=target.manifest.eos_token_ids,
+                target_name=target.manifest.name,
+            )
+            for temperature in TEMPERATURES
+        )

@@ -1,0 +1,41 @@
+"""What an export tells while it runs. The pipeline calls a function with events; how they look is the
+caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+STAGES: Final = ("read", "widen", "load", "convert", "quantize", "check", "measure", "write")
+"""Every stage that an export can go through, in order; an export skips what it does not need."""
+
+_WORDS: Final = {
+    "read": "reading and hashing the source",
+    "widen": "widening without changing the function",
+    "load": "loading the source model in FP32",
+    "convert": "converting",
+    "quantize": "quantizing the weights",
+    "check": "checking against the source, in the runtime that will run it",
+    "measure": "measuring the acceptance rate",
+    "write": "hashing and writing the bundle",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StageEvent:
+    """A stage begins. bundle: what is being made, such as "draft"; stage: one of STAGES."""
+
+    bundle: str
+    stage: str
+
+    def __str__(self) -> str:
+        return f"{self.bundle}: {_WORDS[self.stage]}"
+
+
+Progress = Callable[[StageEvent], None]
+
+
+def silent(event: StageEvent) -> None:
+    """The progress function of a caller who does not want to know."""

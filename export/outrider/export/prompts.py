@@ -1,0 +1,44 @@
+"""The prompts on which an export measures the acceptance rate.
+
+The built-in ones were written for this purpose, so no model was trained on them: beginnings of Python functions and of
+prose. The reference pair brings its own, cut from files that its training never saw.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Final
+
+from outrider.models.errors import ExportError
+
+MAX_PROMPTS: Final = 16
+BUILT_IN_PROMPTS: Final = (
+    'def parse_duration(text):\n    """Return the number of seconds in a string such as "1h30m"."""\n    total = 0\n',
+    "class TokenBucket:\n    def __init__(self, rate, capacity):\n        self.rate = rate\n        self.capacity = ",
+    "def merge_intervals(intervals):\n    result = []\n    for start, end in sorted(intervals):\n        if result and "
+    "",
+    "def read_config(path):\n    config = {}\n    with open(path) as f:\n        for line in f:\n            line = "
+    "line.",
+    "The harbour was quiet that morning. Two fishing boats lay at the pier, and",
+    "To make a simple bread you need flour, water, salt and yeast. First,",
+    "Question: Why does a metal spoon feel colder than a wooden one?\nAnswer:",
+    "Minutes of the meeting of 12 March\n\n1. The chair opened the meeting at",
+)
+
+
+def load_prompts(path: Path) -> tuple[str, ...]:
+    """The first MAX_PROMPTS prompts of a JSON file: a list of texts, or of objects with a `text`.
+
+    Raises ExportError if the file is something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{path} cannot be read as JSON ({error}); expected a list of prompts") from None
+    entries = found if isinstance(found, list) else []
+    texts = [entry.get("text") if isinstance(entry, dict) else entry for entry in entries[:MAX_PROMPTS]]
+    prompts = tuple(text for text in texts if isinstance(text, str) and text)
+    if not prompts or len(prompts) != len(texts):
+        raise ExportError(f'{path} holds no list of texts; expected JSON such as ["def f(x):", "Once upon a time"]')
+    return prompts
