@@ -1,7 +1,7 @@
 """Tiny random-weight Hugging Face directories for tests: no hub, no download, a second or less each.
 
-`make_tiny_model` writes config.json and model.safetensors, `make_tiny_tokenizer` a byte-level BPE beside
-them, `export_openvino` the IR of such a directory. Heavy packages are imported when a function is called.
+`make_tiny_model` writes config.json and model.safetensors, `make_tiny_tokenizer` a byte-level BPE beside them,
+`export_openvino` and `compress_int8` the IR of such a directory. Heavy packages are imported on first use.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ SAMPLE_TEXT = (
 )
 
 
-def make_tiny_model(
-    family: str, directory: Path, *, vocab_size: int = 96, seed: int = 0, **overrides: Any
-) -> Path:
+def make_tiny_model(family: str, directory: Path, *, vocab_size: int = 96, seed: int = 0, **overrides: Any) -> Path:
     """Writes a random FP32 model of `family` ("llama", "qwen2", "qwen3") to `directory`, and returns it.
 
     Defaults: 2 layers, hidden 32, 4 query and 2 key/value heads of 8 (Qwen3: 16), untied embeddings.
@@ -99,10 +97,8 @@ def make_tiny_tokenizer(
     return int(tokenizer.get_vocab_size())
 
 
-def export_openvino(model_dir: Path, directory: Path, *, int8: bool = False) -> Path:
-    """Writes a Hugging Face directory's stateful OpenVINO IR, weights FP32 or INT8; returns `directory`."""
-    import nncf
-    import openvino
+def export_openvino(model_dir: Path, directory: Path) -> Path:
+    """Writes a Hugging Face directory's stateful OpenVINO IR, FP32, to `directory`, and returns it."""
     from optimum.exporters.openvino import main_export
     from optimum.intel import OVConfig
 
@@ -116,13 +112,20 @@ def export_openvino(model_dir: Path, directory: Path, *, int8: bool = False) -> 
             ov_config=OVConfig(dtype="fp32"),
             convert_tokenizer=False,
         )
-    if int8:
-        path = directory / "openvino_model.xml"
-        model = openvino.Core().read_model(path)
-        compressed = nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_SYM)
-        openvino.save_model(compressed, directory / "int8.xml", compress_to_fp16=False)
-        for suffix in (".xml", ".bin"):
-            (directory / f"int8{suffix}").replace(path.with_suffix(suffix))
+    return directory
+
+
+def compress_int8(ir: Path, directory: Path) -> Path:
+    """Writes an IR directory's twin with INT8 weights (symmetric, per channel) to `directory`, and returns it."""
+    import nncf
+    import openvino
+
+    directory.mkdir(parents=True, exist_ok=True)
+    model = nncf.compress_weights(
+        openvino.Core().read_model(ir / "openvino_model.xml"), mode=nncf.CompressWeightsMode.INT8_SYM
+    )
+    openvino.save_model(model, directory / "openvino_model.xml", compress_to_fp16=False)
+    (directory / "config.json").write_bytes((ir / "config.json").read_bytes())
     return directory
 
 

@@ -30,9 +30,17 @@ def _mix64(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def _values(tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """What a slot stores for a token at a position: [T] uint64, in effect never 0."""
-    return _mix64((tokens.astype(np.uint64) << np.uint64(32)) + positions.astype(np.uint64) + np.uint64(_GOLDEN))
+def _packed(tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """What a slot stores for a token at a position: [T] uint64, never 0."""
+    return (tokens.astype(np.uint64) << np.uint64(32)) + positions.astype(np.uint64) + np.uint64(1)
+
+
+def _values(packed: NDArray[np.uint64], indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """What slots add to a context when they are read as its entries `indices`, which should be their positions.
+
+    Real keys carry their position and would forgive swapped blocks; an engine that swaps them is wrong all the same.
+    """
+    return _mix64(packed + indices.astype(np.uint64) * np.uint64(_GOLDEN))
 
 
 def _logits(contexts: NDArray[np.uint64], vocab_size: int) -> NDArray[np.float32]:
@@ -110,14 +118,16 @@ class FakeBatchRuntime:
         num_new = np.diff(step.subsequence_begins)
         new = step.slots(self._block_size, step.past_lens, num_new)
         assert np.unique(new).size == new.size, "one slot is written twice in one step"
-        self._slots[new] = _values(step.input_ids, step.position_ids)
+        self._slots[new] = _packed(step.input_ids, step.position_ids)
         self._written_in[new] = self.num_steps
         past = step.slots(self._block_size, np.zeros_like(step.past_lens), step.past_lens)
         assert (self._written_in[past] != self.num_steps).all(), "a sequence's past is overwritten in the same step"
-        past_values = self._slots[past]
-        assert past_values.all(), "a slot is attended that was never written"
-        past_sums = np.diff(_running(past_values)[begins(step.past_lens)])
-        contexts = self._attended_new(step, self._slots[new], num_new) + np.repeat(past_sums, num_new) + self._seed
+        assert self._slots[past].all(), "a slot is attended that was never written"
+        past_begins = begins(step.past_lens)
+        indices = np.arange(past.size) - np.repeat(past_begins[:-1], step.past_lens)
+        past_sums = np.diff(_running(_values(self._slots[past], indices))[past_begins])
+        new_values = _values(self._slots[new], step.position_ids)
+        contexts = self._attended_new(step, new_values, num_new) + np.repeat(past_sums, num_new) + self._seed
         logits = _logits(contexts[step.logit_rows], self._limits.vocab_size)
         if self._fail_on_token is not None:
             failed = [np.full(item.num_rows, item.tokens[-1] == self._fail_on_token) for item in batch]
@@ -190,7 +200,8 @@ class FakeSequenceRuntime:
         start, end = self._length, self._length + len(tokens)
         assert tokens and min(tokens) >= 0 and max(tokens) < self._limits.vocab_size, f"token ids {tokens}"
         assert end <= self._limits.max_positions, f"{end} tokens of at most {self._limits.max_positions}"
-        values = _values(np.array(tokens, np.int64), np.arange(start, end))
+        positions = np.arange(start, end)
+        values = _values(_packed(np.array(tokens, np.int64), positions), positions)
         self._sums[start + 1 : end + 1] = self._sums[start] + np.cumsum(values, dtype=np.uint64)
         self._length = end
         context = self._sums[end : end + 1] + self._seed

@@ -87,7 +87,7 @@ def load_paged_model(path: Path, options: RuntimeOptions, *, tree_masks: bool) -
         paged_attention_transformation(model, allow_qq_bias=tree_masks)
     except RuntimeError as error:
         raise BundleError(
-            f"{xml} cannot use paged attention: {error}; expected the stateful decoder that "
+            f"{xml} cannot use paged attention: {_reason(error)}; expected the stateful decoder that "
             "`outrider-export` or optimum-intel's default text-generation export writes"
         ) from error
     gathers_rows = _gather_rows(model)
@@ -98,7 +98,7 @@ def load_paged_model(path: Path, options: RuntimeOptions, *, tree_masks: bool) -
     except RuntimeError as error:
         available = ", ".join(_core().available_devices) or "none"
         raise RuntimeUnavailable(
-            f"OpenVINO cannot run {xml} on {options.device!r}: {error}; devices on this machine: {available}"
+            f"OpenVINO cannot run {xml} on {options.device!r}: {_reason(error)}; devices on this machine: {available}"
         ) from error
     caches = [port for port in compiled.inputs if _is_cache(port)]
     values = next(port for port in caches if "value_cache" in port.any_name)
@@ -111,6 +111,12 @@ def load_paged_model(path: Path, options: RuntimeOptions, *, tree_masks: bool) -
         block_bytes=sum(int(np.prod(_trailing(port))) * port.element_type.size for port in caches),
         gathers_rows=gathers_rows,
     )
+
+
+def _reason(error: RuntimeError) -> str:
+    """OpenVINO's messages name lines of its own sources first and say what happened last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
 
 
 def _properties(options: RuntimeOptions) -> dict[str, str]:

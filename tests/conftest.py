@@ -1,0 +1,51 @@
+"""Fixtures that several test modules share. Models are made on the spot; see tests/tiny_models.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests import tiny_models
+
+# A vocabulary of 96 and odd sizes elsewhere: nothing should depend on round numbers.
+TINY_VOCAB = 96
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny_model("qwen2")` is the Hugging Face directory of a random FP32 model, made once a session.
+
+    Qwen2's embeddings are tied, the others' are not.
+    """
+    root = tmp_path_factory.mktemp("tiny")
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            tied = family == "qwen2"
+            made[family] = tiny_models.make_tiny_model(
+                family, root / family, vocab_size=TINY_VOCAB, tie_word_embeddings=tied
+            )
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_ir(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_ir("qwen2", int8=True)` is the directory of that model's OpenVINO IR, exported once a session."""
+    root = tmp_path_factory.mktemp("tiny-ir")
+    made: dict[str, Path] = {}
+
+    def export(family: str, *, int8: bool = False) -> Path:
+        name = f"{family}-{'int8' if int8 else 'fp32'}"
+        if name not in made:
+            made[name] = (
+                tiny_models.compress_int8(export(family), root / name)
+                if int8
+                else tiny_models.export_openvino(tiny_model(family), root / name)
+            )
+        return made[name]
+
+    return export

@@ -1,0 +1,76 @@
+"""Runtimes by name: unknown names, missing packages, and what opening does not import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
+from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
+from outrider.models.runtimes.base import RuntimeOptions
+
+OPTIONS = RuntimeOptions()
+
+
+def test_unknown_names_list_the_known_ones(tmp_path: Path) -> None:
+    """A misspelt runtime is a ConfigError that says what there is."""
+    with pytest.raises(ConfigError, match="no runtime named 'vllm'; expected one of openvino, torch"):
+        open_batch_runtime("vllm", tmp_path, OPTIONS)
+    with pytest.raises(ConfigError, match="no runtime named 'torch'; expected one of openvino"):
+        open_sequence_runtime("torch", tmp_path, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("opener", "kind", "package", "extra"),
+    [
+        (open_batch_runtime, "openvino", "openvino", "cloud"),
+        (open_batch_runtime, "torch", "torch", "torch"),
+        (open_sequence_runtime, "openvino", "openvino", "edge"),
+    ],
+)
+def test_a_missing_package_prints_the_pip_command(
+    opener: Callable[[str, Path, RuntimeOptions], object],
+    kind: str,
+    package: str,
+    extra: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever lacks the package is told which extra brings it."""
+    for name in [name for name in sys.modules if name.startswith("outrider.models.runtimes.")]:
+        if not name.endswith(".base"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(
+        RuntimeUnavailable, match=rf'needs the package \'{package}\'.*pip install "outrider\[{extra}\]"'
+    ):
+        opener(kind, tmp_path, OPTIONS)
+
+
+def test_the_package_itself_imports_no_runtime() -> None:
+    """Neither openvino nor torch is loaded before a runtime is opened."""
+    code = (
+        "import sys, outrider.models.runtimes, outrider.models.runtimes.fake, outrider.models.runtimes.ngram\n"
+        "assert not {'openvino', 'torch', 'transformers'} & set(sys.modules)"
+    )
+    environment = {"PYTHONPATH": ":".join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+def test_torch_refuses_what_it_cannot_do(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Devices, types, sizes and directories that do not work each have an error that names them."""
+    model = tiny_model("llama")
+    with pytest.raises(ConfigError, match="device is 'abacus'"):
+        open_batch_runtime("torch", model, RuntimeOptions(device="abacus"))
+    with pytest.raises(ConfigError, match="kv_precision is 'u8'; the torch runtime takes f32, bf16, f16"):
+        open_batch_runtime("torch", model, RuntimeOptions(kv_precision="u8"))
+    with pytest.raises(ConfigError, match="dtype is 'int3'"):
+        open_batch_runtime("torch", model, RuntimeOptions(properties={"dtype": "int3"}))
+    with pytest.raises(ConfigError, match="kv_cache_bytes is 10;"):
+        open_batch_runtime("torch", model, RuntimeOptions(kv_cache_bytes=10))
+    with pytest.raises(BundleError, match="transformers cannot load"):
+        open_batch_runtime("torch", tmp_path, OPTIONS)

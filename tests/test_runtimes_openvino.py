@@ -1,0 +1,218 @@
+"""What is special about OpenVINO: the rewritten graph, its options, its errors, its threads."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import openvino as ov
+import pytest
+from openvino import opset13 as ops
+from tests.conftest import TINY_VOCAB
+
+from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
+from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
+from outrider.models.runtimes.openvino_graph import load_paged_model
+from outrider.models.runtimes.openvino_paged import OpenVinoPagedRuntime
+from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
+
+OPTIONS = RuntimeOptions(num_threads=1, kv_cache_bytes=1 << 20, max_positions=256)
+TOKENS = np.random.default_rng(3).integers(0, TINY_VOCAB, 40).tolist()
+
+
+def edited(ir: Path, directory: Path, edit: Callable[[ov.Output], ov.Output]) -> Path:
+    """A copy of the IR whose logits are `edit(logits)`."""
+    model = ov.Core().read_model(ir / "openvino_model.xml")
+    result = model.output(0).get_node()
+    logits = result.input_value(0)
+    changed = edit(logits)
+    changed.set_names({"logits"})
+    result.input(0).replace_source_output(changed)
+    model.validate_nodes_and_infer_types()
+    directory.mkdir()
+    ov.save_model(model, directory / "openvino_model.xml", compress_to_fp16=False)
+    return directory
+
+
+def all_logits(path: Path) -> np.ndarray:
+    runtime = OpenVinoPagedRuntime(path, OPTIONS)
+    logits = runtime.forward([SequenceSlice(TOKENS, 0, [1, 0], len(TOKENS))]).copy()
+    runtime.close()
+    return logits
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # qwen2's LM head is its embedding
+@pytest.mark.parametrize("int8", [False, True])
+def test_rows_are_gathered_before_the_lm_head(tiny_ir: Callable[..., Path], family: str, int8: bool) -> None:
+    """FP32 and INT8, tied or not: the LM head computes the asked rows only, and they are the right ones."""
+    path = tiny_ir(family, int8=int8)
+    assert load_paged_model(path, OPTIONS, tree_masks=True).gathers_rows
+    every = all_logits(path)
+    runtime = OpenVinoPagedRuntime(path, OPTIONS)
+    three = runtime.forward([SequenceSlice(TOKENS, 0, [0, 1], 3)])
+    assert three.shape == (3, TINY_VOCAB)
+    assert np.abs(three - every[-3:]).max() < 1e-4
+    assert np.abs(every - all_logits(tiny_ir(family))).max() < (0.5 if int8 else 1e-6)
+
+
+def test_rows_are_gathered_before_a_soft_cap(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
+    """Element-wise operations between LM head and logits (scaling, Gemma's soft cap) do not hide the MatMul."""
+
+    def soft_cap(logits: ov.Output) -> ov.Output:
+        return ops.multiply(ops.tanh(ops.divide(logits, np.float32(2.0))), np.float32(2.0)).output(0)
+
+    path = edited(tiny_ir("llama"), tmp_path / "capped", soft_cap)
+    assert load_paged_model(path, OPTIONS, tree_masks=True).gathers_rows
+    expected = 2.0 * np.tanh(all_logits(tiny_ir("llama")) / 2.0)
+    assert np.abs(all_logits(path) - expected).max() < 1e-4
+
+
+def test_an_unknown_tail_falls_back_to_all_rows(
+    tiny_ir: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the graph's end is not understood, all rows are computed, the asked ones returned, and the log says so."""
+    path = edited(tiny_ir("llama"), tmp_path / "tail", lambda logits: ops.softmax(logits, axis=-1).output(0))
+    plain = all_logits(tiny_ir("llama"))
+    with caplog.at_level(logging.INFO, logger="outrider"):
+        runtime = OpenVinoPagedRuntime(path, OPTIONS)
+        sequence = OpenVinoSequenceRuntime(path, OPTIONS)
+    assert "computed for every token" in caplog.text
+    odds = np.exp(plain[-2:])
+    expected = odds / odds.sum(axis=-1, keepdims=True)
+    assert np.abs(runtime.forward([SequenceSlice(TOKENS, 0, [0, 1], 2)]) - expected).max() < 1e-5
+    assert np.abs(sequence.extend(TOKENS) - expected[-1]).max() < 1e-5
+
+
+def test_cache_precision_is_an_option(tiny_ir: Callable[..., Path]) -> None:
+    """On CPU the cache is f32 unless asked otherwise; u8 holds more blocks and moves the logits a little."""
+    plain = OpenVinoPagedRuntime(tiny_ir("llama"), OPTIONS)
+    small = OpenVinoPagedRuntime(tiny_ir("llama"), replace(OPTIONS, kv_precision="u8"))
+    assert plain.num_blocks == (1 << 20) // (2 * 2 * 2 * 32 * 8 * 4)  # layers, k and v, heads, tokens, size, bytes
+    assert small.num_blocks > plain.num_blocks
+    step = [SequenceSlice(TOKENS, 0, [0, 1], 1)]
+    assert 0 < np.abs(plain.forward(step) - small.forward(step)).max() < 0.2
+
+
+def test_a_sequence_may_be_as_long_as_its_limit_and_no_longer(tiny_ir: Callable[..., Path]) -> None:
+    """`max_positions` cuts the model's own limit; one token more is refused and changes nothing."""
+    runtime = OpenVinoSequenceRuntime(tiny_ir("llama"), replace(OPTIONS, max_positions=40))
+    assert runtime.limits.max_positions == 40
+    before = runtime.extend(TOKENS).copy()
+    with pytest.raises(ConfigError, match="41 tokens do not fit the 40 positions"):
+        runtime.extend([1])
+    assert runtime.length == 40
+    runtime.truncate(39)
+    assert np.abs(runtime.extend(TOKENS[39:]) - before).max() < 1e-4
+
+
+def test_bad_options_and_files_are_named(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
+    """Each mistake has its own error, which names what was found."""
+    ir = tiny_ir("llama")
+    with pytest.raises(ConfigError, match="kv_precision is 'u4'"):
+        OpenVinoPagedRuntime(ir, replace(OPTIONS, kv_precision="u4"))
+    with pytest.raises(ConfigError, match="num_threads is -1"):
+        OpenVinoPagedRuntime(ir, replace(OPTIONS, num_threads=-1))
+    with pytest.raises(ConfigError, match="kv_cache_bytes is 100; one block of this model takes 8192"):
+        OpenVinoPagedRuntime(ir, replace(OPTIONS, kv_cache_bytes=100))
+    with pytest.raises(
+        RuntimeUnavailable, match=r"'NOSUCH': Device .* not registered .*; devices on this machine: .*CPU"
+    ):
+        OpenVinoSequenceRuntime(ir, replace(OPTIONS, device="NOSUCH"))
+    with pytest.raises(BundleError, match=r"no OpenVINO model at .*; expected openvino_model\.xml"):
+        OpenVinoPagedRuntime(tmp_path, OPTIONS)
+    stateless = tmp_path / "stateless"
+    stateless.mkdir()
+    x = ops.parameter([-1, 4], np.float32, name="x")
+    ov.save_model(ov.Model([ops.relu(x)], [x]), stateless / "openvino_model.xml")
+    with pytest.raises(BundleError, match="cannot use paged attention"):
+        OpenVinoPagedRuntime(stateless, OPTIONS)
+    bare = edited(ir, tmp_path / "bare", lambda logits: logits)  # no config.json beside it
+    with pytest.raises(ConfigError, match="set max_positions"):
+        OpenVinoPagedRuntime(bare, replace(OPTIONS, max_positions=0))
+
+
+def test_bad_slices_are_our_bugs(tiny_ir: Callable[..., Path]) -> None:
+    """An address outside the cache never reaches the model."""
+    runtime = OpenVinoPagedRuntime(tiny_ir("llama"), OPTIONS)
+    for wrong in (
+        SequenceSlice([TINY_VOCAB], 0, [0], 1),
+        SequenceSlice([-1], 0, [0], 1),
+        SequenceSlice([], 0, [0], 0),
+        SequenceSlice([1], 0, [runtime.num_blocks], 1),
+        SequenceSlice([1], 32, [0], 1),
+        SequenceSlice([1], 0, [0], 2),
+        SequenceSlice([1], 0, [0], 1, positions=[256]),
+        SequenceSlice([1, 2], 0, [0], 1, mask=np.ones((1, 2), np.uint8)),
+        SequenceSlice([1, 2], 0, [0], 1, mask=np.zeros((2, 2), np.uint8)),
+    ):
+        with pytest.raises(AssertionError):
+            runtime.forward([wrong])
+    with pytest.raises(AssertionError):
+        runtime.forward([])
+
+
+def test_other_threads_run_during_a_forward(tiny_ir: Callable[..., Path]) -> None:
+    """The infer releases the GIL: with no other way to get it, another thread still makes progress."""
+    runtime = OpenVinoPagedRuntime(tiny_ir("llama"), OPTIONS)
+    batch = [SequenceSlice([1] * 256, 0, list(range(8 * i, 8 * i + 8)), 0) for i in range(8)]
+    counter = 0
+    is_done = threading.Event()
+
+    def count() -> None:
+        nonlocal counter
+        while not is_done.is_set():
+            counter += 1
+            time.sleep(0)  # gives the GIL back to a waiting forward
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # nobody is made to give up the GIL
+    worker = threading.Thread(target=count)
+    try:
+        worker.start()
+        progress = 0
+        for _ in range(100):
+            before = counter
+            runtime.forward(batch)
+            progress += counter - before
+            if progress > 0:
+                break
+    finally:
+        sys.setswitchinterval(interval)
+        is_done.set()
+        worker.join()
+    assert progress > 0
+
+
+PINNED = """
+import os, sys
+from pathlib import Path
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
+from outrider.models.runtimes.openvino_paged import OpenVinoPagedRuntime
+runtime = OpenVinoPagedRuntime(Path(sys.argv[1]), RuntimeOptions(kv_cache_bytes=1 << 20))
+runtime.forward([SequenceSlice([1] * 64, 0, [0, 1], 1)])
+allowed = {frozenset(os.sched_getaffinity(int(task))) for task in os.listdir("/proc/self/task")}
+assert allowed == {frozenset(os.sched_getaffinity(0))}, allowed
+assert runtime._model.compiled.get_property("INFERENCE_NUM_THREADS") == 1
+assert not runtime._model.compiled.get_property("ENABLE_CPU_PINNING")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="affinity masks are Linux's")
+def test_a_pinned_process_stays_on_its_core(tiny_ir: Callable[..., Path]) -> None:
+    """With one core allowed, one inference thread is used, and no thread is moved off the core."""
+    run = subprocess.run(
+        [sys.executable, "-c", PINNED, str(tiny_ir("llama"))],
+        env={"PYTHONPATH": ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr

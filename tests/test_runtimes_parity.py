@@ -1,0 +1,161 @@
+"""Every runtime gives transformers' FP32 logits, whatever the batch, the cache layout and the rollbacks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.conftest import TINY_VOCAB
+from tests.tiny_models import FAMILIES
+
+from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
+from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
+from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
+from outrider.models.runtimes.torch_reference import reference_logits
+
+# Logits of the tiny models span about +-4.
+TOLERANCE = 1e-4
+OPTIONS = RuntimeOptions(num_threads=1, kv_cache_bytes=1 << 20)
+RNG = np.random.default_rng(7)
+FIRST = RNG.integers(0, TINY_VOCAB, 100).tolist()
+SECOND = RNG.integers(0, TINY_VOCAB, 70).tolist()
+
+Truth = Callable[[list[int]], NDArray[np.float32]]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module", params=["openvino", "torch"])
+def runtime(
+    request: pytest.FixtureRequest, family: str, tiny_model: Callable[[str], Path], tiny_ir: Callable[..., Path]
+) -> Iterator[BatchRuntime]:
+    path = tiny_ir(family) if request.param == "openvino" else tiny_model(family)
+    opened = open_batch_runtime(request.param, path, OPTIONS)
+    yield opened
+    opened.close()
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def truth(family: str, tiny_model: Callable[[str], Path]) -> Truth:
+    @functools.cache
+    def logits(tokens: tuple[int, ...]) -> NDArray[np.float32]:
+        return reference_logits(tiny_model(family), tokens)
+
+    return lambda tokens: logits(tuple(tokens))
+
+
+def assert_close(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+    assert found.dtype == np.float32 and found.shape == expected.shape
+    assert np.abs(found - expected).max() < TOLERANCE
+
+
+def test_limits_are_those_of_the_config(runtime: BatchRuntime) -> None:
+    """Vocabulary and longest sequence come from the model; the cache has the blocks that its bytes pay for."""
+    assert isinstance(runtime, BatchRuntime)
+    assert (runtime.limits.vocab_size, runtime.limits.max_positions) == (TINY_VOCAB, 512)
+    assert runtime.block_size == 32 and 16 <= runtime.num_blocks <= 128
+
+
+def test_ragged_prefill(runtime: BatchRuntime, truth: Truth) -> None:
+    """Prompts of different lengths in one step, blocks scattered and interleaved, all rows asked for."""
+    logits = runtime.forward([SequenceSlice(FIRST, 0, [9, 2, 14, 5], 100), SequenceSlice(SECOND, 0, [1, 8, 3], 70)])
+    assert_close(logits, np.concatenate([truth(FIRST), truth(SECOND)]))
+
+
+def test_chunked_prefill_beside_decoding(runtime: BatchRuntime, truth: Truth) -> None:
+    """A prompt that arrives in chunks, while another sequence decodes, ends with the logits of one pass."""
+    blocks, other = [7, 0, 11, 6], [4, 13, 10]
+    none = runtime.forward([SequenceSlice(FIRST[:33], 0, blocks, 0), SequenceSlice(SECOND[:60], 0, other, 0)])
+    assert none.shape == (0, TINY_VOCAB)
+    step = runtime.forward([SequenceSlice(FIRST[33:80], 33, blocks, 0), SequenceSlice(SECOND[60:61], 60, other, 1)])
+    assert_close(step, truth(SECOND[:61])[-1:])
+    step = runtime.forward([SequenceSlice(SECOND[61:62], 61, other, 1), SequenceSlice(FIRST[80:], 80, blocks, 1)])
+    assert_close(step, np.stack([truth(SECOND[:62])[-1], truth(FIRST)[-1]]))
+
+
+def test_multi_token_steps_after_a_rollback(runtime: BatchRuntime, truth: Truth) -> None:
+    """Rejected tokens leave no trace once the past is counted shorter."""
+    blocks = [3, 1, 2]
+    runtime.forward([SequenceSlice(FIRST[:40], 0, blocks, 0)])
+    wrong = [(token + 1) % TINY_VOCAB for token in FIRST[40:46]]
+    rejected = runtime.forward([SequenceSlice(wrong, 40, blocks, 6)]).copy()
+    assert_close(rejected, truth(FIRST[:40] + wrong)[-6:])
+    mended = runtime.forward([SequenceSlice([wrong[0], *FIRST[41:46]], 40, blocks, 6)])
+    assert_close(mended, truth([*FIRST[:40], wrong[0], *FIRST[41:46]])[-6:])
+
+
+def test_only_the_last_rows_are_computed_when_asked(runtime: BatchRuntime, truth: Truth) -> None:
+    """Each slice gets as many of its last rows as it asked for, in the batch's order."""
+    logits = runtime.forward(
+        [
+            SequenceSlice(FIRST[:20], 0, [0], 3),
+            SequenceSlice(SECOND[:30], 0, [1], 0),
+            SequenceSlice(SECOND[:10], 0, [2], 1),
+        ]
+    )
+    assert_close(logits, np.concatenate([truth(FIRST[:20])[-3:], truth(SECOND[:10])[-1:]]))
+
+
+def test_shared_prefix_blocks(runtime: BatchRuntime, truth: Truth) -> None:
+    """Two sequences that share the block of a common prefix, each with a tail of its own."""
+    runtime.forward([SequenceSlice(FIRST[:32], 0, [12], 0)])
+    logits = runtime.forward([SequenceSlice(FIRST[32:40], 32, [12, 5], 1), SequenceSlice(SECOND[:6], 32, [12, 0], 2)])
+    assert_close(logits, np.stack([truth(FIRST[:40])[-1], *truth(FIRST[:32] + SECOND[:6])[-2:]]))
+
+
+def test_tree_mask_beside_a_causal_sequence(runtime: BatchRuntime, truth: Truth) -> None:
+    """Two branches verified in one step have the logits of their linear sequences; the neighbour is not disturbed."""
+    blocks = [6, 4]
+    runtime.forward([SequenceSlice(FIRST[:50], 0, blocks, 0), SequenceSlice(SECOND[:20], 0, [15], 0)])
+    #    a          root a, then b -> d and c -> e
+    #   / \
+    #  b   c
+    #  |   |
+    #  d   e
+    a, b, c, d, e = 5, 17, 40, 61, 83
+    mask = np.array(
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]], dtype=np.uint8
+    )
+    tree = SequenceSlice([a, b, c, d, e], 50, blocks, 5, [50, 51, 51, 52, 52], mask)
+    logits = runtime.forward([SequenceSlice(SECOND[20:24], 20, [15], 4), tree])
+    assert_close(logits[:4], truth(SECOND[:24])[-4:])
+    assert_close(logits[[4, 5, 7]], truth([*FIRST[:50], a, b, d])[-3:])
+    assert_close(logits[[4, 6, 8]], truth([*FIRST[:50], a, c, e])[-3:])
+
+
+@pytest.fixture(scope="module")
+def sequence(family: str, tiny_ir: Callable[..., Path]) -> Iterator[SequenceRuntime]:
+    opened = open_sequence_runtime("openvino", tiny_ir(family), OPTIONS)
+    yield opened
+    opened.close()
+    opened.close()
+
+
+def test_sequence_extends_and_truncates(sequence: SequenceRuntime, truth: Truth) -> None:
+    """Prompt, single tokens, a rollback, several tokens at once: always the last logits of one pass."""
+    assert isinstance(sequence, SequenceRuntime)
+    sequence.truncate(0)
+    assert_close(sequence.extend(FIRST[:45]), truth(FIRST[:45])[-1])
+    for length in (46, 47, 48):
+        assert_close(sequence.extend(FIRST[length - 1 : length]), truth(FIRST[:length])[-1])
+    sequence.truncate(44)
+    assert sequence.length == 44
+    assert_close(sequence.extend(SECOND[:5]), truth(FIRST[:44] + SECOND[:5])[-1])
+    assert_close(sequence.extend(SECOND[5:6]), truth(FIRST[:44] + SECOND[:6])[-1])
+    assert sequence.length == 50
+
+
+def test_sequence_gives_every_row_on_request(sequence: OpenVinoSequenceRuntime, truth: Truth) -> None:
+    """`extend_rows` has a row for each new token, and takes turns with `extend`."""
+    sequence.truncate(0)
+    assert_close(sequence.extend_rows(FIRST[:40]), truth(FIRST[:40]))
+    assert_close(sequence.extend(FIRST[40:44]), truth(FIRST[:44])[-1])
+    assert_close(sequence.extend_rows(FIRST[44:48]), truth(FIRST[:48])[-4:])
