@@ -21,12 +21,13 @@ from outrider.cloud.protocol import (
     ErrorAnswer,
     ErrorBody,
     ReadyAnswer,
+    SessionEvent,
     SessionRequest,
     VerifyAnswer,
     VerifyRequest,
 )
 from outrider.edge.results import ByteCounts
-from outrider.edge.sse import Event, EventParser
+from outrider.edge.sse import EventParser
 from outrider.models.errors import CloudError, ConfigError, OutriderError, RequestError, TokenizerMismatch
 
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -133,7 +134,7 @@ class CloudClient:
             pass  # gone, or unreachable: the server frees it when the stream's connection closes
 
     @asynccontextmanager
-    async def open_session(self, request: SessionRequest) -> AsyncIterator[AsyncGenerator[Event, None]]:
+    async def open_session(self, request: SessionRequest) -> AsyncIterator[AsyncGenerator[SessionEvent, None]]:
         """POST /v1/sessions; gives the stream of SessionOpen, Commit..., SessionEnd.
 
         Leaving the context before the end closes the connection, which ends the session. The iterator raises
@@ -154,7 +155,7 @@ class CloudClient:
         finally:
             await response.aclose()
 
-    async def _events(self, response: httpx.Response) -> AsyncGenerator[Event, None]:
+    async def _events(self, response: httpx.Response) -> AsyncGenerator[SessionEvent, None]:
         parser = EventParser()
         try:
             async for chunk in response.aiter_raw():

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.runtimes.base import SequenceRuntime
+from outrider.models.runtimes.ngram import NgramLookup
 from outrider.models.sampling import SamplingParams, pick
 
 
@@ -142,3 +143,41 @@ class AlwaysWrongDrafter:
         self._inner.rewind(self._inner.length - 1)
         self._inner.extend([wrong])
         return Proposal(wrong, proposal.confidence)
+
+
+class NgramDrafter:
+    """Drafts by prompt lookup, without a model: repeats what followed the same few tokens before."""
+
+    # No model, no probability; what this constant is worth is found by calibration.
+    _CONFIDENCE = 0.5
+
+    def __init__(self) -> None:
+        self._lookup = NgramLookup()
+
+    def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Starts a new sequence; the sampling parameters are of no use here."""
+        self._lookup.truncate(0)
+        self._lookup.extend(prompt)
+
+    @property
+    def length(self) -> int:
+        """Tokens in the sequence."""
+        return self._lookup.length
+
+    def rewind(self, length: int) -> None:
+        """Cuts the sequence back."""
+        self._lookup.truncate(length)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends tokens."""
+        self._lookup.extend(tokens)
+
+    def propose(self) -> Proposal | None:
+        """What followed the longest repeated suffix; None when nothing repeats."""
+        if not (found := self._lookup.propose(1)):
+            return None
+        self._lookup.extend(found)
+        return Proposal(found[0], self._CONFIDENCE)
+
+    def close(self) -> None:
+        """Nothing to release."""

@@ -12,10 +12,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
-from outrider.cloud.protocol import Commit, SessionEnd, SessionRequest
+from outrider.cloud.protocol import Commit, SessionEnd, SessionEvent, SessionRequest
 from outrider.edge.client import CloudClient, EndpointLost, refusal_error
 from outrider.edge.results import ByteCounts
-from outrider.edge.sse import Event
 from outrider.models.errors import CloudError, ConfigError
 
 Answer = TypeVar("Answer")
@@ -32,10 +31,10 @@ class RetryPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionEvent:
+class Arrival:
     """An event of the current session, and the client that its drafts go to."""
 
-    event: Event
+    event: SessionEvent
     client: CloudClient
 
 
@@ -58,9 +57,7 @@ class Endpoints:
         """Bytes to and from all endpoints so far."""
         return sum((client.wire for client in self._clients), ByteCounts())
 
-    async def session_events(
-        self, next_request: Callable[[], SessionRequest | None]
-    ) -> AsyncGenerator[SessionEvent, None]:
+    async def session_events(self, next_request: Callable[[], SessionRequest | None]) -> AsyncGenerator[Arrival, None]:
         """Events of a session and, where it is cut, of those that go on with it, until the SessionEnd.
 
         next_request: what to open now, given everything committed so far; None when nothing is left to generate.
@@ -76,7 +73,7 @@ class Endpoints:
                             self._failures.clear()
                         elif isinstance(event, SessionEnd) and event.reason in ("shutdown", "cancelled", "error"):
                             raise _end_error(client, event)
-                        yield SessionEvent(event, client)
+                        yield Arrival(event, client)
                         if isinstance(event, SessionEnd):
                             return
                 raise EndpointLost(f"{client.url}: the stream ended early")

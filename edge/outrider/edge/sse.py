@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
-from outrider.cloud.protocol import Commit, SessionEnd, SessionOpen
+from outrider.cloud.protocol import SessionEvent, parse_event
 from outrider.models.errors import CloudError
-
-Event = SessionOpen | Commit | SessionEnd
-_EVENTS: dict[str, type[SessionOpen] | type[Commit] | type[SessionEnd]] = {
-    "open": SessionOpen,
-    "commit": Commit,
-    "end": SessionEnd,
-}
 
 
 class EventParser:
@@ -22,20 +14,14 @@ class EventParser:
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, data: bytes) -> Iterator[Event]:
+    def feed(self, data: bytes) -> Iterator[SessionEvent]:
         """Yields the events that `data` completes. Raises CloudError for what is not an event of a session."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
-                yield parse_event(line[5:])
-
-
-def parse_event(data: bytes) -> Event:
-    """One event's JSON; commits, by far the most, come without a `type`. Types of newer servers are refused."""
-    try:
-        fields = json.loads(data)
-        return _EVENTS[fields.get("type", "commit")].model_validate(fields)
-    except (ValueError, KeyError, AttributeError) as e:
-        raise CloudError(
-            f"the cloud sent {data[:80]!r}, which is not an event of this protocol; compare the versions"
-        ) from e
+                try:
+                    yield parse_event(line[5:])
+                except ValueError as e:
+                    raise CloudError(
+                        f"the cloud sent {line[:80]!r}, which is not an event of this protocol; compare the versions"
+                    ) from e

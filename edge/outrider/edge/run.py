@@ -1,0 +1,101 @@
+"""`outrider run`: one generation from the terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack, closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from outrider.edge.client import ClientOptions, CloudClient
+from outrider.edge.drafter import Drafter
+from outrider.edge.endpoints import Endpoints
+from outrider.edge.estimates import Estimates
+from outrider.edge.results import DrafterKind, GenerationRequest, GenerationResult, Mode, OnTokens
+from outrider.edge.setup import make_agent, make_depth, open_draft_bundle, open_drafter
+from outrider.edge.summary import result_as_json, summary_lines
+from outrider.edge.terminal import TokenPrinter
+from outrider.models.sampling import SamplingParams
+from outrider.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Everything `outrider run` was told. clouds: endpoints in order of preference. depth: as `make_depth` reads it."""
+
+    prompt: str
+    clouds: tuple[str, ...]
+    draft: Path
+    drafter: DrafterKind
+    mode: Mode
+    depth: str
+    params: SamplingParams
+    max_tokens: int
+    ignore_eos: bool
+    patience_ms: float | None
+    num_threads: int
+    is_chat: bool
+    compares: bool
+    api_key: str | None
+
+
+def run_once(options: RunOptions, console: Console, *, as_json: bool) -> None:
+    """Generates, shows and sums up; raises OutriderError."""
+    make_depth(options.depth, Estimates())  # a wrong depth is found before a model is loaded
+    bundle = open_draft_bundle(options.draft)
+    tokenizer = bundle.tokenizer()
+    request = _request(options, tokenizer, bundle.manifest.tokenizer_fingerprint, bundle.manifest.eos_token_ids)
+    kind = DrafterKind.NONE if options.mode is Mode.CLOUD_ONLY else options.drafter
+    drafter = open_drafter(bundle, kind, options.num_threads)
+    printer = None if as_json else TokenPrinter(console, tokenizer.detokenizer(context=request.prompt))
+    with closing(drafter) if drafter is not None else nullcontext():
+        result, baseline = asyncio.run(_generate(options, request, drafter, printer))
+    speed_up = result.tokens_per_s / baseline.tokens_per_s if baseline is not None else None
+    if printer is None:
+        document = result_as_json(result, tokenizer.decode(result.tokens)) | {"seed": options.params.seed}
+        if baseline is not None:
+            cloud_only = result_as_json(baseline, tokenizer.decode(baseline.tokens))
+            document |= {"cloud_only": cloud_only, "speed_up": speed_up, "identical": baseline.tokens == result.tokens}
+        console.print_json(json.dumps(document))
+        return
+    printer.finish()
+    for line in [*summary_lines(result), *(summary_lines(baseline) if baseline is not None else [])]:
+        console.print(line, style="dim", highlight=False, soft_wrap=True)
+    if baseline is not None:
+        same = (
+            "the same text" if baseline.tokens == result.tokens else "ANOTHER TEXT (a near-tie in rounding, or a bug)"
+        )
+        console.print(f"{speed_up:.2f}x of cloud-only, {same}", style="bold", highlight=False)
+    console.print(f"seed {options.params.seed}", style="dim", highlight=False)
+
+
+def _request(
+    options: RunOptions, tokenizer: Tokenizer, fingerprint: str, eos_ids: tuple[int, ...]
+) -> GenerationRequest:
+    text = options.prompt
+    if options.is_chat:
+        text = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+    return GenerationRequest(
+        prompt=tuple(tokenizer.encode(text, add_special_tokens=not options.is_chat)),
+        params=options.params,
+        max_tokens=options.max_tokens,
+        stop_ids=frozenset() if options.ignore_eos else frozenset(eos_ids),
+        ignore_eos=options.ignore_eos,
+        patience_ms=options.patience_ms,
+        tokenizer=fingerprint,
+    )
+
+
+async def _generate(
+    options: RunOptions, request: GenerationRequest, drafter: Drafter | None, on_tokens: OnTokens | None
+) -> tuple[GenerationResult, GenerationResult | None]:
+    async with AsyncExitStack() as stack:
+        client_options = ClientOptions(api_key=options.api_key)
+        clients = [await stack.enter_async_context(CloudClient(url, client_options)) for url in options.clouds]
+        endpoints = Endpoints(clients)
+        baseline = await make_agent(Mode.CLOUD_ONLY, endpoints, None).generate(request) if options.compares else None
+        agent = make_agent(options.mode, endpoints, drafter, options.depth)
+        return await agent.generate(request, on_tokens), baseline

@@ -1,0 +1,356 @@
+"""The invariant: whatever the draft, the network or the failures, the agent's tokens are the target's own.
+
+A real verifier on a loopback port speaks the make-believe language; the truth is that language spoken token by token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from tests.serving import EOS_ID, FakeServer, fake_tokenizer, serve_fake
+
+from outrider.cloud.core import ServerSettings
+from outrider.cloud.security import KeyRing
+from outrider.edge.agent import StreamAgent
+from outrider.edge.client import ClientOptions, CloudClient
+from outrider.edge.depth import CostModelDepth, DepthController, FixedDepth, ThresholdDepth
+from outrider.edge.drafter import AlwaysWrongDrafter, Drafter, ModelDrafter, Proposal
+from outrider.edge.endpoints import Endpoints, RetryPolicy
+from outrider.edge.estimates import Estimates
+from outrider.edge.faults import FaultRates, FaultyPosts
+from outrider.edge.proxy import DelayProxy, ProxyOptions
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source, TokenBatch
+from outrider.edge.stop_and_wait import StopAndWaitAgent
+from outrider.models.errors import CloudError, ModelFault, RequestError, TokenizerMismatch
+from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
+from outrider.models.sampling import SamplingParams, pick
+
+VOCAB = fake_tokenizer().size
+SETTINGS = [SamplingParams(), SamplingParams(0.8, seed=11), SamplingParams(0.8, top_p=0.9, top_k=40, seed=12)]
+
+
+def truth(request: GenerationRequest) -> tuple[int, ...]:
+    """Target-only text by the plainest loop there is."""
+    runtime, tokens = FakeSequenceRuntime(vocab_size=VOCAB), list(request.prompt)
+    logits = runtime.extend(tokens)
+    while len(tokens) < len(request.prompt) + request.max_tokens:
+        tokens.append(pick(logits, request.params, len(tokens)))
+        if tokens[-1] in (request.stop_ids or ()):
+            break
+        logits = runtime.extend(tokens[-1:])
+    return tuple(tokens[len(request.prompt) :])
+
+
+def asking(seed: int = 0, params: SamplingParams = SETTINGS[1], max_tokens: int = 48) -> GenerationRequest:
+    """A request that ends by its length alone."""
+    prompt = tuple(1 + (seed * 31 + i * 7) % (VOCAB - 1) for i in range(5 + seed))
+    return GenerationRequest(prompt, params, max_tokens, stop_ids=frozenset(), ignore_eos=True)
+
+
+def drafter(agreement: float = 0.7, on_step: Callable[[Sequence[int]], None] | None = None) -> ModelDrafter:
+    """A draft that is right this often."""
+    return ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, agreement=agreement, on_step=on_step))
+
+
+def is_at_rest(server: FakeServer) -> bool:
+    """Nothing runs or waits, and every block is free that no parked prefix (of /v1/verify) holds."""
+    stats = server.core.engine.stats()
+    return len(server.core.sessions) == stats.running == stats.queued == 0 and (
+        stats.parked > 0 or stats.free_blocks == stats.num_blocks
+    )
+
+
+def run(scenario: Coroutine[Any, Any, GenerationResult]) -> GenerationResult:
+    """On a loop of its own, with a limit that only a hang reaches."""
+    return asyncio.run(asyncio.wait_for(scenario, 60.0))
+
+
+async def no_pause(_: float) -> None:
+    """Retries at once."""
+
+
+async def generate(
+    urls: Sequence[str],
+    request: GenerationRequest,
+    draft: Drafter | None,
+    *,
+    depth: DepthController | None = None,
+    mode: Mode = Mode.STREAM,
+    faults: FaultRates | None = None,
+    on_tokens: Callable[[TokenBatch], None] | None = None,
+    retry: RetryPolicy | None = None,
+    options: ClientOptions | None = None,
+) -> GenerationResult:
+    """One text from the first URL that works."""
+    estimates = Estimates()
+    depth = depth or CostModelDepth(estimates)
+    clients = [CloudClient(url, options) for url in urls]
+    endpoints = Endpoints(clients, retry, sleep=no_pause)
+    try:
+        if mode is Mode.STOP_AND_WAIT:
+            return await StopAndWaitAgent(endpoints, draft, depth, estimates).generate(request, on_tokens)
+        wrap = (lambda client: FaultyPosts(client, faults, seed=5)) if faults else None
+        agent = StreamAgent(endpoints, draft, depth, estimates, wrap_posts=wrap)
+        return await agent.generate(request, on_tokens)
+    finally:
+        for client in clients:
+            await client.aclose()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    """One verifier for the tests that only read from it."""
+    with serve_fake() as running:
+        yield running
+
+
+@pytest.mark.parametrize("params", SETTINGS, ids=["greedy", "sampled", "truncated"])
+@pytest.mark.parametrize("mode", [Mode.STREAM, Mode.STOP_AND_WAIT])
+@pytest.mark.parametrize("agreement", [0.7, 1.0, None, "wrong"])
+def test_the_text_is_the_targets_whatever_the_draft(
+    server: FakeServer, params: SamplingParams, mode: Mode, agreement: float | str | None
+) -> None:
+    """Good, perfect, absent and always-wrong drafts give the same tokens in both modes."""
+    request = asking(params=params)
+    draft: Drafter | None = drafter(agreement) if isinstance(agreement, float) else None
+    if agreement == "wrong":
+        draft = AlwaysWrongDrafter(drafter(1.0), VOCAB)
+    result = run(generate([server.url], request, draft, mode=mode))
+    assert result.tokens == truth(request)
+    assert result.finish_reason == "length" and result.draft_error is None
+    server.wait_until(lambda: is_at_rest(server))
+
+
+@pytest.mark.parametrize("depth", [FixedDepth(0), FixedDepth(1), FixedDepth(8), FixedDepth(32), ThresholdDepth()])
+def test_the_text_does_not_depend_on_the_depth(server: FakeServer, depth: DepthController) -> None:
+    """Nor on who chooses it; depth 0 sends nothing."""
+    request = asking(seed=1)
+    result = run(generate([server.url], request, drafter(0.8), depth=depth))
+    assert result.tokens == truth(request)
+    if depth.plan().depth == 0:
+        assert result.num_posts == result.num_drafted == 0
+
+
+def test_stream_and_its_plain_twin_agree(server: FakeServer) -> None:
+    """Token by token, over several prompts on one agent each, whose estimates and draft cache carry over."""
+
+    async def both() -> list[tuple[GenerationResult, GenerationResult]]:
+        async with CloudClient(server.url) as client:
+            endpoints, estimates = Endpoints([client]), Estimates()
+            stream = StreamAgent(endpoints, drafter(), CostModelDepth(estimates), estimates)
+            plain = StopAndWaitAgent(endpoints, drafter(), FixedDepth(4), Estimates())
+            return [(await stream.generate(asking(i)), await plain.generate(asking(i))) for i in range(4)]
+
+    for i, (stream, plain) in enumerate(asyncio.run(both())):
+        assert stream.tokens == plain.tokens == truth(asking(i))
+
+
+@pytest.mark.parametrize("rates", [FaultRates(drop=0.5), FaultRates(duplicate=0.5, delay=0.5, max_delay_s=0.01)])
+def test_lost_doubled_late_and_reordered_drafts_change_nothing(server: FakeServer, rates: FaultRates) -> None:
+    """Drafts are hints."""
+    request = asking(seed=2, max_tokens=80)
+    result = run(generate([server.url], request, drafter(0.8), depth=FixedDepth(4), faults=rates))
+    assert result.tokens == truth(request)
+    assert result.num_posts > 4
+    assert result.num_failed_posts > 0 or not rates.drop
+
+
+def test_accepted_tokens_are_told_from_the_targets_own() -> None:
+    """With a perfect draft that is always in time most tokens are the draft's; the record adds up."""
+    drafted = threading.Event()
+
+    def wait_for_draft(_: object) -> None:
+        drafted.wait(0.05)  # gives the draft a chance; the assertions below do not depend on it
+        drafted.clear()
+
+    seen: list[TokenBatch] = []
+    with serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=wait_for_draft)) as server:
+        request = asking(seed=3)
+        result = run(
+            generate(
+                [server.url], request, drafter(1.0, lambda _: drafted.set()), depth=FixedDepth(8), on_tokens=seen.append
+            )
+        )
+    assert result.tokens == truth(request) == tuple(token for batch in seen for token in batch.tokens)
+    assert result.sources.count(Source.DRAFT) == result.num_accepted == sum(batch.num_accepted for batch in seen) > 0
+    assert result.acceptance_rate == 1.0
+    assert result.num_passes == len(seen) < len(result.tokens)
+    assert list(result.arrival_s) == sorted(result.arrival_s)
+
+
+def test_a_stop_token_ends_the_text(server: FakeServer) -> None:
+    """As soon as the target commits it, in both modes."""
+    request = replace(asking(seed=4), max_tokens=200)
+    stop = truth(request)[20]
+    request = replace(request, stop_ids=frozenset({stop}))
+    for mode in (Mode.STREAM, Mode.STOP_AND_WAIT):
+        result = run(generate([server.url], request, drafter(0.9), mode=mode))
+        assert result.tokens == truth(request) and result.finish_reason == "stop"
+        assert len(result.tokens) <= 21
+
+
+def test_the_models_own_end_is_left_to_the_server(server: FakeServer) -> None:
+    """stop_ids None: the text ends at the model's end token, which the agent need not know."""
+    params = SamplingParams(1.5, seed=3)
+    request = GenerationRequest((5, 6), params, 2000)
+    result = run(generate([server.url], request, drafter(0.9)))
+    assert result.finish_reason == "stop" and result.tokens[-1] == EOS_ID
+    assert result.tokens == truth(replace(request, stop_ids=frozenset({EOS_ID})))
+
+
+@pytest.mark.parametrize("mode", [Mode.STREAM, Mode.STOP_AND_WAIT])
+def test_a_cut_session_goes_on_as_if_nothing_had_happened(mode: Mode) -> None:
+    """Connections are cut every dozen tokens; each time the text is taken up where it was."""
+    request = asking(seed=5, max_tokens=60)
+    with serve_fake() as server, DelayProxy(*_address(server.url)) as proxy:
+        num_seen, next_cut = 0, 12
+
+        def cut_now_and_then(batch: TokenBatch) -> None:
+            nonlocal num_seen, next_cut
+            num_seen += len(batch.tokens)
+            if num_seen >= next_cut:
+                next_cut += 12
+                proxy.cut()
+
+        result = run(generate([proxy.url], request, drafter(), mode=mode, on_tokens=cut_now_and_then))
+        server.wait_until(lambda: is_at_rest(server))
+        assert proxy.num_cuts > 0
+    assert result.tokens == truth(request)
+
+
+def test_chunks_that_cut_their_connection_at_random_change_nothing() -> None:
+    """Four in ten of the server's chunks are lost together with their connection."""
+    request = asking(seed=6)
+    with serve_fake() as server:
+        with DelayProxy(*_address(server.url), ProxyOptions(cut_chance=0.4, seed=1)) as proxy:
+            result = run(generate([proxy.url], request, drafter(), retry=RetryPolicy(max_failures=500)))
+        assert result.tokens == truth(request) and result.num_sessions > 1
+        server.wait_until(lambda: is_at_rest(server))
+
+
+@pytest.mark.parametrize("mode", [Mode.STREAM, Mode.STOP_AND_WAIT])
+def test_the_next_endpoint_takes_over_when_the_first_is_gone(mode: Mode) -> None:
+    """The first server stops for good in the middle; the second goes on from the committed tokens."""
+    request = asking(seed=7)
+    with serve_fake() as second, ExitStack() as first:
+        server = first.enter_context(serve_fake())
+        proxy = first.enter_context(DelayProxy(*_address(server.url)))
+        num_seen = 0
+
+        def stop_the_first(batch: TokenBatch) -> None:
+            nonlocal num_seen
+            num_seen += len(batch.tokens)
+            if num_seen >= 15:
+                first.close()
+
+        result = run(generate([proxy.url, second.url], request, drafter(), mode=mode, on_tokens=stop_the_first))
+    assert result.tokens == truth(request)
+
+
+def test_without_an_endpoint_the_error_names_what_was_tried() -> None:
+    """Bounded retries, then one CloudError."""
+    with serve_fake() as server:
+        url = server.url
+    with pytest.raises(CloudError, match=r"no cloud endpoint is left after 4 attempts.*Connect"):
+        run(generate([url], asking(), drafter(), retry=RetryPolicy(max_failures=4)))
+
+
+@pytest.mark.parametrize("mode", [Mode.STREAM, Mode.STOP_AND_WAIT])
+def test_what_the_server_refuses_is_not_tried_again(server: FakeServer, mode: Mode) -> None:
+    """A token id outside the vocabulary and a foreign tokenizer keep the server's own words."""
+    with pytest.raises(RequestError, match="token id") as refused:
+        run(generate([server.url], replace(asking(), prompt=(VOCAB,)), None, mode=mode))
+    assert refused.value.code == "token_out_of_range"
+    with pytest.raises(TokenizerMismatch, match="Use a draft made for this target"):
+        run(generate([server.url], replace(asking(), tokenizer="f" * 64), None, mode=mode))
+    server.wait_until(lambda: is_at_rest(server))
+
+
+def test_a_key_opens_the_server() -> None:
+    """The key goes with every message; without it the refusal is the server's."""
+    settings = ServerSettings(keys=KeyRing(["a-long-enough-secret-key"]))
+    request = asking(seed=8)
+    with serve_fake(settings) as server:
+        result = run(
+            generate([server.url], request, drafter(), options=ClientOptions(api_key="a-long-enough-secret-key"))
+        )
+        assert result.tokens == truth(request) and result.num_failed_posts == 0
+        with pytest.raises(RequestError) as refused:
+            run(generate([server.url], request, drafter()))
+        assert refused.value.status == 401
+
+
+class FailingDrafter:
+    """Proposes a few tokens and then breaks."""
+
+    def __init__(self, inner: ModelDrafter, num_good: int) -> None:
+        self._inner, self._num_good = inner, num_good
+        self.begin, self.rewind, self.extend, self.close = inner.begin, inner.rewind, inner.extend, inner.close
+
+    @property
+    def length(self) -> int:
+        return self._inner.length
+
+    def propose(self) -> Proposal | None:
+        self._num_good -= 1
+        if self._num_good < 0:
+            raise ModelFault("the draft's logits are not finite")
+        return self._inner.propose()
+
+
+def test_a_draft_that_breaks_costs_only_the_draft(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    """The text goes on without it, a warning is logged and the result says why."""
+    request = asking(seed=9)
+    result = run(generate([server.url], request, FailingDrafter(drafter(), 5)))
+    assert result.tokens == truth(request)
+    assert result.draft_error == "ModelFault: the draft's logits are not finite"
+    assert "drafting failed" in caplog.text
+
+
+def test_a_draft_at_its_longest_sequence_leaves_the_rest_to_the_target(server: FakeServer) -> None:
+    """A draft model with fewer positions than the target stops proposing; nothing spins, nothing fails."""
+    request = asking(seed=10)
+    short = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, max_positions=30))
+    result = run(generate([server.url], request, short))
+    assert result.tokens == truth(request) and result.draft_error is None
+
+
+def test_a_cancelled_generation_frees_the_server() -> None:
+    """Cancelling the task closes the stream, and the sequence and its blocks are back."""
+    with serve_fake() as server:
+
+        async def scenario() -> None:
+            async with CloudClient(server.url) as client:
+                agent, seen = StreamAgent(Endpoints([client]), drafter(), FixedDepth(4)), asyncio.Event()
+                task = asyncio.create_task(agent.generate(asking(max_tokens=3000), lambda _: seen.set()))
+                await seen.wait()
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+
+        asyncio.run(asyncio.wait_for(scenario(), 60.0))
+        server.wait_until(lambda: is_at_rest(server))
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("outrider-draft")]
+
+
+def test_bytes_are_counted_as_they_cross(server: FakeServer) -> None:
+    """Bodies and headers add up to what a counting proxy saw, but for the framing of chunks."""
+    with DelayProxy(*_address(server.url)) as proxy:
+        result = run(generate([proxy.url], asking(seed=11), drafter()))
+    wire = result.wire
+    assert proxy.bytes_up == wire.body_up + wire.headers_up
+    framing = proxy.bytes_down - wire.body_down - wire.headers_down
+    assert 0 <= framing <= 10 * (result.num_passes + 3)
+
+
+def _address(url: str) -> tuple[str, int]:
+    parsed = httpx.URL(url)
+    assert parsed.port is not None
+    return parsed.host, parsed.port

@@ -1,0 +1,177 @@
+"""The laws of the three depth controllers."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.edge.belief import Belief, CommitOutcome
+from outrider.edge.depth import (
+    MAX_DEPTH,
+    CostModelDepth,
+    CostModelOptions,
+    DraftPlan,
+    FixedDepth,
+    ThresholdDepth,
+    best_verified,
+    expected_tokens,
+)
+from outrider.edge.estimates import Estimates
+from outrider.models.errors import ConfigError
+
+
+def judged(num_right: int, is_wrong: bool) -> CommitOutcome:
+    """A commit that found `num_right` drafted tokens right and then, perhaps, one wrong."""
+    belief = Belief()
+    belief.extend([1] * num_right + [2] * is_wrong)
+    return belief.on_commit(0, [1] * (num_right + 1))
+
+
+def estimates_at(
+    acceptance: float, *, step_ms: float = 40.0, extra_ms: float = 1.0, draft_ms: float = 0.3, rtt_ms: float = 10.0
+) -> Estimates:
+    """Estimates that have settled."""
+    estimates = Estimates()
+    estimates.on_open(rtt_ms, step_ms, extra_ms)
+    estimates.on_drafted(draft_ms * 1000, 1000)
+    estimates.on_posted(rtt_ms)
+    rng = random.Random(0)
+    for _ in range(200):
+        num_right = 0
+        while num_right < 6 and rng.random() < acceptance:
+            num_right += 1
+        estimates.on_commit(judged(num_right, num_right < 6), [0.5] * 7, step_ms)
+    return estimates
+
+
+def depth_at(acceptance: float, **times: float) -> int:
+    """What the cost model settles on, 0 when it is off."""
+    controller = CostModelDepth(estimates_at(acceptance, **times))
+    controller.observe(judged(0, False))
+    plan = controller.plan()
+    return 0 if plan.silent else plan.depth
+
+
+@settings(deadline=None)
+@given(st.integers(0, MAX_DEPTH), st.integers(0, 40))
+def test_fixed_depth_never_moves(depth: int, ahead: int) -> None:
+    """It wants exactly `depth` tokens, whatever is observed."""
+    controller = FixedDepth(depth)
+    controller.observe(judged(0, True))
+    assert controller.plan() == DraftPlan(depth)
+    assert controller.wants_more([0.5] * ahead) == (ahead < depth)
+    assert controller.block() == max(1, depth)
+
+
+@pytest.mark.parametrize("depth", [-1, 33])
+def test_a_depth_out_of_range_is_refused(depth: int) -> None:
+    """0 to 32."""
+    with pytest.raises(ConfigError, match="depth"):
+        FixedDepth(depth)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 10), st.booleans()), max_size=80))
+def test_threshold_depth_takes_one_step_at_a_time_within_its_range(seen: list[tuple[int, bool]]) -> None:
+    """However the draft fares, depth stays in 2..10 and moves by at most one a commit."""
+    controller = ThresholdDepth()
+    for num_right, is_wrong in seen:
+        before = controller.plan().depth
+        controller.observe(judged(num_right, is_wrong))
+        after = controller.plan().depth
+        assert 2 <= after <= 10 and abs(after - before) <= 1
+
+
+def test_threshold_depth_goes_where_the_acceptance_points() -> None:
+    """Always right ends at 10, always wrong at 2, inside the band it stays."""
+    up, down, same = ThresholdDepth(), ThresholdDepth(), ThresholdDepth()
+    for i in range(60):
+        up.observe(judged(8, False))
+        down.observe(judged(0, True))
+        same.observe(judged(2 + i % 2, True))  # 2/3 and 3/4: 0.71 in the long run
+    assert (up.plan().depth, down.plan().depth, same.plan().depth) == (10, 2, 6)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.floats(0, 1), st.floats(1, 200), st.floats(0, 50), st.floats(0.05, 100), st.floats(0, 400))
+def test_cost_model_stays_in_range(acceptance: float, step: float, extra: float, draft: float, rtt: float) -> None:
+    """0 to 32 whatever was measured, and at least one token in stop-and-wait."""
+    estimates = estimates_at(acceptance, step_ms=step, extra_ms=extra, draft_ms=draft, rtt_ms=rtt)
+    controller = CostModelDepth(estimates)
+    for outcome in (judged(0, True), judged(3, False)):
+        controller.observe(outcome)
+        assert 0 <= controller.plan().depth <= MAX_DEPTH
+    assert 1 <= controller.block() <= MAX_DEPTH
+
+
+def test_cost_model_runs_further_ahead_for_a_better_draft_and_a_longer_way() -> None:
+    """Depth grows with acceptance and, while acceptance carries that far, with the round trip."""
+    assert 0 < depth_at(0.4) < depth_at(0.65) < depth_at(0.9)
+    assert depth_at(0.8, rtt_ms=0.0) < depth_at(0.8, rtt_ms=100.0)
+
+
+def test_cost_model_does_not_run_ahead_for_nothing() -> None:
+    """A slow draft runs less far ahead than a fast one, and extra tokens that cost a step each are not worth it."""
+    assert depth_at(0.65, draft_ms=40.0) < depth_at(0.65, draft_ms=0.3)
+    assert depth_at(0.3, extra_ms=40.0) == 0
+
+
+def test_a_hopeless_draft_is_off_within_fifteen_commits_and_then_only_probes_silently() -> None:
+    """Depth 0: nothing is sent any more, and one commit in eight is probed."""
+    estimates = Estimates()
+    estimates.on_open(10.0, 40.0, 1.0)
+    controller = CostModelDepth(estimates)
+    num_on, probes = 0, list[bool]()
+    for _ in range(80):
+        plan = controller.plan()
+        num_on += not plan.silent
+        if plan.silent:
+            probes.append(plan.depth > 0)
+        outcome = judged(0, plan.depth > 0)
+        estimates.on_commit(outcome, [0.5] * 2, 40.0)
+        controller.observe(outcome)
+    assert 1 <= num_on <= 15
+    assert sum(probes) == pytest.approx(len(probes) / CostModelOptions().probe_every, abs=1)
+
+
+def test_a_draft_that_becomes_good_is_used_again() -> None:
+    """Silent probes that come out right turn drafting on again; the way back takes more than the way out did."""
+    estimates = Estimates()
+    estimates.on_open(10.0, 40.0, 1.0)
+    controller = CostModelDepth(estimates)
+    for _ in range(40):
+        outcome = judged(0, True)
+        estimates.on_commit(outcome, [0.5], 40.0)
+        controller.observe(outcome)
+    assert controller.plan().silent
+    num_commits = 0
+    while controller.plan().silent:
+        outcome = judged(controller.plan().depth, False)
+        estimates.on_commit(outcome, [0.5] * 2, 40.0)
+        controller.observe(outcome)
+        num_commits += 1
+        assert num_commits < 200
+    assert controller.plan().depth > 0
+
+
+@settings(deadline=None)
+@given(st.floats(0, 1), st.integers(0, 32))
+def test_expected_tokens_is_between_one_and_all(acceptance: float, k: int) -> None:
+    """A pass commits at least one token and at most every drafted one and the bonus."""
+    assert 1.0 <= expected_tokens(acceptance, k) <= k + 1.0
+
+
+def test_more_tokens_are_verified_where_they_are_cheaper() -> None:
+    """The k that pays falls with the extra time a drafted token takes."""
+    ks = [best_verified(0.65, 40.0, extra, 16) for extra in (0.1, 1.2, 5.0, 20.0)]
+    assert ks == sorted(ks, reverse=True) and ks[0] > ks[-1]
+
+
+@pytest.mark.parametrize(("rtt_ms", "expected"), [(0.0, range(3, 10)), (50.0, range(5, 12))], ids=["no-network", "far"])
+def test_the_block_for_stop_and_wait_grows_with_the_round_trip(rtt_ms: float, expected: range) -> None:
+    """`tools/simulate.py` finds the same blocks best by search."""
+    controller = CostModelDepth(estimates_at(0.65, step_ms=40.0, extra_ms=1.2, draft_ms=1.5, rtt_ms=rtt_ms))
+    assert controller.block() in expected
