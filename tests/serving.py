@@ -27,7 +27,8 @@ from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, parse_event
 from outrider.cloud.serving import VerifierServer, open_socket, url_of
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.runtimes.fake import FakeBatchRuntime
+from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
+from outrider.models.sampling import SamplingParams, pick
 from outrider.models.tokenizer import Tokenizer
 
 EOS_ID = 0
@@ -71,6 +72,42 @@ def fake_tokenizer(*, has_chat_template: bool = True) -> Tokenizer:
     return tokenizer
 
 
+class StepGate:
+    """For `on_step`: holds the engine before each step until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._allowed = 0
+        self._is_open = False
+
+    def __call__(self, batch: Sequence[SequenceSlice]) -> None:
+        with self._condition:
+            assert self._condition.wait_for(lambda: self._is_open or self._allowed > 0, TIMEOUT_S)
+            self._allowed -= 1
+
+    def allow(self, num_steps: int) -> None:
+        """Lets `num_steps` more steps run."""
+        with self._condition:
+            self._allowed += num_steps
+            self._condition.notify_all()
+
+    def open(self) -> None:
+        """Lets all steps run from now on."""
+        with self._condition:
+            self._is_open = True
+            self._condition.notify_all()
+
+
+def target_tokens(prompt: Sequence[int], count: int, params: SamplingParams | None = None) -> list[int]:
+    """What the fake target says after `prompt`, one token after the other, with no engine."""
+    target, tokens = FakeSequenceRuntime(vocab_size=fake_tokenizer().size), list(prompt)
+    row = target.extend(prompt)
+    for _ in range(count):
+        tokens.append(pick(row, params or SamplingParams(), len(tokens)))
+        row = target.extend(tokens[-1:])
+    return tokens[len(prompt) :]
+
+
 @dataclass(frozen=True)
 class FakeServer:
     """A running server: where it listens, and its inside."""
@@ -102,13 +139,13 @@ def serve_fake(
     *,
     config: EngineConfig | None = None,
     runtime: FakeBatchRuntime | None = None,
-    on_step: Callable[[Sequence[SequenceSlice]], None] | None = None,
+    gate: StepGate | None = None,
     has_chat_template: bool = True,
     drain_s: float = 0.0,
 ) -> Iterator[FakeServer]:
-    """A verifier of the fake model "fake". on_step: see FakeBatchRuntime; drain_s: see VerifierServer."""
+    """A verifier of the fake model "fake". gate: opened at the end; drain_s: see VerifierServer."""
     tokenizer = fake_tokenizer(has_chat_template=has_chat_template)
-    runtime = runtime or FakeBatchRuntime(vocab_size=tokenizer.size, on_step=on_step)
+    runtime = runtime or FakeBatchRuntime(vocab_size=tokenizer.size, on_step=gate)
     engine = EngineThread(Engine(runtime, config))
     engine.start()
     app = create_app(engine, ServedModel("fake", tokenizer, frozenset({EOS_ID})), settings)
@@ -122,6 +159,8 @@ def serve_fake(
         fake.wait_until(lambda: server.started)
         yield fake
     finally:
+        if gate is not None:
+            gate.open()
         if not fake.core.is_draining:
             server.begin_drain()
         thread.join(TIMEOUT_S)

@@ -1,0 +1,230 @@
+"""Every refusal of the server: its status, its code, its one shape, and an engine that serves on unharmed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from tests.serving import FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
+
+from outrider.cloud.core import ServerSettings
+from outrider.cloud.engine import EngineConfig
+from outrider.cloud.limits import RateLimiter
+from outrider.cloud.protocol import ErrorAnswer, SessionOpen
+from outrider.cloud.security import KeyRing
+from outrider.models.errors import ConfigError, RequestError
+
+PROMPT = [5, 17, 99, 3]
+ALICE = "alice-has-this-key"
+BOB = "bob-has-another-key"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with serve_fake(ServerSettings(max_body_bytes=40_000)) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: FakeServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url) as opened:
+        yield opened
+        # Whatever a test provoked, the engine serves on and holds nothing.
+        assert run_session(opened, {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}).tokens == target_tokens(
+            PROMPT, 8
+        )
+    server.wait_until(server.is_empty)
+
+
+def refused(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    """Checks an error's status, code and shape; returns the error."""
+    assert answer.headers["content-type"] == "application/json"
+    assert (answer.status_code, ErrorAnswer.model_validate_json(answer.content).error.code) == (status, code)
+    body = answer.json()
+    assert set(body) == {"error"} and set(body["error"]) == {"code", "message", "type", "param"}
+    assert "Traceback" not in answer.text and ".py" not in answer.text
+    found: dict[str, Any] = body["error"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        (b'{"prompt":[5000],"max_tokens":4}', "token_out_of_range", None),
+        (b'{"prompt":[1],"max_tokens":4,"stop_ids":[300]}', "token_out_of_range", "stop_ids"),
+        (b'{"prompt":[%s],"max_tokens":4}' % b",".join([b"1"] * 4096), "context_length_exceeded", None),
+        (b'{"prompt":[1],"max_tokens":4,"temperature":NaN}', "invalid_parameter", "temperature"),
+        (b'{"prompt":[1],"max_tokens":4,"temperature":Infinity}', "invalid_parameter", "temperature"),
+        (b'{"prompt":[1],"max_tokens":4,"temperature":-0.1}', "invalid_parameter", "temperature"),
+        (b'{"prompt":[1],"max_tokens":4,"temperature":0.00001}', "invalid_parameter", "temperature"),
+        (b'{"prompt":[1],"max_tokens":4,"top_p":0}', "invalid_parameter", "top_p"),
+        (b'{"prompt":[1],"max_tokens":4,"top_p":NaN}', "invalid_parameter", "top_p"),
+        (b'{"prompt":[1],"max_tokens":4,"top_k":-1}', "invalid_parameter", "top_k"),
+        (b'{"prompt":[1],"max_tokens":4,"min_p":1.5}', "invalid_parameter", "min_p"),
+        (b'{"prompt":[1],"max_tokens":4,"seed":-1}', "invalid_parameter", "seed"),
+        (b'{"prompt":[1],"max_tokens":4,"patience_ms":-1}', "invalid_parameter", "patience_ms"),
+        (b'{"prompt":[1],"max_tokens":0}', "invalid_parameter", "max_tokens"),
+        (b'{"prompt":[],"max_tokens":4}', "invalid_parameter", "prompt"),
+        (b'{"prompt":[1,"x"],"max_tokens":4}', "invalid_parameter", "prompt.1"),
+        (b'{"prompt":[1],"max_tokens":4,"colour":1}', "invalid_parameter", "colour"),
+        (b'{"max_tokens":4}', "invalid_parameter", "prompt"),
+        (b'{"prompt":[1', "malformed_json", None),
+        (b"\xff\xfe", "malformed_json", None),
+    ],
+)
+def test_a_session_that_asks_wrongly_is_refused(client: httpx.Client, body: bytes, code: str, param: str) -> None:
+    """Each wrong field is named."""
+    error = refused(client.post("/v1/sessions", content=body), 400, code)
+    assert error["param"] == param and error["type"] == "invalid_request_error"
+
+
+def test_another_tokenizer_is_refused(client: httpx.Client) -> None:
+    """An agent with another tokenizer is told so before anything is generated."""
+    body = {"prompt": PROMPT, "max_tokens": 1, "tokenizer": "0" * 64}
+    assert refused(client.post("/v1/sessions", json=body), 409, "tokenizer_mismatch")["param"] == "tokenizer"
+
+
+def test_unknown_sessions_are_404(client: httpx.Client) -> None:
+    """Drafts for, and the end of, a session that is not there."""
+    refused(client.post("/v1/sessions/nope/drafts", json={"base": 0, "paths": [[1]]}), 404, "unknown_session")
+    refused(client.delete("/v1/sessions/nope"), 404, "unknown_session")
+
+
+def test_unknown_routes_and_methods_have_the_same_shape(client: httpx.Client) -> None:
+    """404 and 405 come from the router, in the one shape."""
+    refused(client.get("/v2/sessions"), 404, "not_found")
+    answer = client.get("/v1/sessions")
+    refused(answer, 405, "method_not_allowed")
+    assert answer.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("path", ["/v1/sessions", "/v1/sessions/x/drafts", "/v1/verify", "/v1/completions"])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_body_that_is_too_large_is_413(client: httpx.Client, path: str, is_chunked: bool) -> None:
+    """By its announced length, or, without one, as soon as it is too long."""
+    body = b'{"prompt":"' + b"x" * 50_000 + b'"}'
+    pieces = (body[at : at + 10_000] for at in range(0, len(body), 10_000))
+    answer = client.post(path, content=pieces if is_chunked else body)
+    if path.endswith("drafts"):  # an unknown session is found out before the body is read
+        assert answer.status_code == (404 if is_chunked else 413)
+    else:
+        refused(answer, 413, "body_too_large")
+
+
+def test_a_fault_of_ours_tells_nothing(
+    client: httpx.Client, server: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A bug is a bare 500; the log names its type and place, and neither has a word of the prompt."""
+
+    prompt = "the secret prompt"
+
+    def broken(*_: object) -> int:
+        raise ValueError(prompt)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.DEBUG):
+        patch.setattr(type(server.core.engine), "submit", broken)
+        error = refused(client.post("/v1/completions", json={"prompt": prompt}), 500, "internal_error")
+    assert error["type"] == "server_error"
+    assert "ValueError" in caplog.text and "secret" not in caplog.text and "secret" not in str(error)
+
+
+def test_keys_are_asked_for_and_sessions_belong_to_them() -> None:
+    """Without a key or with a wrong one 401; another's session is unknown; health needs no key."""
+    gate = StepGate()
+    alice, bob = ({"authorization": f"Bearer {key}"} for key in (ALICE, BOB))
+    settings = ServerSettings(keys=KeyRing([ALICE, BOB]))
+    with serve_fake(settings, gate=gate) as server, httpx.Client(base_url=server.url) as client:
+        body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {ALICE}"}):
+            for path in ("/v1/sessions", "/v1/sessions/x/drafts", "/v1/verify", "/v1/chat/completions", "/nope"):
+                answer = client.post(path, json=body, headers=headers)
+                assert refused(answer, 401, "unauthorized")["type"] == "authentication_error"
+                assert answer.headers["www-authenticate"] == "Bearer"
+        assert client.get("/metrics").status_code == 401
+        assert client.get("/health/ready").status_code == client.get("/health/live").status_code == 200
+        with client.stream("POST", "/v1/sessions", json=body, headers=alice) as response:
+            events = read_events(response)
+            opened = next(events)
+            assert isinstance(opened, SessionOpen)
+            drafts = f"/v1/sessions/{opened.session}/drafts"
+            draft = {"base": 0, "paths": [[1]]}
+            refused(client.post(drafts, json=draft, headers=bob), 404, "unknown_session")
+            refused(client.delete(f"/v1/sessions/{opened.session}", headers=bob), 404, "unknown_session")
+            assert client.post(drafts, json=draft, headers=alice).status_code == 204
+            gate.open()
+            assert len(list(events)) >= 2
+        server.wait_until(server.is_empty)
+
+
+def test_one_key_may_not_have_too_much_open() -> None:
+    """Sequences over the limit are refused with 429 until others have ended."""
+    gate = StepGate()
+    with (
+        serve_fake(ServerSettings(max_sessions=2), gate=gate) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        body = {"prompt": PROMPT, "max_tokens": 8}
+        with client.stream("POST", "/v1/sessions", json=body):
+            answer = client.post("/v1/completions", json={"prompt": ["a", "b"]})
+            assert refused(answer, 429, "too_many_sessions")["type"] == "rate_limit_error"
+            assert answer.headers["retry-after"] == "1"
+            gate.open()
+        server.wait_until(server.is_empty)
+        assert client.post("/v1/completions", json={"prompt": ["a", "b"]}).status_code == 200
+
+
+def test_a_full_queue_is_503() -> None:
+    """What the engine cannot queue is refused, to be tried again."""
+    gate = StepGate()
+    config = EngineConfig(max_running=1, max_queue=1)
+    with serve_fake(gate=gate, config=config) as server, httpx.Client(base_url=server.url) as client:
+        body = {"prompt": PROMPT, "max_tokens": 8}
+        stats = server.core.engine.stats
+        with client.stream("POST", "/v1/sessions", json=body):
+            server.wait_until(lambda: stats().running == 1)
+            gate.allow(1)
+            with client.stream("POST", "/v1/sessions", json=body):
+                server.wait_until(lambda: stats().queued == 1)
+                answer = client.post("/v1/sessions", json=body)
+                assert refused(answer, 503, "overloaded")["type"] == "server_error"
+                assert "retry-after" in answer.headers
+                gate.open()
+        server.wait_until(server.is_empty)
+
+
+def test_a_key_that_calls_too_often_is_429() -> None:
+    """Requests that start work are limited per key; looking and other keys are not."""
+    settings = ServerSettings(keys=KeyRing([ALICE, BOB]), rate_per_s=0.001)
+    with serve_fake(settings) as server, httpx.Client(base_url=server.url) as client:
+        alice, bob = ({"authorization": f"Bearer {key}"} for key in (ALICE, BOB))
+        body = {"prompt": PROMPT, "max_tokens": 1}
+        assert client.post("/v1/completions", json=body, headers=alice).status_code == 200
+        answer = client.post("/v1/completions", json=body, headers=alice)
+        refused(answer, 429, "rate_limited")
+        assert int(answer.headers["retry-after"]) >= 1
+        assert client.get("/v1/models", headers=alice).status_code == 200
+        assert client.post("/v1/completions", json=body, headers=bob).status_code == 200
+
+
+def test_the_bucket_fills_with_time() -> None:
+    """A caller gets its rate in the long run, and two seconds' worth at once."""
+    now = 0.0
+    limiter = RateLimiter(2.0, clock=lambda: now)
+    for _ in range(4):
+        limiter.spend(b"a")
+    with pytest.raises(RequestError, match="2 requests a second"):
+        limiter.spend(b"a")
+    limiter.spend(b"b")
+    now = 0.5
+    limiter.spend(b"a")
+    with pytest.raises(RequestError):
+        limiter.spend(b"a")
+
+
+def test_weak_keys_are_refused() -> None:
+    """A key that could be guessed is a mistake of the operator."""
+    with pytest.raises(ConfigError, match="16 or more"):
+        KeyRing(["short"])

@@ -1,0 +1,233 @@
+"""Sessions over real HTTP: streams, drafts, ends, and what a client that leaves gives back."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from tests.serving import EOS_ID, FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
+
+from outrider.cloud.core import ServerSettings
+from outrider.cloud.engine import EngineConfig, Policy
+from outrider.cloud.protocol import Commit, SessionEnd, SessionOpen
+from outrider.models.sampling import SamplingParams
+
+PROMPT = [5, 17, 99, 3]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with serve_fake() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: FakeServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url) as opened:
+        yield opened
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True} | changes
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.0, "top_p": 0.9, "top_k": 40}]
+)
+def test_a_session_streams_the_targets_tokens(client: httpx.Client, params: dict[str, Any]) -> None:
+    """What is committed is what the target alone says, greedy or sampled."""
+    told = run_session(client, body(**params))
+    assert told.tokens == target_tokens(PROMPT, 24, SamplingParams(**params))
+    assert told.end.reason == "length"
+    assert told.end.usage.completion_tokens == 24 and told.end.usage.prompt_tokens == len(PROMPT)
+    assert told.open.model == "fake"
+
+
+def test_a_stop_id_ends_the_session(client: httpx.Client) -> None:
+    """A session ends after the first of its stop ids, which is committed."""
+    said = target_tokens(PROMPT, 24)
+    told = run_session(client, body(stop_ids=[said[6]], ignore_eos=False))
+    assert told.tokens == said[: said.index(said[6]) + 1]
+    assert told.end.reason == "stop"
+
+
+def test_the_models_own_end_token_stops_unless_ignored(client: httpx.Client) -> None:
+    """With the end token among the stop ids, `ignore_eos` takes it out again."""
+    start = next(seed for seed in range(4000) if EOS_ID in target_tokens([seed % 300, seed // 300 + 1], 6))
+    prompt = [start % 300, start // 300 + 1]
+    stopped = run_session(client, body(prompt=prompt, max_tokens=6, ignore_eos=False))
+    ignored = run_session(client, body(prompt=prompt, max_tokens=6))
+    assert stopped.end.reason == "stop" and stopped.tokens[-1] == EOS_ID
+    assert ignored.end.reason == "length" and ignored.tokens == target_tokens(prompt, 6)
+
+
+def test_the_context_ends_a_session(client: httpx.Client, server: FakeServer) -> None:
+    """A session that would outgrow the model ends with the reason "context"."""
+    long = [7] * (server.core.engine.limits.max_positions - 5)
+    told = run_session(client, body(prompt=long, max_tokens=100))
+    assert (told.end.reason, len(told.tokens)) == ("context", 5)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_drafts_change_the_passes_and_never_the_tokens(is_right: bool) -> None:
+    """Right drafts are accepted, wrong ones cost nothing but passes; the stream is the same."""
+    said = target_tokens(PROMPT, 24)
+    guess = said[:12] if is_right else [(token + 1) % 300 for token in said[:12]]
+    gate = StepGate()
+    with (
+        serve_fake(gate=gate, config=EngineConfig(policy=Policy.VERIFY)) as server,
+        httpx.Client(base_url=server.url) as client,
+        client.stream("POST", "/v1/sessions", json=body(patience_ms=0)) as response,
+    ):
+        events = read_events(response)
+        opened = next(events)
+        assert isinstance(opened, SessionOpen)
+        answer = client.post(f"/v1/sessions/{opened.session}/drafts", json={"base": 0, "paths": [guess]})
+        assert (answer.status_code, answer.content) == (204, b"")
+        gate.open()
+        *commits, end = list(events)
+    assert isinstance(end, SessionEnd)
+    assert [token for commit in commits if isinstance(commit, Commit) for token in commit.tokens] == said
+    if is_right:
+        assert end.usage.accepted_prediction_tokens > 0 and end.usage.target_passes < 24
+    else:
+        assert end.usage.accepted_prediction_tokens == 0
+
+
+def test_drafts_that_are_refused_leave_the_session_unharmed() -> None:
+    """Drafts that are stale, ahead of the commits or outside the vocabulary get their own errors; the text goes on."""
+    gate = StepGate()
+    said = target_tokens(PROMPT, 24)
+    with (
+        serve_fake(gate=gate) as server,
+        httpx.Client(base_url=server.url) as client,
+        client.stream("POST", "/v1/sessions", json=body(patience_ms=0)) as response,
+    ):
+        gate.allow(3)
+        events = read_events(response)
+        opened = next(events)
+        assert isinstance(opened, SessionOpen)
+        seen: list[int] = []
+        while len(seen) < 3:
+            commit = next(events)
+            assert isinstance(commit, Commit)
+            seen += commit.tokens
+        url = f"/v1/sessions/{opened.session}/drafts"
+        wrong = [(said[0] + 1) % 300, 1, 2, 3, 4]
+        for draft, status, code in (
+            ({"base": 0, "paths": [wrong]}, 409, "stale_draft"),
+            ({"base": 50, "paths": [[1]]}, 400, "draft_ahead"),
+            ({"base": 3, "paths": [[300]]}, 400, "token_out_of_range"),
+            ({"base": 3, "paths": [[-1]]}, 400, "invalid_parameter"),
+            ({"base": 3, "paths": []}, 400, "invalid_parameter"),
+            ({"base": 3, "paths": [[1] * 65]}, 400, "invalid_parameter"),
+            ({"base": 3, "paths": [[1]], "epoch": 1}, 400, "invalid_parameter"),
+        ):
+            answer = client.post(url, json=draft)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), draft
+        assert client.post(url, content=b'{"base":3,').json()["error"]["code"] == "malformed_json"
+        gate.open()
+        for event in events:
+            if isinstance(event, Commit):
+                seen += event.tokens
+    assert seen == said
+
+
+def test_delete_ends_a_session() -> None:
+    """DELETE answers 204, the stream ends with "cancelled", and then the session is unknown."""
+    gate = StepGate()
+    with (
+        serve_fake(gate=gate) as server,
+        httpx.Client(base_url=server.url) as client,
+        client.stream("POST", "/v1/sessions", json=body(max_tokens=4000)) as response,
+    ):
+        gate.allow(2)
+        events = read_events(response)
+        opened = next(events)
+        assert isinstance(opened, SessionOpen)
+        assert client.delete(f"/v1/sessions/{opened.session}").status_code == 204
+        gate.open()
+        *_, end = events
+        assert isinstance(end, SessionEnd) and end.reason == "cancelled"
+        assert client.delete(f"/v1/sessions/{opened.session}").json()["error"]["code"] == "unknown_session"
+        server.wait_until(server.is_empty)
+
+
+@pytest.mark.parametrize(
+    ("path", "request_body"),
+    [
+        ("/v1/sessions", b'{"prompt":[1,2],"max_tokens":4000,"ignore_eos":true}'),
+        ("/v1/completions", b'{"prompt":"a","max_tokens":4000,"ignore_eos":true}'),
+        ("/v1/completions", b'{"prompt":["a","b"],"max_tokens":4000,"ignore_eos":true,"stream":true}'),
+        ("/v1/chat/completions", b'{"messages":[{"role":"user","content":"a"}],"ignore_eos":true,"stream":true}'),
+        # A prompt of several chunks, so that there are steps left to be spared.
+        ("/v1/verify", b'{"items":[{"prefix":[%s]}]}' % b",".join([b"9"] * 1000)),
+    ],
+)
+def test_a_client_that_leaves_frees_what_it_held(path: str, request_body: bytes) -> None:
+    """When the connection goes, the sequences end, blocks and places are back, and the server serves on."""
+    gate = StepGate()
+    with serve_fake(gate=gate) as server, httpx.Client(base_url=server.url) as client:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(request_body)}\r\n\r\n"
+            connection.sendall(head.encode() + request_body)
+            server.wait_until(lambda: server.core.engine.stats().running > 0)
+            assert not server.is_empty()
+        server.wait_until(lambda: not server.server.server_state.tasks)
+        gate.open()
+        server.wait_until(server.is_empty)
+        assert server.core.engine.stats().committed_total < 10
+        assert run_session(client, body()).tokens == target_tokens(PROMPT, 24)
+
+
+def test_silence_on_a_stream_is_filled_with_comments() -> None:
+    """While nothing is committed, comments keep the stream alive, and readers skip them."""
+    gate = StepGate()
+    with (
+        serve_fake(ServerSettings(keep_alive_s=0.01), gate=gate) as server,
+        httpx.Client(base_url=server.url) as client,
+        client.stream("POST", "/v1/sessions", json=body()) as response,
+    ):
+        lines = response.iter_lines()
+        assert next(lines).startswith('data: {"type":"open"')
+        assert next(line for line in lines if line) == ":"
+        gate.open()
+        tokens = [token for line in lines if '"base"' in line for token in _tokens(line)]
+    assert tokens == target_tokens(PROMPT, 24)
+
+
+def _tokens(line: str) -> list[int]:
+    commit = Commit.model_validate_json(line.removeprefix("data: "))
+    return commit.tokens
+
+
+def test_a_failing_model_ends_its_session_only() -> None:
+    """NaN logits end the session with an error that tells nothing of the inside; others go on."""
+    from outrider.models.runtimes.fake import FakeBatchRuntime
+
+    runtime = FakeBatchRuntime(vocab_size=300, fail_on_token=299)
+    with serve_fake(runtime=runtime) as server, httpx.Client(base_url=server.url) as client:
+        failed = run_session(client, body(prompt=[1, 299]))
+        assert failed.end.reason == "error" and failed.end.error is not None
+        assert failed.end.error.code == "model_fault" and failed.end.error.type == "server_error"
+        answer = client.post("/v1/completions", json={"prompt": [1, 299]})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "model_fault")
+        assert "position" not in answer.text
+        assert 299 not in target_tokens(PROMPT, 24)
+        assert run_session(client, body()).tokens == target_tokens(PROMPT, 24)
+        server.wait_until(server.is_empty)
+
+
+def test_many_sessions_at_once_stay_apart(server: FakeServer, client: httpx.Client) -> None:
+    """Sessions that share steps each get their own text."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    prompts = [[n + 1, 2 * n + 1, 40] for n in range(12)]
+    with ThreadPoolExecutor(12) as pool:
+        told = list(pool.map(lambda prompt: run_session(client, body(prompt=prompt)), prompts))
+    assert [one.tokens for one in told] == [target_tokens(prompt, 24) for prompt in prompts]
+    server.wait_until(server.is_empty)

@@ -1,0 +1,181 @@
+"""/v1/verify over real HTTP: batches, bad items among good ones, held prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from tests.serving import FakeServer, serve_fake, target_tokens
+
+from outrider.cloud.protocol import VerifyAnswer, VerifyResult
+from outrider.models.sampling import SamplingParams
+
+PREFIX = [5, 17, 99, 3]
+SAMPLED = {"temperature": 0.9, "seed": 11}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with serve_fake() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: FakeServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url) as opened:
+        yield opened
+
+
+def verify(client: httpx.Client, *items: Any) -> list[VerifyResult]:
+    answer = client.post("/v1/verify", json={"items": items})
+    assert answer.status_code == 200, answer.text
+    return VerifyAnswer.model_validate_json(answer.content).results
+
+
+@pytest.mark.parametrize("params", [{}, SAMPLED])
+@pytest.mark.parametrize("num_right", [0, 3, 5])
+def test_an_item_gets_its_accepted_drafts_and_one_more(
+    client: httpx.Client, params: dict[str, Any], num_right: int
+) -> None:
+    """The tokens are the accepted drafts and the target's own next one."""
+    said = target_tokens(PREFIX, 6, SamplingParams(**params))
+    draft = said[:5]
+    if num_right < 5:
+        draft[num_right] = (draft[num_right] + 1) % 300
+    (result,) = verify(client, {"prefix": PREFIX, "draft": draft} | params)
+    assert result.accepted == num_right
+    assert result.tokens == said[: num_right + 1]
+    assert result.finish_reason is None and result.error is None
+
+
+def test_greedy_is_temperature_zero(client: httpx.Client) -> None:
+    """The rule "greedy" overrides the temperature."""
+    (result,) = verify(client, {"prefix": PREFIX, "rule": "greedy"} | SAMPLED)
+    assert result.tokens == target_tokens(PREFIX, 1)
+
+
+def test_one_bad_item_fails_alone(client: httpx.Client) -> None:
+    """Every kind of bad item has its own error, and the good ones beside it are answered."""
+    too_long = [1] * 5000
+    good = {"prefix": PREFIX, "draft": target_tokens(PREFIX, 2)}
+    results = verify(
+        client,
+        good,
+        {"prefix": [300]},
+        {"prefix": PREFIX, "draft": [5, 301]},
+        {"prefix": PREFIX, "temperature": -1},
+        {"prefix": PREFIX, "temperature": 0.00001},
+        {"prefix": PREFIX, "top_p": 0},
+        {"prefix": []},
+        {"prefix": too_long},
+        {"prefix": PREFIX, "prefix_hash": "00" * 16},
+        {"prefix": PREFIX, "stop_ids": [300]},
+        {"prefix": PREFIX, "unknown": 1},
+        "not an item",
+        good,
+    )
+    codes = [result.error.code if result.error else None for result in results]
+    assert codes == [
+        None,
+        "token_out_of_range",
+        "token_out_of_range",
+        "invalid_parameter",
+        "invalid_parameter",
+        "invalid_parameter",
+        "empty_prompt",
+        "context_length_exceeded",
+        "prefix_not_held",
+        "token_out_of_range",
+        "invalid_parameter",
+        "invalid_parameter",
+        None,
+    ]
+    assert results[3].error is not None and results[3].error.param == "items.3.temperature"
+    assert results[0].tokens == results[-1].tokens == target_tokens(PREFIX, 3)
+
+
+def test_not_a_number_fails_its_item_only(client: httpx.Client) -> None:
+    """The literal NaN, which JSON libraries write, is refused for its item."""
+    body = b'{"items":[{"prefix":[1],"temperature":NaN},{"prefix":[1],"min_p":Infinity},{"prefix":[5,17,99,3]}]}'
+    results = VerifyAnswer.model_validate_json(client.post("/v1/verify", content=body).content).results
+    assert [result.error.param if result.error else None for result in results] == [
+        "items.0.temperature",
+        "items.1.min_p",
+        None,
+    ]
+    assert results[2].tokens == target_tokens(PREFIX, 1)
+
+
+def test_a_held_prefix_is_continued_by_its_hash(client: httpx.Client) -> None:
+    """An answer's prefix_hash stands for the prefix and the answer's tokens; it is good once."""
+    said = target_tokens(PREFIX, 10)
+    (first,) = verify(client, {"prefix": PREFIX, "draft": said[:4]})
+    assert first.prefix_hash is not None and first.tokens == said[:5]
+    (second,) = verify(client, {"prefix_hash": first.prefix_hash, "draft": said[5:8]})
+    assert second.tokens == said[5:9] and second.accepted == 3
+
+
+def test_a_lone_miss_is_a_409(client: httpx.Client) -> None:
+    """When all items fail with one status, that is the answer's, with the error in both places."""
+    answer = client.post("/v1/verify", json={"items": [{"prefix_hash": "00" * 16, "prefix": [1]}]})
+    assert answer.status_code == 409
+    assert answer.json()["error"]["code"] == answer.json()["results"][0]["error"]["code"] == "prefix_not_held"
+    assert "tokens" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "param"),
+    [
+        (b'{"items":[]}', "invalid_parameter", "items"),
+        (b"{}", "invalid_parameter", "items"),
+        (b'{"items":[{"prefix":[1]}],"more":1}', "invalid_parameter", "more"),
+        (b'{"items":[{"prefix":[1]}', "malformed_json", None),
+        (b"", "malformed_json", None),
+        (b"[1]", "invalid_parameter", "body"),
+    ],
+)
+def test_a_bad_envelope_fails_the_call(client: httpx.Client, body: bytes, code: str, param: str | None) -> None:
+    """What is wrong outside the items is wrong for all."""
+    answer = client.post("/v1/verify", content=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, code, param)
+
+
+def test_ends_are_told(client: httpx.Client) -> None:
+    """stop, length and context, each where it applies; no reason when it is only the pass that ended."""
+    said = target_tokens(PREFIX, 5)
+    longest = 4096
+    results = verify(
+        client,
+        {"prefix": PREFIX, "draft": said[:4], "stop_ids": [said[2]]},
+        {"prefix": PREFIX, "draft": said[:4], "max_tokens": 2},
+        {"prefix": [7] * (longest - 1)},
+        {"prefix": PREFIX, "draft": said[:4]},
+    )
+    assert [result.finish_reason for result in results] == ["stop", "length", "context", None]
+    assert results[0].tokens == said[: said.index(said[2]) + 1]
+    assert results[1].tokens == said[:2]
+
+
+def test_concurrent_calls_are_answered_each(client: httpx.Client, server: FakeServer) -> None:
+    """Calls at once, of several items each, get their own results in their order."""
+
+    def call(n: int) -> list[list[int]]:
+        return [result.tokens for result in verify(client, *({"prefix": [n + 1, k + 1]} for k in range(5)))]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(call, range(8)))
+    assert found == [[target_tokens([n + 1, k + 1], 1) for k in range(5)] for n in range(8)]
+    server.wait_until(lambda: server.core.engine.stats().running == 0)
+
+
+def test_another_tokenizer_is_refused(client: httpx.Client, server: FakeServer) -> None:
+    """A call of an agent with another tokenizer is a 409; its own fingerprint is fine."""
+    items = [{"prefix": [1]}]
+    answer = client.post("/v1/verify", json={"items": items, "tokenizer": "f" * 64})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "tokenizer_mismatch")
+    own = server.core.model.tokenizer.fingerprint
+    assert client.post("/v1/verify", json={"items": items, "tokenizer": own}).status_code == 200
