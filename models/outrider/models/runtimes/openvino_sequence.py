@@ -41,12 +41,14 @@ class OpenVinoSequenceRuntime:
         self._past = np.zeros(1, np.int32)
         self._begins = np.zeros(2, np.int32)
         self._context = np.zeros((), np.int32)
+        # Kept, although nothing here reads them: the request holds their memory, not the arrays themselves.
+        self._table = np.arange(num_blocks, dtype=np.int32), np.array([0, num_blocks], np.int32)
         for name, array in (
             ("past_lens", self._past),
             ("subsequence_begins", self._begins),
             ("max_context_len", self._context),
-            ("block_indices", np.arange(num_blocks, dtype=np.int32)),
-            ("block_indices_begins", np.array([0, num_blocks], np.int32)),
+            ("block_indices", self._table[0]),
+            ("block_indices_begins", self._table[1]),
         ):
             self._request.set_tensor(name, shared_tensor(array))
 
