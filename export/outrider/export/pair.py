@@ -93,7 +93,9 @@ def _measure(
     ids = [source.tokenizer.encode(text) for text in texts]
     with (
         closing(open_draft(draft.directory, draft.options.runtime_options)) as draft_runtime,
-        closing(open_target(target.directory, target.options.format, target.options.runtime_options)) as target_runtime,
+        closing(
+            open_target(target.directory, target.options.runtime, target.options.runtime_options)
+        ) as target_runtime,
     ):
         return tuple(
             measure_acceptance(

@@ -50,6 +50,7 @@ PRECISIONS: Final[dict[tuple[Role, RuntimeName], tuple[Precision, ...]]] = {
 }
 """What can be made, the default first."""
 
+_TORCH_DTYPES: Final = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 _PACKAGES: Final = ("openvino", "optimum-intel", "nncf", "torch", "transformers")
 
 
@@ -95,7 +96,8 @@ class ExportOptions:
     @property
     def runtime_options(self) -> RuntimeOptions:
         """How the check opens the result."""
-        return RuntimeOptions(num_threads=self.num_threads)
+        dtype = {"dtype": _TORCH_DTYPES[self.resolved_precision]} if self.runtime == "torch" else {}
+        return RuntimeOptions(num_threads=self.num_threads, properties=dtype)
 
 
 class StagedExport:
@@ -148,14 +150,15 @@ def stage_export(
         if options.widen_mb is not None:
             progress(StageEvent(options.role, "widen"))
             widened = widen(source.path, work / "widened", options.widen_mb)
-            source = replace(widened, name=source.name, revision=source.revision)
+            # The widened files go away before the manifest is written; names and tokenizer are the original's anyway.
+            source = replace(widened, name=source.name, revision=source.revision, tokenizer=source.tokenizer)
         reference = _build(source, writer.directory, work, options, progress)
         shutil.rmtree(work)
         progress(StageEvent(options.role, "check"))
         parity = check_export(
             writer.directory,
             role=options.role,
-            format=options.format,
+            runtime=options.runtime,
             precision=options.resolved_precision,
             reference=reference,
             options=options.runtime_options,

@@ -9,46 +9,43 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.parity import ParityReference, check_parity
-from outrider.models.manifest import Format, Parity, Precision, Role
+from outrider.models.manifest import Parity, Precision, Role
+from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
 from outrider.models.telemetry import disable_openvino_telemetry
 
 
-class _RowsRuntime(SequenceRuntime, Protocol):
-    def extend_rows(self, tokens: Sequence[int]) -> NDArray[np.float32]: ...
+class RowsRuntime(SequenceRuntime, Protocol):
+    """A `SequenceRuntime` that can give the logits after every new token, as a check needs them."""
+
+    def extend_rows(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """As `extend`: [len(tokens), vocab_size] float32."""
+        ...
 
 
-def open_draft(path: Path, options: RuntimeOptions) -> _RowsRuntime:
-    """The draft of directory `path`, in OpenVINO."""
+def open_draft(path: Path, options: RuntimeOptions) -> RowsRuntime:
+    """The draft of directory `path`. Raises as `open_sequence_runtime` does."""
     disable_openvino_telemetry()
-    from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
-
-    return OpenVinoSequenceRuntime(path, options)
+    return cast(RowsRuntime, open_sequence_runtime("openvino", path, options))
 
 
-def open_target(path: Path, format: Format, options: RuntimeOptions) -> BatchRuntime:
-    """The target of directory `path`, in OpenVINO or torch as its format says."""
-    if format == "safetensors":
-        from outrider.models.runtimes.torch_paged import TorchPagedRuntime
-
-        return TorchPagedRuntime(path, options)
+def open_target(path: Path, kind: str, options: RuntimeOptions) -> BatchRuntime:
+    """The target of directory `path`, in the runtime named `kind`. Raises as `open_batch_runtime` does."""
     disable_openvino_telemetry()
-    from outrider.models.runtimes.openvino_paged import OpenVinoPagedRuntime
-
-    return OpenVinoPagedRuntime(path, options)
+    return open_batch_runtime(kind, path, options)
 
 
 def check_export(
     path: Path,
     *,
     role: Role,
-    format: Format,
+    runtime: str,
     precision: Precision,
     reference: ParityReference,
     options: RuntimeOptions,
@@ -56,19 +53,15 @@ def check_export(
     """The parity check of the files in `path`. Raises ExportError if they fail it."""
     if role == "draft":
         with closing(open_draft(path, options)) as draft:
-            return check_parity(SequenceSteps(draft), reference, precision, _class_name(draft))
-    with closing(open_target(path, format, options)) as target:
-        return check_parity(BatchSteps(target), reference, precision, _class_name(target))
-
-
-def _class_name(runtime: object) -> str:
-    return type(runtime).__name__
+            return check_parity(SequenceSteps(draft), reference, precision, type(draft).__name__)
+    with closing(open_target(path, runtime, options)) as target:
+        return check_parity(BatchSteps(target), reference, precision, type(target).__name__)
 
 
 class SequenceSteps:
     """Steps on a `SequenceRuntime` that can give every row."""
 
-    def __init__(self, runtime: _RowsRuntime) -> None:
+    def __init__(self, runtime: RowsRuntime) -> None:
         self._runtime = runtime
 
     def run(self, tokens: Sequence[int]) -> NDArray[np.float32]:

@@ -1,0 +1,192 @@
+"""Streaming detokenization: whole characters only, and together exactly the decoded text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.tiny_models import make_tiny_tokenizer
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from outrider.models.errors import TokenizerError
+from outrider.models.tokenizer import Tokenizer
+
+TEXTS = st.text(
+    alphabet=st.one_of(st.sampled_from("aeiou \n\t.,()'é中文日本語😀👩‍🚀🇳🇴"), st.characters(codec="utf-8")), max_size=40
+)
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def make_byte_level(directory: Path) -> None:
+    """As Qwen and Llama 3: every byte is in the vocabulary."""
+    make_tiny_tokenizer(directory, special_tokens=("<|end|>", "<|日本|>"))
+
+
+def make_byte_fallback(directory: Path) -> None:
+    """As Llama 2: pieces with a mark for spaces, bytes for whatever is not in the vocabulary."""
+    words = ["▁", "▁the", "a", "e", "i", "o", "u", "t", "h", "▁a", "é", "中", "\n", "."]
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    vocab |= {word: len(vocab) + i for i, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(
+            vocab=vocab,
+            merges=[("▁", "a")],
+            byte_fallback=True,
+            unk_token="<unk>",
+            fuse_unk=True,
+        )
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    directory.mkdir(parents=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def make_metaspace(directory: Path) -> None:
+    """As T5: a decoder that this package asks the library for, window by window."""
+    pieces = [
+        ("<unk>", 0.0),
+        ("▁", -2.0),
+        ("▁the", -3.0),
+        ("a", -3.5),
+        ("b", -3.6),
+        ("é", -4.0),
+        ("日", -4.0),
+        ("😀", -5.0),
+    ]
+    tokenizer = tokenizers.Tokenizer(models.Unigram(pieces, 0, False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    directory.mkdir(parents=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+MAKERS: dict[str, Callable[[Path], None]] = {
+    "byte-level": make_byte_level,
+    "byte-fallback": make_byte_fallback,
+    "metaspace": make_metaspace,
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    root = tmp_path_factory.mktemp("detokenizers")
+    for name, make in MAKERS.items():
+        make(root / name)
+    return {name: Tokenizer.from_dir(root / name) for name in MAKERS}
+
+
+@pytest.fixture(params=sorted(MAKERS))
+def tokenizer(request: pytest.FixtureRequest, loaded: dict[str, Tokenizer]) -> Tokenizer:
+    return loaded[request.param]
+
+
+def library_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """What the `tokenizers` library itself makes of the ids."""
+    path = tokenizer._directory / "tokenizer.json"
+    text: str = tokenizers.Tokenizer.from_file(str(path)).decode(list(ids), skip_special_tokens=True)
+    return text
+
+
+def stream(tokenizer: Tokenizer, ids: Sequence[int], **options: Any) -> list[str]:
+    """The pieces, one a token, then what `flush` gives."""
+    detokenizer = tokenizer.detokenizer(**options)
+    return [*(detokenizer.push(index) for index in ids), detokenizer.flush()]
+
+
+@given(text=TEXTS)
+def test_pieces_of_real_text_are_that_text(loaded: dict[str, Tokenizer], text: str) -> None:
+    """For every kind of decoder: concatenation, decode and the library agree, and nothing is shown by halves."""
+    for tokenizer in loaded.values():
+        ids = tokenizer.encode(text)
+        pieces = stream(tokenizer, ids)
+        assert "".join(pieces) == tokenizer.decode(ids) == library_text(tokenizer, ids)
+        if REPLACEMENT not in text:
+            assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+@given(data=st.data())
+def test_any_ids_byte_level_are_decoded_as_the_library_does(loaded: dict[str, Tokenizer], data: st.DataObject) -> None:
+    """Broken bytes included: a sampled model says anything."""
+    tokenizer = loaded["byte-level"]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.size + 5), max_size=30))
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids) == library_text(tokenizer, ids)
+
+
+@given(data=st.data(), cut=st.integers(0, 30))
+def test_how_ids_are_grouped_makes_no_difference(loaded: dict[str, Tokenizer], data: st.DataObject, cut: int) -> None:
+    """Commits arrive several tokens at a time."""
+    for tokenizer in loaded.values():
+        ids = data.draw(st.lists(st.integers(0, tokenizer.size - 1), max_size=30))
+        detokenizer = tokenizer.detokenizer()
+        text = detokenizer.push(ids[:cut]) + detokenizer.push(ids[cut:]) + detokenizer.flush()
+        assert text == tokenizer.decode(ids)
+
+
+@given(prompt=TEXTS.filter(bool), data=st.data())
+def test_text_after_a_prompt_goes_on_where_the_prompt_ended(
+    loaded: dict[str, Tokenizer], prompt: str, data: st.DataObject
+) -> None:
+    """With the prompt as context, prompt and pieces together are the decoded whole."""
+    for tokenizer in loaded.values():
+        before = tokenizer.encode(prompt)
+        after = data.draw(st.lists(st.integers(0, tokenizer.size - 1), max_size=12))
+        pieces = stream(tokenizer, after, context=before)
+        assert tokenizer.decode(before) + "".join(pieces) == tokenizer.decode([*before, *after])
+
+
+def test_a_character_of_four_tokens_appears_with_its_last(tokenizer: Tokenizer) -> None:
+    """An emoji outside the vocabulary is bytes; nothing is shown before the last of them."""
+    ids = tokenizer.encode("😀")
+    pieces = stream(tokenizer, ids)
+    assert "".join(pieces).strip() == "😀"
+    assert [piece for piece in pieces if piece.strip()] == ["😀"]
+
+
+def test_a_leading_space_is_dropped_at_the_start_only(loaded: dict[str, Tokenizer]) -> None:
+    """SentencePiece marks the first word with a space that the text does not have; after a prompt it has."""
+    tokenizer = loaded["byte-fallback"]
+    ids = tokenizer.encode("a")
+    assert "".join(stream(tokenizer, ids)) == "a"
+    assert "".join(stream(tokenizer, ids, context=ids)) == " a"
+
+
+def test_text_cut_inside_a_character_ends_in_a_replacement(tokenizer: Tokenizer) -> None:
+    """What flush gives is what decode gives."""
+    ids = tokenizer.encode("a😀")[:-1]
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_padding_ids_leave_no_text_and_negative_ones_are_refused(tokenizer: Tokenizer) -> None:
+    """A model's embedding may be wider than its tokenizer."""
+    assert tokenizer.decode([tokenizer.size, tokenizer.size + 1, 1 << 40]) == ""
+    with pytest.raises(TokenizerError, match="negative"):
+        tokenizer.detokenizer().push(-1)
+
+
+def test_a_broken_byte_run_keeps_its_whole_characters(loaded: dict[str, Tokenizer]) -> None:
+    """Where the library would replace a run of bytes as a whole, only the bytes that are no character are replaced."""
+    tokenizer = loaded["byte-fallback"]
+    ids = [3 + byte for byte in "é".encode() + b"\xff"]
+    assert tokenizer.decode(ids) == "é" + REPLACEMENT
+    assert library_text(tokenizer, ids) == REPLACEMENT * 3
+
+
+def test_unusual_decoders_fall_back_to_the_library(loaded: dict[str, Tokenizer], tmp_path: Path) -> None:
+    """A decoder with a step that this package does not know is the library's business."""
+    source = loaded["byte-fallback"]._directory / "tokenizer.json"
+    raw = json.loads(source.read_text(encoding="utf-8"))
+    raw["decoder"]["decoders"].insert(0, {"type": "Replace", "pattern": {"String": "a"}, "content": "A"})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw), encoding="utf-8")
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    ids = tokenizer.encode("the a 中")
+    assert tokenizer.decode(ids) == library_text(tokenizer, ids) == "the A 中"

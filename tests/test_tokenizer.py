@@ -1,0 +1,195 @@
+"""Tokenizers: encoding, end tokens, chat templates, and the fingerprint by which draft and target are matched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.tiny_models import make_tiny_tokenizer
+
+from outrider.models.errors import TokenizerError, TokenizerMismatch
+from outrider.models.tokenizer import Tokenizer, first_difference, require_same_tokenizer
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% generation %}[{{ m.role }}] {{ m.content }}\n{% endgeneration %}"
+    "{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "plain"
+    make_tiny_tokenizer(path)
+    return path
+
+
+def edited(source: Path, target: Path, edit: Callable[[dict[str, Any]], None], **dump: Any) -> Tokenizer:
+    """A copy of the tokenizer whose tokenizer.json went through `edit`."""
+    target.mkdir()
+    raw = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+    edit(raw)
+    (target / "tokenizer.json").write_text(json.dumps(raw, **dump), encoding="utf-8")
+    return Tokenizer.from_dir(target)
+
+
+def with_template(directory: Path, template: Any) -> Tokenizer:
+    """The tokenizer with a template in tokenizer_config.json."""
+    make_tiny_tokenizer(directory)
+    config = {"chat_template": template, "bos_token": "<s>", "eos_token": {"content": "<|end|>", "lstrip": False}}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return Tokenizer.from_dir(directory)
+
+
+def test_text_survives_encoding_and_decoding(directory: Path) -> None:
+    """Any text, special characters included, comes back."""
+    tokenizer = Tokenizer.from_dir(directory)
+    text = "def f(x):\n\treturn 'naïve 東京 😀'  # \x00"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_special_tokens_are_skipped_unless_asked_for(directory: Path) -> None:
+    """A generated end token is not text."""
+    tokenizer = Tokenizer.from_dir(directory)
+    ids = [*tokenizer.encode("def"), 0]
+    assert tokenizer.decode(ids) == "def"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "def<|end|>"
+
+
+def test_end_tokens_come_from_every_file_that_names_some(directory: Path, tmp_path: Path) -> None:
+    """generation_config may list several, config.json one, tokenizer_config one by its spelling."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in directory.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    (copy / "generation_config.json").write_text('{"eos_token_id": [7, 5]}', encoding="utf-8")
+    (copy / "config.json").write_text('{"eos_token_id": 9}', encoding="utf-8")
+    assert Tokenizer.from_dir(copy).eos_token_ids == (0, 5, 7, 9)
+    assert Tokenizer.from_dir(directory).eos_token_ids == (0,)
+    assert Tokenizer.from_dir(directory).bos_token_id is None
+
+
+def test_truncation_in_the_file_does_not_cut_prompts(directory: Path, tmp_path: Path) -> None:
+    """Training leftovers in tokenizer.json must not shorten what users send."""
+
+    def truncate(raw: dict[str, Any]) -> None:
+        raw["truncation"] = {"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+
+    tokenizer = edited(directory, tmp_path / "cut", truncate)
+    assert len(tokenizer.encode("a b c d e f g h")) > 3
+
+
+@pytest.mark.parametrize("content", [None, "not json", "[]", '{"model": {}}'])
+def test_an_unusable_file_is_a_clear_error(tmp_path: Path, content: str | None) -> None:
+    """Missing, broken and foreign files are refused, and the file is named."""
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content, encoding="utf-8")
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        Tokenizer.from_dir(tmp_path)
+
+
+def test_a_chat_template_renders_as_in_transformers(tmp_path: Path) -> None:
+    """Special tokens by name, the generation tag, tojson without HTML escapes."""
+    tokenizer = with_template(tmp_path, TEMPLATE)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "1 < 2"}], tools=[{"name": "<é>"}])
+    assert text == '<s>[user] 1 < 2\n[{"name": "<é>"}]\n[assistant]'
+    assert tokenizer.has_chat_template
+
+
+def test_a_template_file_wins_and_named_templates_are_chosen_by_use(tmp_path: Path) -> None:
+    """tool_use is taken when tools are given, default otherwise; chat_template.jinja replaces both."""
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    tokenizer = with_template(tmp_path, named)
+    assert tokenizer.apply_chat_template([]) == "plain"
+    assert tokenizer.apply_chat_template([], tools=[{}]) == "tools"
+    (tmp_path / "chat_template.jinja").write_text("file", encoding="utf-8")
+    assert Tokenizer.from_dir(tmp_path).apply_chat_template([]) == "file"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{% if %}",
+        "{{ messages[0]['role']['x'].y }}",
+    ],
+)
+def test_a_hostile_or_broken_template_is_an_error_and_nothing_else(tmp_path: Path, template: str) -> None:
+    """Templates come with models: they may refuse, but neither reach into Python nor end the server."""
+    tokenizer = with_template(tmp_path, template)
+    with pytest.raises(TokenizerError, match="template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_a_model_without_template_says_so(directory: Path) -> None:
+    """The error tells what to do instead."""
+    tokenizer = Tokenizer.from_dir(directory)
+    assert not tokenizer.has_chat_template
+    with pytest.raises(TokenizerError, match="no chat template"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+
+
+def test_the_fingerprint_ignores_how_the_file_is_written(directory: Path, tmp_path: Path) -> None:
+    """Key order, indentation, both spellings of merges, absent or false switches, offsets."""
+
+    original = Tokenizer.from_dir(directory)
+    raw = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    raw["model"]["merges"] = [" ".join(merge) for merge in raw["model"]["merges"]]
+    raw["model"]["fuse_unk"] = None
+    raw["decoder"]["trim_offsets"] = not raw["decoder"]["trim_offsets"]
+    path = tmp_path / "rewritten"
+    path.mkdir()
+    text = json.dumps(dict(reversed(raw.items())), indent=5)
+    (path / "tokenizer.json").write_text(text.replace('"fuse_unk": null,', ""), encoding="utf-8")
+    rewritten = Tokenizer.from_dir(path)
+    assert rewritten.fingerprint == original.fingerprint
+    assert first_difference(original, rewritten) is None
+    require_same_tokenizer(original, rewritten)
+
+
+def swap_entries(raw: dict[str, Any]) -> None:
+    """Exchanges the ids of two tokens."""
+    vocab = raw["model"]["vocab"]
+    first, second = (token for token, index in vocab.items() if index in (270, 271))
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+
+
+def swap_merges(raw: dict[str, Any]) -> None:
+    """Exchanges the ranks of two merges."""
+    merges = raw["model"]["merges"]
+    merges[3], merges[4] = merges[4], merges[3]
+
+
+def add_normalizer(raw: dict[str, Any]) -> None:
+    """Text is now normalized before it is split."""
+    raw["normalizer"] = {"type": "NFC"}
+
+
+def unmark_special(raw: dict[str, Any]) -> None:
+    """The end token now leaves text."""
+    raw["added_tokens"][0]["special"] = False
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (swap_entries, "vocabulary entry 270"),
+        (swap_merges, "merges entry 3"),
+        (add_normalizer, "settings.*normalizer.*NFC"),
+        (unmark_special, "added tokens entry 0"),
+    ],
+)
+def test_whatever_changes_ids_or_text_changes_the_fingerprint(
+    directory: Path, tmp_path: Path, edit: Callable[[dict[str, Any]], None], named: str
+) -> None:
+    """The refusal names both tokenizers and the first entry that differs."""
+    original = Tokenizer.from_dir(directory, name="the-draft")
+    other = edited(directory, tmp_path / "the-target", edit)
+    assert original.fingerprint != other.fingerprint
+    with pytest.raises(TokenizerMismatch, match=f"(?s)the-draft.*the-target.*{named}"):
+        require_same_tokenizer(original, other)
