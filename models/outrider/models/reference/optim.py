@@ -1,0 +1,119 @@
+"""Optimizers and schedules for training by wall clock: a stage is given minutes and decays its rates over them.
+
+Muon moves the weight matrices inside the layers, AdamW the embeddings and norms. Knows nothing of models beyond their
+named parameters, and nothing of data.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Peak learning rates and weight decay, the same for the whole stage."""
+
+    muon: float = 0.02
+    adamw: float = 3e-3
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    warmup: float = 0.04
+    """Share of the stage over which the rates rise linearly; afterwards they fall linearly to zero."""
+
+
+class MatrixOptimizer:
+    """Muon for two-dimensional weights except embeddings, AdamW for everything else, under one `step`."""
+
+    def __init__(self, model: nn.Module, rates: Rates) -> None:
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
+        for name, parameter in model.named_parameters():
+            is_matrix = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+            (matrices if is_matrix else others).append(parameter)
+        self.rates = rates
+        self._parameters = [*matrices, *others]
+        self._muon = torch.optim.Muon(matrices, lr=rates.muon, momentum=0.95, weight_decay=rates.weight_decay)
+        self._adamw = torch.optim.AdamW(others, lr=rates.adamw, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def step(self, scale: float) -> None:
+        """Clips the gradients, steps at `scale` times the peak rates, and clears the gradients."""
+        torch.nn.utils.clip_grad_norm_(self._parameters, self.rates.clip_norm)
+        for optimizer, rate in ((self._muon, self.rates.muon), (self._adamw, self.rates.adamw)):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * scale
+            optimizer.step()  # type: ignore[no-untyped-call]
+            optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, object]:
+        """Everything `load_state_dict` needs to go on from here."""
+        return {"muon": self._muon.state_dict(), "adamw": self._adamw.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        self._muon.load_state_dict(state["muon"])
+        self._adamw.load_state_dict(state["adamw"])
+
+
+@dataclass(slots=True)
+class Budget:
+    """A stage's wall clock: how much is used, carried across resumed runs."""
+
+    minutes: float
+    used_s: float = 0.0
+    _started: float = field(default_factory=time.monotonic)
+
+    def elapsed_s(self) -> float:
+        """Seconds used, those of earlier runs included."""
+        return self.used_s + time.monotonic() - self._started
+
+    def exclude(self, seconds: float) -> None:
+        """Does not count `seconds` (compilation, say) against the budget."""
+        self.used_s -= seconds
+
+    def progress(self) -> float:
+        """Share of the budget used, in [0, 1]."""
+        return min(1.0, self.elapsed_s() / (60.0 * self.minutes))
+
+
+def rate_scale(progress: float, warmup: float) -> float:
+    """The multiplier of the peak rates at `progress` in [0, 1]: up over `warmup`, then linearly down to zero."""
+    if progress < warmup:
+        return max(0.02, progress / warmup)
+    return max(0.0, (1.0 - progress) / (1.0 - warmup))
+
+
+class Average:
+    """An exponential moving average of a model's parameters, with a horizon that grows to `1 / (1 - decay)` steps."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self._steps = 0
+        self._shadow = [parameter.detach().clone() for parameter in model.parameters()]
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Moves the average towards the model's present parameters."""
+        self._steps += 1
+        decay = min(self.decay, self._steps / (self._steps + 10.0))
+        present: list[Tensor] = [parameter.detach() for parameter in model.parameters()]
+        torch._foreach_lerp_(self._shadow, present, 1.0 - decay)
+
+    @torch.no_grad()
+    def copy_to(self, model: nn.Module) -> None:
+        """Overwrites the model's parameters with the average."""
+        for parameter, shadow in zip(model.parameters(), self._shadow, strict=True):
+            parameter.copy_(shadow)
+
+    def state_dict(self) -> dict[str, object]:
+        """Everything `load_state_dict` needs to go on from here."""
+        return {"steps": self._steps, "shadow": self._shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        self._steps = state["steps"]
+        self._shadow = list(state["shadow"])

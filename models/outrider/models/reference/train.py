@@ -1,0 +1,145 @@
+"""Makes the reference pair from nothing: `python -m outrider.models.reference.train --work FOLDER`.
+
+Stages, each resumed from its checkpoint in the work folder or skipped when it is complete: `target`, `draft` (both
+next-token training), `pool` (text sampled from the target), `distill`, `package`. A stage is given minutes of wall
+clock (see `recipe`), so a slower machine makes a weaker pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+from transformers import PreTrainedModel
+
+from outrider.models.reference import distill, recipe, training_record
+from outrider.models.reference.corpus import Corpus, load_corpus
+from outrider.models.reference.data import encode_files
+from outrider.models.reference.package import save_model
+from outrider.models.reference.pretrain import Plan, pretrain
+from outrider.models.reference.prompts import cut_prompts
+from outrider.models.reference.rollout import Rollout
+from outrider.models.reference.vocabulary import train_tokenizer
+
+STAGES = ("target", "draft", "pool", "distill", "package")
+PASSAGE_TOKENS = 64
+PASSAGES_PER_FUNCTION = 0.5
+
+
+def say(line: str) -> None:
+    """A progress line, at once even into a file."""
+    print(line, flush=True)
+
+
+@dataclass
+class Workshop:
+    """The stages, the folder that they share, and the data that they compute when first needed."""
+
+    work: Path
+    output: Path
+    recipe: recipe.Recipe
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        return load_corpus()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return train_tokenizer(file.text for file in self.corpus.train)
+
+    @cached_property
+    def streams(self) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+        return (
+            encode_files(self.tokenizer, self.corpus.train, seed=recipe.DATA_SEED),
+            encode_files(self.tokenizer, self.corpus.heldout),
+        )
+
+    def target(self) -> None:
+        self._pretrain(recipe.new_target(), self.recipe.target, self.work / "target.pt")
+
+    def draft(self) -> None:
+        self._pretrain(recipe.new_draft(), self.recipe.draft, self.work / "draft.pt")
+
+    def _pretrain(self, model: PreTrainedModel, plan: Plan, checkpoint: Path) -> None:
+        pretrain(model, *self.streams, plan, checkpoint, say)
+
+    def pool(self) -> None:
+        path = self.work / "pool.pt"
+        if not path.exists():
+            teacher = load_weights(recipe.new_target(), self.work / "target.pt").to(torch.bfloat16)
+            pool = distill.sample_pool(teacher, self.rollout_prompts(), self.recipe.distillation, say)
+            torch.save(asdict(pool), path)
+
+    def rollout_prompts(self) -> list[list[int]]:
+        """Beginnings of training functions, and half as many random passages of the training stream."""
+        prompts = [
+            list(self.tokenizer.encode(prompt.text).ids)
+            for prompt in cut_prompts(self.corpus.train, lambda text: len(self.tokenizer.encode(text).ids))
+        ]
+        stream, _ = self.streams
+        random = np.random.default_rng(recipe.DISTILL_SEED)
+        count = int(PASSAGES_PER_FUNCTION * len(prompts))
+        for start in random.integers(len(stream) - PASSAGE_TOKENS, size=count):
+            prompts.append([int(token) for token in stream[start : start + PASSAGE_TOKENS]])
+        return prompts
+
+    def distill(self) -> None:
+        student = load_weights(recipe.new_draft(), self.work / "draft.pt")
+        pool = Rollout(**torch.load(self.work / "pool.pt", weights_only=True, mmap=True))
+        distill.distill(student, pool, self.recipe.distillation, self.work / "distill.pt", say)
+
+    def package(self) -> None:
+        distilled = self.work / "distill.pt"
+        draft = distilled if distilled.exists() else self.work / "draft.pt"
+        save_model(load_weights(recipe.new_target(), self.work / "target.pt"), self.tokenizer, self.output / "target")
+        save_model(load_weights(recipe.new_draft(), draft), self.tokenizer, self.output / "draft")
+        prompts = cut_prompts(self.corpus.heldout, lambda text: len(self.tokenizer.encode(text).ids))
+        write_json(self.output / "prompts.json", [asdict(prompt) for prompt in prompts])
+        write_json(self.output / "heldout.json", [asdict(file) for file in self.corpus.heldout])
+        write_json(
+            self.output / "training.json", training_record.collect(self.work, self.corpus, self.streams, self.recipe)
+        )
+
+
+def load_weights(model: PreTrainedModel, checkpoint: Path) -> PreTrainedModel:
+    """`model` with the weights that a stage left in `checkpoint`."""
+    if not checkpoint.exists():
+        raise SystemExit(f"{checkpoint} is missing: run the stage {checkpoint.stem!r} first")
+    model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
+    return model.eval()
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes `value` as indented JSON, replacing the file atomically."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def main() -> None:
+    """Runs the stages asked for, in order."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", nargs="*", choices=[*STAGES, []], help="default: all, in order")
+    parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints (2 GB)")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="where the pair is written")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiply every stage's minutes by this")
+    arguments = parser.parse_args()
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    workshop = Workshop(arguments.work, arguments.output, recipe.REFERENCE.scaled(arguments.scale))
+    runs: dict[str, Callable[[], None]] = {name: getattr(workshop, name) for name in STAGES}
+    for name in arguments.stages or STAGES:
+        say(f"== {name}")
+        runs[name]()
+
+
+if __name__ == "__main__":
+    main()

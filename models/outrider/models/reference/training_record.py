@@ -1,0 +1,94 @@
+"""What is known of a training run after it: `training.json`, from which the model card is rendered."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from outrider.models.reference import recipe
+from outrider.models.reference.corpus import Corpus
+from outrider.models.reference.distill import DistillPlan
+from outrider.models.reference.optim import Rates
+from outrider.models.reference.pretrain import Plan
+from outrider.models.reference.vocabulary import VOCABULARY_SIZE
+
+
+def collect(
+    work: Path, corpus: Corpus, streams: tuple[NDArray[np.uint16], NDArray[np.uint16]], plans: recipe.Recipe
+) -> dict[str, object]:
+    """Everything `card.render` needs: plain values, from the checkpoints in `work` where they were measured."""
+    stages = [_pretraining(name, plan, work, len(streams[0])) for name, plan in _pretrained(plans)]
+    if (work / "distill.pt").exists():
+        stages += _distillation(plans.distillation, work)
+    return {
+        "stages": stages,
+        "hardware": f"{os.cpu_count()} cores of {_processor()}, shared with other work",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "vocabulary": VOCABULARY_SIZE,
+        "contexts": " and ".join(str(length) for _, length in plans.target.phases),
+        "seeds": {
+            "data": recipe.DATA_SEED,
+            "target": recipe.TARGET_SEED,
+            "draft": recipe.DRAFT_SEED,
+            "distillation": recipe.DISTILL_SEED,
+        },
+        "distillation": asdict(plans.distillation),
+        "corpus": {
+            "python": platform.python_version(),
+            "fingerprint": corpus.fingerprint(),
+            "train_files": len(corpus.train),
+            "train_chars": sum(len(file.text) for file in corpus.train),
+            "train_tokens": len(streams[0]),
+            "heldout": [file.path for file in corpus.heldout],
+        },
+    }
+
+
+def _pretrained(plans: recipe.Recipe) -> list[tuple[str, Plan]]:
+    return [("target", plans.target), ("draft", plans.draft)]
+
+
+def _pretraining(name: str, plan: Plan, work: Path, stream_tokens: int) -> str:
+    state = _facts(work / f"{name}.pt")
+    contexts = " and ".join(str(length) for _, length in plan.phases)
+    return (
+        f"{name}, next-token training: {state['used_s'] / 60:.0f} minutes, {state['step']:,.0f} steps of "
+        f"{plan.tokens_per_step:,} tokens at context {contexts}, {state['tokens'] / stream_tokens:.1f} epochs; "
+        f"{_rates(plan.rates)}"
+    )
+
+
+def _distillation(plan: DistillPlan, work: Path) -> list[str]:
+    state = _facts(work / "distill.pt")
+    rows, steps = state["pool_rows"], state["step"]
+    return [
+        f"pool: {plan.pool_minutes:.0f} minutes, {rows:,.0f} rows of {plan.row_length} tokens sampled from the target",
+        f"distillation: {state['used_s'] / 60:.0f} minutes, {steps:,.0f} steps of {plan.rows_per_step} rows, "
+        f"{steps * plan.rows_per_step / rows:.1f} times over the pool; {_rates(plan.rates)}",
+    ]
+
+
+def _rates(rates: Rates) -> str:
+    return f"peak rates Muon {rates.muon}, AdamW {rates.adamw}; weight decay {rates.weight_decay}"
+
+
+def _facts(checkpoint: Path) -> dict[str, float]:
+    state = torch.load(checkpoint, weights_only=True)
+    return {name: float(value) for name, value in state.items() if isinstance(value, int | float)}
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
