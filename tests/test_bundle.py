@@ -1,0 +1,259 @@
+"""Bundles: whatever is wrong with one is found when it is opened, and writing one is all or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.tiny_models import make_tiny_tokenizer
+
+from outrider.models.bundle import Bundle
+from outrider.models.bundle_writer import BundleWriter
+from outrider.models.errors import BundleError
+from outrider.models.manifest import (
+    Architecture,
+    ExportReport,
+    FileEntry,
+    Manifest,
+    Parity,
+    ParityStage,
+    Source,
+)
+from outrider.models.tokenizer import Tokenizer
+
+
+def make_manifest(files: tuple[FileEntry, ...], fingerprint: str, name: str = "tiny") -> Manifest:
+    """A manifest such as an export writes, with invented numbers."""
+    stage = ParityStage(name="prefill", rows=4, max_delta=1e-6, scale=3.0, mean_kl=0.0, argmax_agreement=1.0)
+    parity = Parity(
+        runtime="Fake", max_relative_delta=1e-4, max_mean_kl=1e-6, min_argmax_agreement=0.9, stages=(stage,)
+    )
+    return Manifest(
+        name=name,
+        role="draft",
+        architecture=Architecture(
+            name="llama", layers=1, hidden_size=8, heads=2, kv_heads=1, head_size=4, intermediate_size=16,
+            vocab_size=320, tokenizer_size=300, max_positions=64, parameters=1000,
+        ),
+        format="openvino-ir",
+        runtime="openvino",
+        device="cpu",
+        precision="fp32",
+        tokenizer_fingerprint=fingerprint,
+        eos_token_ids=(0,),
+        source=Source(name=name, weights_sha256="0" * 64),
+        files=files,
+        report=ExportReport(size_bytes=1, parity=parity, versions={"outrider": "0"}),
+    )  # fmt: skip
+
+
+def write(destination: Path, name: str = "tiny", *, overwrite: bool = False) -> Bundle:
+    """A bundle with a tokenizer and a pretended IR."""
+    with BundleWriter(destination, overwrite=overwrite) as writer:
+        make_tiny_tokenizer(writer.directory)
+        (writer.directory / "openvino_model.xml").write_text("<net/>", encoding="utf-8")
+        (writer.directory / "openvino_model.bin").write_bytes(name.encode() * 100)
+        fingerprint = Tokenizer.from_dir(writer.directory).fingerprint
+        return writer.commit(make_manifest(writer.list_files(), fingerprint, name))
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    return write(tmp_path / "bundle").path
+
+
+def edit_manifest(bundle: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    """Changes manifest.json as somebody with an editor would."""
+    path = bundle / "manifest.json"
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    edit(raw)
+    path.write_text(json.dumps(raw), encoding="utf-8")
+
+
+def test_what_was_written_is_what_is_opened(bundle: Path) -> None:
+    """Manifest, model file and tokenizer come back, and the text of the manifest is stable."""
+    opened = Bundle.open(bundle)
+    assert opened.manifest.name == "tiny"
+    assert opened.model_file == bundle / "openvino_model.xml"
+    assert opened.tokenizer().decode([0]) == ""
+    assert opened.manifest.to_json() == (bundle / "manifest.json").read_text(encoding="utf-8")
+    assert Bundle.open(bundle).manifest.digest == opened.manifest.digest
+
+
+def test_the_same_files_give_the_same_manifest(tmp_path: Path) -> None:
+    """Nothing of the place or the time is in it."""
+    assert write(tmp_path / "a").manifest.to_json() == write(tmp_path / "sub" / "b").manifest.to_json()
+
+
+def test_a_missing_file_is_named(bundle: Path) -> None:
+    """So is what to do."""
+    (bundle / "tokenizer.json").unlink()
+    with pytest.raises(BundleError, match=r"tokenizer\.json is missing.*again"):
+        Bundle.open(bundle)
+
+
+def test_a_truncated_file_is_named(bundle: Path) -> None:
+    """A download that stopped early."""
+    path = bundle / "openvino_model.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(BundleError, match=r"openvino_model\.bin is truncated: 399 bytes.*400"):
+        Bundle.open(bundle)
+
+
+def test_one_flipped_bit_is_found_even_after_a_good_opening(bundle: Path) -> None:
+    """Remembering what was verified must not hide a later change."""
+    Bundle.open(bundle)
+    path = bundle / "openvino_model.bin"
+    data = bytearray(path.read_bytes())
+    data[200] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(BundleError, match=r"openvino_model\.bin is altered.*SHA-256"):
+        Bundle.open(bundle)
+    assert Bundle.open(bundle, verify=False).manifest.name == "tiny"
+
+
+def test_an_unchanged_file_is_hashed_once_a_process(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening gigabytes a second time costs nothing."""
+    Bundle.open(bundle)
+
+    def forbidden(path: Path) -> str:
+        raise AssertionError(f"{path} was hashed again")
+
+    monkeypatch.setattr("outrider.models.bundle.hash_file", forbidden)
+    Bundle.open(bundle)
+
+
+@pytest.mark.parametrize("name", ["modeling.py", "pytorch_model.bin", "weights.pt", "deep/inside.pkl", ".hidden.so"])
+def test_files_that_can_execute_are_refused(bundle: Path, name: str) -> None:
+    """Whether listed or not; an IR's own .bin is not one of them."""
+    (bundle / name).parent.mkdir(exist_ok=True)
+    (bundle / name).write_bytes(b"x")
+    with pytest.raises(BundleError, match=f"{name}.*execute code"):
+        Bundle.open(bundle)
+
+
+def test_a_file_that_no_hash_covers_is_refused(bundle: Path) -> None:
+    """An added chat template would change every prompt; a note to the reader changes nothing."""
+    (bundle / "NOTES.md").write_text("mine", encoding="utf-8")
+    Bundle.open(bundle)
+    (bundle / "chat_template.jinja").write_text("evil", encoding="utf-8")
+    with pytest.raises(BundleError, match=r"chat_template\.jinja is not in the manifest"):
+        Bundle.open(bundle)
+
+
+def test_a_link_out_of_the_bundle_is_refused(bundle: Path, tmp_path: Path) -> None:
+    """A bundle holds its own files."""
+    outside = tmp_path / "outside.bin"
+    (bundle / "openvino_model.bin").rename(outside)
+    (bundle / "openvino_model.bin").symlink_to(outside)
+    with pytest.raises(BundleError, match="symbolic link"):
+        Bundle.open(bundle)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda raw: raw.update(schema_version=2), "schema version 2, this Outrider reads 1"),
+        (lambda raw: raw.pop("schema_version"), "schema version None"),
+        (lambda raw: raw.update(surprise=1), "surprise: Extra inputs"),
+        (lambda raw: raw["architecture"].update(layers="1"), "architecture.layers"),
+        (lambda raw: raw["architecture"].update(tokenizer_size=321), "321 ids"),
+        (lambda raw: raw["files"][0].update(path="../escape.json"), "plain relative path"),
+        (lambda raw: raw["files"].append(raw["files"][0]), "twice"),
+        (lambda raw: raw.update(eos_token_ids=[320]), "outside the vocabulary"),
+    ],
+)
+def test_a_manifest_that_is_not_of_the_schema_is_refused(
+    bundle: Path, edit: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    """Unknown keys too: a reader that skips what it does not know might skip what matters."""
+    edit_manifest(bundle, edit)
+    with pytest.raises(BundleError, match=message):
+        Bundle.open(bundle)
+
+
+def test_a_tokenizer_that_the_manifest_does_not_know_is_refused(bundle: Path) -> None:
+    """The fingerprint is checked against the file, not believed."""
+    edit_manifest(bundle, lambda raw: raw.update(tokenizer_fingerprint="1" * 64))
+    with pytest.raises(BundleError, match="fingerprint"):
+        Bundle.open(bundle).tokenizer()
+
+
+def test_what_is_no_bundle_says_so(tmp_path: Path) -> None:
+    """A wrong path, a model directory, a broken manifest."""
+    with pytest.raises(BundleError, match="not a directory"):
+        Bundle.open(tmp_path / "nowhere")
+    with pytest.raises(BundleError, match="no manifest"):
+        Bundle.open(tmp_path)
+    (tmp_path / "manifest.json").write_text("{", encoding="utf-8")
+    with pytest.raises(BundleError, match="JSON"):
+        Bundle.open(tmp_path)
+
+
+def test_an_existing_bundle_is_replaced_only_when_asked(bundle: Path) -> None:
+    """And then as a whole, with nothing left beside it."""
+    with pytest.raises(BundleError, match="--overwrite"):
+        write(bundle, "second")
+    assert Bundle.open(bundle).manifest.name == "tiny"
+    write(bundle, "second", overwrite=True)
+    assert Bundle.open(bundle).manifest.name == "second"
+    assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
+
+
+def test_a_directory_that_is_no_bundle_is_never_replaced(tmp_path: Path) -> None:
+    """--overwrite with a wrong path must not delete somebody's home."""
+    (tmp_path / "precious.txt").write_text("x", encoding="utf-8")
+    with pytest.raises(BundleError, match="no bundle"):
+        write(tmp_path, overwrite=True)
+    assert (tmp_path / "precious.txt").is_file()
+
+
+def test_an_interrupted_writer_leaves_nothing_and_changes_nothing(bundle: Path) -> None:
+    """Ctrl-C in the middle of an export."""
+    with pytest.raises(KeyboardInterrupt), BundleWriter(bundle, overwrite=True) as writer:
+        (writer.directory / "half.json").write_text("{", encoding="utf-8")
+        raise KeyboardInterrupt
+    assert Bundle.open(bundle).manifest.name == "tiny"
+    assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from outrider.models.bundle_writer import BundleWriter
+with BundleWriter(sys.argv[1], overwrite=True) as writer:
+    (writer.directory / "half.json").write_text("{")
+    if len(sys.argv) > 2:  # killed between the two renames of a replacement
+        Path(sys.argv[1]).rename(str(writer.directory).replace(".partial-", ".old-"))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL on Windows")
+@pytest.mark.parametrize("arguments", [[], ["between renames"]])
+def test_a_killed_writer_is_cleaned_up_by_the_next(bundle: Path, arguments: list[str]) -> None:
+    """Its leftovers go, and a bundle that it had set aside comes back."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(bundle), *arguments], env=environment, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert any(".partial-" in path.name for path in bundle.parent.iterdir())
+    with BundleWriter(bundle, overwrite=True):
+        pass
+    assert Bundle.open(bundle).manifest.name == "tiny"
+    assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
+
+
+def test_a_writer_refuses_to_list_code(tmp_path: Path) -> None:
+    """An exporter that left a script behind does not get it shipped."""
+    with BundleWriter(tmp_path / "bundle") as writer:
+        (writer.directory / "modeling.py").write_text("", encoding="utf-8")
+        with pytest.raises(BundleError, match="execute code"):
+            writer.list_files()
