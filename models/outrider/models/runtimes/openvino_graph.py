@@ -48,7 +48,7 @@ class PagedModel:
     gathers_rows: bool
 
     def bind_cache(self, num_blocks: int) -> list[Any]:
-        """Allocates zeroed key and value tensors of `num_blocks` blocks and binds them; the request keeps them."""
+        """Allocates zeroed key and value tensors of `num_blocks` blocks and binds them; the caller must keep them."""
         tensors = []
         for port in self.compiled.inputs:
             if _is_cache(port):
@@ -188,5 +188,8 @@ def _trailing(port: Any) -> list[int]:
 
 
 def shared_tensor(array: NDArray[Any]) -> Any:
-    """An OpenVINO tensor over the memory of `array`, which must be contiguous and outlive it."""
+    """An OpenVINO tensor over the memory of `array`, which must be contiguous.
+
+    An infer request that is given the tensor does not keep the memory alive: hold on to `array` (or to the tensor).
+    """
     return ov.Tensor(array, shared_memory=True)
