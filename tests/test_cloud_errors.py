@@ -185,8 +185,8 @@ def test_a_full_queue_is_503() -> None:
         stats = server.core.engine.stats
         with client.stream("POST", "/v1/sessions", json=body):
             server.wait_until(lambda: stats().running == 1)
-            gate.allow(1)
             with client.stream("POST", "/v1/sessions", json=body):
+                gate.allow(1)  # the engine looks at what has arrived between two steps
                 server.wait_until(lambda: stats().queued == 1)
                 answer = client.post("/v1/sessions", json=body)
                 assert refused(answer, 503, "overloaded")["type"] == "server_error"

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,10 +38,19 @@ _FLUSH_S: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files of the certificate chain and its private key."""
+    """PEM files of the certificate chain and its private key. Raises ConfigError if they cannot be used."""
 
     certificate: Path
     key: Path
+
+    def __post_init__(self) -> None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
+        except OSError as error:  # ssl.SSLError is one
+            raise ConfigError(
+                f"cannot serve HTTPS with {self.certificate} and {self.key} ({error.strerror or error}); expected a "
+                "certificate chain and its private key, both PEM"
+            ) from None
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -120,9 +130,6 @@ class VerifierServer(uvicorn.Server):
 def _config(app: FastAPI, tls: TlsFiles | None) -> uvicorn.Config:
     options: dict[str, Any] = {}
     if tls is not None:
-        for path in (tls.certificate, tls.key):
-            if not path.is_file():
-                raise ConfigError(f"{path} is not there; --tls-cert and --tls-key name PEM files")
         options = {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
     return uvicorn.Config(
         app,

@@ -1,0 +1,302 @@
+"""The OpenAI-compatible endpoints, by plain HTTP: what existing clients send, and what they read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.serving import EOS_ID, FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
+
+from outrider.cloud import openai
+from outrider.cloud.generation import TextAssembler
+from outrider.cloud.protocol import ErrorAnswer
+from outrider.models.sampling import SamplingParams
+
+PROMPT = "def verify("
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with serve_fake() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: FakeServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url) as opened:
+        yield opened
+
+
+def complete(client: httpx.Client, **fields: Any) -> dict[str, Any]:
+    answer = client.post("/v1/completions", json={"prompt": PROMPT, "temperature": 0, "ignore_eos": True} | fields)
+    assert answer.status_code == 200, answer.text
+    openai.Completion.model_validate_json(answer.content)
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
+    """The data of a stream's events; checks that it ends with [DONE]."""
+    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def said(prompt: str = PROMPT, count: int = 30) -> list[int]:
+    return target_tokens(fake_tokenizer().encode(prompt), count)
+
+
+def text_of(tokens: list[int]) -> str:
+    return fake_tokenizer().decode(tokens)
+
+
+def test_a_completion_is_the_targets_text(client: httpx.Client) -> None:
+    """Text, reason and usage of a greedy completion."""
+    answer = complete(client, max_tokens=30)
+    (choice,) = answer["choices"]
+    assert choice == {"index": 0, "text": text_of(said()), "logprobs": None, "finish_reason": "length"}
+    num_prompt = len(fake_tokenizer().encode(PROMPT))
+    assert answer["object"] == "text_completion" and answer["model"] == "fake"
+    assert answer["usage"]["prompt_tokens"] == num_prompt and answer["usage"]["completion_tokens"] == 30
+    assert answer["usage"]["total_tokens"] == num_prompt + 30
+    assert answer["usage"]["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+    }
+
+
+def test_sixteen_tokens_unless_told_otherwise(client: httpx.Client) -> None:
+    """The default of max_tokens is OpenAI's."""
+    assert complete(client)["usage"]["completion_tokens"] == openai.DEFAULT_MAX_TOKENS == 16
+
+
+def test_a_prompt_may_be_ids_or_several(client: httpx.Client) -> None:
+    """A text, its token ids, a list of texts, a list of id lists: choice i belongs to prompt i."""
+    ids = fake_tokenizer().encode(PROMPT)
+    one = complete(client)["choices"][0]["text"]
+    assert complete(client, prompt=ids)["choices"][0]["text"] == one
+    other = text_of(said("zip(", 16))
+    for prompts in ([PROMPT, "zip("], [ids, fake_tokenizer().encode("zip(")]):
+        answer = complete(client, prompt=prompts)
+        assert [choice["text"] for choice in answer["choices"]] == [one, other]
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+        assert answer["usage"]["completion_tokens"] == 32
+
+
+def test_a_stream_says_the_same(client: httpx.Client) -> None:
+    """The pieces put together are the whole answer, for each choice; usage comes last, if asked for."""
+    prompts = [PROMPT, "zip("]
+    whole = complete(client, prompt=prompts, max_tokens=30)
+    body = {"prompt": prompts, "temperature": 0, "max_tokens": 30, "ignore_eos": True, "stream": True}
+    plain = chunks_of(client.post("/v1/completions", json=body))
+    answer = client.post("/v1/completions", json=body | {"stream_options": {"include_usage": True}})
+    assert answer.headers["content-type"] == "text/event-stream"
+    *pieces, last = chunks_of(answer)
+    for chunk in pieces:
+        openai.Completion.model_validate(chunk)
+    for index in range(2):
+        own = [choice for chunk in pieces for choice in chunk["choices"] if choice["index"] == index]
+        assert "".join(choice["text"] for choice in own) == whole["choices"][index]["text"]
+        assert [choice["finish_reason"] for choice in own[:-1]] == [None] * (len(own) - 1)
+        assert own[-1]["finish_reason"] == "length"
+    assert last["choices"] == [] and last["usage"] == whole["usage"]
+    assert all(chunk["choices"] for chunk in plain) and len({chunk["id"] for chunk in plain}) == 1
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_stop_string_ends_the_text_before_it(client: httpx.Client, is_stream: bool) -> None:
+    """The stop string is not part of the text, wherever token borders lie, and the tokens after it do not count."""
+    full = text_of(said())
+    stop = full[9:12]
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 30, "ignore_eos": True, "stop": ["\x00never", stop]}
+    answer = client.post(
+        "/v1/completions", json=body | {"stream": is_stream, "stream_options": {"include_usage": True}}
+    )
+    if is_stream:
+        *pieces, last = chunks_of(answer)
+        text = "".join(chunk["choices"][0]["text"] for chunk in pieces)
+        reason, usage = pieces[-1]["choices"][0]["finish_reason"], last["usage"]
+    else:
+        (choice,), usage = answer.json()["choices"], answer.json()["usage"]
+        text, reason = choice["text"], choice["finish_reason"]
+    assert text == full[: full.index(stop)] and reason == "stop"
+    needed = next(n for n in range(31) if stop in text_of(said()[:n]))
+    assert usage["completion_tokens"] == needed
+
+
+def test_the_end_token_leaves_no_text(client: httpx.Client) -> None:
+    """A text that ends by the model's own end token says "stop", and the token is not spelled."""
+    prompt = next([n, 1] for n in range(300) if EOS_ID in target_tokens([n, 1], 20)[3:])
+    tokens = target_tokens(prompt, 20)
+    answer = complete(client, prompt=prompt, max_tokens=20, ignore_eos=False)
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["text"] == text_of(tokens[: tokens.index(EOS_ID)])
+    assert answer["usage"]["completion_tokens"] == tokens.index(EOS_ID) + 1
+
+
+def test_a_seed_that_was_not_given_is_reported(client: httpx.Client) -> None:
+    """Sampling without a seed differs from call to call, and can be had again with the seed in the answer."""
+    body = {"temperature": 1.0, "top_p": 0.95, "top_k": 100, "min_p": 0.001, "max_tokens": 20}
+    first, second = complete(client, **body), complete(client, **body)
+    assert first["seed"] != second["seed"] and first["choices"][0]["text"] != second["choices"][0]["text"]
+    assert complete(client, seed=first["seed"], **body)["choices"][0]["text"] == first["choices"][0]["text"]
+    params = SamplingParams(1.0, 100, 0.95, 0.001, first["seed"])
+    tokens = target_tokens(fake_tokenizer().encode(PROMPT), 20, params)
+    assert first["choices"][0]["text"] == text_of(tokens)
+
+
+def test_unknown_fields_and_nulls_are_ignored(client: httpx.Client) -> None:
+    """Clients send many fields; those that ask for nothing change nothing."""
+    fields = {
+        "user": "someone",
+        "n": 1,
+        "best_of": 1,
+        "echo": False,
+        "logprobs": None,
+        "suffix": None,
+        "logit_bias": {},
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "stop": None,
+        "stream": False,
+        "top_p": None,
+        "service_tier": "auto",
+        "model": "fake",
+    }
+    assert complete(client, **fields)["choices"] == complete(client)["choices"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 2),
+        ("best_of", 3),
+        ("echo", True),
+        ("logprobs", 5),
+        ("suffix", "end"),
+        ("logit_bias", {"5": -100}),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -1),
+        ("tools", [{"type": "function"}]),
+        ("response_format", {"type": "json_object"}),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(client: httpx.Client, field: str, value: Any) -> None:
+    """A field that would change the output is never silently dropped."""
+    answer = client.post("/v1/completions", json={"prompt": PROMPT, field: value})
+    error = ErrorAnswer.model_validate_json(answer.content).error
+    assert (answer.status_code, error.code, error.param) == (400, "unsupported_parameter", field)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "param"),
+    [
+        (b'{"prompt":"a","temperature":NaN}', 400, "invalid_parameter", "temperature"),
+        (b'{"prompt":"a","temperature":101}', 400, "invalid_parameter", "temperature"),
+        (b'{"prompt":"a","top_p":2}', 400, "invalid_parameter", "top_p"),
+        (b'{"prompt":"a","max_tokens":0}', 400, "invalid_parameter", "max_tokens"),
+        (b'{"prompt":"a","seed":-1}', 400, "invalid_parameter", "seed"),
+        (b'{"prompt":""}', 400, "empty_prompt", None),
+        (b'{"prompt":[300]}', 400, "token_out_of_range", None),
+        (b'{"prompt":[%s]}' % b",".join([b"1"] * 4096), 400, "context_length_exceeded", None),
+        (b'{"prompt":"a","model":"gpt-4"}', 404, "model_not_found", "model"),
+        (b'{"prompt":', 400, "malformed_json", None),
+    ],
+)
+def test_bad_requests_are_told_apart(
+    client: httpx.Client, body: bytes, status: int, code: str, param: str | None
+) -> None:
+    """Each has the status and the code that client libraries look at."""
+    answer = client.post("/v1/completions", content=body)
+    error = ErrorAnswer.model_validate_json(answer.content).error
+    assert (answer.status_code, error.code, error.param) == (status, code, param)
+
+
+def test_one_refused_prompt_leaves_nothing_behind(client: httpx.Client, server: FakeServer) -> None:
+    """When the second prompt of a call is refused, the first is ended and its place is back."""
+    answer = client.post("/v1/completions", json={"prompt": [[1, 2], [300]], "max_tokens": 4000})
+    assert answer.status_code == 400
+    server.wait_until(server.is_empty)
+
+
+MESSAGES = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": [{"type": "text", "text": "zip"}, {"type": "text", "text": "?"}]},
+]
+
+
+def test_chat_goes_through_the_template(client: httpx.Client) -> None:
+    """Messages become the prompt that the template makes, with no special tokens added."""
+    body = {"messages": MESSAGES, "temperature": 0, "max_completion_tokens": 20, "ignore_eos": True}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200
+    openai.ChatCompletion.model_validate_json(answer.content)
+    (choice,) = answer.json()["choices"]
+    text = text_of(said("system: be brief\nuser: zip?\nassistant:", 20))
+    assert choice["message"] == {"role": "assistant", "content": text}
+    assert choice["finish_reason"] == "length"
+    pieces = chunks_of(client.post("/v1/chat/completions", json=body | {"stream": True}))
+    for piece in pieces:
+        openai.ChatChunk.model_validate(piece)
+    deltas = [piece["choices"][0]["delta"] for piece in pieces]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == text
+    assert pieces[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_chat_without_a_template_is_refused() -> None:
+    """A model that has no chat template says so."""
+    with serve_fake(has_chat_template=False) as server:
+        answer = httpx.post(server.url + "/v1/chat/completions", json={"messages": MESSAGES})
+    error = ErrorAnswer.model_validate_json(answer.content).error
+    assert (answer.status_code, error.code) == (400, "no_chat_template") and "/v1/completions" in error.message
+
+
+def test_a_shutdown_ends_a_stream_with_an_error() -> None:
+    """A stream that the server's end cuts short says so, in the stream; a plain call gets 503."""
+    gate = StepGate()
+    with serve_fake(gate=gate) as server, httpx.Client(base_url=server.url) as client:
+        body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            server.server.begin_drain()
+            server.wait_until(lambda: client.post("/v1/completions", json={"prompt": "a"}).status_code == 503)
+            gate.open()
+            answer.read()
+    error = ErrorAnswer.model_validate(chunks_of(answer)[-1]).error
+    assert error.code == "shutting_down"
+
+
+def test_models_lists_the_one(client: httpx.Client) -> None:
+    """GET /v1/models, as OpenAI's clients read it."""
+    (card,) = openai.ModelList.model_validate_json(client.get("/v1/models").content).data
+    assert card.id == "fake" and card.max_model_len == 4096
+
+
+@given(
+    tokens=st.lists(st.integers(0, 299), max_size=40),
+    cuts=st.lists(st.integers(0, 40), max_size=6),
+    stops=st.lists(st.text("abdefilnorstvy (:,é東", min_size=1, max_size=3), max_size=3),
+)
+def test_text_does_not_depend_on_how_commits_are_cut(tokens: list[int], cuts: list[int], stops: list[str]) -> None:
+    """However tokens arrive, the same text comes out, with no stop string in it, and the same number is counted."""
+
+    def assemble(pieces: list[list[int]]) -> tuple[str, int, bool]:
+        assembler = TextAssembler(fake_tokenizer().detokenizer(), stops, frozenset())
+        text = "".join(assembler.push(piece) for piece in pieces) + assembler.finish()
+        return text, assembler.num_tokens, assembler.is_stopped
+
+    borders = [0, *sorted(min(cut, len(tokens)) for cut in cuts), len(tokens)]
+    pieces = [tokens[start:end] for start, end in itertools.pairwise(borders)]
+    text, num_tokens, is_stopped = assemble(pieces)
+    assert (text, num_tokens, is_stopped) == assemble([[token] for token in tokens])
+    full = text_of(tokens)
+    assert full.startswith(text) and not any(stop in text for stop in stops)
+    assert is_stopped == any(stop in full for stop in stops)
+    assert is_stopped or (text == full and num_tokens == len(tokens))

@@ -1,0 +1,419 @@
+"""The server as a whole: what it exposes, how it ends, and its command line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import signal
+import socket
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from tests.serving import FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
+from typer.testing import CliRunner
+
+from outrider.cloud import cli, sse
+from outrider.cloud import serve as serve_module
+from outrider.cloud.core import ServerSettings
+from outrider.cloud.engine.types import CommitEvent
+from outrider.cloud.logs import LogFormat, configure_logging
+from outrider.cloud.protocol import Commit, ReadyAnswer, SessionEnd, SessionOpen, parse_event
+from outrider.cloud.security import KeyRing, require_safe_host
+from outrider.cloud.serving import VerifierServer, open_socket, url_of
+from outrider.models.errors import ConfigError
+
+PROMPT = [5, 17, 99, 3]
+BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with serve_fake() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: FakeServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url) as opened:
+        yield opened
+
+
+@given(
+    base=st.integers(0, 10**6),
+    tokens=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=9),
+    proposed=st.integers(0, 8),
+)
+def test_commits_on_the_wire_are_the_protocols(base: int, tokens: list[int], proposed: int) -> None:
+    """What is written by hand is what the protocol's model reads, and as short as it can be."""
+    event = CommitEvent(base, tuple(tokens), min(proposed, 1), proposed)
+    data = sse.encode_commit(event)
+    assert data.startswith(b"data: ") and data.endswith(b"\n\n")
+    assert parse_event(data[6:]) == Commit(base=base, tokens=tokens, accepted=min(proposed, 1), proposed=proposed)
+    raw = json.loads(data[6:])
+    assert set(raw) == ({"base", "tokens", "accepted", "proposed"} if proposed else {"base", "tokens"})
+    assert data[6:-2] == json.dumps(raw, separators=(",", ":")).encode()
+
+
+def test_what_is_no_event_is_refused() -> None:
+    """A reader does not guess."""
+    for data in ("{}", "[]", '{"type":"other"}', "{", '{"base":1}'):
+        with pytest.raises(ValueError):
+            parse_event(data)
+
+
+def test_a_token_costs_less_than_sixty_bytes_down(client: httpx.Client) -> None:
+    """The worst case of a session, a commit for every token, with numbers of four digits."""
+    assert len(sse.encode_commit(CommitEvent(9999, (151_935,), 0, 0))) < 60
+    with client.stream("POST", "/v1/sessions", json=BODY) as response:
+        received = sum(map(len, response.iter_raw()))
+    assert received / 24 < 60
+
+
+def test_small_answers_have_small_headers(server: FakeServer) -> None:
+    """A drafts answer is a status line; nothing tells the server's name or the date."""
+    host, port = server.url.removeprefix("http://").split(":")
+    answers = []
+    with socket.create_connection((host, int(port))) as connection, connection.makefile("rb") as stream:
+        connection.sendall(_post("/v1/sessions", json.dumps(BODY | {"max_tokens": 4000}).encode()))
+        while not (line := stream.readline()).startswith(b"data: "):
+            answers.append(line)
+        opened = parse_event(line[6:])
+        assert isinstance(opened, SessionOpen)
+        with socket.create_connection((host, int(port))) as second:
+            second.sendall(_post(f"/v1/sessions/{opened.session}/drafts", b'{"base":0,"paths":[[1,2,3]]}'))
+            first_line = second.makefile("rb").readline()
+    assert not any(line.lower().startswith((b"server:", b"date:")) for line in answers)
+    assert first_line in (b"HTTP/1.1 204 No Content\r\n", b"HTTP/1.1 409 Conflict\r\n")
+    server.wait_until(server.is_empty)
+
+
+def _post(path: str, body: bytes) -> bytes:
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def test_small_writes_leave_at_once(server: FakeServer, client: httpx.Client) -> None:
+    """TCP_NODELAY is in effect on accepted connections."""
+    client.get("/health/live")
+    (connection, *_) = server.server.server_state.connections
+    accepted = connection.transport.get_extra_info("socket")
+    assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
+def test_metrics_tell_what_happened(client: httpx.Client, server: FakeServer) -> None:
+    """The exposition parses, has help for everything, and counts tokens, requests and times."""
+
+    def read() -> dict[str, float]:
+        answer = client.get("/metrics")
+        assert answer.headers["content-type"].startswith("text/plain")
+        families = list(text_string_to_metric_families(answer.text))
+        assert all(family.documentation for family in families)
+        return {
+            sample.name + json.dumps(sample.labels, sort_keys=True): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+    before = read()
+    told = run_session(client, BODY)
+    server.wait_until(server.is_empty)
+    after = read()
+
+    def grown(name: str, **labels: str) -> float:
+        key = name + json.dumps(labels, sort_keys=True)
+        return after[key] - before.get(key, 0.0)
+
+    assert grown("outrider_engine_committed_total") == 24
+    assert grown("outrider_engine_finished_total") == 1
+    assert grown("outrider_ttft_seconds_count") == 1
+    assert grown("outrider_inter_commit_seconds_count") == len(told.commits) - 1
+    assert grown("outrider_http_requests_total", route="/v1/sessions", method="POST", status="200") == 1
+    for name in ("accepted_total", "proposed_total", "waited_seconds_total", "free_blocks", "patience_ms", "step_ms"):
+        assert f"outrider_engine_{name}{{}}" in after
+    client.get("/no/such/path")
+    assert 'route="unmatched"' in client.get("/metrics").text
+    assert "/no/such/path" not in client.get("/metrics").text
+
+
+def test_readiness_tells_the_load(client: httpx.Client, server: FakeServer) -> None:
+    """What agents choose an endpoint by."""
+    server.wait_until(server.is_empty)
+    ready = ReadyAnswer.model_validate_json(client.get("/health/ready").content)
+    assert (ready.status, ready.model, ready.running, ready.queue_depth) == ("ready", "fake", 0, 0)
+    assert ready.free_block_share == 1.0
+    facts = client.get("/v1/model").json()
+    assert facts["tokenizer"] == server.core.model.tokenizer.fingerprint and facts["vocab_size"] == 300
+
+
+def test_the_openapi_document_is_complete(client: httpx.Client, server: FakeServer) -> None:
+    """Every route is in it, every body and answer has a schema, and every reference leads somewhere."""
+    document = client.get("/openapi.json").json()
+    assert {
+        "/v1/sessions",
+        "/v1/sessions/{session_id}",
+        "/v1/sessions/{session_id}/drafts",
+        "/v1/verify",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/models",
+        "/v1/model",
+        "/health/live",
+        "/health/ready",
+        "/metrics",
+    } == set(document["paths"])
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert operation["description"], path
+            assert "422" not in operation["responses"] and "default" in operation["responses"]
+            if method == "post":
+                assert operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+            good = next(answer for status, answer in operation["responses"].items() if status[0] == "2")
+            assert good.get("content") or "204" in operation["responses"], path
+    text = json.dumps(document)
+    references = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
+    assert references <= set(document["components"]["schemas"])
+    assert {"SessionRequest", "SessionOpen", "Commit", "SessionEnd", "DraftRequest", "VerifyItem"} <= references
+    assert "CompletionRequest" in references and "ErrorAnswer" in references
+    routed = {
+        (method.lower(), route.path) for route in _routes(server) for method in route.methods or () if method != "HEAD"
+    }
+    assert routed <= {(method, path) for path, operations in document["paths"].items() for method in operations}
+
+
+def _routes(server: FakeServer) -> list[APIRoute]:
+    from outrider.cloud.completions import completion_routes
+    from outrider.cloud.health import health_routes
+    from outrider.cloud.sessions import session_routes
+    from outrider.cloud.verify import verify_routes
+
+    groups = (completion_routes, health_routes, session_routes, verify_routes)
+    return [route for group in groups for route in group(server.core).routes if isinstance(route, APIRoute)]
+
+
+def test_the_document_says_that_keys_are_needed(client: httpx.Client) -> None:
+    """With keys, and only then, the document names the scheme."""
+    assert "security" not in client.get("/openapi.json").json()
+    with serve_fake(ServerSettings(keys=KeyRing(["sixteen-characters"]))) as server:
+        document = httpx.get(server.url + "/openapi.json").json()
+    (needed,) = document["security"]
+    assert document["components"]["securitySchemes"][next(iter(needed))]["scheme"] == "bearer"
+
+
+def test_draining_lets_running_sessions_finish() -> None:
+    """While draining, new work is refused, drafts are taken, streams go to their end, and then the server closes."""
+    gate = StepGate()
+    with serve_fake(gate=gate, drain_s=30.0) as server, httpx.Client(base_url=server.url) as client:
+        with client.stream("POST", "/v1/sessions", json=BODY) as response:
+            events = read_events(response)
+            opened = next(events)
+            assert isinstance(opened, SessionOpen)
+            server.server.handle_exit(signal.SIGTERM, None)
+            server.wait_until(lambda: client.post("/v1/sessions", json=BODY).status_code == 503)
+            ready = client.get("/health/ready")
+            assert (ready.status_code, ready.json()["status"]) == (503, "draining")
+            draft = {"base": 0, "paths": [target_tokens(PROMPT, 4)]}
+            assert client.post(f"/v1/sessions/{opened.session}/drafts", json=draft).status_code == 204
+            gate.open()
+            *commits, end = events
+        assert isinstance(end, SessionEnd) and end.reason == "length"
+        tokens = [token for commit in commits if isinstance(commit, Commit) for token in commit.tokens]
+        assert tokens == target_tokens(PROMPT, 24)
+        server.wait_until(lambda: server.server.should_exit)
+        with pytest.raises(httpx.TransportError):
+            while True:
+                httpx.get(server.url + "/health/live")
+
+
+def test_what_does_not_finish_in_time_is_told() -> None:
+    """With no time to drain, streams end with the reason "shutdown" and what was committed so far."""
+    gate = StepGate()
+    with serve_fake(gate=gate) as server, httpx.Client(base_url=server.url) as client:
+        with client.stream("POST", "/v1/sessions", json=BODY | {"max_tokens": 4000}) as response:
+            server.server.begin_drain()
+            server.wait_until(lambda: client.post("/v1/sessions", json=BODY).status_code == 503)
+            gate.open()
+            *_, end = read_events(response)
+        assert isinstance(end, SessionEnd) and end.reason == "shutdown"
+        server.wait_until(lambda: server.server.should_exit)
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    """Who asks twice does not want to wait for what runs."""
+    gate = StepGate()
+    with (
+        serve_fake(gate=gate, drain_s=600.0) as server,
+        httpx.Client(base_url=server.url) as client,
+        client.stream("POST", "/v1/sessions", json=BODY | {"max_tokens": 4000}),
+    ):
+        server.server.handle_exit(signal.SIGINT, None)
+        assert server.core.is_draining and not server.server.should_exit
+        server.server.handle_exit(signal.SIGINT, None)
+        assert server.server.should_exit and server.server.force_exit
+        gate.open()
+
+
+def test_only_loopback_is_served_without_keys() -> None:
+    """Beyond this machine, keys are needed or an explicit word."""
+    keys = KeyRing(["sixteen-characters"])
+    for host in ("127.0.0.1", "::1", "localhost", "127.8.9.1"):
+        require_safe_host(host, KeyRing(), is_insecure_allowed=False)
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", ""):
+        with pytest.raises(ConfigError, match="--api-key-file"):
+            require_safe_host(host, KeyRing(), is_insecure_allowed=False)
+        require_safe_host(host, keys, is_insecure_allowed=False)
+        require_safe_host(host, KeyRing(), is_insecure_allowed=True)
+
+
+def test_keys_come_from_file_and_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comments and blank lines are skipped; a file without a key is a mistake, and so is one that is not there."""
+    path = tmp_path / "keys"
+    path.write_text("# ours\n\n  first-key-of-the-file  \nsecond-key-of-the-file\n")
+    monkeypatch.setenv("OUTRIDER_API_KEYS", "third-from-the-environment, ")
+    keys = KeyRing.load(path)
+    assert len(keys) == 3
+    owners = {
+        keys.owner(b"Bearer first-key-of-the-file"),
+        keys.owner(b"bearer second-key-of-the-file"),
+        keys.owner(b"Bearer third-from-the-environment"),
+    }
+    assert len(owners) == 3
+    path.write_text("# none\n")
+    with pytest.raises(ConfigError, match="no key"):
+        KeyRing.load(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        KeyRing.load(tmp_path / "nothing")
+
+
+def test_a_taken_port_is_a_clear_refusal() -> None:
+    """The port is claimed before the model is loaded."""
+    with open_socket("127.0.0.1", 0) as first:
+        first.listen()
+        assert url_of(first, is_tls=True).startswith("https://127.0.0.1:")
+        with pytest.raises(ConfigError, match="choose another --port"):
+            open_socket("127.0.0.1", first.getsockname()[1])
+
+
+def test_log_lines_are_text_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """One JSON object a line, for machines; the root logger is left as it was."""
+    root = logging.getLogger()
+    kept = root.handlers[:], root.level
+    root.handlers = []
+    try:
+        configure_logging(LogFormat.JSON)
+        logging.getLogger("outrider.cloud").info("said %s", "this")
+        line = json.loads(capsys.readouterr().err)
+        configure_logging(LogFormat.TEXT)
+        logging.getLogger("outrider.cloud").info("said that")
+        assert "INFO outrider.cloud: said that" in capsys.readouterr().err
+    finally:
+        root.handlers, root.level = kept
+    assert (line["level"], line["logger"], line["message"]) == ("info", "outrider.cloud", "said this")
+
+
+def test_the_command_line_refuses_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the user got wrong is one line on standard error, without a trace, and exit code 2."""
+    monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
+    for options, told in (
+        ([str(tmp_path / "nothing")], "is not a directory"),
+        ([str(tmp_path), "--host", "0.0.0.0"], "without API keys"),
+        ([str(tmp_path), "--tls-cert", "x.pem"], "--tls-key"),
+        ([str(tmp_path), "--tls-cert", "x.pem", "--tls-key", "y.pem"], "No such file"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["outrider-cloud", "serve", *options, "--port", "0"])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr()
+        assert ended.value.code == 2 and said.out == ""
+        (line,) = said.err.splitlines()
+        assert line.startswith("error: ") and told in line
+
+
+def test_help_names_every_option() -> None:
+    """`serve --help` works without loading anything heavy."""
+    found = CliRunner().invoke(cli.app, ["serve", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
+    assert found.exit_code == 0
+    for option in ("--host", "--port-file", "--api-key-file", "--insecure-no-keys", "--tls-cert", "--policy", "--rate"):
+        assert option in found.output
+
+
+def test_serve_runs_a_bundle_from_start_to_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole of `serve` but the model: ready line, port file, requests, end."""
+    from tests.serving import fake_tokenizer
+
+    from outrider.models.runtimes.fake import FakeBatchRuntime
+
+    started: list[VerifierServer] = []
+
+    class Opened:
+        path = tmp_path
+        model_file = tmp_path
+
+        class manifest:
+            role = "target"
+            name = "fake-bundle"
+            eos_token_ids = (0,)
+            runtime = "openvino"
+            device = "cpu"
+            precision = "int8"
+            widened = None
+            digest = "d" * 64
+
+            class architecture:
+                parameters = 14_600_000
+                name = "llama"
+
+        tokenizer = staticmethod(fake_tokenizer)
+
+    class Server(VerifierServer):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(serve_module, "Bundle", types.SimpleNamespace(open=lambda path: Opened))
+    monkeypatch.setattr(serve_module, "open_batch_runtime", lambda *_: FakeBatchRuntime(vocab_size=300))
+    monkeypatch.setattr(serve_module, "VerifierServer", Server)
+    monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
+    port_file = tmp_path / "port"
+    arguments = ["serve", str(tmp_path), "--port", "0", "--port-file", str(port_file), "--name", "mine"]
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            cli.app(arguments, standalone_mode=False)
+        except BaseException as failure:
+            failures.append(failure)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        while not port_file.exists():
+            assert thread.is_alive(), failures
+        url = f"http://127.0.0.1:{int(port_file.read_text())}"
+        with httpx.Client(base_url=url) as client:
+            assert run_session(client, BODY).tokens == target_tokens(PROMPT, 24)
+            facts = client.get("/v1/model").json()
+            assert (facts["name"], facts["precision"], facts["parameters"]) == ("mine", "int8", 14_600_000)
+            assert client.get("/health/ready").json()["step_ms"] > 0
+    finally:
+        for server in started:
+            server.handle_exit(signal.SIGTERM, None)
+        thread.join(30.0)
+    assert not thread.is_alive() and not failures
+    summary, ready = capsys.readouterr().out.splitlines()
+    assert summary.startswith("mine: 14.6M parameters, int8, loaded in")
+    assert ready == f"{serve_module.READY_PREFIX}{url}"
+    assert not port_file.exists()
