@@ -1,0 +1,400 @@
+"""Exports: checked bundles or clear refusals, the same bytes every time, and nothing left behind when interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.tiny_models import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
+
+from outrider.export import cache, cli, openvino_ir, pipeline
+from outrider.export.acceptance import measure_acceptance
+from outrider.export.cache import default_cache_dir, export_reference_pair
+from outrider.export.pair import PairPaths, export_pair
+from outrider.export.pipeline import ExportOptions, export_model
+from outrider.export.progress import StageEvent
+from outrider.export.source import read_source
+from outrider.models.bundle import Bundle
+from outrider.models.errors import BundleError, ConfigError, ExportError, OutriderError, TokenizerMismatch
+from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
+from outrider.models.runtimes.base import RuntimeOptions
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
+    """A Qwen3 draft and a Llama target with one tokenizer and embeddings of different padding."""
+    root = tmp_path_factory.mktemp("sources")
+    for name, family, width in (("draft", "qwen3", 384), ("target", "llama", 320)):
+        make_tiny_tokenizer(root / name)
+        make_tiny_model(family, root / name, vocab_size=width)
+    return PairPaths(root / "draft", root / "target")
+
+
+@pytest.fixture(scope="module")
+def pair(sources: PairPaths, tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Bundle]:
+    """The INT8 draft and the FP32 target, exported once."""
+    out = tmp_path_factory.mktemp("pair") / "bundles"
+    return export_pair(
+        sources.draft,
+        sources.target,
+        out,
+        draft_options=ExportOptions("draft", num_threads=1),
+        target_options=ExportOptions("target", "fp32", num_threads=1),
+        prompts=["def f(x):\n", "The target's output"],
+    )
+
+
+def copy_source(source: Path, target: Path, **config: Any) -> Path:
+    """A copy whose config.json has other values (None removes one)."""
+    shutil.copytree(source, target)
+    raw = json.loads((target / "config.json").read_text(encoding="utf-8")) | config
+    kept = {key: value for key, value in raw.items() if value is not None}
+    (target / "config.json").write_text(json.dumps(kept), encoding="utf-8")
+    return target
+
+
+def test_a_pair_is_exported_checked_and_measured(pair: tuple[Bundle, Bundle]) -> None:
+    """Both verify, say what they are, and run; padding may differ, the tokenizer may not."""
+    draft, target = (Bundle.open(bundle.path) for bundle in pair)
+    assert (draft.manifest.role, draft.manifest.precision) == ("draft", "int8")
+    assert (target.manifest.role, target.manifest.precision) == ("target", "fp32")
+    assert draft.manifest.quantization is not None and target.manifest.quantization is None
+    assert draft.manifest.architecture.vocab_size == 384 and target.manifest.architecture.vocab_size == 320
+    assert draft.manifest.tokenizer_fingerprint == target.manifest.tokenizer_fingerprint
+    assert draft.tokenizer().size == draft.manifest.architecture.tokenizer_size <= 320
+    options = RuntimeOptions(num_threads=1, kv_cache_bytes=1 << 20)
+    sequence = open_sequence_runtime(draft.manifest.runtime, draft.model_file, options)
+    assert sequence.extend([1, 2, 3]).shape == (384,)
+    sequence.close()
+    batch = open_batch_runtime(target.manifest.runtime, target.model_file, options)
+    assert batch.limits.vocab_size == 320
+    batch.close()
+
+
+def test_the_report_holds_parity_and_acceptance(pair: tuple[Bundle, Bundle]) -> None:
+    """FP32 is tight, INT8 is not; the acceptance rate is that of greedy and of temperature 0.8."""
+    draft, target = (bundle.manifest.report for bundle in pair)
+    assert target.parity.runtime == "OpenVinoPagedRuntime" and draft.parity.runtime == "OpenVinoSequenceRuntime"
+    assert all(stage.max_delta < 1e-4 * stage.scale for stage in target.parity.stages)
+    assert any(stage.max_delta > 1e-3 * stage.scale for stage in draft.parity.stages)
+    assert [measured.temperature for measured in draft.acceptance] == [0.0, 0.8]
+    assert all(measured.tested_tokens >= 8 for measured in draft.acceptance)
+    assert target.acceptance == ()
+
+
+def test_a_model_is_its_own_perfect_draft(pair: tuple[Bundle, Bundle]) -> None:
+    """One FP32 model behind both runtimes: with shared noise every pick is equal, greedy and sampled."""
+    path, tokenizer = pair[1].model_file, pair[1].tokenizer()
+    prompts = [tokenizer.encode(text) for text in ("def f(x):\n", "The target's output", "é")]
+    options = RuntimeOptions(num_threads=1, kv_cache_bytes=1 << 20)
+    with (
+        closing(open_sequence_runtime("openvino", path, options)) as draft,
+        closing(open_batch_runtime("openvino", path, options)) as target,
+    ):
+        for temperature in (0.0, 0.8):
+            measured = measure_acceptance(
+                draft, target, prompts, temperature, num_ids=tokenizer.size, stop_ids=(), target_name="itself"
+            )
+            assert (measured.rate, measured.tested_tokens) == (1.0, 120)
+
+
+def test_the_same_input_gives_the_same_bundle(pair: tuple[Bundle, Bundle], sources: PairPaths, tmp_path: Path) -> None:
+    """Whatever the process did before and wherever the source lies: not one byte differs."""
+    copied = shutil.copytree(sources.draft, tmp_path / "elsewhere" / "draft")
+    again = export_model(copied, tmp_path / "again", ExportOptions("draft", num_threads=1))
+    first = pair[0].manifest
+    assert again.manifest.files == first.files
+    report = first.report.model_copy(update={"acceptance": ()})
+    assert again.manifest == first.model_copy(update={"report": report})
+
+
+def test_a_torch_target_is_cast_and_checked_in_its_precision(sources: PairPaths, tmp_path: Path) -> None:
+    """Safetensors with a config that says what they are now."""
+    bundle = export_model(sources.target, tmp_path / "bf16", ExportOptions("target", "bf16", "torch"))
+    assert (bundle.manifest.format, bundle.manifest.runtime) == ("safetensors", "torch")
+    assert json.loads((bundle.path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert max(stage.max_delta for stage in bundle.manifest.report.parity.stages) > 1e-3
+    assert bundle.model_file == bundle.path
+
+
+def test_a_widened_target_says_so(sources: PairPaths, tmp_path: Path) -> None:
+    """Its source is the original; its size is the one that was asked for."""
+    bundle = export_model(sources.target, tmp_path / "wide", ExportOptions("target", "fp32", widen_mb=2.0))
+    assert bundle.manifest.widened is not None
+    assert bundle.manifest.report.size_bytes == pytest.approx(2e6, rel=0.15)
+    assert bundle.manifest.source == read_source(sources.target).describe()
+    assert not (bundle.path / "work").exists()
+
+
+def test_different_tokenizers_are_refused_before_any_work(sources: PairPaths, tmp_path: Path) -> None:
+    """Both names and the first difference are in the message, and nothing is written."""
+    other = copy_source(sources.target, tmp_path / "stranger")
+    make_tiny_tokenizer(other, text=SAMPLE_TEXT[:2])
+    events: list[StageEvent] = []
+    with pytest.raises(TokenizerMismatch, match=r"(?s)draft \(.*stranger \(.*first difference: vocabulary entry"):
+        export_pair(sources.draft, other, tmp_path / "out", progress=events.append)
+    assert not events and not (tmp_path / "out").exists()
+
+
+def only_pickles(path: Path) -> None:
+    """As old checkpoints are."""
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+
+
+def truncated(path: Path) -> None:
+    """As after a broken download."""
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def missing_shard(path: Path) -> None:
+    """The index names a file that is not there."""
+    index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("config", "damage", "message"),
+    [
+        ({}, only_pickles, r"pickled weights.*pytorch_model\.bin"),
+        ({}, truncated, "not a safetensors file, or is truncated"),
+        ({}, missing_shard, "lacks model-00002-of-00002"),
+        ({"model_type": "gpt2"}, None, "'gpt2' model; supported are llama, qwen2, qwen3"),
+        ({"quantization_config": {"bits": 4}}, None, "quantized already"),
+        ({"use_sliding_window": True}, None, "sliding-window"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, None, "dynamic rotary scaling"),
+        ({"vocab_size": 100}, None, "do not belong together"),
+    ],
+)
+def test_what_cannot_be_exported_rightly_is_refused(
+    sources: PairPaths, tmp_path: Path, config: dict[str, Any], damage: Callable[[Path], None] | None, message: str
+) -> None:
+    """Before any weight is loaded, with what to do."""
+    path = copy_source(sources.target, tmp_path / "model", **config)
+    if damage is not None:
+        damage(path)
+    with pytest.raises(ExportError, match=message):
+        export_model(path, tmp_path / "out", ExportOptions("target"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_hub_id_is_told_from_a_wrong_path(tmp_path: Path) -> None:
+    """The first has to be downloaded, the second corrected."""
+    with pytest.raises(ExportError, match=r"hf download Qwen/Qwen3-0\.6B"):
+        read_source("Qwen/Qwen3-0.6B")
+    with pytest.raises(ExportError, match="is not a directory"):
+        read_source(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"role": "draft", "runtime": "torch"},
+        {"role": "draft", "precision": "bf16"},
+        {"role": "target", "precision": "int8", "runtime": "torch"},
+        {"role": "draft", "widen_mb": 10.0},
+        {"role": "target", "widen_mb": 0.0},
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(arguments: dict[str, Any]) -> None:
+    """When they are made, not minutes later."""
+    with pytest.raises(ConfigError):
+        ExportOptions(**arguments)
+
+
+def test_an_export_that_fails_its_check_replaces_nothing(
+    pair: tuple[Bundle, Bundle], sources: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A converter that is silently wrong: the old bundle stays, byte for byte, and nothing is left beside it."""
+    place = tmp_path / "target"
+    shutil.copytree(pair[1].path, place)
+
+    def convert_wrongly(model: Any, directory: Path, name: str) -> None:
+        model.model.layers[0].self_attn.q_proj.weight.data.mul_(-1)
+        convert(model, directory, name)
+
+    convert = openvino_ir.convert_to_ir
+    monkeypatch.setattr(pipeline, "convert_to_ir", convert_wrongly)
+    with pytest.raises(ExportError, match="parity check failed, prefill"):
+        export_model(sources.target, place, ExportOptions("target", "int8", overwrite=True))
+    assert Bundle.open(place).manifest == pair[1].manifest
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+def test_an_upstream_failure_keeps_its_words(
+    sources: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chatter is hidden, errors are not: their text and the last lines of output are in ours."""
+    import optimum.exporters.openvino
+
+    def fail(**options: Any) -> None:
+        print("about to fail")
+        raise ValueError("no such operator")
+
+    monkeypatch.setattr(optimum.exporters.openvino, "export_from_model", fail)
+    with pytest.raises(ExportError, match=r"(?s)converting target to OpenVINO.*no such operator.*about to fail"):
+        export_model(sources.target, tmp_path / "out", ExportOptions("target"))
+    assert not any(tmp_path.iterdir())
+
+
+EXPORT_AND_WAIT = """
+import sys, time
+from outrider.export.pipeline import ExportOptions, export_model
+
+def progress(event):
+    print(event.stage, flush=True)
+    if event.stage == "load":
+        time.sleep(600)
+
+export_model(sys.argv[1], sys.argv[2], ExportOptions("target", "fp32", overwrite=True), progress)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL on Windows")
+def test_a_killed_export_leaves_the_destination_as_it_was(
+    pair: tuple[Bundle, Bundle], sources: PairPaths, tmp_path: Path
+) -> None:
+    """Killed between two stages; what it leaves behind is removed by the next export to this place."""
+    place = tmp_path / "target"
+    shutil.copytree(pair[1].path, place)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", EXPORT_AND_WAIT, str(sources.target), str(place)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        stages = [line.strip() for line in iter(process.stdout.readline, "load\n")]
+        process.send_signal(signal.SIGKILL)
+    assert stages == ["read"]
+    assert Bundle.open(place).manifest == pair[1].manifest
+    leftovers = [path.name for path in tmp_path.iterdir() if path != place]
+    assert len(leftovers) == 1 and leftovers[0].startswith(".target.partial-")
+
+    def stop(event: StageEvent) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_model(sources.target, place, ExportOptions("target", "fp32", overwrite=True), stop)
+    assert Bundle.open(place).manifest == pair[1].manifest
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
+
+
+@pytest.fixture
+def counted_exports(pair: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """The cache's exports, replaced by copying the finished pair; lists where each went."""
+    places: list[Path] = []
+
+    def copy_pair(draft: Path, target: Path, out: Path, **options: Any) -> None:
+        places.append(out)
+        for bundle, name in zip(pair, ("draft", "target"), strict=True):
+            shutil.rmtree(out / name, ignore_errors=True)
+            shutil.copytree(bundle.path, out / name)
+
+    monkeypatch.setattr(cache, "export_pair", copy_pair)
+    yield places
+
+
+def test_the_cache_exports_once_for_all_who_ask_at_once(
+    sources: PairPaths, tmp_path: Path, counted_exports: list[Path]
+) -> None:
+    """One exports, the others wait and use the result."""
+    found: list[PairPaths] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(export_reference_pair(tmp_path, source=sources))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(counted_exports) == 1 and len(set(found)) == 1 and len(found) == 4
+    assert Bundle.open(found[0].draft).manifest.role == "draft"
+
+
+def test_the_cache_knows_options_and_sources_apart_and_mends_damage(
+    sources: PairPaths, tmp_path: Path, counted_exports: list[Path]
+) -> None:
+    """Another precision, width or weight is another directory; a damaged bundle is exported again."""
+    first = export_reference_pair(tmp_path, source=sources)
+    widened = export_reference_pair(tmp_path, source=sources, widen_mb=2.0)
+    int8 = export_reference_pair(tmp_path, source=sources, target_precision="int8")
+    changed = PairPaths(sources.draft, copy_source(sources.target, tmp_path / "other", rms_norm_eps=1e-3))
+    others = export_reference_pair(tmp_path, source=changed)
+    assert len({pair.target for pair in (first, widened, int8, others)}) == 4 == len(counted_exports)
+    (first.target / "openvino_model.bin").write_bytes(b"")
+    assert export_reference_pair(tmp_path, source=sources) == first
+    assert len(counted_exports) == 5
+    assert Bundle.open(first.target).manifest.role == "target"
+
+
+def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """$OUTRIDER_CACHE before the platform's place."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    assert default_cache_dir() == tmp_path
+    monkeypatch.delenv("OUTRIDER_CACHE")
+    assert default_cache_dir().parts[-1] in ("outrider", "cache")
+
+
+def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit status of `outrider-export` with these arguments."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(sys, "argv", ["outrider-export", *arguments])
+    try:
+        cli.main()
+    except SystemExit as exit:
+        return int(exit.code or 0)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 0
+
+
+def test_inspect_shows_the_report_card(
+    pair: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For people, and as JSON for programs."""
+    monkeypatch.setenv("COLUMNS", "160")
+    assert run_cli(monkeypatch, "inspect", str(pair[0].path)) == 0
+    text = capsys.readouterr().out
+    assert "parity, step after rollback" in text and "acceptance, T 0.8" in text and "int8" in text
+    assert run_cli(monkeypatch, "inspect", str(pair[0].path), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["role"] == "draft"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "nowhere"], "not a directory"),
+        (["pair", "only-one"], "only one model was given"),
+        (["target", "nowhere", "--out", "x"], "is not a directory"),
+        (["draft", "Qwen/Qwen3-0.6B", "--out", "x"], "hf download"),
+    ],
+)
+def test_a_users_mistake_ends_in_one_message(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+) -> None:
+    """On standard error, exit status 2, no traceback."""
+    monkeypatch.chdir(tmp_path)
+    assert run_cli(monkeypatch, *arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err.replace("\n", " ") and "Traceback" not in captured.err and not captured.out
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_existing_bundle_is_not_replaced_unasked(pair: tuple[Bundle, Bundle], sources: PairPaths) -> None:
+    """Said at once, before any work."""
+    events: list[StageEvent] = []
+    with pytest.raises(BundleError, match="--overwrite"):
+        export_model(sources.draft, pair[0].path, ExportOptions("draft"), events.append)
+    assert not events
+    assert issubclass(BundleError, OutriderError)
