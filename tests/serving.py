@@ -162,7 +162,7 @@ def serve_fake(
         if gate is not None:
             gate.open()
         if not fake.core.is_draining:
-            server.begin_drain()
+            server.begin_drain(0.0)
         thread.join(TIMEOUT_S)
         sock.close()
         assert not thread.is_alive(), "the server did not end"

@@ -265,7 +265,7 @@ def test_a_shutdown_ends_a_stream_with_an_error() -> None:
     with serve_fake(gate=gate) as server, httpx.Client(base_url=server.url) as client:
         body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
         with client.stream("POST", "/v1/completions", json=body) as answer:
-            server.server.begin_drain()
+            server.server.begin_drain(0.0)
             server.wait_until(lambda: client.post("/v1/completions", json={"prompt": "a"}).status_code == 503)
             gate.open()
             answer.read()

@@ -239,7 +239,7 @@ def test_what_does_not_finish_in_time_is_told() -> None:
     gate = StepGate()
     with serve_fake(gate=gate) as server, httpx.Client(base_url=server.url) as client:
         with client.stream("POST", "/v1/sessions", json=BODY | {"max_tokens": 4000}) as response:
-            server.server.begin_drain()
+            server.server.begin_drain(0.0)
             server.wait_until(lambda: client.post("/v1/sessions", json=BODY).status_code == 503)
             gate.open()
             *_, end = read_events(response)
@@ -247,19 +247,25 @@ def test_what_does_not_finish_in_time_is_told() -> None:
         server.wait_until(lambda: server.server.should_exit)
 
 
-def test_a_second_signal_ends_at_once() -> None:
-    """Who asks twice does not want to wait for what runs."""
+def test_a_second_signal_ends_what_runs() -> None:
+    """Who asks twice does not want to wait for the sequences, and who asks three times for nothing at all."""
     gate = StepGate()
     with (
         serve_fake(gate=gate, drain_s=600.0) as server,
         httpx.Client(base_url=server.url) as client,
-        client.stream("POST", "/v1/sessions", json=BODY | {"max_tokens": 4000}),
+        client.stream("POST", "/v1/sessions", json=BODY | {"max_tokens": 4000}) as response,
     ):
         server.server.handle_exit(signal.SIGINT, None)
-        assert server.core.is_draining and not server.server.should_exit
+        server.wait_until(lambda: client.post("/v1/sessions", json=BODY).status_code == 503)
+        assert not server.server.should_exit
         server.server.handle_exit(signal.SIGINT, None)
-        assert server.server.should_exit and server.server.force_exit
         gate.open()
+        *_, end = read_events(response)
+        assert isinstance(end, SessionEnd) and end.reason == "shutdown"
+        server.wait_until(lambda: server.server.should_exit)
+        assert not server.server.force_exit
+        server.server.handle_exit(signal.SIGINT, None)
+        assert server.server.force_exit
 
 
 def test_only_loopback_is_served_without_keys() -> None:

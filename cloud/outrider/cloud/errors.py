@@ -5,6 +5,7 @@ What went wrong inside is logged by type and place, never sent, and never with t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import traceback
 from collections.abc import Mapping, Sequence
@@ -129,6 +130,8 @@ class ErrorBoundary:
 
         try:
             await self._app(scope, receive, note_start)
+        except asyncio.CancelledError:
+            pass  # the server is closing and has waited long enough; uvicorn would log a trace of it
         except Exception as error:
             if isinstance(error, RequestError):
                 answer = error

@@ -2,12 +2,11 @@
 
 On SIGTERM or SIGINT the server first drains: it goes on listening, so that load balancers see "draining" and devices
 can still post drafts, takes no new work, and lets what runs finish for a bounded time; then it closes. A second signal
-ends it at once.
+ends what runs, with its streams told so.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import socket
@@ -99,31 +98,35 @@ class VerifierServer(uvicorn.Server):
         self._core: Core = app.state.core
         self._drain_s = drain_s
         self._on_ready = on_ready
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._num_signals = 0
         super().__init__(_config(app, tls))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Opens for business."""
-        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal begins the draining, another one ends it. Called by the interpreter, between two steps of
-        the loop."""
-        if self._core.is_draining or self._loop is None:
-            self.force_exit = self.should_exit = True
-        else:
+        """The first signal begins the draining, the second ends what runs, a third does not even wait for that.
+
+        Called by the interpreter, between two steps of the loop.
+        """
+        self._num_signals += 1
+        if self._num_signals == 1:
             _log.info("draining for up to %g s; a second signal ends at once", self._drain_s)
-            self.begin_drain()
+            self.begin_drain(self._drain_s)
+        elif self._num_signals == 2:
+            self.begin_drain(0.0)
+        else:
+            self.force_exit = self.should_exit = True
 
-    def begin_drain(self) -> None:
-        """Refuses new work, and closes when what runs has finished or `drain_s` is over. From any thread; once."""
+    def begin_drain(self, drain_s: float) -> None:
+        """Refuses new work, and closes when what runs has finished or been ended after `drain_s`. From any thread."""
         self._core.is_draining = True
-        threading.Thread(target=self._drain, name="outrider-drain", daemon=True).start()
+        threading.Thread(target=self._drain, args=(drain_s,), name="outrider-drain", daemon=True).start()
 
-    def _drain(self) -> None:
-        self._core.engine.stop(drain_s=self._drain_s)
+    def _drain(self, drain_s: float) -> None:
+        self._core.engine.stop(drain_s=drain_s)
         self.should_exit = True
 
 
