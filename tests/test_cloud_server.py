@@ -11,6 +11,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +353,7 @@ def test_help_names_every_option() -> None:
     assert found.exit_code == 0
     for option in ("--host", "--port-file", "--api-key-file", "--insecure-no-keys", "--tls-cert", "--policy", "--rate"):
         assert option in found.output
+    assert CliRunner().invoke(cli.app, ["--version"]).output.strip() == version("outrider")
 
 
 def test_serve_runs_a_bundle_from_start_to_signal(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from enum import StrEnum
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,6 @@ from outrider.cloud.logs import LogFormat
 from outrider.models.errors import OutriderError, RuntimeUnavailable
 
 app = typer.Typer(
-    help="The cloud side of Outrider: the target model behind an HTTP API.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -37,9 +37,19 @@ class RuntimeName(StrEnum):
     TORCH = "torch"
 
 
-@app.callback()
-def _group() -> None:
-    """Keeps `serve` a subcommand, also while it is the only one."""
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(version("outrider"))
+        raise typer.Exit
+
+
+@app.callback()  # with a callback, `serve` is a subcommand although it is the only one
+def _group(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """The cloud side of Outrider: the target model behind an HTTP API."""
 
 
 @app.command()

@@ -36,6 +36,14 @@ class FieldError(RequestError):
         self.param = param
 
 
+class Throttled(RequestError):
+    """A RequestError 429 for one who calls too often, with the seconds after which a call would be let in."""
+
+    def __init__(self, code: str, message: str, *, retry_after_s: int) -> None:
+        super().__init__(code, message, status=429)
+        self.retry_after_s = retry_after_s
+
+
 def error_body(error: RequestError) -> ErrorBody:
     """The wire form of an error."""
     kind = _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
@@ -78,7 +86,7 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
     body = ErrorAnswer(error=error_body(error)).model_dump_json().encode()
     sent = dict(headers or {})
     if error.status in (429, 503):
-        sent.setdefault("retry-after", "1")
+        sent.setdefault("retry-after", str(error.retry_after_s if isinstance(error, Throttled) else 1))
     if error.status == 413:
         sent.setdefault("connection", "close")  # or the rest of the body would have to be read
     if error.status == 401:

@@ -5,6 +5,7 @@ Knows callers only as opaque bytes. The engine bounds the rest: prompt length, q
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.cloud.errors import Throttled
 from outrider.models.errors import RequestError
 
 BURST_S: Final = 2.0
@@ -69,8 +71,11 @@ class RateLimiter:
         level = min(self._capacity, level + (now - then) * self._rate_per_s)
         if level < 1.0:
             self._levels[owner] = (level, now)
-            raise RequestError(
-                "rate_limited", f"more than {self._rate_per_s:g} requests a second; come again shortly", status=429
+            wait_s = math.ceil((1.0 - level) / self._rate_per_s)
+            raise Throttled(
+                "rate_limited",
+                f"more than {self._rate_per_s:g} requests a second; come again in {wait_s} s",
+                retry_after_s=wait_s,
             )
         self._levels[owner] = (level - 1.0, now)
 
