@@ -123,7 +123,8 @@ class CostModelOptions:
 
     effort: worth of a ms of drafting on the device against a ms of the user's time (drafting is done while waiting
     anyway, so it costs energy more than time). token_cost_ms: what a drafted token costs on the wire and in the server.
-    message_cost_ms: what a draft message costs the server, which often answers it on the model's own cores.
+    wait_share: drafts that come within this share of a step are taken to be waited for; simulated, waiting pays up to
+    there. message_cost_ms: what a draft message costs the server, which often answers it on the model's own cores.
     probe_every: commits between silent probes at depth 0; probe_depth: tokens of one.
     """
 
@@ -131,6 +132,7 @@ class CostModelOptions:
     effort: float = 0.1
     token_cost_ms: float = 0.1
     message_cost_ms: float = 1.5
+    wait_share: float = 0.4
     probe_every: int = 8
     probe_depth: int = 2
 
@@ -140,7 +142,8 @@ class CostModelDepth:
 
     The d-th token ahead helps only if it and all before it are right, so it is worth survival(d) * step; it costs its
     drafting and its bytes. Beyond what the server can verify until the next message reaches it, it is worth nothing:
-    with p passes on the way, that is p * (k + 1) + k tokens for the k that the server would verify.
+    with p passes on the way, that is p * (k + 1) + k tokens for the k that the server would verify. On a round trip so
+    short that the server waits for the answer to a commit, p is 0: more tokens would only make it wait longer.
     """
 
     def __init__(self, estimates: Estimates, options: CostModelOptions | None = None) -> None:
@@ -189,7 +192,9 @@ class CostModelDepth:
     def _replan(self) -> None:
         e = self._estimates
         verified = best_verified(e.acceptance, e.step_ms, e.extra_ms, self._options.max_depth)
-        num_passes = math.ceil((e.round_trip_ms + e.draft_ms) / max(1e-3, e.interval_ms))
+        lag_ms = e.round_trip_ms + verified * e.draft_ms
+        is_awaited = lag_ms < self._options.wait_share * e.step_ms
+        num_passes = 0 if is_awaited else math.ceil(lag_ms / max(1e-3, e.step_ms))
         depth = min(self._options.max_depth, num_passes * (verified + 1) + verified)
         while depth > 1 and not self._worth(e.acceptance**depth):
             depth -= 1
