@@ -2,8 +2,8 @@
 
     python bench/pick.py
 
-Rows of logits are drawn from a Zipf-like law, peaked as a language model's are; `--flat` takes the hardest case instead,
-a standard normal times 3, in which thousands of tokens survive.
+Rows of logits follow a Zipf-like law, peaked as a language model's are; `--flat` takes the hardest case instead, a
+standard normal times 3, in which thousands of tokens survive.
 """
 
 from __future__ import annotations
@@ -40,8 +40,12 @@ def main(
         rows = rng.standard_normal((8, vocab), dtype=np.float32) * 3
     else:
         ranks = np.log(np.arange(1, vocab + 1, dtype=np.float32))
-        rows = np.stack([rng.permutation(-1.6 * ranks + rng.standard_normal(vocab, dtype=np.float32)) for _ in range(8)])
-    table = Table("kind", "ms a row (median)", title=f"one pick of {vocab:,} tokens, {'flat' if flat else 'peaked'} rows")
+        rows = np.stack(
+            [rng.permutation(-1.6 * ranks + rng.standard_normal(vocab, dtype=np.float32)) for _ in range(8)]
+        )
+    table = Table(
+        "kind", "ms a row (median)", title=f"one pick of {vocab:,} tokens, {'flat' if flat else 'peaked'} rows"
+    )
     slowest = 0.0
     for name, params in KINDS.items():
         took = []

@@ -28,6 +28,7 @@ _GAUGES: Final = {
     "running": "Sequences in the batch.",
     "queued": "Sequences that wait for admission.",
     "parked": "Prefixes kept for the next verify call.",
+    "parked_blocks": "Blocks that parked prefixes hold: not free, and given up when a sequence needs them.",
     "num_blocks": "Blocks of the KV cache.",
     "free_blocks": "Blocks that a new sequence could have.",
     "patience_ms": "Longest wait for a draft that the engine now chooses, milliseconds.",

@@ -20,6 +20,11 @@ class SequenceCache:
         """Prefixes kept for the /v1/verify call that continues them."""
         return len(self._parked)
 
+    @property
+    def num_parked_blocks(self) -> int:
+        """Blocks that parked prefixes hold."""
+        return self._parked.num_blocks
+
     def grow(self, sequence: Sequence, length: int) -> bool:
         """Gives `sequence` blocks for `length` tokens, at the cost of idle blocks and parked prefixes if need be.
 

@@ -152,6 +152,7 @@ class Engine:
             running=len(self._running),
             queued=len(self._queue),
             parked=self._cache.num_parked,
+            parked_blocks=self._cache.num_parked_blocks,
             num_blocks=self._cache.pool.num_blocks,
             free_blocks=self._cache.pool.num_available,
             step_ms=None if step_s is None else step_s * 1e3,

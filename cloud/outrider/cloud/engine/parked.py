@@ -36,6 +36,12 @@ class ParkedPrefixes:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that all of them hold together; prefixes may share some."""
+        with self._lock:
+            return len({block for entry in self._entries.values() for block in entry.blocks})
+
     def park(self, prefix: ParkedPrefix) -> str:
         """Keeps the prefix, and the references on its blocks with it; returns its hash. Engine's thread only."""
         name = prefix_hash(prefix.tokens)

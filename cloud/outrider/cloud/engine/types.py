@@ -111,6 +111,7 @@ class EngineStats:
     running: int
     queued: int
     parked: int
+    parked_blocks: int
     num_blocks: int
     free_blocks: int
     steps_total: int

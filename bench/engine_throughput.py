@@ -1,0 +1,181 @@
+"""The engine on the widened target, in process, on one core: what batching gives, and what verify mode saves.
+
+    python bench/engine_throughput.py [--widen 1200]
+
+First table: tokens per second of 1, 4 and 16 concurrent target-only sequences, over those of one; the engine beside
+the bare runtime running the same batches. Second: 16 sequences with the reference draft answering every commit at once,
+in each policy: target passes per token, tokens per pass.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from statistics import median
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outrider.cloud.engine import Engine, EngineConfig, Policy
+from outrider.cloud.engine.types import CommitEvent, Event, GenerateRequest
+from outrider.export.cache import export_reference_pair
+from outrider.models.bundle import Bundle
+from outrider.models.reference import load_prompts
+from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
+from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
+from outrider.models.sampling import SamplingParams, pick
+from outrider.models.tokenizer import Tokenizer
+
+CONTEXT = 96
+console = Console()
+
+
+def prompts_of(bundle: Bundle, count: int) -> list[tuple[int, ...]]:
+    """Held-out prompts, cut to CONTEXT tokens."""
+    tokenizer = Tokenizer.from_dir(bundle.path)
+    return [tuple(tokenizer.encode(prompt.text)[:CONTEXT]) for prompt in load_prompts(count)]
+
+
+def bare_step_ms(runtime: BatchRuntime, num_sequences: int, repeats: int) -> float:
+    """Median ms of a one-token step of `num_sequences` sequences at CONTEXT tokens, no engine around it."""
+    per = -(-(CONTEXT + repeats + 1) // runtime.block_size)
+    tables = [list(range(i * per, (i + 1) * per)) for i in range(num_sequences)]
+    for table in tables:
+        runtime.forward([SequenceSlice([1] * CONTEXT, 0, table, 1)])
+    took = []
+    for step in range(repeats):
+        started = time.perf_counter()
+        runtime.forward([SequenceSlice([1], CONTEXT + step, table, 1) for table in tables])
+        took.append((time.perf_counter() - started) * 1e3)
+    return median(took)
+
+
+def decode_rate(runtime: BatchRuntime, prompts: list[tuple[int, ...]], count: int) -> float:
+    """Tokens per second of the engine once all sequences decode; no prefix is shared, no draft comes."""
+    engine = Engine(runtime, EngineConfig(share_prefixes=False))
+    committed = [0]
+
+    def sink(event: Event) -> None:
+        committed[0] += len(event.tokens) if isinstance(event, CommitEvent) else 0
+
+    for seed, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=0.8, seed=seed)
+        engine.submit(GenerateRequest(prompt, params, count), sink)
+    while committed[0] < len(prompts):  # prefill
+        engine.step()
+    before, started = committed[0], time.perf_counter()
+    while engine.has_work:
+        engine.step()
+    return (committed[0] - before) / (time.perf_counter() - started)
+
+
+class Device:
+    """One sequence's draft, in process: answers each commit at once with `depth` guesses."""
+
+    def __init__(self, runtime: SequenceRuntime, prompt: tuple[int, ...], params: SamplingParams, depth: int) -> None:
+        self.runtime, self.params, self.depth = runtime, params, depth
+        self.text = list(prompt)
+
+    def guesses(self) -> list[int]:
+        """The draft's own continuation of the text so far; the cache is rebuilt, since many sequences share it."""
+        self.runtime.truncate(0)
+        row, guessed = self.runtime.extend(self.text), list[int]()
+        while True:
+            guessed.append(pick(row, self.params, len(self.text) + len(guessed)))
+            if len(guessed) == self.depth:
+                return guessed
+            row = self.runtime.extend(guessed[-1:])
+
+
+def drafted_passes(
+    runtime: BatchRuntime,
+    draft: SequenceRuntime,
+    prompts: list[tuple[int, ...]],
+    count: int,
+    policy: Policy,
+    temperature: float,
+) -> tuple[float, float]:
+    """Target passes per token, and tokens per pass, with drafts that are always there in time."""
+    engine = Engine(runtime, EngineConfig(share_prefixes=False, policy=policy))
+    engine.calibrate(max_tokens=32)
+    devices: dict[int, Device] = {}
+    fresh: dict[int, int] = {}
+    for seed, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=temperature, seed=seed)
+        state: dict[str, int] = {}
+
+        def sink(event: Event, state: dict[str, int] = state) -> None:
+            if isinstance(event, CommitEvent):
+                devices[state["id"]].text += event.tokens
+                fresh[state["id"]] = event.base + len(event.tokens)
+            else:
+                fresh.pop(state["id"], None)
+
+        state["id"] = engine.submit(GenerateRequest(prompt, params, count, patience_ms=0.0), sink)
+        devices[state["id"]] = Device(draft, prompt, params, depth=8)
+    while engine.has_work:
+        engine.step()
+        for sequence_id, base in list(fresh.items()):
+            engine.draft(sequence_id, base, [devices[sequence_id].guesses()])
+        fresh.clear()
+    stats = engine.stats()
+    return stats.passes_total / stats.committed_total, stats.committed_total / stats.passes_total
+
+
+def main(
+    widen: Annotated[int, typer.Option(help="MB of the widened FP32 target; 0: as trained")] = 1200,
+    tokens: Annotated[int, typer.Option(help="tokens per sequence")] = 40,
+    repeats: Annotated[int, typer.Option(help="interleaved repetitions of the first table")] = 3,
+    core: Annotated[int, typer.Option(help="the core to run on")] = 0,
+    temperature: Annotated[float, typer.Option(help="of the second table")] = 0.8,
+) -> None:
+    """Measures and prints; exits 1 when 16 sequences reach less than 6x, or verify mode 0.45 passes a token or more."""
+    pair = export_reference_pair(widen_mb=widen or None)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {core})
+    target, draft = Bundle.open(pair.target), Bundle.open(pair.draft)
+    runtime = open_batch_runtime("openvino", target.model_file, RuntimeOptions(num_threads=1))
+    drafter = open_sequence_runtime("openvino", draft.model_file, RuntimeOptions(num_threads=1))
+    prompts = prompts_of(target, 16)
+
+    sizes = (1, 4, 16)
+    rates: dict[int, list[float]] = {n: [] for n in sizes}
+    bare: dict[int, list[float]] = {n: [] for n in sizes}
+    for _ in range(repeats):
+        for n in sizes:
+            bare[n].append(n / bare_step_ms(runtime, n, 12) * 1e3)
+            rates[n].append(decode_rate(runtime, prompts[:n], tokens))
+    table = Table(
+        "sequences",
+        "bare runtime tokens/s",
+        "x",
+        "engine tokens/s",
+        "x",
+        title=f"target-only, {widen} MB FP32, one core",
+    )
+    for n in sizes:
+        a, b = median(bare[n]), median(rates[n])
+        ratios = (
+            median(x / y for x, y in zip(bare[n], bare[1], strict=True)),
+            median(x / y for x, y in zip(rates[n], rates[1], strict=True)),
+        )
+        table.add_row(str(n), f"{a:.1f}", f"{ratios[0]:.2f}", f"{b:.1f}", f"{ratios[1]:.2f}")
+    console.print(table)
+
+    table = Table(
+        "policy", "passes per token", "tokens per pass", title=f"16 sequences with drafts, temperature {temperature}"
+    )
+    passes = {}
+    for policy in (Policy.STREAM, Policy.VERIFY):
+        per_token, per_pass = drafted_passes(runtime, drafter, prompts, tokens, policy, temperature)
+        passes[policy] = per_token
+        table.add_row(policy.value, f"{per_token:.3f}", f"{per_pass:.2f}")
+    console.print(table)
+    if ratios[1] < 6.0 or passes[Policy.VERIFY] >= 0.45:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,115 @@
+"""A thousand short sessions against a real server: its memory, its blocks, its sockets.
+
+    python bench/soak.py
+
+Sessions of every kind in turn: streamed to the end, with drafts, ended early by the client's leaving, ended by DELETE,
+stop-and-wait. Prints the server's memory (private, from the system) as it goes; exits 1 if it grows by more than 2 % of
+itself over the last three quarters, or if a block, sequence, session or socket is not given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import httpx
+import psutil
+import typer
+from rich.console import Console
+
+from outrider.cloud.protocol import Commit, SessionOpen, SessionRequest
+from outrider.edge.client import CloudClient
+from outrider.edge.endpoints import Endpoints
+from outrider.edge.lab import Lab, open_lab, three_modes
+from outrider.edge.results import GenerationRequest
+from outrider.export.cache import export_reference_pair
+from outrider.models.reference import load_prompts
+from outrider.models.sampling import SamplingParams
+
+console = Console()
+KINDS = ("cloud_only", "stream", "stop_and_wait", "left early", "deleted")
+
+
+def server_of(url: str) -> psutil.Process:
+    """The process that listens where `url` points."""
+    port = int(url.rsplit(":", 1)[1])
+    for child in psutil.Process().children(recursive=True):
+        if any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in child.net_connections("tcp")):
+            return child
+    raise SystemExit(f"no process of ours listens on port {port}")
+
+
+async def one_session(lab: Lab, kind: str, index: int, tokens: int) -> None:
+    """One short session of the given kind, on connections of its own."""
+    prompt = lab.encode(load_prompts()[index % 200].text)
+    params = SamplingParams(temperature=0.8, seed=index)
+    async with CloudClient(lab.url) as client:
+        if kind in ("left early", "deleted"):
+            body = SessionRequest(prompt=list(prompt), max_tokens=200, ignore_eos=True, temperature=0.8, seed=index)
+            async with client.open_session(body) as events:
+                session = ""
+                async for event in events:
+                    if isinstance(event, SessionOpen):
+                        session = event.session
+                    elif isinstance(event, Commit) and event.base >= 5:
+                        if kind == "deleted":
+                            await client.end_session(session)
+                        break
+                await events.aclose()
+        else:
+            modes = await three_modes(Endpoints([client]), lab.drafter)
+            request = GenerationRequest(prompt=prompt, params=params, max_tokens=tokens, ignore_eos=True)
+            await modes[kind].generate(request)
+
+
+async def at_rest(url: str) -> dict[str, float]:
+    """The server's gauges once nothing runs any more; parked prefixes are allowed to stay."""
+    async with httpx.AsyncClient() as client:
+        for _ in range(200):
+            lines = (await client.get(f"{url}/metrics")).text.splitlines()
+            values = dict(line.split() for line in lines if line and not line.startswith("#") and "{" not in line)
+            gauges = {
+                name: float(values[f"outrider_{name}"]) for name in ("engine_running", "engine_queued", "sessions_open")
+            }
+            if not any(gauges.values()):
+                break
+            await asyncio.sleep(0.05)
+        for name in ("num_blocks", "free_blocks", "parked", "parked_blocks", "finished_total"):
+            gauges[name] = float(values[f"outrider_engine_{name}"])
+    return gauges
+
+
+async def soak(lab: Lab, sessions: int, tokens: int) -> bool:
+    """Runs them; True if nothing grew and everything came back."""
+    server = server_of(lab.url)
+    samples: list[tuple[int, float]] = []
+    for index in range(sessions):
+        await one_session(lab, KINDS[index % len(KINDS)], index, tokens)
+        if (index + 1) % max(1, sessions // 20) == 0:
+            memory = server.memory_full_info()
+            samples.append((index + 1, memory.uss / 1e6))
+            console.print(f"{index + 1:5d} sessions   {memory.uss / 1e6:8.1f} MB   {server.num_fds()} descriptors")
+    gauges = await at_rest(lab.url)
+    console.print(gauges)
+    steady = [mb for count, mb in samples if count >= sessions // 4]
+    growth = steady[-1] - steady[0]
+    console.print(f"growth over the last three quarters: {growth:+.2f} MB of {steady[0]:.1f} MB")
+    is_clean = not any(gauges[name] for name in ("engine_running", "engine_queued", "sessions_open"))
+    lost = gauges["num_blocks"] - gauges["free_blocks"] - gauges["parked_blocks"]
+    console.print(f"blocks lost: {lost:.0f} (parked prefixes, at most 64, hold {gauges['parked_blocks']:.0f})")
+    return is_clean and lost == 0 and growth <= 0.02 * steady[0]
+
+
+def main(
+    sessions: Annotated[int, typer.Option()] = 1000,
+    tokens: Annotated[int, typer.Option(help="tokens of a session that runs to its end")] = 12,
+) -> None:
+    """Soaks; exits 1 on growth or a leak."""
+    pair = export_reference_pair()
+    with open_lab(pair.target, pair.draft) as lab:
+        is_fine = asyncio.run(soak(lab, sessions, tokens))
+    raise typer.Exit(0 if is_fine else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
