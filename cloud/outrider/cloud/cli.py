@@ -82,6 +82,9 @@ def serve(
     policy: Annotated[
         PolicyName, typer.Option(help="stream: latency; verify: fewest target passes; auto: by the load.")
     ] = PolicyName.AUTO,
+    share_prefixes: Annotated[
+        bool, typer.Option(help="Reuse the cache of prompts that begin alike; measurements of TTFT turn it off.")
+    ] = True,
     patience_ms: Annotated[
         float | None, typer.Option(min=0.0, help="Longest wait for a draft, whatever sessions ask; 0 never waits.")
     ] = None,
@@ -117,6 +120,7 @@ def serve(
             max_queue=max_queue,
             max_sessions=max_sessions,
             policy=policy.value,
+            share_prefixes=share_prefixes,
             max_patience_ms=patience_ms,
             max_body_bytes=max_body_kb << 10,
             rate_per_s=rate,

@@ -50,6 +50,7 @@ class ServeOptions:
     max_queue: int
     max_sessions: int
     policy: str
+    share_prefixes: bool
     max_patience_ms: float | None
     max_body_bytes: int
     rate_per_s: float
@@ -70,7 +71,10 @@ def serve(options: ServeOptions) -> None:
         runtime = _load(bundle, options)
         try:
             config = EngineConfig(
-                max_running=options.max_running, max_queue=options.max_queue, policy=Policy(options.policy)
+                max_running=options.max_running,
+                max_queue=options.max_queue,
+                share_prefixes=options.share_prefixes,
+                policy=Policy(options.policy),
             )
             engine = Engine(runtime, config)
             engine.calibrate()
