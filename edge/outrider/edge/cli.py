@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from outrider.edge.demo import demo
 from outrider.edge.results import DrafterKind, Mode
 from outrider.models.errors import OutriderError, RuntimeUnavailable
 from outrider.models.sampling import SamplingParams
@@ -21,11 +22,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-
-@app.callback()
-def _group() -> None:
-    """Keeps `run` a subcommand, also while it is the only one."""
 
 
 @app.command()
@@ -81,6 +77,9 @@ def run(
         api_key=api_key,
     )
     run_once(options, Console(), as_json=as_json)
+
+
+app.command()(demo)
 
 
 def missing_extra(error: ModuleNotFoundError) -> Exception:

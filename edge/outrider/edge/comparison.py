@@ -1,0 +1,78 @@
+"""What the modes of a comparison come to, in one set of figures each. Pure arithmetic on finished generations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from outrider.edge.results import ByteCounts, GenerationResult
+
+
+@dataclass(frozen=True, slots=True)
+class ModeFigures:
+    """Times are medians over the texts; rates of counts are ratios of sums over all of them.
+
+    tokens_per_s: without the prefill, see `GenerationResult.tokens_per_s`. ttft_ms: to the first token.
+    itl_ms_p50, itl_ms_p95: inter-token latency; tokens that arrive together are 0 apart.
+    acceptance_rate: accepted over judged drafted tokens, 0 when none was judged. tokens_per_pass and passes_per_token:
+    of the target. bytes_*: bodies, the prompt included; header_bytes_*: HTTP's own.
+    speed_up: median over the texts of tokens_per_s over that of the baseline.
+    identical: every text equals the baseline's; num_different counts those that do not.
+    """
+
+    tokens_per_s: float
+    ttft_ms: float
+    itl_ms_p50: float
+    itl_ms_p95: float
+    acceptance_rate: float
+    tokens_per_pass: float
+    passes_per_token: float
+    bytes_up_per_token: float
+    bytes_down_per_token: float
+    header_bytes_up_per_token: float
+    header_bytes_down_per_token: float
+    speed_up: float
+    identical: bool
+    num_different: int
+    num_texts: int
+    num_tokens: int
+
+
+def compare(results: Mapping[str, Sequence[GenerationResult]], baseline: str) -> dict[str, ModeFigures]:
+    """Figures of each mode; every mode must have generated the same requests in the same order."""
+    return {name: _figures(texts, results[baseline]) for name, texts in results.items()}
+
+
+def _figures(texts: Sequence[GenerationResult], baseline: Sequence[GenerationResult]) -> ModeFigures:
+    num_tokens = sum(len(text.tokens) for text in texts)
+    num_passes = sum(text.num_passes for text in texts)
+    num_tested = sum(text.num_tested for text in texts)
+    wire = sum((text.wire for text in texts), ByteCounts())
+    pairs = list(zip(texts, baseline, strict=True))
+    num_different = sum(text.tokens != base.tokens for text, base in pairs)
+    return ModeFigures(
+        tokens_per_s=median_of(text.tokens_per_s for text in texts),
+        ttft_ms=median_of(text.ttft_ms for text in texts),
+        itl_ms_p50=median_of(text.gap_ms(50) for text in texts),
+        itl_ms_p95=median_of(text.gap_ms(95) for text in texts),
+        acceptance_rate=sum(text.num_accepted for text in texts) / max(1, num_tested),
+        tokens_per_pass=num_tokens / max(1, num_passes),
+        passes_per_token=num_passes / max(1, num_tokens),
+        bytes_up_per_token=wire.body_up / max(1, num_tokens),
+        bytes_down_per_token=wire.body_down / max(1, num_tokens),
+        header_bytes_up_per_token=wire.headers_up / max(1, num_tokens),
+        header_bytes_down_per_token=wire.headers_down / max(1, num_tokens),
+        speed_up=median_of(text.tokens_per_s / base.tokens_per_s for text, base in pairs),
+        identical=num_different == 0,
+        num_different=num_different,
+        num_texts=len(texts),
+        num_tokens=num_tokens,
+    )
+
+
+def median_of(values: Iterable[float]) -> float:
+    """The median of what is finite; NaN of nothing (a text too short to have a rate says nothing)."""
+    finite = [value for value in values if math.isfinite(value)]
+    return median(finite) if finite else float("nan")

@@ -1,0 +1,126 @@
+"""One machine as two: the cloud as a process on its own core, a network that is as slow as wanted, the agent here.
+
+For `outrider demo` and for the measurements in `bench/`. It imports neither cloud nor export: the cloud is started as
+its users start it, and bundles are given by their paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from outrider.edge.child_process import child_process
+from outrider.edge.client import CloudClient
+from outrider.edge.cores import CorePlan, Cores, plan_cores, running_on
+from outrider.edge.depth import CostModelDepth
+from outrider.edge.drafter import Drafter
+from outrider.edge.endpoints import Endpoints
+from outrider.edge.estimates import Estimates
+from outrider.edge.results import DrafterKind, GenerationRequest, GenerationResult, Mode
+from outrider.edge.setup import Agent, make_agent, open_draft_bundle, open_drafter
+from outrider.edge.stop_and_wait import StopAndWaitAgent
+from outrider.models.bundle import Bundle
+from outrider.models.tokenizer import Tokenizer, require_same_tokenizer
+
+CLOUD_ONLY = "cloud_only"
+STOP_AND_WAIT = "stop_and_wait"
+STREAM = "stream"
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """An open laboratory. url: the cloud's own, without the network in between."""
+
+    url: str
+    cores: CorePlan
+    target: Bundle
+    draft: Bundle
+    tokenizer: Tokenizer
+    drafter: Drafter
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """A prompt's token ids."""
+        return tuple(self.tokenizer.encode(text))
+
+
+@contextmanager
+def open_lab(
+    target: Path, draft: Path, drafter_kind: DrafterKind = DrafterKind.MODEL, cloud_options: Sequence[str] = ()
+) -> Iterator[Lab]:
+    """Starts the cloud and opens the draft; this thread stays on the agent's core until the end.
+
+    The cloud shares no prefixes: else the first mode to run a prompt would compute it for those that follow.
+
+    cloud_options: more arguments of `outrider-cloud serve`. Raises BundleError, TokenizerMismatch, RuntimeUnavailable.
+    """
+    cores = plan_cores()
+    target_bundle, draft_bundle = Bundle.open(target), open_draft_bundle(draft)
+    tokenizer = target_bundle.tokenizer()
+    require_same_tokenizer(draft_bundle.tokenizer(), tokenizer)
+    with ExitStack() as stack:
+        url = stack.enter_context(cloud_process(target, cores.cloud, cloud_options))
+        stack.enter_context(running_on(cores.agent))
+        drafter = open_drafter(draft_bundle, drafter_kind, num_threads=1)
+        assert drafter is not None
+        stack.enter_context(closing(drafter))
+        yield Lab(url, cores, target_bundle, draft_bundle, tokenizer, drafter)
+
+
+def cloud_process(target: Path, cores: Cores, options: Sequence[str] = ()) -> AbstractContextManager[str]:
+    """`outrider-cloud serve` on a free loopback port with one thread; gives its URL."""
+    serve = ["-m", "outrider.cloud.cli", "serve", str(target), "--port", "0", "--threads", "1", "--drain-s", "0"]
+    return child_process([*serve, "--no-share-prefixes", *options], ready_prefix="OUTRIDER_READY ", cores=cores)
+
+
+@contextmanager
+def network(url: str, rtt_ms: float, cores: Cores) -> Iterator[str]:
+    """The URL by which `url` is reached over a round trip of `rtt_ms`; `url` itself for 0."""
+    if rtt_ms == 0.0:
+        yield url
+        return
+    arguments = ["-m", "outrider.edge.proxy", "--target", urlsplit(url).netloc, "--rtt-ms", str(rtt_ms)]
+    # A process of its own, because a thread would wait for this one's interpreter lock, and that is no network's delay.
+    with child_process(arguments, ready_prefix="http", cores=cores) as rest:
+        yield "http" + rest
+
+
+@asynccontextmanager
+async def connected(lab: Lab, rtt_ms: float = 0.0) -> AsyncIterator[Endpoints]:
+    """The cloud, `rtt_ms` away."""
+    with network(lab.url, rtt_ms, lab.cores.agent) as url:
+        async with CloudClient(url) as client:
+            yield Endpoints([client])
+
+
+async def three_modes(endpoints: Endpoints, drafter: Drafter) -> dict[str, Agent]:
+    """Cloud-only, stop-and-wait and stream, each with estimates of its own."""
+    waiting = Estimates()
+    ready = await endpoints.call(lambda client: client.ready())
+    # /v1/verify does not tell the step time, and a guess at it would make the twin choose its blocks badly.
+    waiting.on_open(0.0, ready.step_ms, None)
+    return {
+        CLOUD_ONLY: make_agent(Mode.CLOUD_ONLY, endpoints, None),
+        STOP_AND_WAIT: StopAndWaitAgent(endpoints, drafter, CostModelDepth(waiting), waiting),
+        STREAM: make_agent(Mode.STREAM, endpoints, drafter),
+    }
+
+
+Results = dict[str, list[GenerationResult]]
+
+
+async def interleave(
+    modes: Mapping[str, Agent],
+    requests: Sequence[GenerationRequest],
+    on_result: Callable[[str, GenerationResult], None] = lambda name, result: None,
+) -> Results:
+    """Every mode on the first request, then every mode on the second, ...: what changes on the machine hits all."""
+    results: Results = {name: [] for name in modes}
+    for request in requests:
+        for name, mode in modes.items():
+            result = await mode.generate(request)
+            results[name].append(result)
+            on_result(name, result)
+    return results
