@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -119,22 +120,23 @@ def test_cost_model_does_not_run_ahead_for_nothing() -> None:
     assert depth_at(0.3, extra_ms=40.0) == 0
 
 
-def test_a_hopeless_draft_is_off_within_fifteen_commits_and_then_only_probes_silently() -> None:
-    """Depth 0: nothing is sent any more, and one commit in eight is probed."""
+def test_a_hopeless_draft_is_soon_off_and_then_probed_silently_and_ever_more_rarely() -> None:
+    """Depth 0: nothing is sent any more; the gaps between probes double up to the longest."""
     estimates = Estimates()
     estimates.on_open(10.0, 40.0, 1.0)
     controller = CostModelDepth(estimates)
-    num_on, probes = 0, list[bool]()
-    for _ in range(80):
+    num_on, probed_at = 0, list[int]()
+    for i in range(120):
         plan = controller.plan()
         num_on += not plan.silent
-        if plan.silent:
-            probes.append(plan.depth > 0)
+        if plan.silent and plan.depth:
+            probed_at.append(i - num_on)
         outcome = judged(0, plan.depth > 0)
         estimates.on_commit(outcome, [0.5] * 2, 40.0)
         controller.observe(outcome)
-    assert 1 <= num_on <= 15
-    assert sum(probes) == pytest.approx(len(probes) / CostModelOptions().probe_every, abs=1)
+    assert 1 <= num_on <= 20
+    gaps = [b - a for a, b in pairwise(probed_at)]
+    assert gaps[:4] == [2, 4, 8, 16] and set(gaps[4:]) == {CostModelOptions().max_probe_gap}
 
 
 def test_a_draft_that_becomes_good_is_used_again() -> None:

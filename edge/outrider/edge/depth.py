@@ -123,18 +123,21 @@ class CostModelOptions:
 
     effort: worth of a ms of drafting on the device against a ms of the user's time (drafting is done while waiting
     anyway, so it costs energy more than time). token_cost_ms: what a drafted token costs on the wire and in the server.
+    hysteresis: drafting starts again when it is worth this many times its cost.
     wait_share: drafts that come within this share of a step are taken to be waited for; simulated, waiting pays up to
     there. message_cost_ms: what a draft message costs the server, which often answers it on the model's own cores.
-    probe_every: commits between silent probes at depth 0; probe_depth: tokens of one.
+    probe_depth: tokens of a silent probe at depth 0. max_probe_gap: commits between two probes at most; the gap starts
+    at one, doubles when a probe was all wrong and is one again after a right token.
     """
 
     max_depth: int = MAX_DEPTH
     effort: float = 0.1
     token_cost_ms: float = 0.1
     message_cost_ms: float = 1.5
+    hysteresis: float = 1.5
     wait_share: float = 0.4
-    probe_every: int = 8
     probe_depth: int = 2
+    max_probe_gap: int = 16
 
 
 class CostModelDepth:
@@ -150,7 +153,8 @@ class CostModelDepth:
         self._estimates = estimates
         self._options = options or CostModelOptions()
         self._is_on = True
-        self._commits_off = 0
+        self._probe_gap = 1
+        self._commits_to_probe = 0
         self._depth = 0
         self._replan()
 
@@ -158,9 +162,7 @@ class CostModelDepth:
         """The present depth; at 0, a silent probe now and then."""
         if self._is_on:
             return DraftPlan(self._depth)
-        if self._commits_off % self._options.probe_every == 0:
-            return DraftPlan(self._options.probe_depth, silent=True)
-        return DraftPlan(0, silent=True)
+        return DraftPlan(self._options.probe_depth if self._commits_to_probe == 0 else 0, silent=True)
 
     def wants_more(self, confidences: Sequence[float]) -> bool:
         """Whether the plan leaves room and these survive often enough for one more to pay."""
@@ -172,11 +174,12 @@ class CostModelDepth:
         """Turns on or off, with hysteresis, and chooses the depth again."""
         value = self._estimates.acceptance * self._estimates.step_ms
         cost = self._estimates.extra_ms + self._options.message_cost_ms
-        if self._is_on and value < cost:
-            self._is_on, self._commits_off = False, 0
-        elif not self._is_on:
-            self._commits_off += 1
-            self._is_on = value > 2.0 * cost
+        if self._is_on:
+            self._is_on = value >= cost
+            self._probe_gap = self._commits_to_probe = 1
+        else:
+            self._is_on = value > self._options.hysteresis * cost
+            self._schedule_probe(outcome)
         self._replan()
 
     def block(self) -> int:
@@ -188,6 +191,15 @@ class CostModelDepth:
             return took / expected_tokens(e.acceptance, k)
 
         return min(range(1, self._options.max_depth + 1), key=per_token)
+
+    def _schedule_probe(self, outcome: CommitOutcome) -> None:
+        if outcome.num_right:
+            self._probe_gap = 1
+        elif outcome.num_tested:
+            self._probe_gap = min(self._options.max_probe_gap, 2 * self._probe_gap)
+        if outcome.num_tested:
+            self._commits_to_probe = self._probe_gap
+        self._commits_to_probe = max(0, self._commits_to_probe - 1)
 
     def _replan(self) -> None:
         e = self._estimates
