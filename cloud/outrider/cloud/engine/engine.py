@@ -92,8 +92,9 @@ class Engine:
         Raises RequestError: `overloaded`, `empty_prompt`, `context_length_exceeded`, `token_out_of_range`,
         `prefix_not_held`.
         """
-        if len(self._queue) >= self._config.max_queue:
-            raise RequestError("overloaded", f"{len(self._queue)} requests wait already; try again", status=503)
+        num_waiting = len(self._sequences) - len(self._running)  # also those that the engine has not looked at yet
+        if num_waiting >= self._config.max_queue:
+            raise RequestError("overloaded", f"{num_waiting} requests wait already; try again later", status=503)
         held = self._cache.take_parked(request.prefix_hash) if request.prefix_hash else None
         if request.prefix_hash and held is None:
             raise RequestError(

@@ -75,3 +75,4 @@ class EngineThread:
             if delay_s != 0.0:
                 self._wake.wait(timeout=delay_s)
         self._engine.shut_down()
+        self._is_idle.set()  # a slower `stop` that still waits has nothing left to wait for
