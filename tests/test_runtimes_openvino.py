@@ -62,6 +62,30 @@ def test_rows_are_gathered_before_the_lm_head(tiny_ir: Callable[..., Path], fami
     assert np.abs(every - all_logits(tiny_ir(family))).max() < (0.5 if int8 else 1e-6)
 
 
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_logits_do_not_depend_on_the_batch(tiny_ir: Callable[..., Path], int8: bool, num_threads: int) -> None:
+    """Bit for bit: one prefill, decoding token by token, verifying several, after a rollback, among other sequences."""
+    runtime = OpenVinoPagedRuntime(tiny_ir("qwen2", int8=int8), replace(OPTIONS, num_threads=num_threads))
+    text = (TOKENS * 3)[:100]
+    blocks = [9, 4, 7, 2]
+    whole = runtime.forward([SequenceSlice(text, 0, blocks, 100)]).copy()
+    for i in range(60, 70):
+        assert np.array_equal(runtime.forward([SequenceSlice(text[i : i + 1], i, blocks, 1)]), whole[i : i + 1])
+    neighbours = [SequenceSlice(text[:n], 0, [n, n + 1], 0) for n in (10, 20, 40)]
+    for past, num_new in ((65, 5), (70, 2), (0, 33), (33, 60)):
+        own = SequenceSlice(text[past : past + num_new], past, blocks, num_new)
+        assert np.array_equal(runtime.forward([*neighbours, own]), whole[past : past + num_new])
+
+
+def test_invariance_can_be_given_up(tiny_ir: Callable[..., Path]) -> None:
+    """Without it the same step is laid out as whole sequences, with the same logits but for rounding."""
+    fast = OpenVinoPagedRuntime(tiny_ir("llama"), replace(OPTIONS, is_batch_invariant=False))
+    fast.forward([SequenceSlice(TOKENS[:30], 0, [5, 3], 0)])
+    logits = fast.forward([SequenceSlice(TOKENS[30:], 30, [5, 3], 10)])
+    assert np.abs(logits - all_logits(tiny_ir("llama"))[-10:]).max() < 1e-4
+
+
 def test_rows_are_gathered_before_a_soft_cap(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
     """Element-wise operations between LM head and logits (scaling, Gemma's soft cap) do not hide the MatMul."""
 

@@ -133,8 +133,12 @@ class RuntimeOptions:
     device: as the runtime names it ("CPU", "GPU", "cuda:0").
     num_threads: inference threads; 0 leaves it to the runtime.
     kv_cache_bytes: room for the paged cache (BatchRuntime only).
-    kv_precision: "f32", "f16", "bf16" or "u8"; "auto" takes f32 on CPU and the runtime's own elsewhere.
+    kv_precision: "f32", "f16", "bf16" or "u8"; "auto" takes f32 on CPU and the runtime's own elsewhere. On CPU
+      OpenVINO takes f32 and u8 only.
     cache_dir: where compiled models are kept; None for nowhere.
+    is_batch_invariant: OpenVINO on CPU with an f32 cache, BatchRuntime: a token's logits are the same, bit for bit,
+      however its sequence was cut into steps and whatever else was in them. Costs a few per cent of a step at short
+      contexts, more of a long prompt. Steps with a tree mask are outside the promise.
     max_positions: cuts the longest sequence, and with it a SequenceRuntime's cache; 0 takes the model's own.
     properties: for OpenVINO, compile properties, over everything above; for torch, "dtype": "f32", "bf16" or "f16".
     """
@@ -144,5 +148,6 @@ class RuntimeOptions:
     kv_cache_bytes: int = 256 << 20
     kv_precision: str = "auto"
     cache_dir: str | None = None
+    is_batch_invariant: bool = True
     max_positions: int = 0
     properties: dict[str, str] = field(default_factory=dict)

@@ -2,6 +2,13 @@
 
 Knows block numbers and slots, not who owns them. Everything that changes from step to step goes to the infer
 request as tensors over numpy memory; the caches are bound once. The infer itself releases the GIL.
+
+Bit-for-bit invariance: the CPU plugin has three attention kernels that round differently, for one new token, for
+several, and for fewer sequences than threads (that one splits the context between threads). INT8 models amplify a
+last-bit difference to a per cent of the logits' scale, because activations are quantized on the fly. So on CPU every
+token goes in as a sequence of its own that attends its predecessors through the cache (the plugin writes all keys and
+values of a step before any token attends), and a step has at least as many of these as threads: one kernel, whatever
+the step.
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ from numpy.typing import NDArray
 from outrider.models.errors import ConfigError
 from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.openvino_graph import load_paged_model, shared_tensor
-from outrider.models.runtimes.ragged import lay_out
+from outrider.models.runtimes.ragged import RaggedStep, lay_out
 
 
 class OpenVinoPagedRuntime:
@@ -35,7 +42,10 @@ class OpenVinoPagedRuntime:
                 f"kv_cache_bytes is {options.kv_cache_bytes}; one block of this model takes {self._model.block_bytes}"
             )
         self._caches: list[Any] = self._model.bind_cache(self._num_blocks)
+        self._is_split = options.is_batch_invariant and options.device == "CPU"
+        self._min_pieces = int(self._model.compiled.get_property("INFERENCE_NUM_THREADS")) if self._is_split else 1
         self._request: Any = self._model.request
+        self._bound: RaggedStep | None = None
 
     @property
     def limits(self) -> ModelLimits:
@@ -63,9 +73,11 @@ class OpenVinoPagedRuntime:
             max_positions=self.limits.max_positions,
             block_size=self.block_size,
             num_blocks=self._num_blocks,
+            is_split=self._is_split,
+            min_pieces=self._min_pieces,
         )
         request = self._request
-        # The request shares the arrays' memory: `step` must live until infer returns.
+        self._bound = step  # the request reads this memory and does not keep it alive
         request.set_tensor("input_ids", shared_tensor(step.input_ids))
         request.set_tensor("position_ids", shared_tensor(step.position_ids))
         request.set_tensor("past_lens", shared_tensor(step.past_lens))
@@ -85,5 +97,6 @@ class OpenVinoPagedRuntime:
     def close(self) -> None:
         """Releases model and cache; safe to call twice."""
         self._request = None
+        self._bound = None
         self._caches = []
         self._model = None  # type: ignore[assignment]

@@ -19,6 +19,8 @@ from outrider.models.runtimes.base import SequenceSlice
 class RaggedStep:
     """T new tokens of B sequences, N cache blocks, R rows of logits.
 
+    With `lay_out(..., is_split=True)`, B counts the pieces that sequences were split into.
+
     input_ids, position_ids: int64 [T].
     past_lens: int32 [B]. subsequence_begins: int32 [B + 1], where each sequence's tokens start.
     block_indices: int32 [N]. block_indices_begins: int32 [B + 1], where each sequence's blocks start.
@@ -55,16 +57,30 @@ def begins(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
 
 
 def lay_out(
-    batch: Sequence[SequenceSlice], *, vocab_size: int, max_positions: int, block_size: int, num_blocks: int
+    batch: Sequence[SequenceSlice],
+    *,
+    vocab_size: int,
+    max_positions: int,
+    block_size: int,
+    num_blocks: int,
+    is_split: bool = False,
+    min_pieces: int = 1,
 ) -> RaggedStep:
-    """The flat arrays of a step; asserts that every id, position and block number is inside its range."""
+    """The flat arrays of a step; asserts that every id, position and block number is inside its range.
+
+    is_split: each token of a slice without a mask becomes a piece of its own, as if decoded alone, and pieces share
+      their slice's block table (their `block_indices_begins` are equal). Right only for a runtime that writes the
+      keys and values of the whole step before anything attends.
+    min_pieces: repeats the last piece, its slot included, until there are so many; only with is_split.
+    """
     assert batch, "a step needs at least one sequence"
     tokens: list[int] = []
     positions: list[int] = []
     blocks: list[int] = []
     rows: list[int] = []
     past_lens: list[int] = []
-    token_begins, block_begins = [0], [0]
+    token_begins = [0]
+    block_begins: list[int] = []
     longest = 0
     has_mask = False
     for item in batch:
@@ -73,6 +89,14 @@ def lay_out(
         num_used = -(-context // block_size)
         assert num_new and 0 <= item.num_rows <= num_new, f"{item.num_rows} rows of {num_new} new tokens"
         assert item.past >= 0 and num_used <= len(item.blocks), f"{len(item.blocks)} blocks for {context} tokens"
+        if is_split and item.mask is None:
+            past_lens += range(item.past, context)
+            token_begins += range(len(tokens) + 1, len(tokens) + num_new + 1)
+            block_begins += [len(blocks)] * num_new
+        else:
+            past_lens.append(item.past)
+            token_begins.append(len(tokens) + num_new)
+            block_begins.append(len(blocks))
         tokens += item.tokens
         if item.positions is None:
             positions += range(item.past, context)
@@ -80,13 +104,16 @@ def lay_out(
             assert len(item.positions) == num_new
             positions += item.positions
         blocks += item.blocks[:num_used]
-        past_lens.append(item.past)
-        token_begins.append(len(tokens))
-        block_begins.append(len(blocks))
         rows += range(len(tokens) - item.num_rows, len(tokens))
         longest = max(longest, context)
         has_mask = has_mask or item.mask is not None
-    mask, mask_begins = _masks(batch) if has_mask else (np.zeros(0, np.uint8), np.zeros(1, np.int32))
+    if is_split and not has_mask and len(past_lens) < min_pieces:
+        num_more = min_pieces - len(past_lens)
+        token_begins += range(len(tokens) + 1, len(tokens) + num_more + 1)
+        for repeated in (tokens, positions, past_lens, block_begins):
+            repeated += repeated[-1:] * num_more
+    block_begins.append(len(blocks))
+    mask, mask_begins = _masks(batch, is_split) if has_mask else (np.zeros(0, np.uint8), np.zeros(1, np.int32))
     step = RaggedStep(
         input_ids=np.array(tokens, np.int64),
         position_ids=np.array(positions, np.int64),
@@ -109,15 +136,20 @@ def _inside(values: NDArray[np.integer], end: int) -> bool:
     return bool(values.min() >= 0 and values.max() < end)
 
 
-def _masks(batch: Sequence[SequenceSlice]) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+def _masks(batch: Sequence[SequenceSlice], is_split: bool) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
     """Once one sequence has a mask all must: a causal one is spelled out."""
     flat: list[NDArray[np.uint8]] = []
-    begins = [0]
+    sizes: list[int] = []
     for item in batch:
         num_new = len(item.tokens)
-        mask = np.tri(num_new, dtype=np.uint8) if item.mask is None else item.mask
-        assert mask.shape == (num_new, num_new), f"a mask of shape {mask.shape} for {num_new} new tokens"
-        assert mask.dtype == np.uint8 and mask.diagonal().all(), "a token must attend itself"
-        flat.append(mask.reshape(-1))
-        begins.append(begins[-1] + mask.size)
-    return np.concatenate(flat), np.array(begins, np.int32)
+        if item.mask is None:
+            causal = np.ones(num_new, np.uint8) if is_split else np.tri(num_new, dtype=np.uint8).reshape(-1)
+            flat.append(causal)
+            sizes += [1] * num_new if is_split else [num_new * num_new]
+        else:
+            mask = item.mask
+            assert mask.shape == (num_new, num_new), f"a mask of shape {mask.shape} for {num_new} new tokens"
+            assert mask.dtype == np.uint8 and mask.diagonal().all(), "a token must attend itself"
+            flat.append(mask.reshape(-1))
+            sizes.append(mask.size)
+    return np.concatenate(flat), begins(np.array(sizes)).astype(np.int32)
