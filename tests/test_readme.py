@@ -1,0 +1,65 @@
+"""What the documents tell users to type exists: every command, option, file and link in them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+import typer.main
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands() -> list[str]:
+    """Every `outrider...` command line in a fenced block of README.md."""
+    blocks = re.findall(r"```(?:sh|powershell)\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if re.match(r"(\S*[/\\])?outrider(-\w+)?\s", line)]
+
+
+@pytest.mark.parametrize("line", commands())
+def test_readme_commands_parse(line: str) -> None:
+    """The command, its subcommand and its options are those of the console scripts."""
+    from outrider.cloud.cli import app as cloud
+    from outrider.edge.cli import app as edge
+    from outrider.export.cli import app as export
+
+    name, *arguments = shlex.split(line.replace("\\", "/"))
+    app = {"outrider": edge, "outrider-cloud": cloud, "outrider-export": export}[Path(name).name]
+    group = typer.main.get_command(app)
+    assert isinstance(group, click.Group)
+    subcommand = group.commands.get(arguments[0])
+    assert subcommand is not None, f"{name} has no command {arguments[0]!r}"
+    subcommand.make_context(arguments[0], arguments[1:])  # parses, and runs nothing
+
+
+def test_readme_names_the_two_commands_and_they_are_make_targets() -> None:
+    """`make demo` and `make test` are on README's first screen and in the Makefile."""
+    first_screen = (ROOT / "README.md").read_text(encoding="utf-8")[:700]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in ("demo", "test"):
+        assert f"make {target}" in first_screen
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_and_file_names_in_documents_exist(document: Path) -> None:
+    """Relative links and names of repository files in backticks point at something."""
+    text = document.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (document.parent / link).exists(), f"{document.name} links to {link}"
+    files = re.findall(r"`((?:models|edge|cloud|export|tests|bench|docs|examples)/[\w./-]+\.\w+)`", text)
+    for name in files:
+        assert (ROOT / name).exists(), f"{document.name} names {name}"
+
+
+def test_tests_named_in_documents_exist() -> None:
+    """A test that a document cites is there under that name."""
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("test_*.py"))
+    for document in DOCUMENTS:
+        for name in re.findall(r"`(test_\w+)`", document.read_text(encoding="utf-8")):
+            assert f"def {name}(" in sources, f"{document.name} cites {name}"
