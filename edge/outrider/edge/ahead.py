@@ -65,6 +65,11 @@ class DraftAhead:
         return self._belief.known
 
     @property
+    def num_ahead(self) -> int:
+        """Drafted tokens that follow the known ones."""
+        return self._belief.num_drafted
+
+    @property
     def plan(self) -> DraftPlan:
         """What to draft now; nothing without a drafter or after it failed."""
         return self._depth.plan() if self._worker is not None and self.error is None else DraftPlan(0)

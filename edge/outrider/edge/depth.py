@@ -145,8 +145,9 @@ class CostModelDepth:
 
     The d-th token ahead helps only if it and all before it are right, so it is worth survival(d) * step; it costs its
     drafting and its bytes. Beyond what the server can verify until the next message reaches it, it is worth nothing:
-    with p passes on the way, that is p * (k + 1) + k tokens for the k that the server would verify. On a round trip so
-    short that the server waits for the answer to a commit, p is 0: more tokens would only make it wait longer.
+    with p passes on the way, that is p * (k + 1) + k tokens for the k that the server would verify. Where the
+    server waits for the answer to a commit, as it does on a short round trip, p is 0: more tokens would make it wait
+    longer. That it does is measured.
     """
 
     def __init__(self, estimates: Estimates, options: CostModelOptions | None = None) -> None:
@@ -205,8 +206,8 @@ class CostModelDepth:
         e = self._estimates
         verified = best_verified(e.acceptance, e.step_ms, e.extra_ms, self._options.max_depth)
         lag_ms = e.round_trip_ms + verified * e.draft_ms
-        is_awaited = lag_ms < self._options.wait_share * e.step_ms
-        num_passes = 0 if is_awaited else math.ceil(lag_ms / max(1e-3, e.step_ms))
+        is_awaited = e.awaited_share > 0.5 and lag_ms < self._options.wait_share * e.step_ms
+        num_passes = 0 if is_awaited else max(1, math.ceil(lag_ms / max(1e-3, e.step_ms)))
         depth = min(self._options.max_depth, num_passes * (verified + 1) + verified)
         while depth > 1 and not self._worth(e.acceptance**depth):
             depth -= 1
