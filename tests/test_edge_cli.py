@@ -1,0 +1,169 @@
+"""`outrider` on the command line, and the numbers that it prints."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+from tests.serving import fake_tokenizer, serve_fake, target_tokens
+
+from outrider.edge import cli
+from outrider.edge.agent import StreamAgent
+from outrider.edge.client import CloudClient
+from outrider.edge.depth import CostModelDepth, FixedDepth, ThresholdDepth
+from outrider.edge.drafter import NgramDrafter
+from outrider.edge.endpoints import Endpoints
+from outrider.edge.estimates import Estimates
+from outrider.edge.results import ByteCounts, GenerationRequest, GenerationResult, Mode, Source, TokenBatch
+from outrider.edge.setup import make_agent, make_depth
+from outrider.edge.stop_and_wait import StopAndWaitAgent
+from outrider.edge.summary import mode_numbers, result_as_json, summary_lines
+from outrider.edge.terminal import TokenPrinter
+from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.sampling import SamplingParams
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Exit code of `outrider ARGUMENTS` in this process."""
+    monkeypatch.setattr(sys, "argv", ["outrider", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_help_needs_no_model_runtime() -> None:
+    """`outrider --help` works where neither openvino nor httpx is installed."""
+    code = (
+        "import sys\n"
+        "for name in ('openvino', 'httpx', 'torch'): sys.modules[name] = None\n"
+        "sys.argv = ['outrider', 'run', '--help']\n"
+        "from outrider.edge.cli import main; main()"
+    )
+    paths = [path for path in sys.path if path]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{code}"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--draft" in done.stdout and "--cloud" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--draft", "nowhere"], "nowhere"),
+        (["--draft", "nowhere", "--temperature", "nan"], "temperature is nan"),
+        (["--draft", "nowhere", "--depth", "deep"], "expected auto, threshold or a number"),
+    ],
+)
+def test_a_mistake_is_one_clear_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    """No traceback; standard output stays clean for programs."""
+    assert run_main(monkeypatch, "run", "hello", *options) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: ") and message in shown.err and shown.err.count("\n") == 1
+    assert shown.out == ""
+
+
+def test_a_missing_package_is_answered_with_the_command_that_installs_it() -> None:
+    """But a missing module of our own is a bug and stays one."""
+    named = cli.missing_extra(ModuleNotFoundError("no httpx", name="httpx"))
+    assert isinstance(named, RuntimeUnavailable) and 'pip install "outrider[edge]"' in str(named)
+    own = ModuleNotFoundError("no such", name="outrider.edge.nowhere")
+    assert cli.missing_extra(own) is own
+
+
+def test_depths_by_name() -> None:
+    """auto, threshold, a number; nothing else."""
+    estimates = Estimates()
+    assert isinstance(make_depth("auto", estimates), CostModelDepth)
+    assert isinstance(make_depth("threshold", estimates), ThresholdDepth)
+    depth = make_depth("7", estimates)
+    assert isinstance(depth, FixedDepth) and depth.plan().depth == 7
+    for wrong in ("-1", "33", "deep", "1.5"):
+        with pytest.raises(ConfigError):
+            make_depth(wrong, estimates)
+
+
+def test_every_mode_makes_an_agent_and_ngrams_draft_without_a_model() -> None:
+    """The same text from each, here with prompt lookup as the draft."""
+    prompt, params = (5, 6, 7, 5, 6, 7, 5, 6), SamplingParams(0.7, seed=2)
+    request = GenerationRequest(prompt, params, 30, stop_ids=frozenset(), ignore_eos=True)
+    with serve_fake() as server:
+
+        async def generate(mode: Mode, depth: str) -> GenerationResult:
+            async with CloudClient(server.url) as client:
+                agent = make_agent(mode, Endpoints([client]), NgramDrafter(), depth)
+                assert isinstance(agent, StopAndWaitAgent if mode is Mode.STOP_AND_WAIT else StreamAgent)
+                return await agent.generate(request)
+
+        for mode in Mode:
+            result = asyncio.run(generate(mode, "3"))
+            assert result.tokens == tuple(target_tokens(prompt, 30, params)) and result.mode is mode
+            assert (result.num_drafted > 0) == (mode is not Mode.CLOUD_ONLY)
+
+
+RESULT = GenerationResult(
+    mode=Mode.STREAM,
+    tokens=(1, 2, 3, 4),
+    sources=(Source.TARGET, Source.DRAFT, Source.DRAFT, Source.TARGET),
+    arrival_s=(0.1, 0.2, 0.2, 0.2),
+    finish_reason="length",
+    num_passes=2,
+    num_accepted=2,
+    num_tested=3,
+    num_proposed=4,
+    num_sessions=2,
+    wire=ByteCounts(400, 200, 800, 100),
+    depths=((0, 5),),
+)
+
+
+def test_numbers_for_programs_are_plain_json() -> None:
+    """The keys of every report, no NaN, and the whole document survives a round trip."""
+    numbers = mode_numbers(RESULT)
+    assert numbers == {
+        "tokens_per_s": 30.0,
+        "ttft_ms": 100.0,
+        "itl_ms_p50": 0.0,
+        "itl_ms_p95": pytest.approx(90.0),
+        "acceptance_rate": 0.6667,
+        "tokens_per_pass": 2.0,
+        "passes_per_token": 0.5,
+        "bytes_up_per_token": 100.0,
+        "bytes_down_per_token": 50.0,
+    }
+    document = result_as_json(RESULT, "text")
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+
+
+def test_the_summary_says_what_happened() -> None:
+    """Speed, acceptance, bytes, and that the connection was lost on the way."""
+    text = "\n".join(summary_lines(RESULT))
+    for part in ("30.0 tokens/s", "acceptance 0.67", "2.00 tokens a target pass", "100 up, 50 down", "again 1 times"):
+        assert part in text
+
+
+def test_the_terminal_shows_every_character_once_and_colours_the_accepted() -> None:
+    """Characters that are split over tokens appear when they are whole; half of one never does."""
+    tokenizer = fake_tokenizer()
+    text = "def naïve(東京): return '😀'"
+    tokens = tuple(tokenizer.encode(text))
+    for num_accepted in range(len(tokens) + 1):
+        out = io.StringIO()
+        printer = TokenPrinter(Console(file=out, width=20, no_color=True), tokenizer.detokenizer())
+        for token in tokens[:num_accepted]:
+            printer(TokenBatch((token,), 1, 0.0))
+        printer(TokenBatch(tokens[num_accepted:], 0, 0.0))
+        printer.finish()
+        assert out.getvalue() == text + "\n"
+    coloured = io.StringIO()
+    console = Console(file=coloured, force_terminal=True, color_system="standard")
+    printer = TokenPrinter(console, tokenizer.detokenizer())
+    printer(TokenBatch(tuple(tokenizer.encode("ab")), 1, 0.0))
+    assert "\x1b[32m" in coloured.getvalue()
