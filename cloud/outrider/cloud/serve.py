@@ -24,6 +24,7 @@ from outrider.models.manifest import Manifest
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions
 
+_TORCH_DTYPES: Final = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 READY_PREFIX: Final = "OUTRIDER_READY "
 """The line on standard output that says that the server is up begins with this; its URL follows."""
 
@@ -130,6 +131,8 @@ def _load(bundle: Bundle, options: ServeOptions) -> BatchRuntime:
         num_threads=options.num_threads,
         kv_cache_bytes=options.kv_cache_bytes,
         cache_dir=str(options.cache_dir) if options.cache_dir else None,
+        # torch loads safetensors in any type: take the one that the export was checked in.
+        properties={"dtype": _TORCH_DTYPES[manifest.precision]} if kind == "torch" else {},
     )
     return open_batch_runtime(kind, bundle.model_file, loading)
 

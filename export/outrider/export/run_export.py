@@ -18,7 +18,6 @@ from outrider.export.parity import ParityReference, check_parity
 from outrider.models.manifest import Parity, Precision, Role
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
-from outrider.models.telemetry import disable_openvino_telemetry
 
 
 class RowsRuntime(SequenceRuntime, Protocol):
@@ -31,13 +30,11 @@ class RowsRuntime(SequenceRuntime, Protocol):
 
 def open_draft(path: Path, options: RuntimeOptions) -> RowsRuntime:
     """The draft of directory `path`. Raises as `open_sequence_runtime` does."""
-    disable_openvino_telemetry()
     return cast(RowsRuntime, open_sequence_runtime("openvino", path, options))
 
 
 def open_target(path: Path, kind: str, options: RuntimeOptions) -> BatchRuntime:
     """The target of directory `path`, in the runtime named `kind`. Raises as `open_batch_runtime` does."""
-    disable_openvino_telemetry()
     return open_batch_runtime(kind, path, options)
 
 

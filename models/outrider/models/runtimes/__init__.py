@@ -11,6 +11,7 @@ from typing import Final, cast
 
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime
+from outrider.models.telemetry import disable_openvino_telemetry
 
 # name -> module, class, the extra that installs what the module imports
 BATCH_RUNTIMES: Final = {
@@ -40,6 +41,7 @@ def _class_of(kind: str, runtimes: dict[str, tuple[str, str, str]]) -> type:
     if kind not in runtimes:
         raise ConfigError(f"no runtime named {kind!r}; expected one of {', '.join(runtimes)}")
     module, name, extra = runtimes[kind]
+    disable_openvino_telemetry()
     try:
         loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
