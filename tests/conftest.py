@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from tests import tiny_models
+
+if TYPE_CHECKING:
+    from outrider.export.pair import PairPaths
 
 # A vocabulary of 96 and odd sizes elsewhere: nothing should depend on round numbers.
 TINY_VOCAB = 96
@@ -49,3 +53,21 @@ def tiny_ir(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         return made[name]
 
     return export
+
+
+@pytest.fixture(scope="session")
+def reference_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache directory (for OUTRIDER_CACHE) that holds the bundled pair's exports, made once a session."""
+    from outrider.export.cache import export_reference_pair
+
+    root = tmp_path_factory.mktemp("reference-cache")
+    export_reference_pair(root)
+    return root
+
+
+@pytest.fixture(scope="session")
+def reference_pair(reference_cache: Path) -> PairPaths:
+    """The bundled pair's two bundles: FP32 target, INT8 draft."""
+    from outrider.export.cache import export_reference_pair
+
+    return export_reference_pair(reference_cache)

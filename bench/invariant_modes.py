@@ -1,0 +1,142 @@
+"""Every way in which drafts and the network can go wrong, as modes that generate the same texts.
+
+Used by `bench.invariant` over the real pair and by tests/test_invariant.py. Knows no model: it is given a verifier's
+URL and drafters, one a worker, and each worker generates one text at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+from urllib.parse import urlsplit
+
+from outrider.edge.agent import StreamAgent
+from outrider.edge.client import CloudClient
+from outrider.edge.depth import CostModelDepth, FixedDepth
+from outrider.edge.drafter import AlwaysWrongDrafter, Drafter
+from outrider.edge.endpoints import Endpoints
+from outrider.edge.estimates import Estimates
+from outrider.edge.faults import FaultRates, FaultyPosts
+from outrider.edge.proxy import DelayProxy
+from outrider.edge.results import GenerationRequest, GenerationResult, OnTokens, TokenBatch
+from outrider.edge.setup import Agent
+from outrider.edge.stop_and_wait import StopAndWaitAgent
+
+FAULTS: Final = FaultRates(drop=0.2, duplicate=0.2, delay=0.5, max_delay_s=0.05)
+DEPTH: Final = 5
+"""Fixed where the point is to have many drafts under way, also ones that a sensible controller would not send."""
+
+MakeAgent = Callable[[Endpoints, Drafter, int], Agent]
+
+
+def _stream(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
+    estimates = Estimates()
+    return StreamAgent(endpoints, drafter, CostModelDepth(estimates), estimates)
+
+
+def _stop_and_wait(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
+    estimates = Estimates()
+    return StopAndWaitAgent(endpoints, drafter, CostModelDepth(estimates), estimates)
+
+
+def _always_wrong(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
+    return StreamAgent(endpoints, AlwaysWrongDrafter(drafter, vocab_size), FixedDepth(DEPTH))
+
+
+def _wrong_blocks(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
+    """Where a session soon stops verifying what is always wrong, a block is verified whatever it holds."""
+    return StopAndWaitAgent(endpoints, AlwaysWrongDrafter(drafter, vocab_size), FixedDepth(DEPTH), Estimates())
+
+
+def _no_draft(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
+    return StreamAgent(endpoints)
+
+
+def _faulty(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
+    return StreamAgent(
+        endpoints, drafter, FixedDepth(DEPTH), wrap_posts=lambda client: FaultyPosts(client, FAULTS, seed=vocab_size)
+    )
+
+
+def _many_drafts(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
+    return StreamAgent(endpoints, drafter, FixedDepth(DEPTH))
+
+
+WRONG_BLOCKS: Final = "always-wrong blocks"
+FAULTY: Final = "faulty network"
+CUT: Final = "cut and resumed"
+MODES: Final[dict[str, MakeAgent]] = {
+    "stream": _stream,
+    "stop-and-wait": _stop_and_wait,
+    "always-wrong draft": _always_wrong,
+    WRONG_BLOCKS: _wrong_blocks,
+    "no draft": _no_draft,
+    FAULTY: _faulty,
+    CUT: _many_drafts,
+}
+
+
+async def generate_all(
+    mode: str,
+    url: str,
+    drafters: Sequence[Drafter],
+    vocab_size: int,
+    requests: Sequence[GenerationRequest],
+    on_result: Callable[[], None] = lambda: None,
+) -> list[GenerationResult]:
+    """All requests in `mode`, as many at once as there are drafters; results in the requests' order."""
+    results: dict[int, GenerationResult] = {}
+    waiting = iter(enumerate(requests))
+
+    async def work(drafter: Drafter) -> None:
+        with _line(url, is_cut=mode == CUT) as line:
+            async with CloudClient(line.url) as client:
+                agent = MODES[mode](Endpoints([client]), drafter, vocab_size)
+                for index, request in waiting:
+                    results[index] = await agent.generate(request, line.cutter(request, index))
+                    on_result()
+
+    async with asyncio.TaskGroup() as workers:
+        for drafter in drafters:
+            workers.create_task(work(drafter))
+    return [results[index] for index in range(len(requests))]
+
+
+class _Line:
+    """A worker's way to the verifier; with a proxy, one that is cut in the middle of every text."""
+
+    def __init__(self, url: str, proxy: DelayProxy | None) -> None:
+        self._proxy = proxy
+        self.url = proxy.url if proxy is not None else url
+
+    def cutter(self, request: GenerationRequest, index: int) -> OnTokens | None:
+        proxy = self._proxy
+        if proxy is None:
+            return None
+        # Twice, at places of the text's own, the second perhaps before the first has healed.
+        chance = random.Random(index)
+        cuts = sorted(chance.randrange(1, max(2, request.max_tokens * 3 // 4)) for _ in range(2))
+        num_seen = 0
+
+        def cut(batch: TokenBatch) -> None:
+            nonlocal num_seen
+            num_seen += len(batch.tokens)
+            while cuts and num_seen >= cuts[0]:
+                cuts.pop(0)
+                proxy.cut()
+
+        return cut
+
+
+@contextmanager
+def _line(url: str, *, is_cut: bool) -> Iterator[_Line]:
+    if not is_cut:
+        yield _Line(url, None)
+        return
+    parts = urlsplit(url)
+    assert parts.hostname is not None and parts.port is not None
+    with DelayProxy(parts.hostname, parts.port) as proxy:
+        yield _Line(url, proxy)

@@ -1,0 +1,102 @@
+"""Target-only text by the plainest loop there is, and why another text may differ from it.
+
+One sequence, one token a step, no engine, no network: what every mode's text is compared with. Where one differs, the
+scores at that place are computed once more from a single pass over everything before it: a near-tie in float32 is a
+fact of batching (a batch of another shape adds up in another order), anything else is a bug.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from outrider.edge.results import GenerationRequest
+from outrider.models.runtimes.base import BatchRuntime, SequenceSlice
+from outrider.models.sampling import gumbel, pick, survivors
+
+SCORE_NOISE: Final = 1e-3
+"""Scores (logit / temperature + noise) closer than this can change places by float32 rounding alone."""
+
+MASS_NOISE: Final = 1e-4
+"""So can a token at the edge of top-p whose mass above lies this close to it."""
+
+
+def plain_texts(
+    runtime: BatchRuntime, requests: Sequence[GenerationRequest], on_text: Callable[[], None] = lambda: None
+) -> list[tuple[int, ...]]:
+    """The target's own text for each request, `stop_ids` and `max_tokens` obeyed."""
+    texts: list[tuple[int, ...]] = []
+    for request in requests:
+        tokens, past = list(request.prompt), 0
+        while len(tokens) < len(request.prompt) + request.max_tokens:
+            row = runtime.forward([SequenceSlice(tokens[past:], past, range(runtime.num_blocks), 1)])[0]
+            past = len(tokens)
+            tokens.append(pick(row, request.params, past))
+            if request.stop_ids and tokens[-1] in request.stop_ids:
+                break
+        texts.append(tuple(tokens[len(request.prompt) :]))
+        on_text()
+    return texts
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place where a text differs from the plain one.
+
+    index: of the token in the text. expected, found: token ids, -1 where a text ended. score_gap: between their scores
+    under the noise at that position. mass_gap: distance, in probability, of the nearer of the two from the edge of
+    top-p; 1 without top-p.
+    """
+
+    index: int
+    expected: int
+    found: int
+    score_gap: float
+    mass_gap: float
+
+    @property
+    def is_near_tie(self) -> bool:
+        """Whether rounding explains it."""
+        return self.score_gap < SCORE_NOISE or self.mass_gap < MASS_NOISE
+
+
+def first_difference(
+    runtime: BatchRuntime, request: GenerationRequest, expected: Sequence[int], found: Sequence[int]
+) -> Difference | None:
+    """None when the two are equal."""
+    if list(expected) == list(found):
+        return None
+    index = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
+    if index is None:  # one goes on where the other ended: never a matter of rounding
+        index = min(len(expected), len(found))
+        ids = [text[index] if index < len(text) else -1 for text in (expected, found)]
+        return Difference(index, ids[0], ids[1], float("inf"), 1.0)
+    a, b = expected[index], found[index]
+    score_gap, mass_gap = _gaps(runtime, request, [*request.prompt, *expected[:index]], a, b)
+    return Difference(index, a, b, score_gap, mass_gap)
+
+
+def _gaps(runtime: BatchRuntime, request: GenerationRequest, tokens: list[int], a: int, b: int) -> tuple[float, float]:
+    logits = runtime.forward([SequenceSlice(tokens, 0, range(runtime.num_blocks), 1)])[0].copy()
+    params = request.params
+    if params.is_greedy:
+        return abs(float(logits[a] - logits[b])), 1.0
+    pair = np.array([a, b])
+    scores = logits[pair].astype(np.float64) / params.temperature + gumbel(params.seed, len(tokens), pair)
+    score_gap = abs(float(scores[0] - scores[1]))
+    if params.top_p >= 1.0:
+        return score_gap, 1.0
+    kept = set(survivors(logits, params).tolist())
+    if a in kept and b in kept:
+        # Both may be picked whichever way the edge falls; but a third token at the edge may have been the pick.
+        return score_gap, _mass_gap(logits, params.temperature, params.top_p, [a, b])
+    return float("inf"), _mass_gap(logits, params.temperature, params.top_p, [a, b])
+
+
+def _mass_gap(logits: np.ndarray, temperature: float, top_p: float, ids: Sequence[int]) -> float:
+    weights = np.exp((logits - logits.max()).astype(np.float64) / temperature)
+    weights /= weights.sum()
+    return min(abs(float(weights[weights > weights[i]].sum()) - top_p) for i in ids)

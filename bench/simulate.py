@@ -1,0 +1,202 @@
+"""What each way of drafting over a network can reach, by discrete-event simulation.
+
+Drafted tokens are right independently with probability alpha. The target's step with k drafted tokens takes
+step_ms + extra_ms * k. Times in ms. Prints, per round trip, the speed-up over cloud-only streaming (which pays one step
+a token and no round trip) and the target passes per token:
+
+  block    stop-and-wait, best fixed depth (computed, not simulated)
+  never    drafts streamed, the target never waits for one
+  patient  drafts streamed, the target waits up to P ms until it holds W drafted tokens; best P and W found by search
+
+    python -m bench.simulate --alpha 0.65 --draft-ms 1.5 --step-ms 40 --extra-ms 1.2
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import random
+from dataclasses import dataclass
+
+PATIENCES_MS = (0, 2, 5, 10, 20, 40, 80)
+WANTED = (1, 2, 3, 4, 6)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """alpha: chance that a drafted token is right. Times in ms; extra_ms is what a drafted token adds to a step."""
+
+    alpha: float
+    draft_ms: float
+    step_ms: float
+    extra_ms: float
+    rtt_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What a way of drafting comes to. speed_up: over cloud-only streaming. choice: the depth, or (patience ms, W)."""
+
+    speed_up: float
+    passes_per_token: float
+    choice: tuple[int, ...]
+
+
+def best_depth(setting: Setting, available: int) -> int:
+    """Depth k <= available that maximises expected committed tokens per ms."""
+
+    def rate(k: int) -> float:
+        return sum(setting.alpha**i for i in range(k + 1)) / (setting.step_ms + setting.extra_ms * k)
+
+    return max(range(available + 1), key=rate)
+
+
+class Simulation:
+    """Drafts streamed to a target that waits up to `patience_ms` until it holds `wanted` drafted tokens."""
+
+    def __init__(self, setting: Setting, patience_ms: float, wanted: int, window: int = 32, seed: int = 0) -> None:
+        self._setting = setting
+        self._patience_ms = patience_ms
+        self._wanted = wanted
+        self._window = window
+        self._random = random.Random(seed)
+        self._events: list[tuple[float, int, str, object]] = []
+        self._order = 0
+        self._depths: dict[int, int] = {}
+        # The server.
+        self._committed = self._passes = 0
+        self._pending: list[bool] = []
+        self._is_busy = False
+        self._deadline: float | None = None
+        # The device.
+        self._known = 0
+        self._belief: list[bool] = []
+        self._is_drafting = False
+        self._epoch = 0
+
+    def run(self, num_tokens: int = 3000) -> tuple[float, float]:
+        """ms per token and passes per token."""
+        self._draft(0.0)
+        self._serve(0.0)
+        now = 0.0
+        while self._committed < num_tokens:
+            now, _, kind, data = heapq.heappop(self._events)
+            match kind, data:
+                case "drafted", int(epoch) if epoch == self._epoch:
+                    self._on_drafted(now)
+                case "arrived", (int(base), list(flags)):
+                    self._on_arrived(now, base, flags)
+                case "timeout", int(committed) if committed == self._committed:
+                    self._serve(now)
+                case "stepped", int(depth):
+                    self._on_stepped(now, depth)
+                case "commit", int(committed):
+                    self._on_commit(now, committed)
+        return now / self._committed, self._passes / self._committed
+
+    def _push(self, at: float, kind: str, data: object) -> None:
+        self._order += 1
+        heapq.heappush(self._events, (at, self._order, kind, data))
+
+    def _serve(self, now: float) -> None:
+        if self._is_busy:
+            return
+        if len(self._pending) < self._wanted and self._patience_ms:
+            if self._deadline is None:
+                self._deadline = now + self._patience_ms
+                self._push(self._deadline, "timeout", self._committed)
+                return
+            if now < self._deadline:
+                return
+        self._deadline, self._is_busy = None, True
+        self._passes += 1
+        available = len(self._pending)
+        depth = self._depths.setdefault(available, best_depth(self._setting, available))
+        self._push(now + self._setting.step_ms + self._setting.extra_ms * depth, "stepped", depth)
+
+    def _draft(self, now: float) -> None:
+        if not self._is_drafting and len(self._belief) < self._window:
+            self._is_drafting = True
+            self._push(now + self._setting.draft_ms, "drafted", self._epoch)
+
+    def _on_drafted(self, now: float) -> None:
+        self._is_drafting = False
+        self._belief.append(all(self._belief) and self._random.random() < self._setting.alpha)
+        self._push(now + self._setting.rtt_ms / 2, "arrived", (self._known, list(self._belief)))
+        self._draft(now)
+
+    def _on_arrived(self, now: float, base: int, flags: list[bool]) -> None:
+        overlap = self._committed - base
+        if len(flags) - overlap > len(self._pending) and all(flags[:overlap]):
+            self._pending[:] = flags[overlap:]
+            self._serve(now)
+
+    def _on_stepped(self, now: float, depth: int) -> None:
+        self._is_busy = False
+        right = 0
+        while right < depth and self._pending[right]:
+            right += 1
+        rest = self._pending[right:]
+        self._pending = rest[1:] if right == depth and rest and rest[0] else []
+        self._committed += right + 1
+        self._push(now + self._setting.rtt_ms / 2, "commit", self._committed)
+        self._serve(now)
+
+    def _on_commit(self, now: float, committed: int) -> None:
+        gained = committed - self._known
+        if len(self._belief) >= gained and all(self._belief[:gained]):
+            del self._belief[:gained]
+        else:
+            self._belief.clear()
+            self._epoch += 1
+            self._is_drafting = False
+        self._known = committed
+        self._draft(now)
+
+
+def block(setting: Setting) -> Reach:
+    """Stop-and-wait at its best fixed depth."""
+
+    def ms_per_token(k: int) -> float:
+        took_ms = k * setting.draft_ms + setting.rtt_ms + setting.step_ms + setting.extra_ms * k
+        return took_ms / sum(setting.alpha**i for i in range(k + 1))
+
+    k = min(range(1, 33), key=ms_per_token)
+    return Reach(setting.step_ms / ms_per_token(k), 1 / sum(setting.alpha**i for i in range(k + 1)), (k,))
+
+
+def never(setting: Setting) -> Reach:
+    """Streamed to a target that never waits."""
+    took_ms, passes = Simulation(setting, 0.0, 1).run()
+    return Reach(setting.step_ms / took_ms, passes, (0, 1))
+
+
+def patient(setting: Setting) -> Reach:
+    """Streamed to a target with the best patience."""
+    found = [
+        (*Simulation(setting, wait_ms, wanted).run(), wait_ms, wanted) for wait_ms in PATIENCES_MS for wanted in WANTED
+    ]
+    took_ms, passes, wait_ms, wanted = min((took, passes, wait, want) for took, passes, wait, want in found)
+    return Reach(setting.step_ms / took_ms, passes, (wait_ms, wanted))
+
+
+def main() -> None:
+    """Prints a line a round trip."""
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("alpha", 0.65), ("draft-ms", 1.5), ("step-ms", 40.0), ("extra-ms", 1.2)):
+        cli.add_argument(f"--{name}", type=float, default=default)
+    cli.add_argument("--rtt-ms", type=float, nargs="+", default=[0, 10, 25, 50, 100, 200])
+    a = cli.parse_args()
+    print("rtt_ms   block (depth)   never   patient (P ms, W) | passes/token: block never patient")
+    for rtt_ms in a.rtt_ms:
+        setting = Setting(a.alpha, a.draft_ms, a.step_ms, a.extra_ms, rtt_ms)
+        b, n, p = block(setting), never(setting), patient(setting)
+        print(
+            f"{rtt_ms:6.0f}   {b.speed_up:5.2f}x ({b.choice[0]:2d})    {n.speed_up:5.2f}x   "
+            f"{p.speed_up:5.2f}x ({p.choice[0]:2d}, {p.choice[1]}) |"
+            f"               {b.passes_per_token:.2f}  {n.passes_per_token:.2f}  {p.passes_per_token:.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""`outrider demo` from the outside: a process, its figures, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+KEYS = {
+    *("tokens_per_s", "ttft_ms", "itl_ms_p50", "itl_ms_p95", "acceptance_rate", "tokens_per_pass", "passes_per_token"),
+    *("bytes_up_per_token", "bytes_down_per_token", "identical"),
+}
+TIMEOUT_S = 300.0
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "outrider.edge.cli", "demo", "--widen", "0", *arguments]
+
+
+def test_the_demo_shows_one_text_in_every_mode_and_writes_its_figures(reference_cache: Path, tmp_path: Path) -> None:
+    """A short run over a real round trip: the schema is complete, and every mode gave cloud-only's text."""
+    path = tmp_path / "demo.json"
+    finished = subprocess.run(
+        _command("--rtt-ms", "4", "--prompts", "2", "--max-tokens", "16", "--json", str(path)),
+        env=os.environ | {"OUTRIDER_CACHE": str(reference_cache)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert finished.returncode == 0, finished.stderr
+    document = json.loads(path.read_text())
+    assert set(document) == {"pair", "rtt_ms", "modes"}
+    assert document["rtt_ms"] == 4.0
+    assert document["pair"]["target"]["parameters"] > 10 * document["pair"]["draft"]["parameters"]
+    assert list(document["modes"]) == ["cloud_only", "stop_and_wait", "stream"]
+    for mode, figures in document["modes"].items():
+        assert set(figures) >= KEYS, mode
+        assert figures["identical"] is True, mode
+        assert figures["num_tokens"] == 32
+        assert all(isinstance(figures[key], int | float) for key in KEYS)
+        assert figures["tokens_per_s"] > 0 and figures["ttft_ms"] > 4.0
+    assert document["modes"]["cloud_only"]["passes_per_token"] == 1.0
+    assert document["modes"]["stop_and_wait"]["passes_per_token"] < 1.0
+    assert "stop-and-wait" in finished.stdout and "yes" in finished.stdout
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_an_interrupted_demo_leaves_no_process_behind(reference_cache: Path, number: signal.Signals) -> None:
+    """Ctrl-C, or being told to end, in the middle of the first text ends cloud and network too."""
+    process = subprocess.Popen(
+        _command("--rtt-ms", "20", "--max-tokens", "256"),
+        env=os.environ | {"OUTRIDER_CACHE": str(reference_cache), "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            if "accepted drafts are green" in line:
+                break
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) == 2, "the cloud and the network"
+        process.send_signal(number)
+        process.stdout.read()
+        assert process.wait(TIMEOUT_S) == (130 if number == signal.SIGINT else 143)
+        _, alive = psutil.wait_procs(children, timeout=TIMEOUT_S)
+        assert not alive
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_the_demo_refuses_to_compare_nothing() -> None:
+    """Without a draft there is nothing to show: one line says what was expected."""
+    finished = subprocess.run(_command("--drafter", "none"), capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert finished.returncode == 2
+    assert "expected model or ngram" in " ".join(finished.stderr.split())

@@ -1,0 +1,121 @@
+"""The text is a pure function of target, prompt, parameters and seed: every mode, token by token.
+
+Over the fake language equality is bitwise whatever the batches' shapes; over the reference pair, on the runtimes that
+users run, a near-tie in float32 would be an explanation. The full run is `python -m bench.invariant`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+from bench.invariant import SAMPLINGS, measure
+from bench.invariant_modes import CUT, FAULTY, MODES, WRONG_BLOCKS, generate_all
+from bench.plain_text import first_difference, plain_texts
+from rich.console import Console
+from tests.serving import EOS_ID, FakeServer, fake_tokenizer, serve_fake
+
+from outrider.edge.drafter import Drafter, ModelDrafter
+from outrider.edge.lab import open_lab
+from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.export.pair import PairPaths
+from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
+from outrider.models.sampling import SamplingParams
+
+NUM_TEXTS = 6
+NUM_WORKERS = 3
+MAX_TOKENS = 40
+STEP_S = 0.002  # long enough that drafts arrive between steps
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    """One verifier for all modes: what one leaves behind must not reach another."""
+    runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size, on_step=lambda batch: time.sleep(STEP_S))
+    with serve_fake(runtime=runtime) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def drafters() -> list[Drafter]:
+    """A worker's draft each, right about seven times in ten."""
+    size = fake_tokenizer().size
+    return [ModelDrafter(FakeSequenceRuntime(vocab_size=size, agreement=0.7)) for _ in range(NUM_WORKERS)]
+
+
+def _requests(sampling: SamplingParams) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            prompt=tuple(fake_tokenizer().encode(f"def number_{seed}(token):")),
+            params=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed),
+            max_tokens=MAX_TOKENS,
+            stop_ids=frozenset({EOS_ID}),
+        )
+        for seed in range(NUM_TEXTS)
+    ]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_gives_the_targets_own_text(server: FakeServer, drafters: list[Drafter], mode: str) -> None:
+    """Bit for bit, greedy and sampled, and no session is left behind."""
+    results: list[GenerationResult] = []
+    for sampling in SAMPLINGS.values():
+        requests = _requests(sampling)
+        expected = plain_texts(FakeBatchRuntime(vocab_size=fake_tokenizer().size), requests)
+        found = asyncio.run(generate_all(mode, server.url, drafters, fake_tokenizer().size, requests))
+        assert [result.tokens for result in found] == expected
+        results += found
+    num_judged = sum(result.num_tested for result in results)
+    num_right = sum(result.num_accepted for result in results)
+    # The mode did what it is for; otherwise equal texts would show nothing.
+    if mode == CUT:
+        assert sum(result.num_sessions - 1 for result in results) >= len(results)
+    elif mode == FAULTY:
+        assert sum(result.num_failed_posts for result in results) > 0
+    elif mode == WRONG_BLOCKS:
+        assert num_right < 0.02 * num_judged  # a wrong guess, shifted, may be right by accident
+    elif mode in ("stream", "stop-and-wait"):
+        assert 0 < num_right < num_judged
+    server.wait_until(lambda: server.core.engine.stats().running == len(server.core.sessions) == 0)
+
+
+def test_the_reference_pair_keeps_its_text_in_every_mode(reference_pair: PairPaths) -> None:
+    """On OpenVINO, cloud in a process of its own: no difference that a near-tie in float32 does not explain."""
+    with open_lab(reference_pair.target, reference_pair.draft) as lab:
+        options = argparse.Namespace(prompts=2, max_tokens=16, workers=2)
+        counts = measure(lab, options, Console(quiet=True))
+    cells = [count for by_mode in counts.values() for count in by_mode.values()]
+    assert len(cells) == len(SAMPLINGS) * len(MODES)
+    assert all(count.num_texts == 2 and count.num_tokens > 0 for count in cells)
+    assert sum(count.num_resumed for by_mode in counts.values() for count in [by_mode[CUT]]) > 0
+    assert all(difference.is_near_tie for count in cells for difference in count.differences)
+
+
+def test_a_text_that_differs_for_no_reason_is_found_out() -> None:
+    """The measurement can fail: another token, or a text that ends early, is a difference and no near-tie."""
+    runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size)
+    for sampling in SAMPLINGS.values():
+        (request, *_) = _requests(sampling)
+        (expected,) = plain_texts(runtime, [request])
+        assert first_difference(runtime, request, expected, expected) is None
+        wrong = (*expected[:5], (expected[5] + 1) % fake_tokenizer().size, *expected[6:])
+        for text, index in ((wrong, 5), (expected[:7], 7)):
+            difference = first_difference(runtime, request, expected, text)
+            assert difference is not None and difference.index == index and not difference.is_near_tie
+
+
+def test_a_near_tie_explains_a_difference() -> None:
+    """Two tokens with the same score, in a language of two equal logits, are told apart by nothing."""
+
+    class TwoEqual(FakeBatchRuntime):
+        def forward(self, batch):  # type: ignore[no-untyped-def]
+            rows = super().forward(batch)
+            rows[:, [3, 4]] = rows.max() + 1.0
+            return rows
+
+    request = GenerationRequest(prompt=(1, 2), max_tokens=3)
+    difference = first_difference(TwoEqual(vocab_size=8), request, (3, 3, 3), (3, 4, 3))
+    assert difference is not None and difference.is_near_tie and difference.index == 1

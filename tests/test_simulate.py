@@ -1,0 +1,28 @@
+"""The simulation that measurements are judged by, pinned to the values that the design was decided on."""
+
+from __future__ import annotations
+
+import pytest
+from bench.simulate import Setting, block, never, patient
+
+
+@pytest.mark.parametrize(
+    ("rtt_ms", "expected"),
+    [
+        (0.0, (1.99, 1.58, 2.01)),
+        (10.0, (1.66, 1.58, 1.71)),
+        (50.0, (1.02, 1.31, 1.31)),
+        (200.0, (0.43, 1.05, 1.05)),
+    ],
+)
+def test_the_simulation_gives_the_designs_table(rtt_ms: float, expected: tuple[float, float, float]) -> None:
+    """Acceptance 0.65, draft 1.5 ms, step 40 ms + 1.2 ms a drafted token."""
+    setting = Setting(alpha=0.65, draft_ms=1.5, step_ms=40.0, extra_ms=1.2, rtt_ms=rtt_ms)
+    found = tuple(round(way(setting).speed_up, 2) for way in (block, never, patient))
+    assert found == expected
+
+
+def test_a_draft_that_is_never_right_costs_nothing_when_nobody_waits() -> None:
+    """Verifying nothing is the best depth then, and every pass commits one token."""
+    reach = never(Setting(alpha=0.0, draft_ms=1.5, step_ms=40.0, extra_ms=1.2, rtt_ms=10.0))
+    assert reach.speed_up == pytest.approx(1.0) and reach.passes_per_token == pytest.approx(1.0)
