@@ -56,6 +56,7 @@ class DraftAhead:
         self._num_agreed = len(request.prompt)  # first tokens of the drafter's sequence that are still right
         self._is_stuck = False  # the drafter has nothing to propose until the next commit
         self._has_unsent = False
+        self._is_closed = False
         self.num_drafted = 0
         self.error: str | None = None
 
@@ -102,7 +103,7 @@ class DraftAhead:
 
     def pump(self) -> None:
         """Does what can be done now: sends what a finished run drafted, and drafts on."""
-        if self._run is not None:
+        if self._run is not None or self._is_closed:
             return
         self._flush()
         room = min(self.plan.depth, self._room()) - self._belief.num_drafted
@@ -116,13 +117,13 @@ class DraftAhead:
 
     async def aclose(self) -> None:
         """Stops drafting after the token in progress and ends the thread."""
+        self._is_closed = True
         if self._worker is None:
             return
         if self._run is not None and self._run_future is not None:
             self._run.is_cancelled = True
-            self._run_future.remove_done_callback(self._on_run_done)
             await asyncio.wait([self._run_future])
-            self._run = None
+            self._settle(self._run_future)
         self._worker.close()
 
     def _room(self) -> int:
@@ -132,7 +133,7 @@ class DraftAhead:
     def _flush(self) -> None:
         """Sends the belief if anything in it is new and the plan is to send."""
         self._take_proposals()
-        if self._has_unsent and not self.plan.silent:
+        if self._has_unsent and not self.plan.silent and not self._is_closed:
             self._has_unsent = False
             self._send(self._belief.num_known, self._belief.drafted)
 
@@ -149,8 +150,13 @@ class DraftAhead:
         self._has_unsent = True
 
     def _on_run_done(self, future: asyncio.Future[None]) -> None:
-        run = self._run
-        assert run is not None
+        self._settle(future)
+        self.pump()
+
+    def _settle(self, future: asyncio.Future[None]) -> None:
+        """Takes what a finished run leaves: its proposals, its time, its error. Once: closing may come in between."""
+        if (run := self._run) is None:
+            return
         self._take_proposals()
         self._run = None
         self.num_drafted += len(run.proposals)
@@ -160,4 +166,3 @@ class DraftAhead:
             logger.warning("drafting failed and is off for this text: %s", error, exc_info=error)
             self.error = f"{type(error).__name__}: {error}"
         self._is_stuck = not run.is_cancelled and not run.proposals
-        self.pump()
