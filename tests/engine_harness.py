@@ -102,11 +102,12 @@ class Harness:
         draft: Sequence[int] = (),
         once: bool = False,
         prefix_hash: str | None = None,
+        draft_lag_ms: float | None = None,
     ) -> tuple[int, Collector]:
         """Submits a request with a fresh collector."""
         collector = Collector()
         request = GenerateRequest(
-            tuple(prompt), params, max_tokens, stop_ids, patience_ms, tuple(draft), once, prefix_hash
+            tuple(prompt), params, max_tokens, stop_ids, patience_ms, tuple(draft), once, prefix_hash, draft_lag_ms
         )
         return self.engine.submit(request, collector), collector
 

@@ -128,6 +128,8 @@ def test_drafts_that_are_refused_leave_the_session_unharmed() -> None:
         ):
             answer = client.post(url, json=draft)
             assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), draft
+        stale = client.post(url, json={"base": 0, "paths": [wrong]}, headers={"Prefer": "return=minimal"})
+        assert (stale.status_code, stale.content) == (409, b"")
         assert client.post(url, content=b'{"base":3,').json()["error"]["code"] == "malformed_json"
         gate.open()
         for event in events:

@@ -394,11 +394,15 @@ class Device:
                 assert error.code == "stale_draft"
         self.harness.clock.now = now
 
-    def waited_s(self, *, patience_ms: float | None = None, count: int = 60) -> float:
+    def waited_s(
+        self, *, patience_ms: float | None = None, count: int = 60, draft_lag_ms: float | None = None
+    ) -> float:
         """Generates `count` tokens, checks them, and returns how long the engine waited for drafts."""
         truth = plain(PROMPTS[2], SAMPLED, count)
         self.guess = [t if i % self.error_every else (t + 1) % VOCAB for i, t in enumerate(truth, start=1)]
-        self.sequence_id, collector = self.harness.submit(PROMPTS[2], count, patience_ms=patience_ms)
+        self.sequence_id, collector = self.harness.submit(
+            PROMPTS[2], count, patience_ms=patience_ms, draft_lag_ms=draft_lag_ms
+        )
         while collector.end is None:
             delay = self.harness.engine.step()
             base = len(collector.tokens)
@@ -418,6 +422,13 @@ def test_the_engine_waits_for_a_quick_device_and_not_for_a_slow_one() -> None:
     assert Device(0.002).waited_s() > 0.01
     assert Device(0.100).waited_s() == 0.0
     assert Device(0.002).waited_s(patience_ms=0.0) == 0.0
+
+
+def test_a_device_that_says_how_fast_it_answers_is_waited_for_from_the_first_token() -> None:
+    """Without the hint the first commits are not waited for; with it they are; a wrong hint is soon outvoted."""
+    told, untold = Device(0.004), Device(0.004)
+    assert told.waited_s(count=6, draft_lag_ms=4.0) > untold.waited_s(count=6)
+    assert Device(0.100).waited_s(draft_lag_ms=1.0) < 0.03
 
 
 def test_patience_ms_bounds_the_wait() -> None:

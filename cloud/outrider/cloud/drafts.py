@@ -2,7 +2,8 @@
 
 A device posts drafts many times a second while the model computes on the same core, so this one route is a plain ASGI
 layer: the body is parsed once, into the engine it goes, and the answer is a bare 204. It is documented with the others
-(`openapi.py`), and its errors have the same shape.
+(`openapi.py`), and its errors have the same shape; but a client that sends `Prefer: return=minimal` gets the one error
+that is no news to it, 409 for a stale draft, without a body.
 """
 
 from __future__ import annotations
@@ -15,13 +16,20 @@ from outrider.cloud.core import Core, parse, read_body
 from outrider.cloud.metrics import ROUTE
 from outrider.cloud.protocol import DraftRequest
 from outrider.cloud.security import ANYBODY, OWNER
+from outrider.models.errors import RequestError
 
 DRAFTS_PATH: Final = "/v1/sessions/{session_id}/drafts"
 _PREFIX: Final = "/v1/sessions/"
 _SUFFIX: Final = "/drafts"
 
 _START: Final = {"type": "http.response.start", "status": 204, "headers": []}
+_STALE: Final = {"type": "http.response.start", "status": 409, "headers": []}
 _BODY: Final = {"type": "http.response.body", "body": b""}
+
+
+def _prefers_minimal(scope: Scope) -> bool:
+    """Whether the client asks for answers without a body where the status says it all (RFC 7240, section 4.2)."""
+    return any(name == b"prefer" and b"return=minimal" in value for name, value in scope["headers"])
 
 
 class DraftsEndpoint:
@@ -40,6 +48,12 @@ class DraftsEndpoint:
         core = self._core
         session = core.sessions.find(path[len(_PREFIX) : -len(_SUFFIX)], scope.get(OWNER, ANYBODY))
         draft = parse(DraftRequest, await read_body(receive))
-        core.engine.draft(session.sequence_id, draft.base, draft.paths)
-        await send(_START)
+        try:
+            core.engine.draft(session.sequence_id, draft.base, draft.paths)
+        except RequestError as error:
+            if error.code != "stale_draft" or not _prefers_minimal(scope):
+                raise
+            await send(_STALE)
+        else:
+            await send(_START)
         await send(_BODY)

@@ -59,6 +59,12 @@ class SessionRequest(SamplingFields):
     patience_ms: FiniteFloat | None = Field(
         default=None, ge=0.0, description="longest wait for a draft; 0 never waits; unset: the server chooses"
     )
+    draft_lag_ms: FiniteFloat | None = Field(
+        default=None,
+        ge=0.0,
+        le=60_000.0,
+        description="a hint: how long after a commit the agent's drafts that know of it arrive; also measured",
+    )
     tokenizer: str | None = Field(
         default=None, description="the agent's tokenizer fingerprint; a different one is refused"
     )

@@ -45,6 +45,7 @@ def session_routes(core: Core) -> APIRouter:
             params=sampling_of(body.sampling),
             max_tokens=body.max_tokens,
             stop_ids=core.stop_set(body.stop_ids, body.ignore_eos),
+            draft_lag_ms=body.draft_lag_ms,
             patience_ms=bounded_patience(body.patience_ms, core.settings.max_patience_ms),
         )
         owner = owner_of(request)

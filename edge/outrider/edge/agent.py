@@ -124,6 +124,7 @@ class _Generation:
             stop_ids=sorted(request.stop_ids) if request.stop_ids is not None else None,
             ignore_eos=request.ignore_eos,
             patience_ms=request.patience_ms if self._agent.drafter else 0.0,
+            draft_lag_ms=self._agent.estimates.lag_ms if self._agent.drafter else None,
             tokenizer=request.tokenizer,
             temperature=request.params.temperature,
             top_k=request.params.top_k,

@@ -31,7 +31,10 @@ from outrider.edge.sse import EventParser
 from outrider.models.errors import CloudError, ConfigError, OutriderError, RequestError, TokenizerMismatch
 
 Answer = TypeVar("Answer", bound=BaseModel)
-_JSON = [("Content-Type", "application/json")]
+Headers = list[tuple[str, str]]
+_JSON: Headers = [("Content-Type", "application/json")]
+# A stale draft is answered 409, and the status is all that is wanted (RFC 7240): words would outweigh the tokens.
+_DRAFT_HEADERS: Headers = [*_JSON, ("Prefer", "return=minimal")]
 # Answers that another endpoint, or the same one a little later, may not give.
 _PASSING_STATUS = frozenset({404, 408, 410, 429, 500, 502, 503, 504})
 
@@ -120,11 +123,7 @@ class CloudClient:
 
     async def post_drafts(self, session: str, request: DraftRequest) -> None:
         """POST /v1/sessions/{id}/drafts. A stale draft is no error: the commits that made it so are on their way."""
-        try:
-            await self._exchange("POST", f"/v1/sessions/{session}/drafts", request)
-        except RequestError as e:
-            if e.code != "stale_draft":
-                raise
+        await self._exchange("POST", f"/v1/sessions/{session}/drafts", request, headers=_DRAFT_HEADERS)
 
     async def end_session(self, session: str) -> None:
         """DELETE /v1/sessions/{id}; a session that is gone already is fine."""
@@ -165,24 +164,32 @@ class CloudClient:
         except httpx.TransportError as e:
             raise _lost(self.url, e) from e
 
-    async def _exchange(self, method: str, path: str, message: BaseModel | None = None) -> bytes:
+    async def _exchange(
+        self, method: str, path: str, message: BaseModel | None = None, headers: Headers | None = None
+    ) -> bytes:
         try:
-            response = await self._http.send(self._build(method, path, message))
+            response = await self._http.send(self._build(method, path, message, headers=headers))
         except httpx.TransportError as e:
             raise _lost(self.url, e) from e
         self._count(response)
         self._body_down += len(response.content)
-        if response.status_code >= 300:
+        is_stale = headers is _DRAFT_HEADERS and response.status_code == 409
+        if response.status_code >= 300 and not is_stale:
             raise _refusal(self.url, response.status_code, response.content)
         return response.content
 
     def _build(
-        self, method: str, path: str, message: BaseModel | None = None, timeout: httpx.Timeout | None = None
+        self,
+        method: str,
+        path: str,
+        message: BaseModel | None = None,
+        timeout: httpx.Timeout | None = None,
+        headers: Headers | None = None,
     ) -> httpx.Request:
         content = message.model_dump_json(exclude_defaults=True).encode() if message is not None else None
         extra: dict[str, Any] = {"timeout": timeout} if timeout is not None else {}
         request = self._http.build_request(
-            method, self.url + path, content=content, headers=_JSON if content else None, **extra
+            method, self.url + path, content=content, headers=headers or (_JSON if content else None), **extra
         )
         self._body_up += len(content) if content else 0
         line = len(method) + len(request.url.raw_path) + len("  HTTP/1.1\r\n")

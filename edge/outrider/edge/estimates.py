@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from outrider.edge.belief import CommitOutcome
 
 _NUM_BUCKETS = 8
+_ANSWER_TOKENS = 4  # drafted before the answer to a commit leaves, give or take
 
 
 class ForgettingRatio:
@@ -106,6 +107,13 @@ class Estimates:
     def round_trip_ms(self) -> float:
         """Round trip of a message: the least of the recent ones, since what is above it is queueing, not distance."""
         return min(self._round_trips) if self._round_trips else self._opened_in_ms
+
+    @property
+    def lag_ms(self) -> float | None:
+        """Time from a commit on the server until drafts that know of it are back there; None before the first post."""
+        if not self._round_trips:
+            return None
+        return round(self.round_trip_ms + _ANSWER_TOKENS * self.draft_ms, 1)
 
     @property
     def step_ms(self) -> float:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.engine.drafting import Drafting
-from outrider.cloud.engine.estimators import AcceptanceEstimator
+from outrider.cloud.engine.estimators import AcceptanceEstimator, DraftLag
 from outrider.cloud.engine.policy import NO_WAIT
 from outrider.cloud.engine.requests import check_draft, check_request
 from outrider.cloud.engine.sequence import Sequence
@@ -113,6 +113,7 @@ class Engine:
             sink=sink,
             acceptance=AcceptanceEstimator(self._config.max_draft, parent=self._drafting.acceptance),
             tokens=tokens,
+            lag=DraftLag(request.draft_lag_ms),
             max_new=min(request.max_tokens, self._limits.max_positions - len(tokens)),
         )
         sequence.usage.prompt_tokens = len(sequence.tokens)

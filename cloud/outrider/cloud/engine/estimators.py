@@ -15,6 +15,7 @@ import numpy as np
 # A new session believes this much in the average of the sessions before it, in tokens tested.
 _PRIOR_WEIGHT = 3.0
 _FIRST_GUESS = 0.6
+_EXPECTED_TOKENS = 4  # of a device's first answer, until one was seen
 _UNSEEN_DISCOUNT = 0.01
 _MEMORY = 0.97  # what an old observation still weighs after a newer one at the same position
 
@@ -111,7 +112,8 @@ class DraftLag:
 
     _RECENT = 9
 
-    def __init__(self) -> None:
+    def __init__(self, expected_ms: float | None = None) -> None:
+        """expected_ms: what the device says of itself; the first real answers outvote it."""
         self._first: deque[float] = deque(maxlen=self._RECENT)
         self._size: deque[int] = deque(maxlen=self._RECENT)
         self._token_s: deque[float] = deque(maxlen=self._RECENT)
@@ -119,6 +121,9 @@ class DraftLag:
         self._answered: tuple[int, float, int] = (-1, 0.0, 0)  # base, when, longest path so far
         self._hits = 2.0
         self._waits = 2.0
+        if expected_ms is not None:
+            self._first.append(expected_ms / 1e3)
+            self._size.append(_EXPECTED_TOKENS)
 
     def committed(self, base: int, now: float) -> None:
         """A commit left that makes the total `base`."""

@@ -42,6 +42,7 @@ class GenerateRequest:
 
     patience_ms: longest wait for a draft (0: never; None: the engine chooses). draft: guesses to start with.
     once: end after the first pass that commits (this is /v1/verify); the cache is then parked under `prefix_hash`.
+    draft_lag_ms: how long after a commit drafts that know of it are expected; a first guess, until it is measured.
     prefix_hash: the hash of a parked prefix that `prompt` continues; the engine raises `prefix_not_held` if it is gone.
     """
 
@@ -53,6 +54,7 @@ class GenerateRequest:
     draft: tuple[int, ...] = ()
     once: bool = False
     prefix_hash: str | None = None
+    draft_lag_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
