@@ -1,0 +1,49 @@
+"""Where the server's time goes, from its own counters: differences of /metrics around a generation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTimes:
+    """Counters of the engine: seconds in the model, in the rest of its steps, waited for drafts; steps, passes that
+    committed, tokens committed, drafted tokens verified and right.
+    """
+
+    model_seconds: float = 0.0
+    overhead_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    steps: float = 0.0
+    passes: float = 0.0
+    committed: float = 0.0
+    proposed: float = 0.0
+    accepted: float = 0.0
+
+    def __add__(self, other: ServerTimes) -> ServerTimes:
+        return ServerTimes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __sub__(self, other: ServerTimes) -> ServerTimes:
+        return ServerTimes(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+
+class ServerClock:
+    """Reads the counters of one server. Asks directly, past any network in between."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(base_url=url, trust_env=False)
+
+    def read(self) -> ServerTimes:
+        """The counters now."""
+        text = self._http.get("/metrics", headers={"accept": "text/plain"}).text
+        found = {
+            sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples
+        }
+        return ServerTimes(*(found[f"outrider_engine_{f.name}_total"] for f in fields(ServerTimes)))
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._http.close()
