@@ -77,6 +77,8 @@ class SessionOpen(_Answer):
     session: str
     model: str
     protocol: int = PROTOCOL_VERSION
+    stop_ids: list[int] = Field(default_factory=list, description="the ids after which this session ends")
+    max_positions: int | None = Field(default=None, description="tokens, prompt included, at which it ends")
     step_ms: float | None = Field(default=None, description="measured decode step of the target, nothing drafted")
     draft_token_ms: float | None = Field(default=None, description="measured extra time of a drafted token in a step")
 

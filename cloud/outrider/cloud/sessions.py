@@ -64,16 +64,21 @@ def session_routes(core: Core) -> APIRouter:
             core.sessions.remove(session_id)
             core.slots.release(owner)
 
-        timer = core.metrics.commit_timer(arrived_s)
-        stats = core.engine.stats()
-        opened = SessionOpen(
-            session=session_id,
-            model=core.model.name,
-            step_ms=stats.step_ms,
-            draft_token_ms=stats.draft_token_ms,
-        )
-        events = _events(opened, mailbox, timer)
-        return sse.EventStream(events, mailbox, close, keep_alive_s=core.settings.keep_alive_s)
+        try:
+            stats = core.engine.stats()
+            opened = SessionOpen(
+                session=session_id,
+                model=core.model.name,
+                stop_ids=sorted(generate.stop_ids),
+                max_positions=core.engine.limits.max_positions,
+                step_ms=stats.step_ms,
+                draft_token_ms=stats.draft_token_ms,
+            )
+            events = _events(opened, mailbox, core.metrics.commit_timer(arrived_s))
+            return sse.EventStream(events, mailbox, close, keep_alive_s=core.settings.keep_alive_s)
+        except BaseException:
+            close()
+            raise
 
     @router.delete("/v1/sessions/{session_id}", status_code=204, response_class=Response)
     async def end_session(session_id: str, request: Request) -> Response:
