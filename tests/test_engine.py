@@ -44,6 +44,39 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_decoding() -> None:
     harness.assert_all_returned()
 
 
+def test_prompts_go_on_however_much_is_drafted() -> None:
+    """Sixteen sequences whose drafts would fill every step leave a long prompt its share: its first token comes."""
+    harness = Harness(num_blocks=1024, max_positions=1024, step_s=lambda num_tokens: 0.02)
+    truths = [plain([i, 1, 2], SAMPLED, 120) for i in range(16)]
+    sequences = [harness.submit([i, 1, 2], 120) for i in range(16)]
+    harness.engine.step()
+    prompt = [i % VOCAB for i in range(400)]
+    _, late = harness.submit(prompt, 1)
+    num_steps = 0
+    while late.end is None:
+        for (sequence_id, collector), truth in zip(sequences, truths, strict=True):
+            base = len(collector.tokens)
+            if collector.end is None and base < 118:
+                harness.engine.draft(sequence_id, base, [truth[base : base + 20]])
+        harness.engine.step()
+        num_steps += 1
+        assert num_steps < 20
+    assert late.tokens == plain(prompt, SAMPLED, 1)
+
+
+def test_a_clock_that_stands_still_is_survived() -> None:
+    """A step too short for the clock to see divides nothing by zero."""
+    harness = Harness(step_s=lambda num_tokens: 0.0)
+    sequence_id, collector = harness.submit(PROMPTS[1], 30)
+    truth = plain(PROMPTS[1], SAMPLED, 30)
+    while collector.end is None:
+        base = len(collector.tokens)
+        if base and base < 30:
+            harness.engine.draft(sequence_id, base, [[truth[base], (truth[base] + 1) % VOCAB]])
+        harness.engine.step()
+    assert collector.tokens == truth
+
+
 def test_common_prefixes_are_computed_once() -> None:
     """The second request with the same prompt runs only what lies past the last full block."""
     harness, prompt = Harness(block_size=4), list(range(30))
@@ -99,11 +132,13 @@ def test_no_draft_whatever_changes_the_text(data: st.DataObject) -> None:
     params = data.draw(st.sampled_from([SamplingParams(), SAMPLED, SamplingParams(temperature=1.2, top_p=0.9, seed=5)]))
     policy = data.draw(st.sampled_from(list(Policy)))
     num_blocks = data.draw(st.sampled_from([22, 128]))
-    harness = Harness(config=EngineConfig(policy=policy, step_tokens=16, max_draft=6), num_blocks=num_blocks)
+    step_tokens = data.draw(st.sampled_from([3, 16]))
+    config = EngineConfig(policy=policy, step_tokens=step_tokens, max_draft=6)
+    harness = Harness(config=config, num_blocks=num_blocks)
     truths = [plain(prompt, params, 24) for prompt in PROMPTS[:3]]
     sequences = [harness.submit(prompt, 24, params=params) for prompt in PROMPTS[:3]]
     late: list[tuple[int, int, list[list[int]]]] = []
-    for _ in range(400):
+    for _ in range(1_000):
         for (sequence_id, collector), truth in zip(sequences, truths, strict=True):
             if collector.end is not None:
                 continue

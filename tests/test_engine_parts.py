@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, Collector, plain
 
 from outrider.cloud.engine import Engine, EngineThread
@@ -16,8 +18,9 @@ from outrider.cloud.engine.estimators import AcceptanceEstimator, DraftLag, Step
 from outrider.cloud.engine.policy import NO_WAIT, choose_drafts, plan_wait, rate_streaming, rate_waiting
 from outrider.cloud.engine.pool import BlockPool, chain_hash
 from outrider.cloud.engine.trie import MAX_NODES, DraftTrie
-from outrider.cloud.engine.types import Event, GenerateRequest
+from outrider.cloud.engine.types import Event, GenerateRequest, Sink
 from outrider.models.errors import RequestError
+from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.runtimes.fake import FakeBatchRuntime
 
 short_paths = st.lists(st.integers(0, 3), min_size=1, max_size=6)
@@ -222,6 +225,58 @@ def test_engine_thread_serves_drains_and_refuses() -> None:
     with pytest.raises(RequestError) as refused:
         thread.submit(GenerateRequest((1,), SAMPLED, 1), collector)
     assert refused.value.code == "shutting_down"
+
+
+def test_a_step_that_raises_ends_its_requests_and_not_the_thread() -> None:
+    """A bug in the engine's own code: clients hear an error at once, blocks are back, the next request is served."""
+    runtime = FakeBatchRuntime(vocab_size=64)
+    engine = Engine(runtime)
+    thread = EngineThread(engine)
+    ends: list[threading.Event] = [threading.Event(), threading.Event()]
+    collectors = [Collector(), Collector()]
+
+    def sink_of(i: int) -> Sink:
+        def sink(event: Event) -> None:
+            collectors[i](event)
+            if collectors[i].end is not None:
+                ends[i].set()
+
+        return sink
+
+    def broken(event: Event) -> None:
+        raise ValueError("a sink that raises")
+
+    thread.submit(GenerateRequest((1, 2, 3), SAMPLED, 12), broken)
+    thread.submit(GenerateRequest((4, 5), SAMPLED, 4000), sink_of(0))
+    thread.start()
+    assert ends[0].wait(60)
+    end = collectors[0].end
+    assert end is not None and end.error is not None and end.error.code == "internal_error"
+    assert thread.stats().free_blocks == thread.stats().num_blocks
+    assert thread.stats().faults_total == 1
+    thread.submit(GenerateRequest((1, 2, 3), SAMPLED, 12), sink_of(1))
+    assert ends[1].wait(60)
+    assert collectors[1].tokens == plain([1, 2, 3], SAMPLED, 12)
+    thread.stop()
+
+
+class ShortRuntime(FakeBatchRuntime):
+    """Forgets the last row of every batch."""
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+        """One row too few."""
+        return super().forward(batch)[:-1]
+
+
+def test_a_runtime_that_gives_too_few_rows_is_a_model_fault() -> None:
+    """Rows are never matched to the wrong sequence."""
+    engine, collector = Engine(ShortRuntime(vocab_size=64)), Collector()
+    engine.submit(GenerateRequest((1, 2, 3), SAMPLED, 12), collector)
+    while engine.has_work:
+        engine.step()
+    assert collector.end is not None and collector.end.error is not None
+    assert collector.end.error.code == "model_fault"
+    assert collector.tokens == []
 
 
 def test_stopping_without_a_drain_ends_what_runs() -> None:

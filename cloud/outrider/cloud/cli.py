@@ -88,7 +88,7 @@ def serve(
     patience_ms: Annotated[
         float | None, typer.Option(min=0.0, help="Longest wait for a draft, whatever sessions ask; 0 never waits.")
     ] = None,
-    max_body_kb: Annotated[int, typer.Option(min=1, help="Largest request body, KiB.")] = 4096,
+    max_body_kb: Annotated[int, typer.Option(min=1, help="Largest request body, KiB.")] = 1024,
     rate: Annotated[
         float, typer.Option(min=0.0, help="Requests a second of one key, drafts not counted; 0: any.")
     ] = 0.0,

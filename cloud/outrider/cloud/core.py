@@ -37,7 +37,7 @@ class ServerSettings:
     """
 
     keys: KeyRing = field(default_factory=KeyRing)
-    max_body_bytes: int = 4 << 20
+    max_body_bytes: int = 1 << 20  # parsing more than this would hold up every stream
     max_sessions: int = 256
     rate_per_s: float = 0.0
     max_patience_ms: float | None = None

@@ -6,8 +6,6 @@ What went wrong inside is logged by type and place, never sent, and never with t
 from __future__ import annotations
 
 import asyncio
-import logging
-import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,13 +13,13 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.cloud.engine.faults import log_fault
 from outrider.cloud.protocol import ErrorAnswer, ErrorBody
-from outrider.models.errors import OutriderError, RequestError
-
-_log = logging.getLogger("outrider.cloud")
+from outrider.models.errors import RequestError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
@@ -50,8 +48,7 @@ def error_body(error: RequestError) -> ErrorBody:
     param = error.param if isinstance(error, FieldError) else None
     message = str(error)
     if error.status == 500 and error.code != "internal_error":
-        # A runtime's own words may hold paths and addresses: they are for the log.
-        log_fault(error)
+        # A runtime's own words may hold paths and addresses: the engine has logged them.
         message = "the model failed on this request; the server's log has the details"
     return ErrorBody(code=error.code, message=message, type=kind, param=param)
 
@@ -140,6 +137,8 @@ class ErrorBoundary:
             await self._app(scope, receive, note_start)
         except asyncio.CancelledError:
             pass  # the server is closing and has waited long enough; uvicorn would log a trace of it
+        except ClientDisconnect:
+            pass  # gone while its body was read: nobody is left to answer
         except Exception as error:
             if isinstance(error, RequestError):
                 answer = error
@@ -149,10 +148,3 @@ class ErrorBoundary:
             # With a response begun, returning is enough: the server closes the connection, so the client sees a cut.
             if not started:
                 await error_response(answer)(scope, receive, send)
-
-
-def log_fault(error: Exception) -> None:
-    """Logs type and place; the message only of errors that we word ourselves, since others may quote a prompt."""
-    said = f": {error}" if isinstance(error, OutriderError) else ""
-    frames = "".join(traceback.format_tb(error.__traceback__))
-    _log.error("%s%s\n%s", type(error).__name__, said, frames)

@@ -44,6 +44,7 @@ _COUNTERS: Final = {
     "passes_total": "Target passes that committed tokens.",
     "preempted_total": "Sequences whose blocks were taken back for older ones.",
     "finished_total": "Sequences that ended, however they ended.",
+    "faults_total": "Steps that the model or the engine failed on; the log says where.",
     "prefix_hit_tokens_total": "Prompt tokens whose cache was shared.",
     "waited_s_total": "Seconds that sequences waited for drafts.",
     "model_s_total": "Seconds in the model.",

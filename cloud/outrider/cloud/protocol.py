@@ -192,7 +192,7 @@ class VerifyAnswer(_Answer):
 class ReadyAnswer(_Answer):
     """GET /health/ready: what an agent needs to choose an endpoint."""
 
-    status: Literal["ready", "starting", "draining"]
+    status: Literal["ready", "draining"]
     model: str
     queue_depth: int = 0
     running: int = 0

@@ -95,8 +95,10 @@ def serve(options: ServeOptions) -> None:
             )
             _tell(_summary(model, bundle.manifest, engine, time.monotonic() - started_s))
             thread.start()
-            server.run(sockets=[sock])
-            thread.stop()
+            try:
+                server.run(sockets=[sock])
+            finally:
+                thread.stop()  # before the model goes
         finally:
             runtime.close()
             if options.port_file is not None:

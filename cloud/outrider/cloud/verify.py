@@ -7,7 +7,6 @@ with each other and with everything else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final, Literal
 
 from fastapi import APIRouter, Request
@@ -19,6 +18,7 @@ from outrider.cloud.core import Core, parse, sampling_of
 from outrider.cloud.engine.types import CommitEvent, GenerateRequest
 from outrider.cloud.errors import error_body, from_validation, internal_error
 from outrider.cloud.protocol import MAX_VERIFY_ITEMS, VerifyAnswer, VerifyItem, VerifyResult
+from outrider.models.acceptance import Rule
 from outrider.models.errors import RequestError
 
 _FINISHED: Final[dict[str, Literal["stop", "length", "context"]]] = {
@@ -102,8 +102,7 @@ class _Batch:
     def _request(self, raw: Any) -> GenerateRequest:
         item = VerifyItem.model_validate(raw)
         params = sampling_of(item.sampling)
-        if item.rule == "greedy":
-            params = replace(params, temperature=0.0)
+        params = Rule(item.rule).apply(params)
         return GenerateRequest(
             prompt=tuple(item.prefix),
             params=params,

@@ -192,10 +192,3 @@ def pick(logits: NDArray[np.float32], params: SamplingParams, position: int) -> 
     scores /= params.temperature
     scores += gumbel(params.seed, position, ids)
     return int(ids[scores.argmax()])
-
-
-def probability(logits: NDArray[np.float32], token: int, temperature: float) -> float:
-    """Softmax probability of `token` at `temperature` (1 for greedy), without truncation; `logits` is [V]."""
-    weights = (logits - logits.max()) / np.float32(temperature or 1.0)
-    np.exp(weights, out=weights)
-    return float(weights[token]) / float(weights.sum(dtype=np.float64))

@@ -31,6 +31,8 @@ class SequenceCache:
         False, and nothing changed for the sequence, when there are not enough.
         """
         needed = -(-length // self.pool.block_size) - len(sequence.blocks)
+        if needed > self.pool.num_available + self._parked.num_blocks:
+            return False  # giving up parked prefixes would not do either
         while needed > self.pool.num_available:
             if not self._parked.evict_one():
                 return False

@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.engine.drafting import Drafting
 from outrider.cloud.engine.estimators import AcceptanceEstimator, DraftLag
+from outrider.cloud.engine.faults import log_fault
 from outrider.cloud.engine.policy import NO_WAIT
 from outrider.cloud.engine.requests import check_draft, check_request
 from outrider.cloud.engine.sequence import Sequence
 from outrider.cloud.engine.totals import Totals
 from outrider.cloud.engine.types import CommitEvent, EndEvent, EngineConfig, EngineStats, GenerateRequest, Sink
 from outrider.models.acceptance import accept
-from outrider.models.errors import ModelFault, RequestError
+from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.runtimes.base import BatchRuntime, ModelLimits, SequenceSlice
 
 
@@ -40,9 +41,12 @@ class _Share:
     drafted: list[int]
     picks: bool
 
+    @property
+    def num_rows(self) -> int:
+        return 1 + len(self.drafted) if self.picks else 0
+
     def as_slice(self) -> SequenceSlice:
-        num_rows = 1 + len(self.drafted) if self.picks else 0
-        return SequenceSlice(self.new, self.sequence.computed, self.sequence.blocks, num_rows)
+        return SequenceSlice(self.new, self.sequence.computed, self.sequence.blocks, self.num_rows)
 
 
 class Engine:
@@ -53,17 +57,12 @@ class Engine:
         runtime: BatchRuntime,
         config: EngineConfig | None = None,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._runtime = runtime
         self._config = config or EngineConfig()
         self._clock = clock
-        self._cache = SequenceCache(
-            runtime.num_blocks,
-            runtime.block_size,
-            max_parked=self._config.max_parked,
-            share_prefixes=self._config.share_prefixes,
-        )
+        self._cache = self._empty_cache()
         self._drafting = Drafting(self._config)
         self._inbox: deque[Callable[[], None]] = deque()
         self._sequences: dict[int, Sequence] = {}
@@ -73,6 +72,14 @@ class Engine:
         self._totals = Totals()
         longest = min(runtime.limits.max_positions, runtime.num_blocks * runtime.block_size)
         self._limits = ModelLimits(runtime.limits.vocab_size, longest)
+
+    def _empty_cache(self) -> SequenceCache:
+        return SequenceCache(
+            self._runtime.num_blocks,
+            self._runtime.block_size,
+            max_parked=self._config.max_parked,
+            share_prefixes=self._config.share_prefixes,
+        )
 
     @property
     def limits(self) -> ModelLimits:
@@ -167,6 +174,7 @@ class Engine:
             passes_total=totals.passes,
             preempted_total=totals.preempted,
             finished_total=totals.finished,
+            faults_total=totals.faults,
             prefix_hit_tokens_total=totals.prefix_hits,
             waited_s_total=totals.waited_s,
             model_s_total=totals.model_s,
@@ -187,6 +195,9 @@ class Engine:
         ready = self._clock()
         try:
             rows = self._runtime.forward([share.as_slice() for share in shares])
+            num_rows = sum(share.num_rows for share in shares)
+            if len(rows) != num_rows:
+                raise ModelFault(f"the runtime gave {len(rows)} rows of logits for {num_rows}")
         except Exception as error:  # whatever a runtime raises ends its requests, not the engine
             self._fail(shares, error)
             return 0.0
@@ -223,8 +234,10 @@ class Engine:
         ready = [s for s in self._running if not self._is_waiting(s, now)]
         decoding = [s for s in ready if s.num_missing == 1]
         budget = max(0, self._config.step_tokens - len(decoding))
-        drafts = self._drafting.choose(decoding, budget)
-        budget -= sum(map(len, drafts.values()))
+        has_prompts = len(decoding) < len(ready)
+        drafts = self._drafting.choose(decoding, budget // 2 if has_prompts else budget)
+        # However busy a step is, prompts go on in it, by a block at least: nobody waits for a first token for ever.
+        budget = max(budget - sum(map(len, drafts.values())), self._runtime.block_size)
         shares: list[_Share] = []
         for sequence in ready:
             new = sequence.tokens[sequence.computed : sequence.computed + max(1, budget)]
@@ -235,7 +248,10 @@ class Engine:
             drafted = (
                 drafts.get(sequence, []) if not is_prompt else sequence.own_draft(budget - len(new) if picks else 0)
             )
-            if self._reserve(sequence, sequence.computed + len(new) + len(drafted), shares):
+            length = sequence.computed + len(new)
+            if drafted and sequence in self._running and not self._cache.grow(sequence, length + len(drafted)):
+                drafted = []  # nobody gives way for a guess
+            if self._reserve(sequence, length + len(drafted), shares):
                 budget -= len(new) + len(drafted) if is_prompt else 0
                 shares.append(_Share(sequence, [*new, *drafted], drafted, picks))
         return shares
@@ -280,8 +296,8 @@ class Engine:
         """Picks row by row, accepts drafted tokens while they equal the picks, and tells the sinks."""
         first = 0
         for share in shares:
-            own = rows[first : first + 1 + len(share.drafted)] if share.picks else rows[:0]
-            first += len(own)
+            own = rows[first : first + share.num_rows]
+            first += share.num_rows
             if not share.picks:
                 share.sequence.computed += len(share.new)
                 self._cache.register_full_blocks(share.sequence)
@@ -297,7 +313,7 @@ class Engine:
                     max_tokens=sequence.num_wanted,
                 )
             except ModelFault as fault:
-                self._finish(sequence, "error", RequestError("model_fault", str(fault), status=500))
+                self._fail([share], fault)
             else:
                 self._take_tokens(share, tokens, now)
 
@@ -355,9 +371,32 @@ class Engine:
         sequence.sink(EndEvent(reason, sequence.usage, error, name))
 
     def _fail(self, shares: Seq[_Share], error: Exception) -> None:
+        log_fault(error)
+        self._totals.faults += 1
         for share in shares:
             fault = RequestError("model_fault", f"the model's runtime failed: {error}", status=500)
             self._finish(share.sequence, "error", fault)
+
+    def reset(self, error: Exception) -> None:
+        """After a step that raised, which is a bug of ours: ends every sequence with an error and starts afresh.
+
+        Blocks and books may be in any state then, so they are not trusted: the cache begins empty.
+        """
+        log_fault(error)
+        self._totals.faults += 1
+        self._inbox.clear()
+        ended = list(self._sequences.values())
+        self._sequences.clear()
+        self._queue.clear()
+        self._running.clear()
+        self._cache = self._empty_cache()
+        fault = RequestError("internal_error", "the server failed on this request; its log has the details", status=500)
+        for sequence in ended:
+            self._totals.finished += 1
+            try:
+                sequence.sink(EndEvent("error", sequence.usage, fault))
+            except Exception as second:  # a sink that raises may be what brought us here
+                log_fault(second)
 
     def shut_down(self) -> None:
         """Ends every sequence with reason "shutdown" and gives all blocks back; the engine can be used again."""
@@ -370,7 +409,11 @@ class Engine:
         """Measures the step-time curve, up to max_tokens tokens after `context` others. Call before any request."""
         context = max(1, min(context, self._limits.max_positions - max_tokens - 1))
         blocks = self._cache.pool.allocate(-(-(context + max_tokens) // self._cache.pool.block_size))
-        assert blocks is not None, "calibrate comes before the first request"
+        if blocks is None:
+            raise ConfigError(
+                f"the KV cache has {self._cache.pool.num_blocks} blocks of {self._cache.pool.block_size} tokens, "
+                "too few even to measure a step; give it more (--kv-cache-mb)"
+            )
         try:
             self._runtime.forward([SequenceSlice([0] * context, 0, blocks, 1)])
             sizes = [n for n in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32) if n <= max_tokens]

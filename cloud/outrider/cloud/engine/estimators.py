@@ -15,6 +15,7 @@ import numpy as np
 # A new session believes this much in the average of the sessions before it, in tokens tested.
 _PRIOR_WEIGHT = 3.0
 _FIRST_GUESS = 0.6
+_SHORTEST_S = 1e-6  # a clock may not tell a very fast step from none
 _EXPECTED_TOKENS = 4  # of a device's first answer, until one was seen
 _UNSEEN_DISCOUNT = 0.01
 _MEMORY = 0.97  # what an old observation still weighs after a newer one at the same position
@@ -71,7 +72,7 @@ class StepTimeCurve:
     def observe(self, num_tokens: int, seconds: float) -> None:
         """One step of the model alone, without the engine around it."""
         size = min(self._SIZES, key=lambda s: abs(s - num_tokens))
-        self._seen.setdefault(size, deque(maxlen=self._RECENT)).append(seconds)
+        self._seen.setdefault(size, deque(maxlen=self._RECENT)).append(max(seconds, _SHORTEST_S))
         self._knots = None
 
     @property
@@ -93,9 +94,11 @@ class StepTimeCurve:
         sizes, times = self._knots
         wanted = np.arange(1, max_tokens + 1)
         out = np.interp(wanted, sizes, times)
-        if (
-            max_tokens > sizes[-1]
-        ):  # past what was seen: on along the chord from the first knot, never cheaper than flat
+        # Smaller than anything seen: a little cheaper, so that no hopeless draft is verified because it seems free.
+        below = slice(0, sizes[0] - 1)
+        out[below] *= 1.0 - np.minimum(0.5, _UNSEEN_DISCOUNT * (sizes[0] - wanted[below]))
+        if max_tokens > sizes[-1]:
+            # Larger: on along the chord from the first knot.
             slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0]) if len(sizes) > 1 else 0.02 * times[0]
             beyond = wanted > sizes[-1]
             out[beyond] = times[-1] + slope * (wanted[beyond] - sizes[-1])

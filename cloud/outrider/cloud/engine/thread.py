@@ -19,6 +19,7 @@ class EngineThread:
         self._engine = engine
         self._wake = threading.Event()
         self._is_idle = threading.Event()
+        self._gate = threading.Lock()
         self._is_draining = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
@@ -34,7 +35,8 @@ class EngineThread:
 
     def stop(self, *, drain_s: float = 0.0) -> None:
         """Refuses new work, lets what runs finish for up to `drain_s` seconds, ends the rest, joins the thread."""
-        self._is_draining = True
+        with self._gate:
+            self._is_draining = True
         deadline = time.monotonic() + drain_s
         while drain_s > 0 and self._engine.has_work and time.monotonic() < deadline:
             self._is_idle.wait(timeout=max(0.0, deadline - time.monotonic()))
@@ -46,9 +48,10 @@ class EngineThread:
 
     def submit(self, request: GenerateRequest, sink: Sink) -> int:
         """As `Engine.submit`; also raises RequestError `shutting_down`."""
-        if self._is_draining:
-            raise RequestError("shutting_down", "the server is shutting down; use another one", status=503)
-        sequence_id = self._engine.submit(request, sink)
+        with self._gate:  # or a request could slip in behind the engine's last look at its inbox
+            if self._is_draining:
+                raise RequestError("shutting_down", "the server is shutting down; use another one", status=503)
+            sequence_id = self._engine.submit(request, sink)
         self._wake.set()
         return sequence_id
 
@@ -69,7 +72,11 @@ class EngineThread:
     def _run(self) -> None:
         while not self._is_stopping:
             self._wake.clear()  # before the inbox is read: what arrives from here on wakes the wait below
-            delay_s = self._engine.step()
+            try:
+                delay_s = self._engine.step()
+            except Exception as error:  # a bug of ours must not leave every client hanging
+                self._engine.reset(error)
+                delay_s = 0.0
             if delay_s is None:
                 self._is_idle.set()
             if delay_s != 0.0:

@@ -17,6 +17,7 @@ class Totals:
     passes: int = 0
     preempted: int = 0
     finished: int = 0
+    faults: int = 0
     prefix_hits: int = 0
     waited_s: float = 0.0
     model_s: float = 0.0

@@ -124,6 +124,7 @@ class EngineStats:
     passes_total: int
     preempted_total: int
     finished_total: int
+    faults_total: int
     prefix_hit_tokens_total: int
     waited_s_total: float
     model_s_total: float
