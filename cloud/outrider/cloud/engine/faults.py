@@ -1,0 +1,16 @@
+"""Faults that nobody foresaw: what may be written about them, without anything of a request in it."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+
+from outrider.models.errors import OutriderError
+
+_log = logging.getLogger("outrider.cloud")
+
+
+def log_fault(error: BaseException) -> None:
+    """Logs type and place; the message only of errors that we word ourselves, since others may quote a prompt."""
+    said = f": {error}" if isinstance(error, OutriderError) else ""
+    _log.error("%s%s\n%s", type(error).__name__, said, "".join(traceback.format_tb(error.__traceback__)))
