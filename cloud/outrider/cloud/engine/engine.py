@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,31 +21,14 @@ from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.engine.drafting import Drafting
 from outrider.cloud.engine.estimators import AcceptanceEstimator, DraftLag
 from outrider.cloud.engine.faults import log_fault
-from outrider.cloud.engine.policy import NO_WAIT
 from outrider.cloud.engine.requests import check_draft, check_request
+from outrider.cloud.engine.scheduler import Scheduler, Share
 from outrider.cloud.engine.sequence import Sequence
 from outrider.cloud.engine.totals import Totals
 from outrider.cloud.engine.types import CommitEvent, EndEvent, EngineConfig, EngineStats, GenerateRequest, Sink
 from outrider.models.acceptance import accept
 from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.runtimes.base import BatchRuntime, ModelLimits, SequenceSlice
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """What one sequence does in a step: runs `new` tokens, the last of them `drafted`; picks if they reach its end."""
-
-    sequence: Sequence
-    new: list[int]
-    drafted: list[int]
-    picks: bool
-
-    @property
-    def num_rows(self) -> int:
-        return 1 + len(self.drafted) if self.picks else 0
-
-    def as_slice(self) -> SequenceSlice:
-        return SequenceSlice(self.new, self.sequence.computed, self.sequence.blocks, self.num_rows)
 
 
 class Engine:
@@ -62,24 +44,23 @@ class Engine:
         self._runtime = runtime
         self._config = config or EngineConfig()
         self._clock = clock
-        self._cache = self._empty_cache()
         self._drafting = Drafting(self._config)
+        self._totals = Totals()
+        self._start_afresh()
         self._inbox: deque[Callable[[], None]] = deque()
         self._sequences: dict[int, Sequence] = {}
-        self._queue: deque[Sequence] = deque()
-        self._running: list[Sequence] = []  # oldest first
         self._ids = itertools.count(1)
-        self._totals = Totals()
         longest = min(runtime.limits.max_positions, runtime.num_blocks * runtime.block_size)
         self._limits = ModelLimits(runtime.limits.vocab_size, longest)
 
-    def _empty_cache(self) -> SequenceCache:
-        return SequenceCache(
+    def _start_afresh(self) -> None:
+        self._cache = SequenceCache(
             self._runtime.num_blocks,
             self._runtime.block_size,
             max_parked=self._config.max_parked,
             share_prefixes=self._config.share_prefixes,
         )
+        self._scheduler = Scheduler(self._config, self._cache, self._drafting, self._totals)
 
     @property
     def limits(self) -> ModelLimits:
@@ -99,7 +80,9 @@ class Engine:
         Raises RequestError: `overloaded`, `empty_prompt`, `context_length_exceeded`, `token_out_of_range`,
         `prefix_not_held`.
         """
-        num_waiting = len(self._sequences) - len(self._running)  # also those that the engine has not looked at yet
+        num_waiting = len(self._sequences) - len(
+            self._scheduler.running
+        )  # also those that the engine has not looked at yet
         if num_waiting >= self._config.max_queue:
             raise RequestError("overloaded", f"{num_waiting} requests wait already; try again later", status=503)
         held = self._cache.take_parked(request.prefix_hash) if request.prefix_hash else None
@@ -158,8 +141,8 @@ class Engine:
         totals, curve = self._totals, self._drafting.curve
         step_s, extra_s = curve.step_and_extra() if curve.is_known else (None, None)
         return EngineStats(
-            running=len(self._running),
-            queued=len(self._queue),
+            running=len(self._scheduler.running),
+            queued=len(self._scheduler.queue),
             parked=self._cache.num_parked,
             parked_blocks=self._cache.num_parked_blocks,
             num_blocks=self._cache.pool.num_blocks,
@@ -179,7 +162,7 @@ class Engine:
             waited_s_total=totals.waited_s,
             model_s_total=totals.model_s,
             overhead_s_total=totals.overhead_s,
-            patience_ms=max((s.wait.lag_s * 1e3 for s in list(self._running)), default=0.0),
+            patience_ms=max((s.wait.lag_s * 1e3 for s in list(self._scheduler.running)), default=0.0),
         )
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
@@ -188,10 +171,10 @@ class Engine:
         """Runs one step. Returns 0 when there may be more to do, else seconds until a wait ends, or None when idle."""
         started = self._clock()
         self._read_inbox()
-        self._admit()
-        shares = self._gather(started)
+        self._scheduler.admit()
+        shares = self._scheduler.gather(started)
         if not shares:
-            return self._next_deadline(started)
+            return self._scheduler.next_deadline(started)
         ready = self._clock()
         try:
             rows = self._runtime.forward([share.as_slice() for share in shares])
@@ -214,85 +197,9 @@ class Engine:
 
     def _enqueue(self, sequence: Sequence) -> None:
         if sequence.id in self._sequences:
-            self._queue.append(sequence)
+            self._scheduler.queue.append(sequence)
 
-    def _admit(self) -> None:
-        """Takes queued sequences in, in order, while there is room for the tokens they have and for the next one."""
-        while self._queue and len(self._running) < self._config.max_running:
-            sequence = self._queue[0]
-            self._cache.match_prefix(sequence)
-            if not self._cache.grow(sequence, len(sequence.tokens) + 1) and self._running:
-                self._cache.drop(sequence)
-                return
-            self._totals.prefix_hits += sequence.usage.cached_prompt_tokens
-            self._running.append(self._queue.popleft())
-
-    def _gather(self, now: float) -> list[_Share]:
-        """Who takes part with which tokens: all that decode, then their drafts, then prompt chunks in what is left."""
-        for sequence in self._running:
-            sequence.has_company = len(self._running) > 1
-        ready = [s for s in self._running if not self._is_waiting(s, now)]
-        decoding = [s for s in ready if s.num_missing == 1]
-        budget = max(0, self._config.step_tokens - len(decoding))
-        has_prompts = len(decoding) < len(ready)
-        drafts = self._drafting.choose(decoding, budget // 2 if has_prompts else budget)
-        # However busy a step is, prompts go on in it, by a block at least: nobody waits for a first token for ever.
-        budget = max(budget - sum(map(len, drafts.values())), self._runtime.block_size)
-        shares: list[_Share] = []
-        for sequence in ready:
-            new = sequence.tokens[sequence.computed : sequence.computed + max(1, budget)]
-            is_prompt = sequence.num_missing > 1
-            if is_prompt and budget <= 0:
-                continue
-            picks = len(new) == sequence.num_missing
-            drafted = (
-                drafts.get(sequence, []) if not is_prompt else sequence.own_draft(budget - len(new) if picks else 0)
-            )
-            length = sequence.computed + len(new)
-            if drafted and sequence in self._running and not self._cache.grow(sequence, length + len(drafted)):
-                drafted = []  # nobody gives way for a guess
-            if self._reserve(sequence, length + len(drafted), shares):
-                budget -= len(new) + len(drafted) if is_prompt else 0
-                shares.append(_Share(sequence, [*new, *drafted], drafted, picks))
-        return shares
-
-    def _is_waiting(self, sequence: Sequence, now: float) -> bool:
-        before = sequence.usage.waited_s
-        is_waiting = self._drafting.is_waiting(sequence, now)
-        self._totals.waited_s += sequence.usage.waited_s - before
-        return is_waiting
-
-    def _reserve(self, sequence: Sequence, length: int, planned: Seq[_Share]) -> bool:
-        """Blocks for `length` tokens, for which the youngest sequences give way; False if it had to give way itself."""
-        if sequence not in self._running:
-            return False  # preempted for an older one just now
-        taking_part = {id(share.sequence) for share in planned}
-        while not self._cache.grow(sequence, length):
-            idle = next((s for s in reversed(self._queue) if s.blocks), None)
-            if idle is not None:  # continues a parked prefix and has not been admitted yet
-                self._cache.drop(idle)
-                continue
-            victim = next(s for s in reversed(self._running) if id(s) not in taking_part)
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Sends a sequence back to the head of the queue; what it has committed stays, its cache is computed again."""
-        self._running.remove(sequence)
-        self._cache.drop(sequence)
-        self._queue.appendleft(sequence)
-        self._totals.preempted += 1
-
-    def _next_deadline(self, now: float) -> float | None:
-        """Seconds until the first wait ends; None when there is nothing to do."""
-        deadlines = [s.wait_deadline for s in self._running if s.wait is not NO_WAIT]
-        if deadlines:
-            return max(0.0, min(deadlines) - now)
-        return 0.0 if self._running or self._queue else None
-
-    def _commit(self, shares: Seq[_Share], rows: NDArray[np.float32], now: float) -> None:
+    def _commit(self, shares: Seq[Share], rows: NDArray[np.float32], now: float) -> None:
         """Picks row by row, accepts drafted tokens while they equal the picks, and tells the sinks."""
         first = 0
         for share in shares:
@@ -317,7 +224,7 @@ class Engine:
             else:
                 self._take_tokens(share, tokens, now)
 
-    def _take_tokens(self, share: _Share, tokens: list[int], now: float) -> None:
+    def _take_tokens(self, share: Share, tokens: list[int], now: float) -> None:
         """Makes the picked tokens part of the sequence, tells its sink, and ends it if they end it."""
         sequence, base, proposed, accepted = (
             share.sequence,
@@ -339,7 +246,7 @@ class Engine:
         if reason:
             self._finish(sequence, reason)
         else:
-            self._drafting.committed(sequence, pending, tokens, now, is_busy=bool(self._queue))
+            self._drafting.committed(sequence, pending, tokens, now, is_busy=bool(self._scheduler.queue))
 
     def _end_reason(self, sequence: Sequence) -> str | None:
         if sequence.tokens[-1] in sequence.request.stop_ids:
@@ -358,10 +265,7 @@ class Engine:
     def _finish(self, sequence: Sequence, reason: str, error: RequestError | None = None) -> None:
         """Gives back everything the sequence holds, or parks it, and tells its sink."""
         del self._sequences[sequence.id]
-        if sequence in self._running:
-            self._running.remove(sequence)
-        elif sequence in self._queue:
-            self._queue.remove(sequence)
+        self._scheduler.remove(sequence)
         name = None
         if sequence.request.once and reason in ("once", "length"):
             name = self._cache.park(sequence)
@@ -370,7 +274,7 @@ class Engine:
         self._totals.finished += 1
         sequence.sink(EndEvent(reason, sequence.usage, error, name))
 
-    def _fail(self, shares: Seq[_Share], error: Exception) -> None:
+    def _fail(self, shares: Seq[Share], error: Exception) -> None:
         log_fault(error)
         self._totals.faults += 1
         for share in shares:
@@ -387,9 +291,7 @@ class Engine:
         self._inbox.clear()
         ended = list(self._sequences.values())
         self._sequences.clear()
-        self._queue.clear()
-        self._running.clear()
-        self._cache = self._empty_cache()
+        self._start_afresh()
         fault = RequestError("internal_error", "the server failed on this request; its log has the details", status=500)
         for sequence in ended:
             self._totals.finished += 1

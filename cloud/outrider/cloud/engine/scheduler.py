@@ -1,0 +1,133 @@
+"""Who takes part in a step, with which tokens, and who must give way when blocks run out.
+
+Decoding sequences come first, then their drafts, then prompt chunks in what is left of the step's token budget. Knows
+blocks and drafts, but neither the model nor what is picked.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from outrider.cloud.engine.cache import SequenceCache
+from outrider.cloud.engine.drafting import Drafting
+from outrider.cloud.engine.policy import NO_WAIT
+from outrider.cloud.engine.sequence import Sequence
+from outrider.cloud.engine.totals import Totals
+from outrider.cloud.engine.types import EngineConfig
+from outrider.models.runtimes.base import SequenceSlice
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one sequence does in a step: runs `new` tokens, the last of them `drafted`; picks if they reach its end."""
+
+    sequence: Sequence
+    new: list[int]
+    drafted: list[int]
+    picks: bool
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits that it needs."""
+        return 1 + len(self.drafted) if self.picks else 0
+
+    def as_slice(self) -> SequenceSlice:
+        """The same in the runtime's terms."""
+        return SequenceSlice(self.new, self.sequence.computed, self.sequence.blocks, self.num_rows)
+
+
+class Scheduler:
+    """The queue and the running sequences. The engine's thread owns it."""
+
+    def __init__(self, config: EngineConfig, cache: SequenceCache, drafting: Drafting, totals: Totals) -> None:
+        self._config = config
+        self._cache = cache
+        self._drafting = drafting
+        self._totals = totals
+        self.queue: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out, wherever it is; its blocks are the caller's business."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.queue:
+            self.queue.remove(sequence)
+
+    def admit(self) -> None:
+        """Takes queued sequences in, in order, while there is room for the tokens they have and for the next one."""
+        while self.queue and len(self.running) < self._config.max_running:
+            sequence = self.queue[0]
+            self._cache.match_prefix(sequence)
+            if not self._cache.grow(sequence, len(sequence.tokens) + 1) and self.running:
+                self._cache.drop(sequence)
+                return
+            self._totals.prefix_hits += sequence.usage.cached_prompt_tokens
+            self.running.append(self.queue.popleft())
+
+    def gather(self, now: float) -> list[Share]:
+        """Who takes part with which tokens: all that decode, then their drafts, then prompt chunks in what is left."""
+        for sequence in self.running:
+            sequence.has_company = len(self.running) > 1
+        ready = [s for s in self.running if not self._is_waiting(s, now)]
+        decoding = [s for s in ready if s.num_missing == 1]
+        budget = max(0, self._config.step_tokens - len(decoding))
+        has_prompts = len(decoding) < len(ready)
+        drafts = self._drafting.choose(decoding, budget // 2 if has_prompts else budget)
+        # However busy a step is, prompts go on in it, by a block at least: nobody waits for a first token for ever.
+        budget = max(budget - sum(map(len, drafts.values())), self._cache.pool.block_size)
+        shares: list[Share] = []
+        for sequence in ready:
+            new = sequence.tokens[sequence.computed : sequence.computed + max(1, budget)]
+            is_prompt = sequence.num_missing > 1
+            if is_prompt and budget <= 0:
+                continue
+            picks = len(new) == sequence.num_missing
+            drafted = (
+                drafts.get(sequence, []) if not is_prompt else sequence.own_draft(budget - len(new) if picks else 0)
+            )
+            length = sequence.computed + len(new)
+            if drafted and sequence in self.running and not self._cache.grow(sequence, length + len(drafted)):
+                drafted = []  # nobody gives way for a guess
+            if self._reserve(sequence, length + len(drafted), shares):
+                budget -= len(new) + len(drafted) if is_prompt else 0
+                shares.append(Share(sequence, [*new, *drafted], drafted, picks))
+        return shares
+
+    def _is_waiting(self, sequence: Sequence, now: float) -> bool:
+        before = sequence.usage.waited_s
+        is_waiting = self._drafting.is_waiting(sequence, now)
+        self._totals.waited_s += sequence.usage.waited_s - before
+        return is_waiting
+
+    def _reserve(self, sequence: Sequence, length: int, planned: Seq[Share]) -> bool:
+        """Blocks for `length` tokens, for which the youngest sequences give way; False if it had to give way itself."""
+        if sequence not in self.running:
+            return False  # preempted for an older one just now
+        taking_part = {id(share.sequence) for share in planned}
+        while not self._cache.grow(sequence, length):
+            idle = next((s for s in reversed(self.queue) if s.blocks), None)
+            if idle is not None:  # continues a parked prefix and has not been admitted yet
+                self._cache.drop(idle)
+                continue
+            victim = next(s for s in reversed(self.running) if id(s) not in taking_part)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Sends a sequence back to the head of the queue; what it has committed stays, its cache is computed again."""
+        self.running.remove(sequence)
+        self._cache.drop(sequence)
+        self.queue.appendleft(sequence)
+        self._totals.preempted += 1
+
+    def next_deadline(self, now: float) -> float | None:
+        """Seconds until the first wait ends; None when there is nothing to do."""
+        deadlines = [s.wait_deadline for s in self.running if s.wait is not NO_WAIT]
+        if deadlines:
+            return max(0.0, min(deadlines) - now)
+        return 0.0 if self.running or self.queue else None
