@@ -147,7 +147,10 @@ class CloudClient:
         try:
             self._count(response)
             if response.status_code != 200:
-                body = await response.aread()
+                try:
+                    body = await response.aread()
+                except httpx.TransportError as e:
+                    raise _lost(self.url, e) from e
                 self._body_down += len(body)
                 raise _refusal(self.url, response.status_code, body)
             yield self._events(response)

@@ -7,6 +7,7 @@ prompt and what was committed. This module knows when to try again, not what is 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -23,9 +24,15 @@ Sleep = Callable[[float], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """max_failures in a row without a token between them; after each whole round of endpoints a pause that doubles."""
+    """When to give up: after at least `max_failures` in a row without a token between them.
+
+    Once an endpoint has answered, failures must also have gone on for `max_outage_s`: a server that restarts refuses
+    many connections in a few seconds. A URL that never answered is wrong more often than late. After each whole round
+    of endpoints comes a pause, which doubles.
+    """
 
     max_failures: int = 6
+    max_outage_s: float = 20.0
     first_pause_s: float = 0.05
     max_pause_s: float = 2.0
 
@@ -39,18 +46,25 @@ class Arrival:
 
 
 class Endpoints:
-    """At least one endpoint; the first that works is kept until it fails."""
+    """At least one endpoint; the first that works is kept until it fails. clock counts seconds, as `sleep` does."""
 
     def __init__(
-        self, clients: Sequence[CloudClient], retry: RetryPolicy | None = None, sleep: Sleep = asyncio.sleep
+        self,
+        clients: Sequence[CloudClient],
+        retry: RetryPolicy | None = None,
+        sleep: Sleep = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not clients:
             raise ConfigError("no cloud endpoint is given; expected at least one URL")
         self._clients = tuple(clients)
         self._retry = retry or RetryPolicy()
         self._sleep = sleep
+        self._clock = clock
         self._current = 0
+        self._has_answered = False
         self._failures: list[str] = []
+        self._outage_began_at = 0.0
 
     @property
     def wire(self) -> ByteCounts:
@@ -69,6 +83,7 @@ class Endpoints:
             try:
                 async with client.open_session(request) as stream, aclosing(stream):
                     async for event in stream:
+                        self._has_answered = True
                         if isinstance(event, Commit):
                             self._failures.clear()
                         elif isinstance(event, SessionEnd) and event.reason in ("shutdown", "cancelled", "error"):
@@ -85,21 +100,29 @@ class Endpoints:
         self._failures.clear()
         while True:
             try:
-                return await ask(self._clients[self._current])
+                answer = await ask(self._clients[self._current])
             except EndpointLost as e:
                 await self._move_on(e)
+            else:
+                self._has_answered = True
+                return answer
 
     async def _move_on(self, error: EndpointLost) -> None:
+        retry, now = self._retry, self._clock()
+        if not self._failures:
+            self._outage_began_at = now
         self._failures.append(str(error))
-        num_failures = len(self._failures)
-        if num_failures >= self._retry.max_failures:
+        num_failures, outage_s = len(self._failures), now - self._outage_began_at
+        if num_failures >= retry.max_failures and (outage_s >= retry.max_outage_s or not self._has_answered):
             raise CloudError(
-                f"no cloud endpoint is left after {num_failures} attempts: {'; '.join(dict.fromkeys(self._failures))}"
+                f"no cloud endpoint is left after {num_failures} attempts in {outage_s:.1f} s: "
+                f"{'; '.join(dict.fromkeys(self._failures))}"
             ) from error
         self._current = (self._current + 1) % len(self._clients)
-        num_rounds = num_failures // len(self._clients)
-        if num_failures % len(self._clients) == 0:
-            await self._sleep(min(self._retry.max_pause_s, self._retry.first_pause_s * 2 ** (num_rounds - 1)))
+        num_rounds, num_tried = divmod(num_failures, len(self._clients))
+        if num_tried == 0:
+            doublings = min(num_rounds - 1, 32)  # a float holds no more than 1023
+            await self._sleep(min(retry.max_pause_s, retry.first_pause_s * 2**doublings))
 
 
 def _end_error(client: CloudClient, end: SessionEnd) -> Exception:
