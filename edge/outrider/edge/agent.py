@@ -82,12 +82,15 @@ class _Generation:
         self._posts: Posts | None = None  # None until the first session is open
         self._session = ""
         self._session_start = 0  # tokens known when the session was opened
+        # Where the text ends besides its length: as the server told when it was first opened.
+        self._stop_ids: frozenset[int] | None = None
+        self._max_positions: int | None = None
         self._opening_at = self._last_commit_at = 0.0
         self._was_bare = False  # the last commit left nothing drafted, here or there
 
     async def run(self) -> GenerationResult:
         wire_before = self._agent.endpoints.wire
-        reason: str = "length"
+        reason: str | None = None
         try:
             self._ahead.pump()  # the draft reads the prompt while the target does
             async with aclosing(self._agent.endpoints.session_events(self._next_request)) as events:
@@ -102,17 +105,17 @@ class _Generation:
         finally:
             await self._ahead.aclose()
             await self._sender.aclose()
-        if self._is_stopped():
-            reason = "stop"
         recorder, ahead, sender = self._recorder, self._ahead, self._sender
         recorder.num_drafted, recorder.draft_error = ahead.num_drafted, ahead.error
         recorder.num_posts, recorder.num_failed_posts = sender.num_sent, sender.num_failed
+        reason = reason or self._over()  # the server's is missing where the text was cut after its last token
+        assert reason is not None, "the sessions ended before the text did"
         return recorder.finish(reason, self._agent.endpoints.wire - wire_before)
 
     def _next_request(self) -> SessionRequest | None:
         """What to open now: everything known counts as prompt, so positions stay what they were."""
         known, request = self._ahead.known, self._request
-        if self._is_stopped() or len(known) >= request.max_tokens:
+        if self._over() is not None:
             return None
         self._recorder.num_sessions += 1
         self._session_start = len(known)
@@ -133,11 +136,19 @@ class _Generation:
             seed=request.params.seed,
         )
 
-    def _is_stopped(self) -> bool:
-        known, stop_ids = self._ahead.known, self._request.stop_ids
-        return bool(known and stop_ids and known[-1] in stop_ids)
+    def _over(self) -> str | None:
+        """Why nothing is left to generate, as the server would say it; None while something is."""
+        known, request = self._ahead.known, self._request
+        if known and self._stop_ids is not None and known[-1] in self._stop_ids:
+            return "stop"
+        if len(known) >= request.max_tokens:
+            return "length"
+        is_full = self._max_positions is not None and len(request.prompt) + len(known) >= self._max_positions
+        return "context" if is_full else None
 
     def _on_open(self, event: SessionOpen, client: CloudClient) -> None:
+        if self._stop_ids is None:
+            self._stop_ids, self._max_positions = frozenset(event.stop_ids), event.max_positions
         self._posts, self._session = self._agent.wrap_posts(client), event.session
         took_ms = (self._agent.clock() - self._opening_at) * 1e3
         self._agent.estimates.on_open(took_ms, event.step_ms, event.draft_token_ms)

@@ -38,8 +38,8 @@ class Source(StrEnum):
 class GenerationRequest:
     """One text to generate.
 
-    prompt: token ids, at least one. stop_ids: end after one of these; None takes the model's own. Give them where
-    known: then a session that is cut right after its last token is not opened again in vain.
+    prompt: token ids, at least one. stop_ids: end after one of these; None takes the server's own end tokens.
+    ignore_eos: do not end at the server's own end tokens, also where stop_ids names them.
     patience_ms: longest the target may wait for a draft; None leaves it to the server.
     tokenizer: the agent's tokenizer fingerprint, checked by the server.
     """

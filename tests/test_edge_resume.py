@@ -1,0 +1,226 @@
+"""What is cut, refused or out of reach: where a text ends, and how long its endpoint is tried.
+
+The server here is a script behind httpx's transport seam, so a cut comes exactly where the test wants it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import httpx
+import pytest
+from tests.serving import fake_tokenizer, serve_fake
+
+from outrider.cloud.protocol import Commit, SessionEnd, SessionOpen, SessionRequest, Usage
+from outrider.edge.agent import StreamAgent
+from outrider.edge.client import CloudClient
+from outrider.edge.depth import FixedDepth
+from outrider.edge.endpoints import Endpoints, RetryPolicy
+from outrider.edge.estimates import Estimates
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.edge.stop_and_wait import StopAndWaitAgent
+from outrider.models.errors import CloudError
+from outrider.models.runtimes.fake import FakeBatchRuntime
+
+EOS = 9
+PROMPT = (1, 2, 3)
+Answer = Callable[[httpx.Request], httpx.Response]
+
+
+def run(scenario: Coroutine[Any, Any, GenerationResult]) -> GenerationResult:
+    """On a loop of its own, with a limit that only a hang reaches."""
+    return asyncio.run(asyncio.wait_for(scenario, 60.0))
+
+
+class FakeTime:
+    """A clock that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.pauses: list[float] = []
+
+    def clock(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+class CutStream(httpx.AsyncByteStream):
+    """Gives its bytes, and then either ends or loses the connection."""
+
+    def __init__(self, data: bytes, is_cut: bool) -> None:
+        self._data, self._is_cut = data, is_cut
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self._data
+        if self._is_cut:
+            raise httpx.ReadError("connection reset")
+
+
+def session(*events: SessionOpen | Commit | SessionEnd) -> Answer:
+    """Answers with these events; without a SessionEnd the connection is lost after the last."""
+    data = b"".join(b"data: " + event.model_dump_json().encode() + b"\n\n" for event in events)
+    is_cut = not isinstance(events[-1], SessionEnd)
+    return lambda _: httpx.Response(200, stream=CutStream(data, is_cut))
+
+
+def opened(stop_ids: tuple[int, ...] = (EOS,), max_positions: int | None = None) -> SessionOpen:
+    """The first event of a session that ends after these ids, or at so many positions."""
+    return SessionOpen(session="s", model="scripted", stop_ids=list(stop_ids), max_positions=max_positions)
+
+
+def ended(reason: Any = "length") -> SessionEnd:
+    """The last event of a session."""
+    usage = Usage(
+        prompt_tokens=1,
+        completion_tokens=1,
+        target_passes=1,
+        accepted_prediction_tokens=0,
+        rejected_prediction_tokens=0,
+    )
+    return SessionEnd(reason=reason, usage=usage)
+
+
+def too_long(_: httpx.Request) -> httpx.Response:
+    """The refusal of a prompt that fills the context."""
+    error = {"code": "context_length_exceeded", "message": "the prompt is too long"}
+    return httpx.Response(400, json={"error": error})
+
+
+def unreachable(_: httpx.Request) -> httpx.Response:
+    """Nobody listens."""
+    raise httpx.ConnectError("connection refused")
+
+
+class Script:
+    """Answers one session after the other as told; `requests` keeps what was asked."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self._answers = list(answers)
+        self.requests: list[SessionRequest] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(SessionRequest.model_validate(json.loads(request.content)))
+        return self._answers.pop(0)(request)
+
+
+async def stream(
+    handler: Answer, request: GenerationRequest, time: FakeTime | None = None, retry: RetryPolicy | None = None
+) -> GenerationResult:
+    """One text, cloud-only, from a scripted server."""
+    time = time or FakeTime()
+    async with CloudClient("http://scripted", transport=httpx.MockTransport(handler)) as client:
+        return await StreamAgent(Endpoints([client], retry, time.sleep, time.clock)).generate(request)
+
+
+@pytest.mark.parametrize("stop_ids", [None, frozenset({EOS})])
+def test_a_text_that_is_cut_after_its_end_token_is_over(stop_ids: frozenset[int] | None) -> None:
+    """Whether the agent named the token or left it to the server."""
+    more = session(opened(), Commit(base=0, tokens=[7]), ended())
+    script = Script(session(opened(), Commit(base=0, tokens=[5, EOS])), more)
+    result = run(stream(script, GenerationRequest(PROMPT, max_tokens=3, stop_ids=stop_ids)))
+    assert result.tokens == (5, EOS) and result.finish_reason == "stop"
+    assert result.num_sessions == len(script.requests) == 1
+
+
+def test_a_text_that_goes_past_the_end_token_is_resumed_after_it() -> None:
+    """ignore_eos rules over stop_ids, as it does on the server."""
+    script = Script(
+        session(opened(stop_ids=()), Commit(base=0, tokens=[5, EOS])),
+        session(opened(stop_ids=()), Commit(base=0, tokens=[6]), ended()),
+    )
+    request = GenerationRequest(PROMPT, max_tokens=3, stop_ids=frozenset({EOS}), ignore_eos=True)
+    result = run(stream(script, request))
+    assert result.tokens == (5, EOS, 6) and result.finish_reason == "length"
+    assert script.requests[1].prompt == [*PROMPT, 5, EOS] and script.requests[1].ignore_eos
+
+
+def test_a_text_that_is_cut_at_its_length_is_over() -> None:
+    """Nothing is opened for no token."""
+    script = Script(session(opened(), Commit(base=0, tokens=[5, 6])))
+    result = run(stream(script, GenerationRequest(PROMPT, max_tokens=2)))
+    assert result.tokens == (5, 6) and result.finish_reason == "length"
+
+
+def test_a_text_that_is_cut_at_the_context_limit_is_over() -> None:
+    """Opening it again would be refused, and the text lost."""
+    script = Script(session(opened(max_positions=5), Commit(base=0, tokens=[5, 6])), too_long)
+    result = run(stream(script, GenerationRequest(PROMPT, max_tokens=10)))
+    assert result.tokens == (5, 6) and result.finish_reason == "context"
+    assert len(script.requests) == 1
+
+
+@pytest.mark.parametrize("mode", [Mode.STREAM, Mode.STOP_AND_WAIT])
+def test_the_server_ends_where_it_said_that_it_would(mode: Mode) -> None:
+    """max_positions counts the prompt and every token of the text, in both modes."""
+    runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size, max_positions=20)
+    with serve_fake(runtime=runtime) as server:
+
+        async def generate() -> GenerationResult:
+            async with CloudClient(server.url) as client:
+                endpoints = Endpoints([client])
+                request = GenerationRequest(PROMPT, max_tokens=100, ignore_eos=True)
+                if mode is Mode.STOP_AND_WAIT:
+                    return await StopAndWaitAgent(endpoints, None, FixedDepth(0), Estimates()).generate(request)
+                return await StreamAgent(endpoints).generate(request)
+
+        result = run(generate())
+    assert result.finish_reason == "context" and len(PROMPT) + len(result.tokens) == 20
+
+
+def test_a_refusal_that_is_cut_is_a_lost_endpoint() -> None:
+    """Its status says nothing for sure then: the session is tried again."""
+    script = Script(
+        lambda _: httpx.Response(500, stream=CutStream(b'{"error":', is_cut=True)),
+        session(opened(), Commit(base=0, tokens=[5]), ended()),
+    )
+    result = run(stream(script, GenerationRequest(PROMPT, max_tokens=1)))
+    assert result.tokens == (5,) and len(script.requests) == 2
+
+
+def test_a_restart_of_several_seconds_in_mid_text_is_survived() -> None:
+    """Refused connections cost no more than the pauses, which grow to two seconds."""
+    time = FakeTime()
+    first = session(opened(), Commit(base=0, tokens=[5]))
+    second = session(opened(), Commit(base=0, tokens=[6]), ended())
+    num_sessions = 0
+
+    def restart(request: httpx.Request) -> httpx.Response:
+        nonlocal num_sessions
+        if 0.0 < time.now < 12.0:
+            return unreachable(request)
+        num_sessions += 1
+        return (first if num_sessions == 1 else second)(request)
+
+    result = run(stream(restart, GenerationRequest(PROMPT, max_tokens=2), time))
+    assert result.tokens == (5, 6) and num_sessions == 2
+    assert time.pauses == sorted(time.pauses) and time.pauses[:3] == [0.05, 0.1, 0.2] and max(time.pauses) == 2.0
+
+
+def test_an_endpoint_that_stays_away_is_given_up_in_the_end() -> None:
+    """Twenty seconds after it was lost, and the error says how long it was tried."""
+    time, script = FakeTime(), Script(session(opened(), Commit(base=0, tokens=[5])), *[unreachable] * 100)
+    with pytest.raises(CloudError, match=r"no cloud endpoint is left after \d+ attempts in 2\d\.\d s: .*refused"):
+        run(stream(script, GenerationRequest(PROMPT, max_tokens=2), time))
+    assert 20.0 <= time.now <= 22.0
+
+
+def test_an_endpoint_that_never_answered_is_given_up_soon() -> None:
+    """A wrong URL is told at once rather than tried for long."""
+    time, script = FakeTime(), Script(*[unreachable] * 100)
+    with pytest.raises(CloudError, match="after 6 attempts"):
+        run(stream(script, GenerationRequest(PROMPT, max_tokens=2), time))
+    assert time.now < 2.0
+
+
+def test_pauses_stay_bounded_however_often_it_is_tried() -> None:
+    """Thousands of attempts, as a long outage may be configured to take, still pause for max_pause_s."""
+    time, script = FakeTime(), Script(session(opened(), Commit(base=0, tokens=[5])), *[unreachable] * 3000)
+    with pytest.raises(CloudError, match="after 2000 attempts"):
+        run(stream(script, GenerationRequest(PROMPT, max_tokens=2), time, RetryPolicy(max_failures=2000)))
+    assert max(time.pauses) == 2.0
