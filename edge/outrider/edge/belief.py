@@ -70,6 +70,10 @@ class Belief:
         """Appends drafted tokens."""
         self._drafted.extend(tokens)
 
+    def drop_drafted(self) -> None:
+        """Forgets the drafted tokens: nobody is going to judge them."""
+        self._drafted.clear()
+
     def on_commit(self, base: int, tokens: Sequence[int]) -> CommitOutcome:
         """Takes a commit of `tokens` after `base` others; what is already known is skipped.
 

@@ -50,6 +50,9 @@ class StopAndWaitAgent:
             result = await self._verify(request, belief, prefix_hash)
             self.estimates.on_posted(max(0.0, (self.clock() - asked_at) * 1e3 - self.estimates.step_ms))
             outcome = belief.on_commit(belief.num_known, result.tokens)
+            # The server may have run fewer drafted tokens than were sent. What it left is drafted again, not kept: the
+            # drafter is cut back to what is known.
+            belief.drop_drafted()
             self.estimates.on_commit(outcome, [proposal.confidence for proposal in proposals], None)
             self.depth.observe(outcome)
             if self.drafter is not None:
@@ -57,7 +60,9 @@ class StopAndWaitAgent:
                 self.drafter.rewind(kept)
                 self.drafter.extend(outcome.tokens[outcome.num_right :])
             recorder.depth(len(proposals))
-            recorder.commit(outcome.tokens, result.accepted, len(proposals))
+            # A right one beyond those that it accepted is the target's own pick: it ran no more, or the text ends there.
+            num_run = result.accepted if outcome.num_right > result.accepted else len(proposals)
+            recorder.commit(outcome.tokens, result.accepted, num_run)
             prefix_hash, reason = result.prefix_hash, result.finish_reason
             if reason is None and belief.num_known >= request.max_tokens:
                 reason = "length"

@@ -1,0 +1,125 @@
+"""Stop-and-wait on a server that runs fewer drafted tokens than it is sent, as it may when its step is full."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+import httpx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.serving import fake_tokenizer, serve_fake, target_tokens
+
+from outrider.cloud.engine import EngineConfig
+from outrider.cloud.protocol import VerifyAnswer, VerifyRequest, VerifyResult
+from outrider.edge.client import CloudClient
+from outrider.edge.depth import FixedDepth
+from outrider.edge.drafter import AlwaysWrongDrafter, Drafter, ModelDrafter, NgramDrafter
+from outrider.edge.endpoints import Endpoints
+from outrider.edge.estimates import Estimates
+from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.edge.stop_and_wait import StopAndWaitAgent
+from outrider.models.runtimes.base import ModelLimits
+from outrider.models.runtimes.fake import FakeSequenceRuntime
+
+VOCAB = fake_tokenizer().size
+PERIOD = 5
+
+
+class LoopRuntime:
+    """A `SequenceRuntime` that says 0, 1, ... PERIOD - 1 over and over: after token t comes t + 1, modulo PERIOD."""
+
+    limits = ModelLimits(vocab_size=PERIOD, max_positions=4096)
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+
+    @property
+    def length(self) -> int:
+        return len(self._tokens)
+
+    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        self._tokens.extend(tokens)
+        return np.where(np.arange(PERIOD) == (self._tokens[-1] + 1) % PERIOD, 10.0, 0.0).astype(np.float32)
+
+    def truncate(self, length: int) -> None:
+        del self._tokens[length:]
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class LoopServer:
+    """Verifies texts in that language, at most `max_run` drafted tokens of each item."""
+
+    def __init__(self, max_run: int) -> None:
+        self._max_run = max_run
+        self.drafts: list[list[int]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        (item,) = VerifyRequest.model_validate(json.loads(request.content)).items
+        self.drafts.append(item.draft)
+        last = item.prefix[-1]
+        tokens: list[int] = []
+        for drafted in [*item.draft[: self._max_run], None]:
+            last = (last + 1) % PERIOD
+            tokens.append(last)
+            if drafted != last:
+                break
+        answer = VerifyAnswer(results=[VerifyResult(accepted=len(tokens) - 1, tokens=tokens)])
+        return httpx.Response(200, text=answer.model_dump_json())
+
+
+async def generate(client: CloudClient, request: GenerationRequest, draft: Drafter, depth: int) -> GenerationResult:
+    """One text, `depth` drafted tokens a block."""
+    async with client:
+        return await StopAndWaitAgent(Endpoints([client]), draft, FixedDepth(depth), Estimates()).generate(request)
+
+
+@pytest.mark.parametrize("max_run", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["model", "ngram"])
+def test_what_was_not_verified_is_drafted_again_in_its_place(kind: str, max_run: int) -> None:
+    """In a text that repeats itself: every block has the depth's length and is right, so no pass is wasted."""
+    draft: Drafter = ModelDrafter(LoopRuntime()) if kind == "model" else NgramDrafter()
+    server, prompt = LoopServer(max_run), tuple(i % PERIOD for i in range(2 * PERIOD))
+    client = CloudClient("http://looping", transport=httpx.MockTransport(server))
+    result = asyncio.run(generate(client, GenerationRequest(prompt, max_tokens=40), draft, depth=8))
+    assert result.tokens == tuple((len(prompt) + i) % PERIOD for i in range(40))
+    assert result.num_passes == 40 // (max_run + 1)
+    known = 0
+    for drafted in server.drafts:
+        assert drafted == [(known + i) % PERIOD for i in range(min(8, 40 - known - 1))]
+        known += max_run + 1
+    assert result.num_accepted == result.num_tested == max_run * result.num_passes
+
+
+@pytest.mark.parametrize("step_tokens", [1, 2, 4, 7])
+@pytest.mark.parametrize("kind", ["perfect", "good", "wrong", "ngram"])
+def test_a_server_with_small_steps_commits_the_same_text(kind: str, step_tokens: int) -> None:
+    """A real engine, whose budget for a step is smaller than a block."""
+    prompt = (5, 6, 7, 5, 6, 7, 5, 6)
+    drafts: dict[str, Drafter] = {
+        "perfect": ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB)),
+        "good": ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, agreement=0.8)),
+        "wrong": AlwaysWrongDrafter(ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB)), VOCAB),
+        "ngram": NgramDrafter(),
+    }
+    request = GenerationRequest(prompt, max_tokens=30, stop_ids=frozenset(), ignore_eos=True)
+    with serve_fake(config=EngineConfig(step_tokens=step_tokens)) as server:
+        result = asyncio.run(generate(CloudClient(server.url), request, drafts[kind], depth=8))
+    assert result.tokens == tuple(target_tokens(prompt, 30))
+    if kind == "perfect":
+        assert result.num_tested == result.num_accepted
+
+
+def test_a_prompt_that_leaves_no_room_for_its_draft_loses_no_pass() -> None:
+    """The first block's draft is cut beside a prompt of almost a whole step; the blocks after it are not."""
+    prompt = tuple(1 + i % (VOCAB - 1) for i in range(250))
+    request = GenerationRequest(prompt, max_tokens=28, stop_ids=frozenset(), ignore_eos=True)
+    draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB))
+    with serve_fake(config=EngineConfig(step_tokens=256)) as server:
+        result = asyncio.run(generate(CloudClient(server.url), request, draft, depth=8))
+    assert result.tokens == tuple(target_tokens(prompt, 28))
+    assert result.num_passes == 4  # 7, 9, 9 and the 3 that are left
