@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import signal
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -19,11 +22,23 @@ from outrider.edge.depth import CostModelDepth, FixedDepth, ThresholdDepth
 from outrider.edge.drafter import NgramDrafter
 from outrider.edge.endpoints import Endpoints
 from outrider.edge.estimates import Estimates
-from outrider.edge.results import ByteCounts, GenerationRequest, GenerationResult, Mode, Source, TokenBatch
+from outrider.edge.results import (
+    ByteCounts,
+    DrafterKind,
+    GenerationRequest,
+    GenerationResult,
+    Mode,
+    Source,
+    TokenBatch,
+)
+from outrider.edge.run import RunOptions, make_request
 from outrider.edge.setup import make_agent, make_depth
 from outrider.edge.stop_and_wait import StopAndWaitAgent
 from outrider.edge.summary import mode_numbers, result_as_json, summary_lines
 from outrider.edge.terminal import TokenPrinter
+from outrider.export import cli as export_cli
+from outrider.export.quiet import missing_extra as missing_export_extra
+from outrider.export.torch_source import load_source_model
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.sampling import SamplingParams
 
@@ -76,6 +91,54 @@ def test_a_missing_package_is_answered_with_the_command_that_installs_it() -> No
     assert isinstance(named, RuntimeUnavailable) and 'pip install "outrider[edge]"' in str(named)
     own = ModuleNotFoundError("no such", name="outrider.edge.nowhere")
     assert cli.missing_extra(own) is own
+
+
+def test_exporting_without_its_packages_is_answered_with_the_command_that_installs_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`outrider-export` says it in one line too; again a missing module of our own is a bug and stays one."""
+
+    def load(*_: object) -> None:
+        load_source_model(tmp_path / "draft")
+
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(export_cli, "export_model", load)
+    monkeypatch.setattr(sys, "argv", ["outrider-export", "draft", str(tmp_path), "--out", str(tmp_path / "out")])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            export_cli.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    shown = capsys.readouterr()
+    assert ended.value.code == 2 and shown.out == ""
+    assert "error: loading draft needs the package 'torch'" in shown.err
+    assert 'run: pip install "outrider[export]"\n' in shown.err and "Traceback" not in shown.err
+    own = ModuleNotFoundError("no such", name="outrider.export.nowhere")
+    assert missing_export_extra(own, "exporting") is own
+
+
+def test_a_run_ends_where_the_target_says_and_not_where_the_draft_would() -> None:
+    """The draft bundle's end tokens are not sent: unset, the server's own rule."""
+    options = RunOptions(
+        prompt="def verify",
+        clouds=("http://127.0.0.1:1",),
+        draft=Path("draft"),
+        drafter=DrafterKind.NGRAM,
+        mode=Mode.STREAM,
+        depth="auto",
+        params=SamplingParams(),
+        max_tokens=5,
+        ignore_eos=False,
+        patience_ms=None,
+        num_threads=0,
+        is_chat=False,
+        compares=False,
+        api_key=None,
+    )
+    for ignore_eos in (False, True):
+        request = make_request(replace(options, ignore_eos=ignore_eos), fake_tokenizer(), "f" * 64)
+        assert request.stop_ids is None and request.ignore_eos is ignore_eos
 
 
 def test_depths_by_name() -> None:

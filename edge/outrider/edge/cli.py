@@ -48,7 +48,7 @@ def run(
         float | None, typer.Option(min=0.0, help="Longest the target waits for a draft; unset: it chooses.")
     ] = None,
     threads: Annotated[int, typer.Option(min=0, help="Threads of the draft; 0 leaves it to the runtime.")] = 0,
-    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the draft bundle's chat template.")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Measure cloud-only first and print the speed-up.")
     ] = False,

@@ -47,7 +47,7 @@ def run_once(options: RunOptions, console: Console, *, as_json: bool) -> None:
     make_depth(options.depth, Estimates())  # a wrong depth is found before a model is loaded
     bundle = open_draft_bundle(options.draft)
     tokenizer = bundle.tokenizer()
-    request = _request(options, tokenizer, bundle.manifest.tokenizer_fingerprint, bundle.manifest.eos_token_ids)
+    request = make_request(options, tokenizer, bundle.manifest.tokenizer_fingerprint)
     kind = DrafterKind.NONE if options.mode is Mode.CLOUD_ONLY else options.drafter
     drafter = open_drafter(bundle, kind, options.num_threads)
     printer = None if as_json else TokenPrinter(console, tokenizer.detokenizer(context=request.prompt))
@@ -72,9 +72,8 @@ def run_once(options: RunOptions, console: Console, *, as_json: bool) -> None:
     console.print(f"seed {options.params.seed}", style="dim", highlight=False)
 
 
-def _request(
-    options: RunOptions, tokenizer: Tokenizer, fingerprint: str, eos_ids: tuple[int, ...]
-) -> GenerationRequest:
+def make_request(options: RunOptions, tokenizer: Tokenizer, fingerprint: str) -> GenerationRequest:
+    """The text to ask for. stop_ids stay unset: the target's own end tokens rule, which need not be the draft's."""
     text = options.prompt
     if options.is_chat:
         text = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
@@ -82,7 +81,6 @@ def _request(
         prompt=tuple(tokenizer.encode(text, add_special_tokens=not options.is_chat)),
         params=options.params,
         max_tokens=options.max_tokens,
-        stop_ids=frozenset() if options.ignore_eos else frozenset(eos_ids),
         ignore_eos=options.ignore_eos,
         patience_ms=options.patience_ms,
         tokenizer=fingerprint,

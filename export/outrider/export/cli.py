@@ -16,6 +16,7 @@ from outrider.export.display import print_report, show_progress
 from outrider.export.pair import REFERENCE, export_pair, reference_directories
 from outrider.export.pipeline import ExportOptions, RuntimeName, export_model
 from outrider.export.prompts import load_prompts
+from outrider.export.quiet import missing_extra
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError, OutriderError
 
@@ -23,6 +24,7 @@ app = typer.Typer(
     help="Turn models into checked bundles: a draft for the device, a target for the cloud.",
     no_args_is_help=True,
     add_completion=False,
+    pretty_exceptions_enable=False,
 )
 
 DraftPrecision = Literal["int8", "fp32"]
@@ -142,9 +144,13 @@ def main() -> None:
     """The console script: a user's mistake ends in one red message and exit status 2, never in a traceback."""
     signal.signal(signal.SIGTERM, _end)
     try:
-        app()
+        try:
+            app()
+        except ModuleNotFoundError as error:  # also an installed package's missing metadata
+            raise missing_extra(error, "exporting") from None
     except OutriderError as error:
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False)
+        message = f"[bold red]error:[/bold red] {escape(str(error))}"
+        Console(stderr=True).print(message, highlight=False, soft_wrap=True)
         sys.exit(2)
 
 

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Final
 
-from outrider.models.errors import ExportError, OutriderError
+from outrider.models.errors import ExportError, OutriderError, RuntimeUnavailable
 from outrider.models.telemetry import disable_openvino_telemetry
 
 _LOGGERS: Final = ("transformers", "optimum", "nncf", "huggingface_hub", "openvino", "torch.onnx")
@@ -25,7 +25,8 @@ _KEPT_LINES: Final = 12
 def quiet_upstream(what: str) -> Iterator[None]:
     """Runs upstream code; `what` says what it is for ("converting the draft to OpenVINO").
 
-    Raises ExportError with the upstream message for any exception but our own.
+    Raises RuntimeUnavailable, with the pip command, for a package that is not installed, and ExportError with the
+    upstream message for any other exception but our own.
     """
     os.environ["HF_HUB_OFFLINE"] = "1"  # only local directories are exported
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -40,6 +41,8 @@ def quiet_upstream(what: str) -> Iterator[None]:
             yield
     except OutriderError:
         raise
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, what) from None
     except Exception as error:
         said = "\n".join(heard.getvalue().replace("\r", "\n").splitlines()[-_KEPT_LINES:])
         raise ExportError(
@@ -48,3 +51,15 @@ def quiet_upstream(what: str) -> Iterator[None]:
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
+
+
+def missing_extra(error: ModuleNotFoundError, what: str) -> Exception:
+    """What to raise for an import that failed while doing `what`: the command that installs the package, if it is one.
+
+    A missing module of our own is a bug and stays what it is.
+    """
+    if error.name is None or error.name.startswith("outrider"):
+        return error
+    return RuntimeUnavailable(
+        f'{what} needs the package {error.name!r}, which is not installed; run: pip install "outrider[export]"'
+    )
