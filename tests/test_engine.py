@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine_harness import SAMPLED, VOCAB, Harness, plain
+from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
 
-from outrider.cloud.engine import EngineConfig, Policy
+from outrider.cloud.engine import Engine, EngineConfig, Policy
+from outrider.cloud.engine.types import GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.sampling import SamplingParams
+from outrider.models.runtimes.fake import FakeBatchRuntime
+from outrider.models.sampling import SamplingParams, pick
 
 PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(3 + 5 * i)] for i in range(8)]
 
@@ -75,6 +78,36 @@ def test_a_clock_that_stands_still_is_survived() -> None:
             harness.engine.draft(sequence_id, base, [[truth[base], (truth[base] + 1) % VOCAB]])
         harness.engine.step()
     assert collector.tokens == truth
+
+
+class PickingFake(FakeBatchRuntime):
+    """Picks for itself, as a runtime on a GPU does."""
+
+    def forward_picks(
+        self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams], positions: Sequence[int]
+    ) -> list[int | None]:
+        """The picks of all rows, None where the logits are not finite."""
+        rows = self.forward(batch)
+        return [
+            pick(row, p, i) if np.isfinite(row).all() else None
+            for row, p, i in zip(rows, params, positions, strict=True)
+        ]
+
+
+def test_a_runtime_may_pick_for_itself() -> None:
+    """The same text, drafts accepted; a row that is not finite is its own sequence's fault."""
+    engine = Engine(PickingFake(vocab_size=VOCAB, fail_on_token=63), EngineConfig(policy=Policy.VERIFY))
+    truth = plain(PROMPTS[1], SAMPLED, 6)
+    good, bad = Collector(), Collector()
+    good_id = engine.submit(GenerateRequest(tuple(PROMPTS[1]), SAMPLED, 6), good)
+    engine.submit(GenerateRequest((5, 63), SAMPLED, 6), bad)
+    engine.step()
+    engine.draft(good_id, 1, [[truth[1], truth[2], (truth[3] + 1) % VOCAB]])
+    while engine.has_work:
+        engine.step()
+    assert good.tokens == truth
+    assert good.commits[1].accepted == 2
+    assert bad.end is not None and bad.end.error is not None and bad.end.error.code == "model_fault"
 
 
 def test_common_prefixes_are_computed_once() -> None:

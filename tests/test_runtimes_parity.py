@@ -13,9 +13,10 @@ from tests.conftest import TINY_VOCAB
 from tests.tiny_models import FAMILIES
 
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
-from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
+from outrider.models.runtimes.base import BatchRuntime, PickingRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
 from outrider.models.runtimes.torch_reference import reference_logits
+from outrider.models.sampling import SamplingParams, pick
 
 # Logits of the tiny models span about +-4.
 TOLERANCE = 1e-4
@@ -102,6 +103,18 @@ def test_only_the_last_rows_are_computed_when_asked(runtime: BatchRuntime, truth
         ]
     )
     assert_close(logits, np.concatenate([truth(FIRST[:20])[-3:], truth(SECOND[:10])[-1:]]))
+
+
+def test_picks_made_by_the_runtime_are_those_of_its_logits(runtime: BatchRuntime) -> None:
+    """What a runtime picks where its logits are is what `sampling.pick` takes of them, greedy and sampled rows mixed."""
+    if not isinstance(runtime, PickingRuntime):
+        return  # OpenVINO's logits are in host memory anyway
+    batch = [SequenceSlice(FIRST[:40], 0, [0, 1, 2], 3), SequenceSlice(SECOND[:20], 0, [4, 3], 2)]
+    params = [SamplingParams(), *[SamplingParams(temperature=0.8, top_p=0.9, seed=s) for s in range(4)]]
+    positions = [38, 39, 40, 19, 20]
+    rows = runtime.forward(batch)
+    expected = [pick(row, p, i) for row, p, i in zip(rows, params, positions, strict=True)]
+    assert runtime.forward_picks(batch, params, positions) == expected
 
 
 def test_shared_prefix_blocks(runtime: BatchRuntime, truth: Truth) -> None:

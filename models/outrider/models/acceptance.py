@@ -11,12 +11,13 @@ Never mix shared noise with p/q rejection: the draft's token is then no independ
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.models.errors import ModelFault
 from outrider.models.sampling import SamplingParams, pick
 
 
@@ -46,9 +47,22 @@ def accept(
     in stop_ids or after max_tokens. One token at least; all but the last were drafted. Raises ModelFault on logits that
     are not finite.
     """
+    picks = (pick(row, params, position + i) for i, row in enumerate(logits))
+    return accept_picks(picks, drafted, stop_ids=stop_ids, max_tokens=max_tokens)
+
+
+def accept_picks(
+    picks: Iterable[int | None],
+    drafted: Sequence[int],
+    *,
+    stop_ids: Collection[int] = (),
+    max_tokens: int | None = None,
+) -> list[int]:
+    """As `accept`, for picks made already, None for logits that were not finite. Takes no more than it needs."""
     tokens: list[int] = []
-    for row, guess in zip(logits, [*drafted, None], strict=True):
-        token = pick(row, params, position + len(tokens))
+    for token, guess in zip(picks, [*drafted, None], strict=True):
+        if token is None:
+            raise ModelFault("the model's logits are not finite; check the export with a parity run")
         tokens.append(token)
         if token != guess or token in stop_ids or len(tokens) == max_tokens:
             break

@@ -163,7 +163,7 @@ def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.bool_]:
     # Entry r is kept while the mass above it is under `wanted`; entry 0 always is.
     count = 1 + int(np.searchsorted(above[:-1], wanted, side="left"))
     lightest = heavy[heavy.size - count]
-    inside = weights > lightest
+    inside: NDArray[np.bool_] = weights > lightest
     short = count - int(np.count_nonzero(inside))
     inside[np.flatnonzero(weights == lightest)[:short]] = True
     return inside

@@ -11,7 +11,6 @@ from typing import Final
 
 import torch
 
-from outrider.models.errors import ModelFault
 from outrider.models.sampling import SamplingParams, noise_key
 
 _U32: Final = 0xFFFFFFFF
@@ -41,9 +40,9 @@ def gumbel(seeds: Sequence[int], positions: Sequence[int], tokens: torch.Tensor)
 
 
 def survivors(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Mask, bool [rows, V], of the tokens that top-k, top-p and min-p leave in each row; logits: float32 [rows, V].
+    """Mask, bool [rows, V], of the tokens that top-k, top-p and min-p leave; logits: float32 [rows, V].
 
-    The truncation of `sampling.survivors`: ties with the k-th token are kept, equally likely tokens rank by id in top-p.
+    The truncation of `sampling.survivors`: ties with the k-th token are kept; in top-p equally likely ones rank by id.
     """
     size = logits.shape[1]
     kept = torch.ones_like(logits, dtype=torch.bool)
@@ -64,15 +63,12 @@ def survivors(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.T
     return kept
 
 
-def pick_rows(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+def pick_rows(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int | None]:
     """The token at each row's absolute position, as `sampling.pick` gives it; logits float32 [rows, V].
 
-    Raises ModelFault if a row's maximum is not finite.
+    None for a row whose maximum is not finite.
     """
-    best = logits.amax(1)
-    if not bool(torch.isfinite(best).all()):
-        row = int((~torch.isfinite(best)).nonzero()[0])
-        raise ModelFault(f"the model's logits at position {positions[row]} are not finite; check the export")
+    is_finite = torch.isfinite(logits.amax(1)).tolist()
     tokens = torch.arange(logits.shape[1], device=logits.device)
     temperature = torch.tensor([[p.temperature or 1.0] for p in params], dtype=torch.float64, device=logits.device)
     is_greedy = torch.tensor([[p.is_greedy] for p in params], device=logits.device)
@@ -81,4 +77,5 @@ def pick_rows(logits: torch.Tensor, params: Sequence[SamplingParams], positions:
     scores = scores.masked_fill(~(survivors(logits, params) | is_greedy), -torch.inf)
     # torch.argmax may return any of several maxima; the lowest id is wanted.
     is_best = scores == scores.amax(1, keepdim=True)
-    return [int(i) for i in is_best.to(torch.uint8).argmax(1).tolist()]
+    picks = is_best.to(torch.uint8).argmax(1).tolist()
+    return [token if finite else None for token, finite in zip(picks, is_finite, strict=True)]

@@ -26,9 +26,12 @@ from outrider.cloud.engine.scheduler import Scheduler, Share
 from outrider.cloud.engine.sequence import Sequence
 from outrider.cloud.engine.totals import Totals
 from outrider.cloud.engine.types import CommitEvent, EndEvent, EngineConfig, EngineStats, GenerateRequest, Sink
-from outrider.models.acceptance import accept
+from outrider.models.acceptance import accept, accept_picks
 from outrider.models.errors import ConfigError, ModelFault, RequestError
-from outrider.models.runtimes.base import BatchRuntime, ModelLimits, SequenceSlice
+from outrider.models.runtimes.base import BatchRuntime, ModelLimits, PickingRuntime, SequenceSlice
+
+# Logits [rows, V], or for each row the pick that the runtime has made of it.
+Rows = NDArray[np.float32] | list[int | None]
 
 
 class Engine:
@@ -177,7 +180,7 @@ class Engine:
             return self._scheduler.next_deadline(started)
         ready = self._clock()
         try:
-            rows = self._runtime.forward([share.as_slice() for share in shares])
+            rows = self._forward(shares)
             num_rows = sum(share.num_rows for share in shares)
             if len(rows) != num_rows:
                 raise ModelFault(f"the runtime gave {len(rows)} rows of logits for {num_rows}")
@@ -191,6 +194,15 @@ class Engine:
         self._totals.count_step(num_tokens, model_s=ran - ready, overhead_s=ready - started + self._clock() - ran)
         return 0.0
 
+    def _forward(self, shares: Seq[Share]) -> Rows:
+        """Rows of logits, or the picks themselves where the runtime makes them."""
+        slices = [share.as_slice() for share in shares]
+        if not isinstance(self._runtime, PickingRuntime):
+            return self._runtime.forward(slices)
+        params = [share.sequence.request.params for share in shares for _ in range(share.num_rows)]
+        positions = [len(share.sequence.tokens) + i for share in shares for i in range(share.num_rows)]
+        return self._runtime.forward_picks(slices, params, positions)
+
     def _read_inbox(self) -> None:
         while self._inbox:
             self._inbox.popleft()()
@@ -199,7 +211,7 @@ class Engine:
         if sequence.id in self._sequences:
             self._scheduler.queue.append(sequence)
 
-    def _commit(self, shares: Seq[Share], rows: NDArray[np.float32], now: float) -> None:
+    def _commit(self, shares: Seq[Share], rows: Rows, now: float) -> None:
         """Picks row by row, accepts drafted tokens while they equal the picks, and tells the sinks."""
         first = 0
         for share in shares:
@@ -209,16 +221,14 @@ class Engine:
                 share.sequence.computed += len(share.new)
                 self._cache.register_full_blocks(share.sequence)
                 continue
-            sequence = share.sequence
+            sequence, params = share.sequence, share.sequence.request.params
+            stops, wanted = sequence.request.stop_ids, sequence.num_wanted
             try:
-                tokens = accept(
-                    own,
-                    share.drafted,
-                    sequence.request.params,
-                    len(sequence.tokens),
-                    stop_ids=sequence.request.stop_ids,
-                    max_tokens=sequence.num_wanted,
-                )
+                if isinstance(own, list):
+                    tokens = accept_picks(own, share.drafted, stop_ids=stops, max_tokens=wanted)
+                else:
+                    position = len(sequence.tokens)
+                    tokens = accept(own, share.drafted, params, position, stop_ids=stops, max_tokens=wanted)
             except ModelFault as fault:
                 self._fail([share], fault)
             else:

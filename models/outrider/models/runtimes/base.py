@@ -15,6 +15,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.models.sampling import SamplingParams
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceSlice:
@@ -74,6 +76,20 @@ class BatchRuntime(Protocol):
 
     def close(self) -> None:
         """Releases model and cache; safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class PickingRuntime(Protocol):
+    """A BatchRuntime that can pick where its logits are: on a GPU, copying rows of 152k to the host costs more."""
+
+    def forward_picks(
+        self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams], positions: Sequence[int]
+    ) -> list[int | None]:
+        """As `BatchRuntime.forward`, but the token that `sampling.pick` takes of each row, None if it is not finite.
+
+        params, positions: of each row, in the order of the rows; absolute positions.
+        """
         ...
 
 

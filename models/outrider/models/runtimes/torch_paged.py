@@ -23,6 +23,8 @@ from outrider.models.errors import ConfigError, ModelFault, RuntimeUnavailable
 from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
 from outrider.models.runtimes.torch_reference import load_causal_lm
+from outrider.models.sampling import SamplingParams
+from outrider.models.sampling_torch import pick_rows
 
 logger = logging.getLogger(__name__)
 
@@ -133,12 +135,23 @@ class TorchPagedRuntime:
         """Blocks in the cache; valid numbers are 0 .. num_blocks - 1."""
         return self._num_blocks
 
-    @torch.inference_mode()
     def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
         """Runs one step; returns logits [sum of num_rows, vocab_size] float32.
 
         Blocking, one thread at a time. Writes the new tokens' slots and nothing else.
         """
+        logits: NDArray[np.float32] = self._logits(batch).cpu().numpy()
+        return logits
+
+    def forward_picks(
+        self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams], positions: Sequence[int]
+    ) -> list[int | None]:
+        """As `forward`, but each row's pick, made where the logits are; None for a row that is not finite."""
+        logits = self._logits(batch)
+        return pick_rows(logits, params, positions) if len(logits) else []
+
+    @torch.inference_mode()
+    def _logits(self, batch: Sequence[SequenceSlice]) -> torch.Tensor:
         step = lay_out(
             batch,
             vocab_size=self._limits.vocab_size,
@@ -158,7 +171,7 @@ class TorchPagedRuntime:
                 groups=self._groups(step, num_new),
             ),
         )
-        logits: NDArray[np.float32] = output.logits[0].float().cpu().numpy()
+        logits: torch.Tensor = output.logits[0].float()
         return logits
 
     def _groups(self, step: RaggedStep, num_new: NDArray[np.integer]) -> list[_Group]:
