@@ -60,7 +60,7 @@ class StopAndWaitAgent:
                 self.drafter.rewind(kept)
                 self.drafter.extend(outcome.tokens[outcome.num_right :])
             recorder.depth(len(proposals))
-            # A right one beyond those that it accepted is the target's own pick: it ran no more, or the text ends there.
+            # A right one beyond those that it accepted is the target's own pick: it ran no more, or the text ends.
             num_run = result.accepted if outcome.num_right > result.accepted else len(proposals)
             recorder.commit(outcome.tokens, result.accepted, num_run)
             prefix_hash, reason = result.prefix_hash, result.finish_reason
