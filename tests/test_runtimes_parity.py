@@ -106,7 +106,7 @@ def test_only_the_last_rows_are_computed_when_asked(runtime: BatchRuntime, truth
 
 
 def test_picks_made_by_the_runtime_are_those_of_its_logits(runtime: BatchRuntime) -> None:
-    """What a runtime picks where its logits are is what `sampling.pick` takes of them, greedy and sampled rows mixed."""
+    """What a runtime picks where its logits are is what `sampling.pick` takes of them, greedy or sampled."""
     if not isinstance(runtime, PickingRuntime):
         return  # OpenVINO's logits are in host memory anyway
     batch = [SequenceSlice(FIRST[:40], 0, [0, 1, 2], 3), SequenceSlice(SECOND[:20], 0, [4, 3], 2)]
