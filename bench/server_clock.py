@@ -44,6 +44,8 @@ class ServerClock:
         }
         return ServerTimes(*(found[f"outrider_engine_{f.name}_total"] for f in fields(ServerTimes)))
 
-    def close(self) -> None:
-        """Closes the connection."""
+    def __enter__(self) -> ServerClock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._http.close()

@@ -74,7 +74,7 @@ async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen) -> tuple[
     ]
     rtt_ms = MAIN_RTT_MS if options.rtt_ms is None else options.rtt_ms
     screen.show_lab(lab)
-    async with connected(lab, rtt_ms) as endpoints:
+    async with connected(lab.url, lab.cores, rtt_ms) as endpoints:
         agent = (await three_modes(endpoints, lab.drafter))[STREAM]
         # Shown, not counted: it also warms everything up.
         with screen.streaming(prompts[0], lab.tokenizer, requests[0].prompt) as on_tokens:
@@ -94,7 +94,7 @@ async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen) -> tuple[
 async def _compare_at(
     lab: Lab, rtt_ms: float, requests: Sequence[GenerationRequest], screen: DemoScreen
 ) -> dict[str, ModeFigures]:
-    async with connected(lab, rtt_ms) as endpoints:
+    async with connected(lab.url, lab.cores, rtt_ms) as endpoints:
         modes = await three_modes(endpoints, lab.drafter)
         for mode in modes.values():  # connections, and the estimates that an agent keeps from text to text
             await mode.generate(replace(requests[0], max_tokens=min(8, requests[0].max_tokens)))

@@ -88,9 +88,9 @@ def network(url: str, rtt_ms: float, cores: Cores) -> Iterator[str]:
 
 
 @asynccontextmanager
-async def connected(lab: Lab, rtt_ms: float = 0.0) -> AsyncIterator[Endpoints]:
-    """The cloud, `rtt_ms` away."""
-    with network(lab.url, rtt_ms, lab.cores.agent) as url:
+async def connected(url: str, cores: CorePlan, rtt_ms: float = 0.0) -> AsyncIterator[Endpoints]:
+    """The cloud at `url`, a round trip of `rtt_ms` away."""
+    with network(url, rtt_ms, cores.agent) as url:
         async with CloudClient(url) as client:
             yield Endpoints([client])
 

@@ -1,0 +1,141 @@
+"""Runs the modes by round trip and keeps what they did: the measuring part of `bench.never_slower`.
+
+A run is every mode back to back on the same prompts with the same seeds, at every round trip in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from bench.server_clock import ServerClock, ServerTimes
+from bench.simulate import Setting
+
+from outrider.edge.agent import StreamAgent
+from outrider.edge.cores import CorePlan
+from outrider.edge.depth import CostModelDepth
+from outrider.edge.drafter import AlwaysWrongDrafter, Drafter
+from outrider.edge.endpoints import Endpoints
+from outrider.edge.estimates import Estimates
+from outrider.edge.lab import CLOUD_ONLY, STREAM, connected, three_modes
+from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.edge.setup import Agent
+
+WRONG = "stream_always_wrong"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is measured: a verifier, the draft, and where they run."""
+
+    url: str
+    cores: CorePlan
+    drafter: Drafter
+    vocab_size: int
+
+
+@dataclass(slots=True)
+class Cell:
+    """One mode at one round trip. ratios: of each run, tokens/s over cloud-only's."""
+
+    texts: list[GenerationResult] = field(default_factory=list)
+    times: ServerTimes = field(default_factory=ServerTimes)
+    ratios: list[float] = field(default_factory=list)
+    num_different: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """Median of the runs."""
+        return median(self.ratios)
+
+    @property
+    def ms_per_token(self) -> float:
+        """Of what follows the first commit, over all texts."""
+        return 1e3 * sum(_spans(text)[0] for text in self.texts) / sum(_spans(text)[1] for text in self.texts)
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted over judged drafted tokens."""
+        return sum(text.num_accepted for text in self.texts) / max(1, sum(text.num_tested for text in self.texts))
+
+    @property
+    def passes_per_token(self) -> float:
+        """Of the target."""
+        return sum(text.num_passes for text in self.texts) / sum(len(text.tokens) for text in self.texts)
+
+
+def _spans(text: GenerationResult) -> tuple[float, int]:
+    """Seconds from the first commit to the last, and the tokens that came in them."""
+    first, last = text.arrival_s[0], text.arrival_s[-1]
+    return last - first, sum(at > first for at in text.arrival_s)
+
+
+@dataclass(slots=True)
+class Place:
+    """One round trip: its modes, and what they did. estimates: of the stream agent."""
+
+    rtt_ms: float
+    modes: dict[str, Agent]
+    estimates: Estimates
+    cells: dict[str, Cell]
+
+    def setting(self) -> Setting:
+        """What was measured here, for the simulation. The step is what cloud-only pays a token, overheads included."""
+        return Setting(
+            alpha=self.cells[STREAM].acceptance,
+            draft_ms=self.estimates.draft_ms,
+            step_ms=self.cells[CLOUD_ONLY].ms_per_token,
+            extra_ms=self.estimates.extra_ms,
+            rtt_ms=self.rtt_ms,
+        )
+
+
+async def open_place(subject: Subject, rtt_ms: float, endpoints: Endpoints) -> Place:
+    """The three modes, and stream mode once more with a draft that is always wrong."""
+    modes = await three_modes(endpoints, subject.drafter)
+    estimates, wrong = Estimates(), Estimates()
+    modes[STREAM] = StreamAgent(endpoints, subject.drafter, CostModelDepth(estimates), estimates)
+    drafter = AlwaysWrongDrafter(subject.drafter, subject.vocab_size)
+    modes[WRONG] = StreamAgent(endpoints, drafter, CostModelDepth(wrong), wrong)
+    return Place(rtt_ms, modes, estimates, {name: Cell() for name in modes})
+
+
+async def measure(
+    subject: Subject,
+    rtts_ms: Sequence[float],
+    runs: Sequence[Sequence[GenerationRequest]],
+    on_run: Callable[[], None] = lambda: None,
+) -> list[Place]:
+    """All runs, each of them at all round trips, so that what changes on the machine hits all of these."""
+    async with AsyncExitStack() as stack:
+        clock = stack.enter_context(ServerClock(subject.url))
+        places = []
+        for rtt_ms in rtts_ms:
+            endpoints = await stack.enter_async_context(connected(subject.url, subject.cores, rtt_ms))
+            places.append(await open_place(subject, rtt_ms, endpoints))
+        for place in places:  # connections, and the estimates that agents keep from text to text
+            for mode in place.modes.values():
+                await mode.generate(replace(runs[-1][-1], max_tokens=32))
+        for requests in runs:
+            for place in places:
+                await _run(place, requests, clock)
+                on_run()
+    return places
+
+
+async def _run(place: Place, requests: Sequence[GenerationRequest], clock: ServerClock) -> None:
+    rates: dict[str, float] = {}
+    texts: dict[str, list[GenerationResult]] = {name: [] for name in place.modes}
+    for request in requests:
+        for name, mode in place.modes.items():
+            before = clock.read()
+            texts[name].append(await mode.generate(request))
+            place.cells[name].times += clock.read() - before
+    for name, found in texts.items():
+        cell = place.cells[name]
+        cell.texts += found
+        cell.num_different += sum(a.tokens != b.tokens for a, b in zip(found, texts[CLOUD_ONLY], strict=True))
+        rates[name] = sum(_spans(text)[1] for text in found) / sum(_spans(text)[0] for text in found)
+        cell.ratios.append(rates[name] / rates[CLOUD_ONLY])
