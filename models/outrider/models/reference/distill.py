@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.models.reference import parallel
 from outrider.models.reference.optim import Average, Budget, MatrixOptimizer, Rates, rate_scale
 from outrider.models.reference.pretrain import CHECKPOINT_EVERY_S
 from outrider.models.reference.rollout import TEMPERATURES, Rollout, batches, concatenate, sample_rows
@@ -35,7 +36,7 @@ class DistillPlan:
     minutes: float
     seed: int
     rates: Rates = field(default_factory=lambda: Rates(muon=0.015, adamw=2e-3, weight_decay=0.01))
-    row_length: int = 256
+    row_length: int = 192
     rows_per_rollout: int = 256
     rows_per_step: int = 16
     sample_between: tuple[float, float] = (0.5, 1.0)
@@ -47,7 +48,7 @@ class DistillPlan:
     skip_positions: int = 16
     """Positions at the start of a row that are not trained on: a draft always has that much context."""
     top_k: int = 64
-    match_k: int = 32
+    match_k: int = 24
     average_decay: float = 0.998
 
 
@@ -57,14 +58,18 @@ def sample_pool(
     plan: DistillPlan,
     report: Callable[[str], None] = print,
 ) -> Rollout:
-    """Samples rows from the teacher until `plan.pool_minutes` are used: `[num_rows, plan.row_length]`."""
+    """Samples rows from the teacher until `plan.pool_minutes` are used: `[num_rows, plan.row_length]`.
+
+    Under `torchrun` each process samples its own share.
+    """
     budget = Budget(plan.pool_minutes)
-    generator = torch.Generator().manual_seed(plan.seed)
+    seed = plan.seed + 1000 * parallel.rank()
+    generator = torch.Generator().manual_seed(seed)
     low, high = plan.sample_between
     temperatures = torch.linspace(low, high, plan.rows_per_rollout)
     usable = [prompt for prompt in prompts if len(prompt) < plan.row_length]
     parts: list[Rollout] = []
-    for batch, number in batches(usable, plan.rows_per_rollout, plan.seed):
+    for batch, number in batches(usable, plan.rows_per_rollout, seed):
         parts.append(sample_rows(teacher, batch, plan.row_length, temperatures, generator, plan.top_k))
         rows = (number + 1) * plan.rows_per_rollout
         report(f"{budget.elapsed_s() / 60:6.2f} min  pool of {rows} rows, {rows * plan.row_length / 1e6:.2f}M tokens")
@@ -127,6 +132,8 @@ def distill(
 ) -> None:
     """Trains `student` in place on the pool for `plan.minutes`; it ends with the average of its late weights.
 
+    Under `torchrun` each process has its own part of the pool and of every step's rows.
+
     With a `checkpoint` the state is written there every few minutes and taken up again; at the end it holds, under
     "model", the weights that `student` has.
     """
@@ -144,31 +151,32 @@ def distill(
         step, budget.used_s = state["step"], state["used_s"]
 
     def save(is_final: bool) -> None:
-        if checkpoint is not None:
+        if checkpoint is not None and parallel.rank() == 0:
             state = {
                 "model": student.state_dict(),
                 "optimizer": optimizer.state_dict(),
                 "average": average.state_dict(),
                 "step": step,
                 "used_s": budget.elapsed_s(),
-                "pool_rows": len(pool),
+                "pool_rows": len(pool) * parallel.size(),
                 "is_final": is_final,
             }
             partial = checkpoint.with_suffix(".partial")
             torch.save(state, partial)
             partial.replace(checkpoint)
 
+    rows_per_step = max(1, plan.rows_per_step // parallel.size())
     compiled = torch.compile(distill_losses, dynamic=False)
-    random = np.random.default_rng([plan.seed, step])
+    random = np.random.default_rng([plan.seed, step, parallel.rank()])
     order = np.empty(0, dtype=np.int64)
     is_compiled = False
     logged = saved = time.monotonic()
     sums = np.zeros(3)
     while (progress := budget.progress()) < 1.0:
         began = time.monotonic()
-        if len(order) < plan.rows_per_step:
+        if len(order) < rows_per_step:
             order = np.concatenate([order, random.permutation(len(pool))])
-        rows, order = torch.from_numpy(order[: plan.rows_per_step].copy()), order[plan.rows_per_step :]
+        rows, order = torch.from_numpy(order[:rows_per_step].copy()), order[rows_per_step:]
         choice = int(random.choice(len(TEMPERATURES), p=plan.temperature_shares))
         divergence, match = compiled(
             student,
@@ -190,7 +198,7 @@ def distill(
             budget.exclude(time.monotonic() - began)
         if TEMPERATURES[choice] == 0.8:
             sums += (divergence.item(), match.item(), 1.0)
-        if time.monotonic() - logged > 30:
+        if time.monotonic() - logged > 30 and parallel.rank() == 0:
             logged = time.monotonic()
             kl, hit = sums[:2] / max(1.0, sums[2])
             sums[:] = 0.0
@@ -200,7 +208,7 @@ def distill(
             save(is_final=False)
     average.copy_to(student)
     save(is_final=True)
-    report(f"done: {step} steps, {step * plan.rows_per_step / len(pool):.1f} times over the pool")
+    report(f"done: {step} steps, {step * rows_per_step / len(pool):.1f} times over the pool")
 
 
 def divergence_weight(progress: float, plan: DistillPlan) -> float:

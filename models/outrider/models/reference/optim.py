@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outrider.models.reference import parallel
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -41,7 +43,8 @@ class MatrixOptimizer:
         self._adamw = torch.optim.AdamW(others, lr=rates.adamw, betas=(0.9, 0.95), weight_decay=0.0)
 
     def step(self, scale: float) -> None:
-        """Clips the gradients, steps at `scale` times the peak rates, and clears the gradients."""
+        """Averages the gradients over the processes, clips them, steps at `scale` times the peak rates, clears them."""
+        parallel.average_gradients(self._parameters)
         torch.nn.utils.clip_grad_norm_(self._parameters, self.rates.clip_norm)
         for optimizer, rate in ((self._muon, self.rates.muon), (self._adamw, self.rates.adamw)):
             for group in optimizer.param_groups:
@@ -76,8 +79,8 @@ class Budget:
         self.used_s -= seconds
 
     def progress(self) -> float:
-        """Share of the budget used, in [0, 1]."""
-        return min(1.0, self.elapsed_s() / (60.0 * self.minutes))
+        """Share of the budget used, in [0, 1]; the same in every process."""
+        return parallel.agree(min(1.0, self.elapsed_s() / (60.0 * self.minutes)))
 
 
 def rate_scale(progress: float, warmup: float) -> float:

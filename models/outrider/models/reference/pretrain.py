@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from outrider.models.reference import parallel
 from outrider.models.reference.data import Windows, scoring_windows
 from outrider.models.reference.optim import Budget, MatrixOptimizer, Rates, rate_scale
 
@@ -80,28 +81,33 @@ def pretrain(
     while (progress := budget.progress()) < 1.0:
         length = plan.context(progress)
         began = time.monotonic()
-        batch = windows[length].batch(step, max(1, plan.tokens_per_step // length))
+        number = step * parallel.size() + parallel.rank()
+        batch = windows[length].batch(number, max(1, plan.tokens_per_step // length // parallel.size()))
         loss = compiled(model, batch)
         torch.autograd.backward(loss)
         optimizer.step(rate_scale(progress, plan.rates.warmup))
         if length not in seen:
             seen.add(length)
             budget.exclude(time.monotonic() - began)
-        step, tokens = step + 1, tokens + batch[:, 1:].numel()
+        step, tokens = step + 1, tokens + batch[:, 1:].numel() * parallel.size()
         average = loss.item() if math.isnan(average) else 0.95 * average + 0.05 * loss.item()
         now = time.monotonic()
-        if now - logged > 30:
+        if now - logged > 30 and parallel.rank() == 0:
             logged = now
             report(f"{budget.elapsed_s() / 60:6.2f} min  step {step}  {tokens / 1e6:.2f}M tokens  loss {average:.3f}")
         if now - saved > CHECKPOINT_EVERY_S:
             saved = now
             _save(checkpoint, model, optimizer, step, tokens, budget)
-            report(f"held-out loss {quick_loss(model, heldout):.3f}")
+            if parallel.rank() == 0:
+                report(f"held-out loss {quick_loss(model, heldout):.3f}")
     _save(checkpoint, model, optimizer, step, tokens, budget)
-    report(f"done: {step} steps, {tokens / 1e6:.2f}M tokens, held-out loss {quick_loss(model, heldout):.3f}")
+    if parallel.rank() == 0:
+        report(f"done: {step} steps, {tokens / 1e6:.2f}M tokens, held-out loss {quick_loss(model, heldout):.3f}")
 
 
 def _save(path: Path, model: nn.Module, optimizer: MatrixOptimizer, step: int, tokens: int, budget: Budget) -> None:
+    if parallel.rank() != 0:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {
         "model": model.state_dict(),

@@ -42,8 +42,8 @@ class Recipe:
 
 REFERENCE = Recipe(
     target=Plan(minutes=48.0, rates=Rates(), seed=TARGET_SEED),
-    draft=Plan(minutes=10.0, rates=Rates(), seed=DRAFT_SEED, phases=((0.0, 256),)),
-    distillation=DistillPlan(pool_minutes=7.0, minutes=30.0, seed=DISTILL_SEED),
+    draft=Plan(minutes=15.0, rates=Rates(), seed=DRAFT_SEED, phases=((0.0, 256),)),
+    distillation=DistillPlan(pool_minutes=4.5, minutes=30.0, seed=DISTILL_SEED),
 )
 
 

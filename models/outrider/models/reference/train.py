@@ -2,7 +2,8 @@
 
 Stages, each resumed from its checkpoint in the work folder or skipped when it is complete: `target`, `draft` (both
 next-token training), `pool` (text sampled from the target), `distill`, `package`. A stage is given minutes of wall
-clock (see `recipe`), so a slower machine makes a weaker pair.
+clock (see `recipe`), so a slower machine makes a weaker pair. On a machine shared with other work, two processes of one
+thread are faster than one of two: `OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m outrider.models.reference.train`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from outrider.models.reference import distill, recipe, training_record
+from outrider.models.reference import distill, parallel, recipe, training_record
 from outrider.models.reference.corpus import Corpus, load_corpus
 from outrider.models.reference.data import encode_files
 from outrider.models.reference.package import save_model
@@ -46,6 +47,7 @@ class Workshop:
     work: Path
     output: Path
     recipe: recipe.Recipe
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def corpus(self) -> Corpus:
@@ -72,11 +74,15 @@ class Workshop:
         pretrain(model, *self.streams, plan, checkpoint, say)
 
     def pool(self) -> None:
-        path = self.work / "pool.pt"
+        path = self.pool_path()
         if not path.exists():
             teacher = load_weights(recipe.new_target(), self.work / "target.pt").to(torch.bfloat16)
             pool = distill.sample_pool(teacher, self.rollout_prompts(), self.recipe.distillation, say)
             torch.save(asdict(pool), path)
+
+    def pool_path(self) -> Path:
+        """Each process of several has its own part of the pool."""
+        return self.work / f"pool-{parallel.rank()}-of-{parallel.size()}.pt"
 
     def rollout_prompts(self) -> list[list[int]]:
         """Beginnings of training functions, and half as many random passages of the training stream."""
@@ -93,10 +99,12 @@ class Workshop:
 
     def distill(self) -> None:
         student = load_weights(recipe.new_draft(), self.work / "draft.pt")
-        pool = Rollout(**torch.load(self.work / "pool.pt", weights_only=True, mmap=True))
+        pool = Rollout(**torch.load(self.pool_path(), weights_only=True, mmap=True))
         distill.distill(student, pool, self.recipe.distillation, self.work / "distill.pt", say)
 
     def package(self) -> None:
+        if parallel.rank() != 0:
+            return
         distilled = self.work / "distill.pt"
         draft = distilled if distilled.exists() else self.work / "draft.pt"
         save_model(load_weights(recipe.new_target(), self.work / "target.pt"), self.tokenizer, self.output / "target")
@@ -105,7 +113,8 @@ class Workshop:
         write_json(self.output / "prompts.json", [asdict(prompt) for prompt in prompts])
         write_json(self.output / "heldout.json", [asdict(file) for file in self.corpus.heldout])
         write_json(
-            self.output / "training.json", training_record.collect(self.work, self.corpus, self.streams, self.recipe)
+            self.output / "training.json",
+            training_record.collect(self.work, self.corpus, self.streams, self.recipe, self.notes),
         )
 
 
@@ -131,10 +140,14 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints (2 GB)")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent, help="where the pair is written")
     parser.add_argument("--scale", type=float, default=1.0, help="multiply every stage's minutes by this")
+    parser.add_argument("--note", action="append", default=[], help="a remark on the run, kept in the model card")
     arguments = parser.parse_args()
+    parallel.start()
     arguments.work.mkdir(parents=True, exist_ok=True)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    workshop = Workshop(arguments.work, arguments.output, recipe.REFERENCE.scaled(arguments.scale))
+    workshop = Workshop(
+        arguments.work, arguments.output, recipe.REFERENCE.scaled(arguments.scale), tuple(arguments.note)
+    )
     runs: dict[str, Callable[[], None]] = {name: getattr(workshop, name) for name in STAGES}
     for name in arguments.stages or STAGES:
         say(f"== {name}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import transformers
 from numpy.typing import NDArray
 
 from outrider.models.reference import recipe
-from outrider.models.reference.corpus import Corpus
+from outrider.models.reference.corpus import Corpus, SourceFile
 from outrider.models.reference.distill import DistillPlan
 from outrider.models.reference.optim import Rates
 from outrider.models.reference.pretrain import Plan
@@ -21,7 +22,11 @@ from outrider.models.reference.vocabulary import VOCABULARY_SIZE
 
 
 def collect(
-    work: Path, corpus: Corpus, streams: tuple[NDArray[np.uint16], NDArray[np.uint16]], plans: recipe.Recipe
+    work: Path,
+    corpus: Corpus,
+    streams: tuple[NDArray[np.uint16], NDArray[np.uint16]],
+    plans: recipe.Recipe,
+    notes: Sequence[str] = (),
 ) -> dict[str, object]:
     """Everything `card.render` needs: plain values, from the checkpoints in `work` where they were measured."""
     stages = [_pretraining(name, plan, work, len(streams[0])) for name, plan in _pretrained(plans)]
@@ -29,6 +34,7 @@ def collect(
         stages += _distillation(plans.distillation, work)
     return {
         "stages": stages,
+        "notes": list(notes),
         "hardware": f"{os.cpu_count()} cores of {_processor()}, shared with other work",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -48,8 +54,20 @@ def collect(
             "train_chars": sum(len(file.text) for file in corpus.train),
             "train_tokens": len(streams[0]),
             "heldout": [file.path for file in corpus.heldout],
+            "heldout_lines_in_training": shared_lines(corpus),
         },
     }
+
+
+def shared_lines(corpus: Corpus, min_chars: int = 20) -> float:
+    """Share of the held-out lines of at least `min_chars` characters that also stand in a training file."""
+
+    def lines(files: Sequence[SourceFile]) -> list[str]:
+        stripped = (line.strip() for file in files for line in file.text.split("\n"))
+        return [line for line in stripped if len(line) >= min_chars]
+
+    known, heldout = set(lines(corpus.train)), lines(corpus.heldout)
+    return sum(line in known for line in heldout) / len(heldout)
 
 
 def _pretrained(plans: recipe.Recipe) -> list[tuple[str, Plan]]:
@@ -70,7 +88,7 @@ def _distillation(plan: DistillPlan, work: Path) -> list[str]:
     state = _facts(work / "distill.pt")
     rows, steps = state["pool_rows"], state["step"]
     return [
-        f"pool: {plan.pool_minutes:.0f} minutes, {rows:,.0f} rows of {plan.row_length} tokens sampled from the target",
+        f"pool: {plan.pool_minutes:g} minutes, {rows:,.0f} rows of {plan.row_length} tokens sampled from the target",
         f"distillation: {state['used_s'] / 60:.0f} minutes, {steps:,.0f} steps of {plan.rows_per_step} rows, "
         f"{steps * plan.rows_per_step / rows:.1f} times over the pool; {_rates(plan.rates)}",
     ]

@@ -1,0 +1,178 @@
+"""The bundled reference pair: its files, sizes and numbers, and the pure parts of what made it."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from outrider.models import reference
+from outrider.models.reference.corpus import SourceFile, is_table, is_wanted, load_corpus, split
+from outrider.models.reference.prompts import MAX_TOKENS, MIN_TOKENS, cut_prompts
+
+HERE = Path(reference.__file__).parent
+
+
+def stored(name: str) -> object:
+    """One of the JSON files beside the pair."""
+    value: object = json.loads((HERE / name).read_text(encoding="utf-8"))
+    return value
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(reference.target_dir() / "tokenizer.json"))
+
+
+def test_the_package_loads_no_model_library() -> None:
+    """Importing the pair's package and reading its prompts loads neither torch nor transformers."""
+    code = (
+        "import sys; from outrider.models import reference; reference.load_prompts(1); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'tokenizers')))"
+    )
+    paths = {"PYTHONPATH": str(HERE.parents[2])}
+    assert subprocess.run([sys.executable, "-c", code], env=paths, check=False).returncode == 0
+
+
+def test_sizes_are_within_their_bounds() -> None:
+    """The target is at most 40 MB, the draft at most 4 MB, and the target has ten times the draft's parameters."""
+    assert (reference.target_dir() / "model.safetensors").stat().st_size <= 40_000_000
+    assert (reference.draft_dir() / "model.safetensors").stat().st_size <= 4_000_000
+    metrics = stored("metrics.json")
+    assert isinstance(metrics, dict)
+    assert metrics["parameters"]["target"] >= 10 * metrics["parameters"]["draft"]
+
+
+def test_stored_metrics_hold_the_promises_of_the_pair() -> None:
+    """Held-out perplexity is under 20 and two thirds of the tested tokens are accepted at temperature 0.8."""
+    metrics = stored("metrics.json")
+    assert isinstance(metrics, dict)
+    assert metrics["heldout"]["target"]["perplexity"] < 20.0
+    assert {row["temperature"]: row["in_chain"] for row in metrics["acceptance"]}[0.8] >= 0.66
+
+
+def test_both_models_have_one_tokenizer() -> None:
+    """tokenizer.json and tokenizer_config.json are equal byte for byte, and name a class that every release knows."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (reference.target_dir() / name).read_bytes() == (reference.draft_dir() / name).read_bytes()
+    config = json.loads((reference.draft_dir() / "tokenizer_config.json").read_text(encoding="utf-8"))
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_the_tokenizer_gives_back_every_byte(tokenizer: Tokenizer) -> None:
+    """Encoding and decoding is the identity on code, on other scripts and on odd white space."""
+    for text in ("def f(x_1):\n    return x_1\n", "naïve – 東京 🙂", "\t\r\n  \n\n\tif a != b :", "x" * 50):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_prompts_are_many_distinct_and_from_heldout_files(tokenizer: Tokenizer) -> None:
+    """At least 240 prompts of 30 to 120 tokens, none twice, each found in its held-out file at its line."""
+    texts = {entry["path"]: entry["text"] for entry in stored("heldout.json")}  # type: ignore[attr-defined]
+    prompts = reference.load_prompts()
+    assert len(prompts) >= 240
+    assert len({prompt.text for prompt in prompts}) == len(prompts)
+    for prompt in prompts:
+        lines = texts[prompt.file].split("\n")[prompt.line - 1 :]
+        assert "\n".join(lines).startswith(prompt.text.partition("\n\n")[2]) or "\n".join(lines).startswith(prompt.text)
+        assert MIN_TOKENS <= len(tokenizer.encode(prompt.text).ids) <= MAX_TOKENS
+
+
+def test_a_limit_takes_the_first_prompts() -> None:
+    """`load_prompts(3)` is the start of all prompts; a negative limit is an error that says so."""
+    assert reference.load_prompts(3) == reference.load_prompts()[:3]
+    with pytest.raises(ValueError, match="limit is -1"):
+        reference.load_prompts(-1)
+
+
+def test_the_split_is_deterministic_and_disjoint() -> None:
+    """Whole files are held out, the same ones in any order of reading, and none is in both halves."""
+    files = [SourceFile(f"m{index}.py", "x = 1\n" * (1500 + index)) for index in range(40)]
+    corpus = split(files, num_heldout=5)
+    again = split(files[::-1], num_heldout=5)
+    assert {file.path for file in corpus.heldout} == {file.path for file in again.heldout}
+    assert len(corpus.heldout) == 5
+    assert not {file.path for file in corpus.heldout} & {file.path for file in corpus.train}
+    assert len(corpus.train) + len(corpus.heldout) == 40
+
+
+def test_the_library_gives_the_stored_heldout_files() -> None:
+    """Reading and splitting this Python's library holds out files of which none is trained on."""
+    corpus = load_corpus()
+    assert not {file.path for file in corpus.heldout} & {file.path for file in corpus.train}
+    training = stored("training.json")
+    assert isinstance(training, dict)
+    if platform.python_version() == training["corpus"]["python"]:
+        assert [file.path for file in corpus.heldout] == training["corpus"]["heldout"]
+
+
+def test_tests_and_tables_are_not_trained_on() -> None:
+    """Tests, other projects' code and character maps are left out; ordinary modules are not."""
+    assert is_wanted("json/decoder.py")
+    for path in ("test/test_os.py", "idlelib/idle_test/x.py", "site-packages/a/b.py", "_sysconfigdata_x.py"):
+        assert not is_wanted(path)
+    assert is_table("decoding_table = ('...')") and is_table("0123456789," * 9) and not is_table("import os\n")
+
+
+def test_prompts_show_the_signature_and_leave_something_to_write() -> None:
+    """A method's prompt starts with its class line; a function too short to leave two lines gives none."""
+    body = "".join(f"        value_{index} = compute(value_{index})\n" for index in range(12))
+    text = f"class A(B):\n    other = 1\n\n    def method(self):\n{body}\n\ndef tiny():\n    return 1\n"
+    (prompt,) = cut_prompts([SourceFile("a.py", text)], count_tokens=lambda part: len(part.split()) * 4)
+    assert prompt.text.startswith("class A(B):\n\n    def method(self):\n        value_0")
+    assert prompt.line == 4
+    assert len(prompt.text.splitlines()) < len(text.splitlines()) - 5
+
+
+def test_the_card_shows_the_stored_numbers() -> None:
+    """MODEL_CARD.md is what `card` renders from metrics.json and training.json, so it cannot go stale."""
+    card = pytest.importorskip("outrider.models.reference.card")
+    rendered = card.render(stored("metrics.json"), stored("training.json"))
+    assert (HERE / "MODEL_CARD.md").read_text(encoding="utf-8") == rendered
+
+
+def test_chains_count_what_was_tested() -> None:
+    """A round tests up to its first wrong token, accepts what stood before it, and skips the target's own token."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from outrider.models.reference.acceptance import run_chains
+
+    matches = np.array([1, 1, 0, 0, 1, 1, 1, 1, 0, 1], dtype=np.bool_)
+    chain = run_chains(matches, depth=4)
+    # Rounds: 1 1 0 | 0 | 1 1 1 1 (and the free token after it) | 1
+    assert (chain.tested, chain.accepted, chain.rounds) == (9, 7, 4)
+
+
+def test_the_match_bound_is_the_match_probability_when_nothing_is_left_out() -> None:
+    """The bound equals the share of equal picks under shared Gumbel noise, and is 1 for equal distributions."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from outrider.models.reference.distill import match_bound
+
+    generator = torch.Generator().manual_seed(1)
+    log_p = torch.randn(20, generator=generator).log_softmax(-1)
+    log_q = torch.randn(20, generator=generator).log_softmax(-1)
+    nothing = torch.zeros(())
+    noise = -torch.log(-torch.log(torch.rand(40_000, 20, generator=generator).clamp(min=1e-12)))
+    share = ((log_p + noise).argmax(-1) == (log_q + noise).argmax(-1)).float().mean()
+    assert math.isclose(match_bound(log_p, log_q, nothing, nothing), share, abs_tol=0.01)
+    assert math.isclose(match_bound(log_p, log_p, nothing, nothing), 1.0, abs_tol=1e-5)
+
+
+def test_the_models_load_and_write_python(tokenizer: Tokenizer) -> None:
+    """Both directories load with AutoModelForCausalLM, and each predicts its own kind of text better than chance."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    ids = torch.tensor([tokenizer.encode("import os\nimport sys\n\n\ndef main():\n    if __name__ ==").ids])
+    for directory in (reference.target_dir(), reference.draft_dir()):
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        with torch.inference_mode():
+            next_id = int(model(input_ids=ids).logits[0, -1].argmax())
+        assert tokenizer.decode([next_id]).strip() in {"'__", '"__', "'", '"', "__"}
+        assert model.config.max_position_embeddings >= 1024
