@@ -4,7 +4,7 @@ Stream mode must stay under 150 bytes of body up and 60 down a token; exits 1 ot
 how many drafts and commits share a message, hence on the round trip and on the target's step; so the target is widened.
 Not counted: the framing of chunked bodies (about 6 bytes a chunk), TLS and TCP.
 
-    python -m bench.wire [--widen 450] [--rtt-ms 0 10 50 100] [--json PATH]
+    python -m bench.wire [--widen 700] [--rtt-ms 0 10 50 100] [--json PATH]
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def misses(figures: dict[float, dict[str, ModeFigures]]) -> list[str]:
 def main() -> int:
     """The command."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--widen", type=float, default=450.0, help="MB of the widened FP32 target; 0: as it is")
+    cli.add_argument("--widen", type=float, default=700.0, help="MB of the widened FP32 target; 0: as it is")
     cli.add_argument("--rtt-ms", type=float, nargs="+", default=[0.0, 10.0, 50.0, 100.0])
     cli.add_argument("--prompts", type=int, default=4)
     cli.add_argument("--max-tokens", type=int, default=96)

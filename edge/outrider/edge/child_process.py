@@ -77,18 +77,26 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """Turns the signals that would end this process without a word into SystemExit, so that children are ended too.
+    """Treats the signals that would end this process without a word like Ctrl-C, so that children are ended too.
 
-    For the main thread only.
+    Ctrl-C, because asyncio answers it by cancelling the main task; any other exception could come out of the middle of
+    its clean-up. Leaves with SystemExit and the code that shells expect. For the main thread only.
     """
+    received = 0
 
-    def leave(number: int, _: FrameType | None) -> None:
-        sys.exit(128 + number)
+    def interrupt(number: int, _: FrameType | None) -> None:
+        nonlocal received
+        received = number
+        signal.raise_signal(signal.SIGINT)
 
     names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {name: signal.signal(getattr(signal, name), leave) for name in names}
+    before = {name: signal.signal(getattr(signal, name), interrupt) for name in names}
     try:
         yield
+    except KeyboardInterrupt:
+        if received:
+            sys.exit(128 + received)
+        raise
     finally:
         for name, handler in before.items():
             signal.signal(getattr(signal, name), handler)

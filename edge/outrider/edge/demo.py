@@ -39,7 +39,7 @@ def demo(
     widen: Annotated[
         float,
         typer.Option(min=0.0, help="Widen the target to so many MB without changing its function; 0: as it is."),
-    ] = 450.0,
+    ] = 700.0,
     json: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="How many texts.")] = 6,
     max_tokens: Annotated[int, typer.Option(min=2, max=512, help="Tokens of a text.")] = 64,

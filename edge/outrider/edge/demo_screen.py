@@ -119,7 +119,7 @@ class DemoScreen:
     def show_sweep(self, sweep: Mapping[float, Mapping[str, ModeFigures]]) -> None:
         """Speed-ups by round trip."""
         table = Table(
-            title="\nSpeed-up over cloud-only, by round trip",
+            title="Speed-up over cloud-only, by round trip",
             title_justify="left",
             box=None,
             padding=(0, 2, 0, 0),
