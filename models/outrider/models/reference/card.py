@@ -15,8 +15,9 @@ A Llama-style target of {target_m:.1f}M parameters and a draft of {draft_m:.2f}M
 real acceptance, on real text, without a download. They are no assistants, know nothing but the Python standard
 library, and what they write is plausible, not right.
 
-* Format: Hugging Face directories `target/` and `draft/`, bfloat16 safetensors, up to 1,024 positions (trained on
-  {contexts}).
+* Format: Hugging Face directories `target/` and `draft/`, bfloat16 safetensors, up to 1,024 positions.
+* Limit: the target was trained at context {contexts} and weakens slowly beyond; the draft was trained at
+  {draft_contexts} and distilled on rows of {row_length}, so **acceptance falls clearly beyond about 250 positions**.
 * Use: `AutoModelForCausalLM.from_pretrained(...)`, or `outrider.models.reference.target_dir()` and `draft_dir()`.
 * `prompts.json`: prompts, the beginnings of functions and methods in held-out files, with file and line.
 
@@ -102,6 +103,8 @@ def render(metrics: Record, training: Record) -> str:
         draft_m=metrics["parameters"]["draft"] / 1e6,
         vocabulary=f"{training['vocabulary']:,}",
         contexts=training["contexts"],
+        draft_contexts=training["draft_contexts"],
+        row_length=distillation["row_length"],
         num_prompts=metrics["prompts"],
         new_tokens=metrics["new_tokens"],
         num_files=len(corpus["heldout"]),

@@ -40,6 +40,7 @@ def collect(
         "transformers": transformers.__version__,
         "vocabulary": VOCABULARY_SIZE,
         "contexts": " and ".join(str(length) for _, length in plans.target.phases),
+        "draft_contexts": " and ".join(str(length) for _, length in plans.draft.phases),
         "seeds": {
             "data": recipe.DATA_SEED,
             "target": recipe.TARGET_SEED,
