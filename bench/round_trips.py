@@ -118,20 +118,23 @@ async def measure(
         for place in places:  # connections, and the estimates that agents keep from text to text
             for mode in place.modes.values():
                 await mode.generate(replace(runs[-1][-1], max_tokens=32))
-        for requests in runs:
+        for index, requests in enumerate(runs):
             for place in places:
-                await _run(place, requests, clock)
+                await _run(place, requests, clock, index)
                 on_run()
     return places
 
 
-async def _run(place: Place, requests: Sequence[GenerationRequest], clock: ServerClock) -> None:
+async def _run(place: Place, requests: Sequence[GenerationRequest], clock: ServerClock, index: int) -> None:
     rates: dict[str, float] = {}
     texts: dict[str, list[GenerationResult]] = {name: [] for name in place.modes}
-    for request in requests:
-        for name, mode in place.modes.items():
+    names = list(place.modes)
+    for shift, request in enumerate(requests, start=index):
+        # Another order each time, so that no mode always follows the same one.
+        for i in range(len(names)):
+            name = names[(i + shift) % len(names)]
             before = clock.read()
-            texts[name].append(await mode.generate(request))
+            texts[name].append(await place.modes[name].generate(request))
             place.cells[name].times += clock.read() - before
     for name, found in texts.items():
         cell = place.cells[name]
