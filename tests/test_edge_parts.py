@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 
 import pytest
@@ -169,6 +170,26 @@ def test_a_cut_closes_what_is_open_and_nothing_else() -> None:
             client.sendall(b"y")
             assert client.recv(10) == b"y"
         assert (proxy.num_cuts, proxy.num_connections) == (1, 2)
+
+
+def test_a_connection_that_comes_while_the_proxy_ends_is_closed() -> None:
+    """Whatever arrives until the last moment: an open socket left behind would be a ResourceWarning, an error here."""
+
+    def connect_until_refused(port: int) -> None:
+        with suppress(OSError), ExitStack() as stack:
+            while True:
+                stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+                connected.set()
+
+    with echo_server() as address:
+        for _ in range(5):
+            connected = threading.Event()
+            with DelayProxy(*address) as proxy:
+                client = threading.Thread(target=connect_until_refused, args=(proxy.port,))
+                client.start()
+                assert connected.wait(10.0)
+            client.join()
+    gc.collect()
 
 
 def test_a_result_tells_rates_as_ratios_of_sums() -> None:

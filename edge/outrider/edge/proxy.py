@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import random
 import selectors
+import socket
 import threading
 import time
 from collections import deque
@@ -94,30 +95,42 @@ class DelayProxy:
 
     async def _main(self) -> None:
         try:
-            server = await asyncio.start_server(self._on_connection, "127.0.0.1", self._listen_port)
+            listener = socket.create_server(("127.0.0.1", self._listen_port))
         except OSError as e:
             self._error = e
             return
-        self.port = server.sockets[0].getsockname()[1]
-        self._started.set()
-        await self._stop.wait()
-        server.close()
-        tasks = list(self._connections)
-        self._cut_all()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        with listener:
+            listener.setblocking(False)
+            self.port = listener.getsockname()[1]
+            # Neither asyncio.start_server nor sock_accept: each loses a connection that comes while it is being closed.
+            self._loop.add_reader(listener, self._accept, listener)
+            self._started.set()
+            await self._stop.wait()
+            self._loop.remove_reader(listener)
+        while self._connections:
+            self._cut_all()
+            await asyncio.wait(self._connections)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+            client, _ = listener.accept()
+            task = self._loop.create_task(self._connect(client))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+            # A task that is cancelled before it began never runs its own clean-up.
+            task.add_done_callback(lambda _: client.close())
+            self.num_connections += 1
 
     def _cut_all(self) -> None:
         for task in self._connections:
             task.cancel()
             self.num_cuts += 1
 
-    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        self.num_connections += 1
-        writers = [writer]
+    async def _connect(self, client: socket.socket) -> None:
+        writers: list[asyncio.StreamWriter] = []
         try:
+            reader, writer = await asyncio.open_connection(sock=client)
+            writers.append(writer)
             server_reader, server_writer = await asyncio.open_connection(*self._target)
             writers.append(server_writer)
             async with asyncio.TaskGroup() as both_ways:
@@ -126,7 +139,6 @@ class DelayProxy:
         except (asyncio.CancelledError, OSError, ExceptionGroup):
             pass  # cut on command, refused by the server, or broken by either side: all end both connections
         finally:
-            self._connections.discard(task)
             for each in writers:
                 each.transport.abort()
 
