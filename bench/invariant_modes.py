@@ -7,6 +7,7 @@ URL and drafters, one a worker, and each worker generates one text at a time.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,8 +57,9 @@ def _no_draft(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
 
 
 def _faulty(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
+    seeds = itertools.count(vocab_size)  # other faults in every session
     return StreamAgent(
-        endpoints, drafter, FixedDepth(DEPTH), wrap_posts=lambda client: FaultyPosts(client, FAULTS, seed=vocab_size)
+        endpoints, drafter, FixedDepth(DEPTH), wrap_posts=lambda client: FaultyPosts(client, FAULTS, seed=next(seeds))
     )
 
 

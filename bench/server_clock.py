@@ -38,11 +38,15 @@ class ServerClock:
 
     def read(self) -> ServerTimes:
         """The counters now."""
+        return ServerTimes(**self.counters(*(f.name for f in fields(ServerTimes))))
+
+    def counters(self, *names: str) -> dict[str, float]:
+        """Counters of the engine by their names in `EngineTotals`."""
         text = self._http.get("/metrics", headers={"accept": "text/plain"}).text
         found = {
             sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples
         }
-        return ServerTimes(*(found[f"outrider_engine_{f.name}_total"] for f in fields(ServerTimes)))
+        return {name: found[f"outrider_engine_{name}_total"] for name in names}
 
     def __enter__(self) -> ServerClock:
         return self

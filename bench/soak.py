@@ -106,7 +106,7 @@ def main(
 ) -> None:
     """Soaks; exits 1 on growth or a leak."""
     pair = export_reference_pair()
-    with open_lab(pair.target, pair.draft) as lab:
+    with open_lab(pair.target, pair.draft, cloud_options=()) as lab:
         is_fine = asyncio.run(soak(lab, sessions, tokens))
     raise typer.Exit(0 if is_fine else 1)
 

@@ -29,6 +29,9 @@ CLOUD_ONLY = "cloud_only"
 STOP_AND_WAIT = "stop_and_wait"
 STREAM = "stream"
 
+ALIKE = ("--no-share-prefixes",)
+"""Options of a cloud whose modes are compared by time: else the first to run a prompt computes it for the others."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lab:
@@ -48,11 +51,9 @@ class Lab:
 
 @contextmanager
 def open_lab(
-    target: Path, draft: Path, drafter_kind: DrafterKind = DrafterKind.MODEL, cloud_options: Sequence[str] = ()
+    target: Path, draft: Path, drafter_kind: DrafterKind = DrafterKind.MODEL, cloud_options: Sequence[str] = ALIKE
 ) -> Iterator[Lab]:
     """Starts the cloud and opens the draft; this thread stays on the agent's core until the end.
-
-    The cloud shares no prefixes: else the first mode to run a prompt would compute it for those that follow.
 
     cloud_options: more arguments of `outrider-cloud serve`. Raises BundleError, TokenizerMismatch, RuntimeUnavailable.
     """
@@ -72,7 +73,7 @@ def open_lab(
 def cloud_process(target: Path, cores: Cores, options: Sequence[str] = ()) -> AbstractContextManager[str]:
     """`outrider-cloud serve` on a free loopback port with one thread; gives its URL."""
     serve = ["-m", "outrider.cloud.cli", "serve", str(target), "--port", "0", "--threads", "1", "--drain-s", "0"]
-    return child_process([*serve, "--no-share-prefixes", *options], ready_prefix="OUTRIDER_READY ", cores=cores)
+    return child_process([*serve, *options], ready_prefix="OUTRIDER_READY ", cores=cores)
 
 
 @contextmanager
