@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-import numpy as np
 from bench.server_clock import ServerClock, ServerTimes
 from bench.simulate import Setting
 
@@ -99,16 +98,22 @@ class Place:
 
 
 def measured_extra_ms(places: Sequence[Place]) -> float:
-    """What a drafted token added to a step, in ms, by least squares over all modes and round trips.
+    """What a drafted token added to a step of stream mode, in ms; a ratio of sums over all round trips.
 
-    A cell's time in the model is the texts' prefill, so much a step, and so much a verified drafted token. Measured
-    under load and in place: the server's own estimate, which is made when it starts, need not hold there.
+    Cloud-only tells what the prompts' prefill takes, in time and steps (all that is not one step a token), and what a
+    plain step takes; what stream mode's steps took beyond both, its drafted tokens took. Measured under load and in
+    place: the server's own estimate, made when it starts, need not hold there.
     """
-    cells = [cell for place in places for cell in place.cells.values()]
-    told = np.array([[len(cell.texts), cell.times.steps, cell.times.proposed] for cell in cells], np.float64)
-    spent = np.array([cell.times.model_seconds for cell in cells])
-    (_, _, extra_s), *_ = np.linalg.lstsq(told, spent)
-    return max(0.0, 1e3 * float(extra_s))
+    extra_s = num_drafted = 0.0
+    for place in places:
+        plain, stream = place.cells[CLOUD_ONLY], place.cells[STREAM]
+        plain_s = plain.ms_per_token / 1e3 - plain.times.overhead_seconds / plain.times.steps
+        num_plain = sum(len(text.tokens) - 1 for text in plain.texts)
+        prefill_s = plain.times.model_seconds - num_plain * plain_s
+        num_steps = stream.times.steps - (plain.times.steps - num_plain)
+        extra_s += stream.times.model_seconds - prefill_s - num_steps * plain_s
+        num_drafted += stream.times.proposed
+    return max(0.0, 1e3 * extra_s / num_drafted) if num_drafted else 0.0
 
 
 async def open_place(subject: Subject, rtt_ms: float, endpoints: Endpoints) -> Place:
@@ -124,10 +129,14 @@ async def open_place(subject: Subject, rtt_ms: float, endpoints: Endpoints) -> P
 async def measure(
     subject: Subject,
     rtts_ms: Sequence[float],
-    runs: Sequence[Sequence[GenerationRequest]],
+    requests: Sequence[GenerationRequest],
+    num_runs: int,
     on_run: Callable[[], None] = lambda: None,
 ) -> list[Place]:
-    """All runs, each of them at all round trips, so that what changes on the machine hits all of these."""
+    """The same texts in every run, all modes interleaved; a run visits every round trip.
+
+    So what changes on the machine hits all modes and round trips alike, and runs differ by nothing else.
+    """
     async with AsyncExitStack() as stack:
         clock = stack.enter_context(ServerClock(subject.url))
         places = []
@@ -136,8 +145,8 @@ async def measure(
             places.append(await open_place(subject, rtt_ms, endpoints))
         for place in places:  # connections, and the estimates that agents keep from text to text
             for mode in place.modes.values():
-                await mode.generate(replace(runs[-1][-1], max_tokens=32))
-        for index, requests in enumerate(runs):
+                await mode.generate(replace(requests[-1], max_tokens=32))
+        for index in range(num_runs):
             for place in places:
                 await _run(place, requests, clock, index)
                 on_run()

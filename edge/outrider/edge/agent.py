@@ -86,7 +86,6 @@ class _Generation:
         self._stop_ids: frozenset[int] | None = None
         self._max_positions: int | None = None
         self._opening_at = self._last_commit_at = 0.0
-        self._was_bare = False  # the last commit left nothing drafted, here or there
 
     async def run(self) -> GenerationResult:
         wire_before = self._agent.endpoints.wire
@@ -153,7 +152,6 @@ class _Generation:
         took_ms = (self._agent.clock() - self._opening_at) * 1e3
         self._agent.estimates.on_open(took_ms, event.step_ms, event.draft_token_ms)
         self._last_commit_at = 0.0
-        self._was_bare = False
         self._ahead.resend()
 
     def _on_commit(self, commit: Commit) -> None:
@@ -162,9 +160,6 @@ class _Generation:
         interval_ms = (now - self._last_commit_at) * 1e3 if self._last_commit_at else None
         outcome = self._ahead.on_commit(self._session_start + commit.base, commit.tokens, interval_ms)
         self._last_commit_at = now
-        if self._was_bare:
-            self._agent.estimates.on_answered(commit.proposed > 0)
-        self._was_bare = not self._ahead.num_ahead and self._ahead.plan.depth > 0 and not self._ahead.plan.silent
         if outcome.tokens:
             self._recorder.depth(self._ahead.plan.depth)
             self._recorder.commit(outcome.tokens, commit.accepted, commit.proposed)

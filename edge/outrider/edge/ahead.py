@@ -106,10 +106,12 @@ class DraftAhead:
         if self._run is not None or self._is_closed:
             return
         self._flush()
-        room = min(self.plan.depth, self._room()) - self._belief.num_drafted
+        plan, num_drafted = self.plan, self._belief.num_drafted
+        room = min(plan.depth, self._room()) - num_drafted
         if room > 0 and not self._is_stuck and self._worker is not None and self._depth.wants_more(self._confidences):
             tail = self._belief.tokens_from(self._num_agreed - len(self._request.prompt))
-            self._run = DraftRun(self._num_agreed, tail, room, tuple(self._confidences))
+            answer = max(0, plan.answer - num_drafted)
+            self._run = DraftRun(self._num_agreed, tail, room, tuple(self._confidences), answer)
             self._num_taken = 0
             self._num_agreed += len(tail)
             self._run_future = self._worker.submit(self._run)

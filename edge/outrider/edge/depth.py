@@ -23,10 +23,13 @@ class DraftPlan:
     """What to draft now. depth: tokens ahead of the last commit, 0 for none.
 
     silent: draft them for the estimates only and send nothing, so that a hopeless draft costs neither wire nor server.
+    answer: tokens that the server has use for in one pass; after a loss of step they go out together, as soon as they
+    are there. 0: unknown, so go by time.
     """
 
     depth: int
     silent: bool = False
+    answer: int = 0
 
 
 class DepthController(Protocol):
@@ -124,8 +127,7 @@ class CostModelOptions:
     effort: worth of a ms of drafting on the device against a ms of the user's time (drafting is done while waiting
     anyway, so it costs energy more than time). token_cost_ms: what a drafted token costs on the wire and in the server.
     hysteresis: drafting starts again when it is worth this many times its cost.
-    wait_share: drafts that come within this share of a step are taken to be waited for; simulated, waiting pays up to
-    there. message_cost_ms: what a draft message costs the server, which often answers it on the model's own cores.
+    message_cost_ms: what a draft message costs the server, which often answers it on the model's own cores.
     probe_depth: tokens of a silent probe at depth 0. max_probe_gap: commits between two probes at most; the gap starts
     at one, doubles when a probe was all wrong and is one again after a right token.
     """
@@ -135,7 +137,6 @@ class CostModelOptions:
     token_cost_ms: float = 0.1
     message_cost_ms: float = 1.5
     hysteresis: float = 1.5
-    wait_share: float = 0.4
     probe_depth: int = 2
     max_probe_gap: int = 16
 
@@ -145,9 +146,8 @@ class CostModelDepth:
 
     The d-th token ahead helps only if it and all before it are right, so it is worth survival(d) * step; it costs its
     drafting and its bytes. Beyond what the server can verify until the next message reaches it, it is worth nothing:
-    with p passes on the way, that is p * (k + 1) + k tokens for the k that the server would verify. Where the
-    server waits for the answer to a commit, as it does on a short round trip, p is 0: more tokens would make it wait
-    longer. That it does is measured.
+    with p passes on the way, that is p * (k + 1) + k tokens for the k that the server would verify. The first k go out
+    ahead of the rest: on a short round trip the server waits for them.
     """
 
     def __init__(self, estimates: Estimates, options: CostModelOptions | None = None) -> None:
@@ -156,13 +156,13 @@ class CostModelDepth:
         self._is_on = True
         self._probe_gap = 1
         self._commits_to_probe = 0
-        self._depth = 0
+        self._depth = self._answer = 0
         self._replan()
 
     def plan(self) -> DraftPlan:
         """The present depth; at 0, a silent probe now and then."""
         if self._is_on:
-            return DraftPlan(self._depth)
+            return DraftPlan(self._depth, answer=self._answer)
         return DraftPlan(self._options.probe_depth if self._commits_to_probe == 0 else 0, silent=True)
 
     def wants_more(self, confidences: Sequence[float]) -> bool:
@@ -206,8 +206,7 @@ class CostModelDepth:
         e = self._estimates
         verified = best_verified(e.acceptance, e.step_ms, e.extra_ms, self._options.max_depth)
         lag_ms = e.round_trip_ms + verified * e.draft_ms
-        is_awaited = e.awaited_share > 0.5 and lag_ms < self._options.wait_share * e.step_ms
-        num_passes = 0 if is_awaited else max(1, math.ceil(lag_ms / max(1e-3, e.step_ms)))
+        num_passes = max(1, math.ceil(lag_ms / max(1e-3, e.step_ms)))
         depth = min(self._options.max_depth, num_passes * (verified + 1) + verified)
         while depth > 1 and not self._worth(e.acceptance**depth):
             depth -= 1
@@ -215,6 +214,7 @@ class CostModelDepth:
         # A difference of one is within the estimates' noise.
         if abs(depth - self._depth) > 1 or self._depth == 0:
             self._depth = depth
+        self._answer = min(verified, self._depth)
 
     def _worth(self, survival: float) -> bool:
         e, options = self._estimates, self._options

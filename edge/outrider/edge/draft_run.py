@@ -21,16 +21,18 @@ class DraftRun:
 
     keep, tail: rewind the drafter to `keep` tokens and extend it by `tail` before drafting at most `limit` tokens.
     ahead: confidences of the tokens that are drafted already. took_s: time that `num_timed` proposals took; the first
-    of a sequence, which includes the prompt, is left out.
+    of a sequence, which includes the prompt, is left out. answer: proposals that are worth sending together at once, 0
+    where there is no such number.
     """
 
-    __slots__ = ("ahead", "is_cancelled", "keep", "limit", "num_timed", "proposals", "tail", "took_s")
+    __slots__ = ("ahead", "answer", "is_cancelled", "keep", "limit", "num_timed", "proposals", "tail", "took_s")
 
-    def __init__(self, keep: int, tail: Sequence[int], limit: int, ahead: Sequence[float]) -> None:
+    def __init__(self, keep: int, tail: Sequence[int], limit: int, ahead: Sequence[float], answer: int = 0) -> None:
         self.keep = keep
         self.tail = tail
         self.limit = limit
         self.ahead = ahead
+        self.answer = answer
         self.proposals: list[Proposal] = []
         self.took_s = 0.0
         self.num_timed = 0
@@ -40,8 +42,8 @@ class DraftRun:
 class DraftWorker:
     """One thread that owns a drafter while a run is on, for one sequence. Make it inside a running event loop.
 
-    wants_more: asked between tokens with the confidences ahead so far. wake: called on the loop when a proposal has
-    been waiting for `flush_s`, but not at the end of a run.
+    wants_more: asked between tokens with the confidences ahead so far. wake: called on the loop when the run's
+    answer is whole or a proposal has been waiting for `flush_s`, but not at the end of a run.
     """
 
     def __init__(
@@ -93,6 +95,15 @@ class DraftWorker:
                 run.took_s += now - before
                 run.num_timed += 1
             before = now
-            if now - unsent_since >= self._flush_s:
+            if self._is_due(run, now - unsent_since):
                 unsent_since = now
                 self._loop.call_soon_threadsafe(self._wake)
+
+    def _is_due(self, run: DraftRun, unsent_s: float) -> bool:
+        """Whether to send what there is, instead of letting it wait for more."""
+        num_missing = run.answer - len(run.proposals)
+        if num_missing == 0:
+            return True
+        # What completes the answer is worth waiting for where it is not long in coming.
+        is_nearly_whole = num_missing > 0 and num_missing * unsent_s / len(run.proposals) < self._flush_s
+        return unsent_s >= self._flush_s and not is_nearly_whole

@@ -51,7 +51,6 @@ class Estimates:
     def __init__(self) -> None:
         self.accepted = ForgettingRatio(0.6, 2.0, keep=0.98)
         self._buckets = [ForgettingRatio(0.0, 0.0, keep=0.98) for _ in range(_NUM_BUCKETS)]
-        self._awaited = ForgettingRatio(1.0, 2.0, keep=0.9)
         self._draft = ForgettingRatio(1.0, 0.01, keep=0.98)
         self._interval = ForgettingRatio(40.0, 0.01, keep=0.9)
         self._tokens_per_commit = ForgettingRatio(1.0, 0.01, keep=0.9)
@@ -83,15 +82,6 @@ class Estimates:
     def on_posted(self, took_ms: float) -> None:
         """A draft message was answered after `took_ms`."""
         self._round_trips.append(took_ms)
-
-    def on_answered(self, was_awaited: bool) -> None:
-        """The commit after one that left nothing drafted came: did it verify what was drafted since, so had waited?"""
-        self._awaited.add(float(was_awaited), 1.0)
-
-    @property
-    def awaited_share(self) -> float:
-        """How often the server waits for the answer to a commit that left it without drafts."""
-        return self._awaited.value
 
     @property
     def acceptance(self) -> float:

@@ -120,6 +120,7 @@ class DraftLag:
         self._first: deque[float] = deque(maxlen=self._RECENT)
         self._size: deque[int] = deque(maxlen=self._RECENT)
         self._token_s: deque[float] = deque(maxlen=self._RECENT)
+        self._longest: deque[int] = deque(maxlen=self._RECENT)  # of each answer, with what was added to it later
         self._sent: dict[int, float] = {}  # commits not answered yet: base -> when it was sent
         self._answered: tuple[int, float, int] = (-1, 0.0, 0)  # base, when, longest path so far
         self._hits = 2.0
@@ -140,11 +141,13 @@ class DraftLag:
         if sent is not None:
             self._first.append(now - sent)
             self._size.append(length)
+            self._longest.append(length)
             self._answered = (base, now, length)
             for older in [b for b in self._sent if b < base]:
                 del self._sent[older]
         elif base == self._answered[0] and length > self._answered[2]:
             self._token_s.append((now - self._answered[1]) / (length - self._answered[2]))
+            self._longest[-1] = length
             self._answered = (base, now, length)
 
     def waited(self, was_answered: bool) -> None:
@@ -158,8 +161,11 @@ class DraftLag:
         return self._hits / self._waits
 
     def seconds_until(self, count: int) -> float | None:
-        """Seconds from a commit until `count` drafted tokens that know of it are here; None while unknown."""
-        if not self._first:
+        """Seconds from a commit until `count` drafted tokens that know of it are here.
+
+        None while unknown, and for more than the device has lately been drafting at once.
+        """
+        if not self._first or (self._longest and count > max(self._longest)):
             return None
         more = count - median(self._size)
         if more <= 0:
