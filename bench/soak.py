@@ -3,8 +3,8 @@
     python bench/soak.py
 
 Sessions of every kind in turn: streamed to the end, with drafts, ended early by the client's leaving, ended by DELETE,
-stop-and-wait. Prints the server's memory (private, from the system) as it goes; exits 1 if it grows by more than 2 % of
-itself over the last three quarters, or if a block, sequence, session or socket is not given back.
+stop-and-wait. Prints the server's memory (private, from the system) as it goes; exits 1 if it grows by more than 1 % of
+itself over the last half, or if a block, sequence, session or socket is not given back.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ async def soak(lab: Lab, sessions: int, tokens: int) -> bool:
             console.print(f"{index + 1:5d} sessions   {memory.uss / 1e6:8.1f} MB   {server.num_fds()} descriptors")
     gauges = await at_rest(lab.url)
     console.print(gauges)
-    steady = [mb for count, mb in samples if count >= sessions // 4]
+    steady = [mb for count, mb in samples if count >= sessions // 2]
     growth = steady[-1] - steady[0]
-    console.print(f"growth over the last three quarters: {growth:+.2f} MB of {steady[0]:.1f} MB")
+    console.print(f"growth over the last half: {growth:+.2f} MB of {steady[0]:.1f} MB")
     is_clean = not any(gauges[name] for name in ("engine_running", "engine_queued", "sessions_open"))
     lost = gauges["num_blocks"] - gauges["free_blocks"] - gauges["parked_blocks"]
     console.print(f"blocks lost: {lost:.0f} (parked prefixes, at most 64, hold {gauges['parked_blocks']:.0f})")
-    return is_clean and lost == 0 and growth <= 0.02 * steady[0]
+    return is_clean and lost == 0 and growth <= 0.01 * steady[0]
 
 
 def main(
@@ -106,7 +106,8 @@ def main(
 ) -> None:
     """Soaks; exits 1 on growth or a leak."""
     pair = export_reference_pair()
-    with open_lab(pair.target, pair.draft, cloud_options=()) as lab:
+    # A cache of which every block has soon been used: a larger one's pages, first touched late, would look like growth.
+    with open_lab(pair.target, pair.draft, cloud_options=("--kv-cache-mb", "24")) as lab:
         is_fine = asyncio.run(soak(lab, sessions, tokens))
     raise typer.Exit(0 if is_fine else 1)
 
