@@ -116,8 +116,9 @@ def test_cost_model_runs_further_ahead_for_a_better_draft_and_a_longer_way() -> 
 
 def test_the_answer_is_what_one_pass_verifies_and_the_depth_is_more() -> None:
     """So that a pass whose drafts are all right finds the next ones waiting."""
-    plan = CostModelDepth(estimates_at(0.8, rtt_ms=0.0)).plan()
-    assert plan.answer == best_verified(0.8, 40.0, 1.0, 32) < plan.depth
+    e = estimates_at(0.8, rtt_ms=0.0)
+    plan = CostModelDepth(e).plan()
+    assert plan.answer == best_verified(e.acceptance, e.step_ms, e.extra_ms, MAX_DEPTH) < plan.depth
 
 
 def test_cost_model_does_not_run_ahead_for_nothing() -> None:

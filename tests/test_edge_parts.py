@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
@@ -18,6 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.cloud.protocol import Commit, DraftRequest, SessionEnd, SessionEvent, SessionOpen
+from outrider.edge.draft_run import DraftRun, DraftWorker
+from outrider.edge.drafter import ModelDrafter, Proposal
 from outrider.edge.faults import FaultRates, FaultyPosts
 from outrider.edge.proxy import DelayProxy, ProxyOptions
 from outrider.edge.recorder import Recorder
@@ -25,6 +28,8 @@ from outrider.edge.results import ByteCounts, Mode, Source, TokenBatch
 from outrider.edge.sender import DraftSender
 from outrider.edge.sse import EventParser
 from outrider.models.errors import CloudError, ConfigError
+from outrider.models.runtimes.fake import FakeSequenceRuntime
+from outrider.models.sampling import SamplingParams
 
 STREAM = (
     b'data: {"type":"open","session":"s","model":"m","protocol":1,"step_ms":40.5}\n\n'
@@ -230,3 +235,37 @@ def test_importing_the_agent_loads_nothing_heavy() -> None:
         [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{code}"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("token_ms", "answer", "woken_at"),
+    [(0.0, 3, [3]), (2.0, 3, [3, 5]), (5.0, 0, [1, 2, 3, 4, 5, 6]), (5.0, 3, [1, 2, 3, 4, 5, 6]), (2.0, 0, [2, 4, 6])],
+)
+def test_a_run_sends_its_answer_whole_and_lets_no_token_wait_long(
+    token_ms: float, answer: int, woken_at: list[int]
+) -> None:
+    """Woken when the answer is whole, and every 4 ms unless that makes it whole sooner; tokens cost token_ms each."""
+
+    class Ticking(ModelDrafter):
+        def propose(self) -> Proposal | None:
+            now[0] += token_ms / 1e3
+            return super().propose()
+
+    now, woken = [0.0], list[int]()
+
+    async def scenario() -> None:
+        drafter = Ticking(FakeSequenceRuntime(vocab_size=50))
+        run = DraftRun(keep=3, tail=(), limit=6, ahead=(), answer=answer)
+        worker = DraftWorker(
+            drafter, (1, 2, 3), SamplingParams(), lambda ahead: True, lambda: None, 0.004, lambda: round(now[0], 6)
+        )
+        # The loop is told from the worker's thread; what it is told when is all that counts here.
+        worker._loop = types.SimpleNamespace(  # type: ignore[assignment]
+            call_soon_threadsafe=lambda wake: woken.append(len(run.proposals)),
+            run_in_executor=worker._loop.run_in_executor,
+        )
+        await worker.submit(run)
+        worker.close()
+
+    asyncio.run(scenario())
+    assert woken == woken_at

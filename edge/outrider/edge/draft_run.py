@@ -84,6 +84,7 @@ class DraftWorker:
         self._drafter.extend(run.tail)
         confidences = list(run.ahead)
         before = unsent_since = self._clock()
+        num_unsent = 0
         while not run.is_cancelled and len(run.proposals) < run.limit and self._wants_more(confidences):
             proposal = self._drafter.propose()
             if proposal is None:
@@ -95,15 +96,15 @@ class DraftWorker:
                 run.took_s += now - before
                 run.num_timed += 1
             before = now
-            if self._is_due(run, now - unsent_since):
-                unsent_since = now
+            num_unsent += 1
+            if self._is_due(run.answer - len(run.proposals), num_unsent, now - unsent_since):
+                unsent_since, num_unsent = now, 0
                 self._loop.call_soon_threadsafe(self._wake)
 
-    def _is_due(self, run: DraftRun, unsent_s: float) -> bool:
-        """Whether to send what there is, instead of letting it wait for more."""
-        num_missing = run.answer - len(run.proposals)
+    def _is_due(self, num_missing: int, num_unsent: int, unsent_s: float) -> bool:
+        """Whether to send what there is, instead of letting it wait for more; num_missing: to the whole answer."""
         if num_missing == 0:
             return True
         # What completes the answer is worth waiting for where it is not long in coming.
-        is_nearly_whole = num_missing > 0 and num_missing * unsent_s / len(run.proposals) < self._flush_s
+        is_nearly_whole = num_missing > 0 and num_missing * unsent_s / num_unsent < self._flush_s
         return unsent_s >= self._flush_s and not is_nearly_whole
