@@ -176,7 +176,7 @@ def main() -> int:
     cli.add_argument("--kv-cache-mb", type=int, default=4, help="of the cloud; small, so that sequences are preempted")
     cli.add_argument("--json", type=Path)
     options = cli.parse_args()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     pair = export_reference_pair(widen_mb=options.widen or None)
     started = time.monotonic()
     # Prefixes are shared, and the texts under way have no room together: both must leave them as they are.
