@@ -15,7 +15,7 @@ from tests.engine_harness import SAMPLED, Collector, plain
 
 from outrider.cloud.engine import Engine, EngineThread
 from outrider.cloud.engine.estimators import AcceptanceEstimator, DraftLag, StepTimeCurve
-from outrider.cloud.engine.policy import NO_WAIT, choose_drafts, plan_wait, rate_streaming, rate_waiting
+from outrider.cloud.engine.policy import ENOUGH_ANSWERS, NO_WAIT, choose_drafts, plan_wait, rate_streaming, rate_waiting
 from outrider.cloud.engine.pool import BlockPool, chain_hash
 from outrider.cloud.engine.trie import MAX_NODES, DraftTrie
 from outrider.cloud.engine.types import Event, GenerateRequest, Sink
@@ -203,6 +203,23 @@ def test_draft_lag_knows_first_answers_and_the_pace_after_them() -> None:
     assert lag.seconds_until(2) == pytest.approx(0.005)
     assert lag.seconds_until(3) == pytest.approx(0.008)
     assert lag.seconds_until(5) is None  # it has never drafted so many at once
+
+
+def test_a_device_that_missed_some_waits_is_waited_for_again_once_it_answers_in_time() -> None:
+    """Whether it would have been in time is seen without waiting; a late answer, or none, is no reason to wait."""
+    lag, now = DraftLag(), 0.0
+    lag.committed(0, now)
+    lag.drafted(0, 4, now + 0.005)
+    for _ in range(3):
+        lag.waited(False)
+    assert lag.answer_rate < ENOUGH_ANSWERS
+    lag.committed(4, now := now + 1.0)
+    lag.drafted(4, 4, now + 0.5)
+    assert lag.answer_rate < ENOUGH_ANSWERS
+    for base in range(8, 40, 4):
+        lag.committed(base, now := now + 1.0)
+        lag.drafted(base, 4, now + 0.005)
+    assert lag.answer_rate >= ENOUGH_ANSWERS
 
 
 def test_engine_thread_serves_drains_and_refuses() -> None:

@@ -54,6 +54,7 @@ def health_routes(core: Core) -> APIRouter:
             running=stats.running,
             free_block_share=stats.free_blocks / stats.num_blocks,
             step_ms=stats.step_ms,
+            draft_token_ms=stats.draft_token_ms,
         )
         status = 503 if core.is_draining else 200
         return Response(answer.model_dump_json(), status, media_type="application/json")

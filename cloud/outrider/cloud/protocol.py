@@ -198,6 +198,7 @@ class ReadyAnswer(_Answer):
     running: int = 0
     free_block_share: float = 1.0
     step_ms: float | None = None
+    draft_token_ms: float | None = None
 
 
 SessionEnd.model_rebuild()

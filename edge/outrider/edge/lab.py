@@ -101,7 +101,7 @@ async def three_modes(endpoints: Endpoints, drafter: Drafter) -> dict[str, Agent
     waiting = Estimates()
     ready = await endpoints.call(lambda client: client.ready())
     # /v1/verify does not tell the step time, and a guess at it would make the twin choose its blocks badly.
-    waiting.on_open(0.0, ready.step_ms, None)
+    waiting.on_open(0.0, ready.step_ms, ready.draft_token_ms)
     return {
         CLOUD_ONLY: make_agent(Mode.CLOUD_ONLY, endpoints, None),
         STOP_AND_WAIT: StopAndWaitAgent(endpoints, drafter, CostModelDepth(waiting), waiting),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from outrider.cloud.engine.estimators import AcceptanceEstimator, StepTimeCurve
-from outrider.cloud.engine.policy import NO_WAIT, choose_drafts, plan_wait
+from outrider.cloud.engine.policy import NO_WAIT, choose_drafts, longest_wait, plan_wait
 from outrider.cloud.engine.sequence import Sequence
 from outrider.cloud.engine.types import EngineConfig, Policy
 
@@ -51,14 +51,17 @@ class Drafting:
         if sequence.has_company:
             # The others' steps go on meanwhile, so it can join again at the end of one of theirs only.
             lags = [None if lag is None else -(-lag // step_s) * step_s for lag in lags]
-        is_capacity = self._config.policy is Policy.VERIFY or (self._config.policy is Policy.AUTO and is_busy)
         wait = plan_wait(
-            sequence.acceptance.rate, step_s, extra_s, lags, sequence.lag.answer_rate, capacity=is_capacity
+            sequence.acceptance.rate,
+            step_s,
+            extra_s,
+            lags,
+            sequence.lag.answer_rate,
+            capacity=self._is_capacity_scarce(is_busy),
         )
         if wait.want == 0 or (allowed is not None and wait.lag_s * 1e3 > allowed):
             return
-        # Half as long again as expected, and a little for timers: past that the draft is late and the step goes on.
-        longest = 1.5 * wait.lag_s + 0.003
+        longest = longest_wait(wait.lag_s)
         sequence.wait, sequence.wait_started = wait, now
         sequence.wait_deadline = now + (longest if allowed is None else min(longest, allowed / 1e3))
 
@@ -74,27 +77,38 @@ class Drafting:
         sequence.wait = NO_WAIT
         return False
 
-    def choose(self, decoding: list[Sequence], budget: int) -> dict[Sequence, list[int]]:
-        """The drafted tokens that each decoding sequence verifies in this step, at most `budget` in all."""
+    def _is_capacity_scarce(self, is_busy: bool) -> bool:
+        return self._config.policy is Policy.VERIFY or (self._config.policy is Policy.AUTO and is_busy)
+
+    def choose(self, decoding: list[Sequence], budget: int, *, is_busy: bool) -> dict[Sequence, list[int]]:
+        """The drafted tokens that each decoding sequence verifies in this step, at most `budget` in all.
+
+        is_busy: other sequences are queued for a place.
+        """
         if not decoding:
             return {}
-        limits = [len(s.request.draft) if s.request.once else self._config.max_draft for s in decoding]
-        paths = [s.pending_path(limit) for s, limit in zip(decoding, limits, strict=True)]
-        if any(s.request.once for s in decoding) or self._config.policy is Policy.VERIFY:
-            counts = _all_likely(decoding, paths, budget)
+        # An item of /v1/verify asks for all of its draft to be verified, and pays nothing for its neighbours' choice.
+        once = [s for s in decoding if s.request.once]
+        chosen = {s: s.pending_path(len(s.request.draft)) for s in once}
+        for sequence, path in chosen.items():
+            chosen[sequence] = path[:budget]
+            budget -= len(chosen[sequence])
+        others = [s for s in decoding if not s.request.once]
+        paths = [s.pending_path(self._config.max_draft) for s in others]
+        survivals = [s.acceptance.survival(len(p)) for s, p in zip(others, paths, strict=True)]
+        if self._is_capacity_scarce(is_busy):
+            counts = _all_likely(survivals, budget)
         else:
-            survivals = [s.acceptance.survival(len(p)) for s, p in zip(decoding, paths, strict=True)]
             most = min(budget, sum(map(len, paths)))
-            step_s = self.curve.seconds(len(decoding) + most)
-            counts = choose_drafts(survivals, len(decoding), len(decoding), step_s, most)
-        return {s: p[:n] for s, p, n in zip(decoding, paths, counts, strict=True)}
+            num_fixed = len(decoding) + sum(map(len, chosen.values()))
+            counts = choose_drafts(survivals, num_fixed, len(decoding), self.curve.seconds(num_fixed + most), most)
+        return chosen | {s: p[:n] for s, p, n in zip(others, paths, counts, strict=True)}
 
 
-def _all_likely(decoding: list[Sequence], paths: list[list[int]], budget: int) -> list[int]:
-    """For when passes are scarce: all that a /v1/verify item brought, what is likely of a session's drafts."""
+def _all_likely(survivals: Seq[Seq[float]], budget: int) -> list[int]:
+    """For when passes are scarce: all that is likely, in turn, at most `budget` in all."""
     counts = []
-    for sequence, path in zip(decoding, paths, strict=True):
-        alive = sum(p >= _LIKELY for p in sequence.acceptance.survival(len(path)))
-        counts.append(min(len(path) if sequence.request.once else alive, budget))
+    for row in survivals:
+        counts.append(min(sum(p >= _LIKELY for p in row), budget))
         budget -= counts[-1]
     return counts

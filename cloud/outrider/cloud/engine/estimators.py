@@ -12,6 +12,8 @@ from statistics import median
 
 import numpy as np
 
+from outrider.cloud.engine.policy import ENOUGH_ANSWERS, longest_wait
+
 # A new session believes this much in the average of the sessions before it, in tokens tested.
 _PRIOR_WEIGHT = 3.0
 _FIRST_GUESS = 0.6
@@ -139,6 +141,9 @@ class DraftLag:
         """A draft arrived that knows of `base` committed tokens and guesses `length` more."""
         sent = self._sent.pop(base, None)
         if sent is not None:
+            if self._first and self.answer_rate < ENOUGH_ANSWERS:
+                # Nobody waits any more. Would this one have been in time? Else one hiccup would end all waiting.
+                self.waited(now - sent <= longest_wait(median(self._first)))
             self._first.append(now - sent)
             self._size.append(length)
             self._longest.append(length)
@@ -151,7 +156,7 @@ class DraftLag:
             self._answered = (base, now, length)
 
     def waited(self, was_answered: bool) -> None:
-        """A wait for a draft ended, with one or without."""
+        """A wait for a draft ended, or would have ended, with one or without."""
         self._hits = 0.9 * self._hits + was_answered
         self._waits = 0.9 * self._waits + 1.0
 

@@ -45,6 +45,14 @@ class Wait:
 
 NO_WAIT = Wait(0, 0.0)
 
+ENOUGH_ANSWERS = 0.5
+"""Share of waits that drafts must have ended for another to be tried."""
+
+
+def longest_wait(lag_s: float) -> float:
+    """Half as long again as expected, and a little for timers: past that the draft is late and the step goes on."""
+    return 1.5 * lag_s + 0.003
+
 
 def rate_waiting(alpha: float, k: int, step_s: float, extra_s: float, lag_s: float) -> float:
     """Tokens per second when every loss of step with the device is waited out for `lag_s`, verifying k a pass.
@@ -88,7 +96,7 @@ def plan_wait(
     """
     alpha = min(max(alpha, 0.01), 0.99)
     known = [(k, lag) for k, lag in enumerate(lags, start=1) if lag is not None]
-    if not known or answer_rate < 0.5:
+    if not known or answer_rate < ENOUGH_ANSWERS:
         return NO_WAIT
     k, lag = max(known, key=lambda item: rate_waiting(alpha, item[0], step_s, extra_s, item[1]))
     if capacity:

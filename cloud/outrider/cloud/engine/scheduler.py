@@ -75,7 +75,7 @@ class Scheduler:
         decoding = [s for s in ready if s.num_missing == 1]
         budget = max(0, self._config.step_tokens - len(decoding))
         has_prompts = len(decoding) < len(ready)
-        drafts = self._drafting.choose(decoding, budget // 2 if has_prompts else budget)
+        drafts = self._drafting.choose(decoding, budget // 2 if has_prompts else budget, is_busy=bool(self.queue))
         # However busy a step is, prompts go on in it, by a block at least: nobody waits for a first token for ever.
         budget = max(budget - sum(map(len, drafts.values())), self._cache.pool.block_size)
         shares: list[Share] = []
