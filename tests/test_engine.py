@@ -217,6 +217,45 @@ def test_right_drafts_save_passes_and_usage_counts_them() -> None:
     assert usage.completion_tokens == 24
 
 
+def costly(num_tokens: int) -> float:
+    """A step in which a drafted token is never worth its time, whoever else is in it."""
+    return 0.040 * num_tokens**2
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_auto_verifies_for_capacity_while_somebody_queues(is_queued: bool) -> None:
+    """Alone, drafts that cost more time than they save are left; with somebody waiting for the place, passes count."""
+    harness = Harness(config=EngineConfig(max_running=1), step_s=costly)
+    harness.engine.calibrate()
+    truth = plain(PROMPTS[1], SAMPLED, 24)
+    sequence_id, collector = harness.submit(PROMPTS[1], 24)
+    harness.engine.step()
+    if is_queued:
+        harness.submit(PROMPTS[2], 4)
+    harness.engine.draft(sequence_id, 1, [truth[1:6]])
+    harness.engine.step()
+    assert (collector.commits[-1].proposed > 0) is is_queued
+    harness.run()
+    assert collector.tokens == truth
+    harness.assert_all_returned()
+
+
+def test_a_verify_item_leaves_its_neighbours_choice_alone() -> None:
+    """The item's draft is verified whole in a step in which a session's costly draft is not verified at all."""
+    harness = Harness(step_s=costly)
+    harness.engine.calibrate()
+    truth = plain(PROMPTS[1], SAMPLED, 24)
+    session_id, session = harness.submit(PROMPTS[1], 24)
+    harness.engine.step()
+    item_truth = plain([7], SAMPLED, 5)  # a prompt of one token decodes at once, as a prefix that the server holds does
+    _, item = harness.submit([7], 5, draft=item_truth[:4], once=True)
+    harness.engine.draft(session_id, 1, [truth[1:6]])
+    harness.run()
+    assert session.tokens == truth and all(commit.proposed == 0 for commit in session.commits)
+    assert item.tokens == item_truth
+    harness.assert_all_returned()
+
+
 def test_an_always_wrong_draft_ends_at_nothing_verified() -> None:
     """After a few refutations the engine verifies none of what is pending."""
     harness = Harness()

@@ -26,7 +26,7 @@ from outrider.edge.sender import DraftSender, Posts
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """flush_ms: a drafted token waits at most this long for others to share its message; a fast draft then sends one
+    """flush_ms: a drafted token waits about this long for others to share its message; a fast draft then sends one
     message a commit, a slow one each token. max_posts: messages in flight.
     """
 
