@@ -19,7 +19,7 @@ from outrider.edge.depth import CostModelDepth
 from outrider.edge.drafter import AlwaysWrongDrafter, Drafter
 from outrider.edge.endpoints import Endpoints
 from outrider.edge.estimates import Estimates
-from outrider.edge.lab import CLOUD_ONLY, STOP_AND_WAIT, STREAM, connected, three_modes
+from outrider.edge.lab import CLOUD_ONLY, STREAM, connected, three_modes
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.edge.setup import Agent
 
@@ -81,15 +81,13 @@ class Place:
     estimates: Estimates
     cells: dict[str, Cell]
 
-    def setting(self, extra_ms: float) -> Setting:
+    def setting(self, extra_ms: float, acceptance: str = STREAM) -> Setting:
         """What was measured here, for the simulation. The step is what cloud-only pays a token, overheads included.
 
-        Acceptance is that of stop-and-wait, on the same texts with the same seeds: there every pass tests a block.
-        Stream mode tests a token only where all were right for a whole round trip before it, which is where the text is
-        easy: at 200 ms it sees 0.84 where the draft is right 0.76 times in one. extra_ms: see `measured_extra_ms`.
+        acceptance: of the mode named; see `bench.never_slower`. extra_ms: see `measured_extra_ms`.
         """
         return Setting(
-            alpha=self.cells[STOP_AND_WAIT].acceptance,
+            alpha=self.cells[acceptance].acceptance,
             draft_ms=self.estimates.draft_ms,
             step_ms=self.cells[CLOUD_ONLY].ms_per_token,
             extra_ms=extra_ms,
