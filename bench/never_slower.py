@@ -118,7 +118,8 @@ def show(console: Console, comparisons: list[Comparison]) -> None:
         s, reach = found.setting, found.reach
         console.print(
             f"RTT {s.rtt_ms:g}: acceptance {s.alpha:.3f} (stop-and-wait's "
-            f"{found.place.cells[STOP_AND_WAIT].acceptance:.3f}: computed {found.elsewhere.speed_up:.2f}x), draft {s.draft_ms:.2f} ms a token, step {s.step_ms:.1f} ms, "
+            f"{found.place.cells[STOP_AND_WAIT].acceptance:.3f}: computed {found.elsewhere.speed_up:.2f}x), "
+            f"draft {s.draft_ms:.2f} ms a token, step {s.step_ms:.1f} ms, "
             f"{s.extra_ms:.2f} ms more a drafted token; computed with patience {reach.choice[0]} ms for "
             f"{reach.choice[1]}: {reach.passes_per_token:.2f} passes a token; "
             f"{found.num_different} texts differ",

@@ -161,7 +161,7 @@ def test_a_link_out_of_the_bundle_is_refused(bundle: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda raw: raw.update(schema_version=2), "schema version 2, this Outrider reads 1"),
+        (lambda raw: raw.update(schema_version=1), "schema version 1, this Outrider reads 2"),
         (lambda raw: raw.pop("schema_version"), "schema version None"),
         (lambda raw: raw.update(surprise=1), "surprise: Extra inputs"),
         (lambda raw: raw["architecture"].update(layers="1"), "architecture.layers"),

@@ -1,6 +1,6 @@
 """Bundles: a model, its tokenizer and a manifest in one directory, verified when opened.
 
-A bundle holds nothing that executes code on load: safetensors, OpenVINO IR and JSON only. Writing one is
+A bundle holds nothing that executes code on load: safetensors, OpenVINO IR, ONNX and JSON only. Writing one is
 `bundle_writer`'s business; what a manifest may say is `manifest`'s. This module loads no model.
 """
 
@@ -18,8 +18,11 @@ from outrider.models.errors import BundleError
 from outrider.models.manifest import MANIFEST_NAME, SCHEMA_VERSION, FileEntry, Manifest
 from outrider.models.tokenizer import Tokenizer
 
-DATA_SUFFIXES: Final = frozenset({".xml", ".bin", ".safetensors", ".json", ".jinja", ".txt", ".model", ".md"})
-"""What a bundle may list. `.bin` only as the weights of the `.xml` beside it: elsewhere it is a pickle."""
+DATA_SUFFIXES: Final = frozenset(
+    {".xml", ".bin", ".onnx", ".data", ".blob", ".safetensors", ".json", ".jinja", ".txt", ".model", ".md"}
+)
+"""What a bundle may list. `.bin` only as the weights of the `.xml` beside it: elsewhere it is a pickle. `.data` are an
+ONNX model's weights, `.blob` is what an NPU's compiler made of an IR."""
 
 UNSAFE_SUFFIXES: Final = frozenset(
     {".py", ".pyc", ".pyo", ".so", ".dll", ".dylib", ".exe", ".sh", ".bat", ".ps1"}
@@ -56,10 +59,11 @@ class Bundle:
 
     @property
     def model_file(self) -> Path:
-        """The IR's `.xml`, or the directory itself for safetensors (config and weights lie in it)."""
+        """The IR's `.xml`, the `.onnx`, or the directory itself for safetensors (config and weights lie in it)."""
         if self.manifest.format == "safetensors":
             return self.path
-        return self.path / next(entry.path for entry in self.manifest.files if entry.path.endswith(".xml"))
+        suffix = ".onnx" if self.manifest.format == "onnx" else ".xml"
+        return self.path / next(entry.path for entry in self.manifest.files if entry.path.endswith(suffix))
 
     def tokenizer(self) -> Tokenizer:
         """Loads the tokenizer. Raises BundleError if it is not the one that the manifest tells of."""
@@ -90,7 +94,7 @@ def refuse_unsafe(relative: str, listed: set[str]) -> None:
         return  # the weights of an OpenVINO IR
     raise BundleError(
         f"the bundle contains {relative}, which could execute code on load; a bundle holds safetensors, "
-        "OpenVINO IR and JSON only. Remove the file, or export the model again"
+        "OpenVINO IR, ONNX and JSON only. Remove the file, or export the model again"
     )
 
 

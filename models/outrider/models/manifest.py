@@ -1,6 +1,7 @@
 """What a bundle says about itself: the schema of `manifest.json`.
 
-A manifest holds no time, path or host name, so that the same export gives the same manifest. Unknown keys are
+A manifest holds no date, path or host name; all but
+`report.timing` is the same whenever the same model is exported. Unknown keys are
 refused: a reader that skips what it does not know might skip what matters.
 """
 
@@ -12,12 +13,14 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 MANIFEST_NAME: Final = "manifest.json"
 
 Role = Literal["draft", "target"]
-Format = Literal["openvino-ir", "safetensors"]
-Precision = Literal["fp32", "fp16", "bf16", "int8"]
+Format = Literal["openvino-ir", "onnx", "safetensors"]
+Device = Literal["cpu", "gpu", "npu"]
+Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "w8a8"]
+"""Of the weights; "w8a8" has INT8 activations too."""
 Count = Annotated[int, Field(ge=0)]
 Size = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -85,6 +88,23 @@ class Quantization(_Part):
     granularity: str
 
 
+class StaticShapes(_Part):
+    """What an NPU's model was compiled for, in tokens: the device runs no other shapes.
+
+    prompt_len: longest prompt of one prefill pass. response_len: positions kept for what follows it, so a sequence has
+    at most prompt_len + response_len. step_len: most tokens of one cached step.
+    """
+
+    prompt_len: Size = 1024
+    response_len: Size = 512
+    step_len: Size = 8
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence."""
+        return self.prompt_len + self.response_len
+
+
 class Source(_Part):
     """Where the weights came from: the model's name, its revision if it has one, and a hash of its weight
     files.
@@ -131,13 +151,63 @@ class Parity(_Part):
     stages: tuple[ParityStage, ...] = Field(min_length=1)
 
 
+class AtDepth(_Part):
+    """Rounds that draft `depth` tokens: the share of tested tokens that were right, and tokens a target pass."""
+
+    depth: Size
+    rate: Share
+    tokens_per_pass: float = Field(ge=1.0)
+
+
 class Acceptance(_Part):
-    """How often the target's pick equalled the draft's, shared noise, on held-out prompts."""
+    """How often the target's pick equalled the draft's, shared noise, on held-out prompts.
+
+    rate: at every position of the target's text. by_depth: of rounds of several depths along the same text.
+    """
 
     target: str
     temperature: float = Field(ge=0.0)
     tested_tokens: Size
     rate: Share
+    by_depth: tuple[AtDepth, ...] = ()
+
+
+class Agreement(_Part):
+    """The export against the unquantized model, on the same held-out text: share of equal argmaxes, mean KL in nats."""
+
+    rows: Size
+    argmax: Share
+    mean_kl: float
+
+
+class AtRoundTrip(_Part):
+    """Predicted speed-up over plain cloud streaming at one round trip."""
+
+    rtt_ms: float = Field(ge=0.0)
+    stream: float = Field(gt=0.0)
+    stop_and_wait: float = Field(gt=0.0)
+
+
+class Timing(_Part):
+    """What was timed, where, and what follows from it. No part of the bundle's identity: another run has other times.
+
+    machine: processor and threads. provider: what really ran it. draft_ms: median of a one-token step; extend_ms: of
+    one with `extend_tokens`. step_ms, extra_ms: the target's step and what a drafted token adds to it, 0 where no
+    target was at hand. fades_ms: round trip from which streamed drafts gain less than 5 %; breaks_even_ms: from which
+    stop-and-wait is slower than no draft; None where that is beyond the last round trip predicted.
+    """
+
+    machine: str
+    provider: str
+    draft_ms: float = Field(gt=0.0)
+    extend_tokens: Size
+    extend_ms: float = Field(gt=0.0)
+    step_ms: float = Field(ge=0.0, default=0.0)
+    extra_ms: float = Field(ge=0.0, default=0.0)
+    temperature: float = Field(ge=0.0, default=0.0)
+    predicted: tuple[AtRoundTrip, ...] = ()
+    fades_ms: float | None = None
+    breaks_even_ms: float | None = None
 
 
 class ExportReport(_Part):
@@ -145,22 +215,25 @@ class ExportReport(_Part):
 
     size_bytes: Size
     parity: Parity
+    agreement: Agreement | None = None
     acceptance: tuple[Acceptance, ...] = ()
+    timing: Timing | None = None
     versions: dict[str, str]
 
 
 class Manifest(_Part):
     """All of `manifest.json`."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[2] = SCHEMA_VERSION
     name: str = Field(min_length=1)
     role: Role
     architecture: Architecture
     format: Format
     runtime: str
-    device: Literal["cpu", "gpu", "npu"]
+    device: Device
     precision: Precision
     quantization: Quantization | None = None
+    static_shapes: StaticShapes | None = None
     tokenizer_fingerprint: Sha256
     eos_token_ids: tuple[Count, ...]
     bos_token_id: Count | None = None
@@ -177,12 +250,15 @@ class Manifest(_Part):
         beyond = [token for token in self.eos_token_ids if token >= self.architecture.vocab_size]
         if beyond:
             raise ValueError(f"eos_token_ids holds {beyond[0]}, outside the vocabulary")
+        if (self.device == "npu") != (self.static_shapes is not None):
+            raise ValueError("static_shapes belongs to a bundle for an NPU, and to no other")
         return self
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the manifest, hence of all that it lists: the identity of the bundle."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        """SHA-256 of the manifest without its timing, hence of all that it lists: the identity of the bundle."""
+        untimed = self.report.model_copy(update={"timing": None})
+        return hashlib.sha256(self.model_copy(update={"report": untimed}).to_json().encode()).hexdigest()
 
     def to_json(self) -> str:
         """The text of `manifest.json`: fields in the schema's order, two spaces, a final newline."""

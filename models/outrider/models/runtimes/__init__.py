@@ -20,6 +20,8 @@ BATCH_RUNTIMES: Final = {
 }
 SEQUENCE_RUNTIMES: Final = {
     "openvino": ("outrider.models.runtimes.openvino_sequence", "OpenVinoSequenceRuntime", "edge"),
+    "openvino-npu": ("outrider.models.runtimes.openvino_npu", "OpenVinoNpuRuntime", "edge"),
+    "onnxruntime": ("outrider.models.runtimes.onnxruntime_sequence", "OnnxRuntimeSequence", "edge"),
 }
 
 
@@ -33,8 +35,16 @@ def open_batch_runtime(kind: str, path: Path, options: RuntimeOptions) -> BatchR
 
 
 def open_sequence_runtime(kind: str, path: Path, options: RuntimeOptions) -> SequenceRuntime:
-    """Loads the model at `path` into the SequenceRuntime named `kind` ("openvino"); raises as `open_batch_runtime`."""
+    """Loads the model at `path` into the SequenceRuntime named `kind`; raises as `open_batch_runtime`.
+
+    kind: "openvino", "openvino-npu" or "onnxruntime". A bundle's is `sequence_kind(manifest.runtime, manifest.device)`.
+    """
     return cast(SequenceRuntime, _class_of(kind, SEQUENCE_RUNTIMES)(path, options))
+
+
+def sequence_kind(runtime: str, device: str) -> str:
+    """The SequenceRuntime for a draft on `device` ("cpu", "gpu", "npu"): OpenVINO drives an NPU in a way of its own."""
+    return "openvino-npu" if (runtime, device.lower()) == ("openvino", "npu") else runtime
 
 
 def _class_of(kind: str, runtimes: dict[str, tuple[str, str, str]]) -> type:

@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.models.manifest import StaticShapes
 from outrider.models.sampling import SamplingParams
 
 
@@ -146,7 +147,8 @@ class Proposer(Protocol):
 class RuntimeOptions:
     """How a model is loaded.
 
-    device: as the runtime names it ("CPU", "GPU", "cuda:0").
+    device: as the runtime names it ("CPU", "GPU", "NPU", "cuda:0"); for ONNX Runtime also an execution provider's
+      name or a policy, such as "CUDAExecutionProvider" or "prefer-npu".
     num_threads: inference threads; 0 leaves it to the runtime.
     kv_cache_bytes: room for the paged cache (BatchRuntime only).
     kv_precision: "f32", "f16", "bf16" or "u8"; "auto" takes f32 on CPU and the runtime's own elsewhere. On CPU
@@ -156,6 +158,8 @@ class RuntimeOptions:
       however its sequence was cut into steps and whatever else was in them. Costs a few per cent of a step at short
       contexts, more of a long prompt. Steps with a tree mask are outside the promise.
     max_positions: cuts the longest sequence, and with it a SequenceRuntime's cache; 0 takes the model's own.
+    static_shapes: what an NPU's model is compiled for; nothing else reads it.
+    emulate_npu: runs the NPU's own path on the CPU, for machines without one.
     properties: for OpenVINO, compile properties, over everything above; for torch, "dtype": "f32", "bf16" or "f16".
     """
 
@@ -166,4 +170,6 @@ class RuntimeOptions:
     cache_dir: str | None = None
     is_batch_invariant: bool = True
     max_positions: int = 0
+    static_shapes: StaticShapes | None = None
+    emulate_npu: bool = False
     properties: dict[str, str] = field(default_factory=dict)
