@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,19 @@ if TYPE_CHECKING:
 
 # A vocabulary of 96 and odd sizes elsewhere: nothing should depend on round numbers.
 TINY_VOCAB = 96
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What exports keep between their stages goes to a place of this run's own, also from processes it starts."""
+    place = tmp_path_factory.mktemp("cache")
+    before = os.environ.get("OUTRIDER_CACHE")
+    os.environ["OUTRIDER_CACHE"] = str(place)
+    yield place
+    if before is None:
+        del os.environ["OUTRIDER_CACHE"]
+    else:
+        os.environ["OUTRIDER_CACHE"] = before
 
 
 @pytest.fixture(scope="session")

@@ -17,15 +17,17 @@ from typing import Any
 import pytest
 from tests.tiny_models import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
 
-from outrider.export import cache, cli, openvino_ir, pipeline
+from outrider.export import build, cache, cli, openvino_ir
 from outrider.export.acceptance import measure_acceptance
-from outrider.export.cache import default_cache_dir, export_reference_pair
+from outrider.export.cache import export_reference_pair
 from outrider.export.pair import PairPaths, export_pair
-from outrider.export.pipeline import ExportOptions, export_model
+from outrider.export.pipeline import export_model
 from outrider.export.progress import StageEvent
+from outrider.export.recipes import ExportOptions
 from outrider.export.source import read_source
 from outrider.models.bundle import Bundle
 from outrider.models.errors import BundleError, ConfigError, ExportError, OutriderError, TokenizerMismatch
+from outrider.models.places import default_cache_dir
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import RuntimeOptions
 
@@ -224,7 +226,7 @@ def test_an_export_that_fails_its_check_replaces_nothing(
         convert(model, directory, name)
 
     convert = openvino_ir.convert_to_ir
-    monkeypatch.setattr(pipeline, "convert_to_ir", convert_wrongly)
+    monkeypatch.setattr(build, "convert_to_ir", convert_wrongly)
     with pytest.raises(ExportError, match="parity check failed, prefill"):
         export_model(sources.target, place, ExportOptions("target", "int8", overwrite=True))
     assert Bundle.open(place).manifest == pair[1].manifest
@@ -249,7 +251,8 @@ def test_an_upstream_failure_keeps_its_words(
 
 EXPORT_AND_WAIT = """
 import sys, time
-from outrider.export.pipeline import ExportOptions, export_model
+from outrider.export.pipeline import export_model
+from outrider.export.recipes import ExportOptions
 
 def progress(event):
     print(event.stage, flush=True)

@@ -8,32 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 from filelock import FileLock
 
+from outrider.export.build import package_versions
 from outrider.export.pair import PairPaths, export_pair, reference_directories
-from outrider.export.pipeline import ExportOptions, package_versions
 from outrider.export.progress import Progress, silent
+from outrider.export.recipes import ExportOptions, RuntimeName
 from outrider.export.source import read_source
 from outrider.models.bundle import Bundle
 from outrider.models.errors import BundleError
-from outrider.models.manifest import SCHEMA_VERSION, Precision
-
-
-def default_cache_dir() -> Path:
-    """$OUTRIDER_CACHE, or "outrider" in the place where this platform keeps what can be made again."""
-    chosen = os.environ.get("OUTRIDER_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "outrider" / "cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "outrider"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+from outrider.models.manifest import SCHEMA_VERSION, Device, Precision
+from outrider.models.places import default_cache_dir
 
 
 def export_reference_pair(
@@ -41,17 +29,20 @@ def export_reference_pair(
     *,
     widen_mb: float | None = None,
     target_precision: Precision = "fp32",
-    draft_precision: Precision = "int8",
+    draft_precision: Precision | None = None,
+    draft_device: Device = "cpu",
+    draft_runtime: RuntimeName | None = None,
     source: PairPaths | None = None,
     progress: Progress = silent,
 ) -> PairPaths:
     """The bundles of the reference pair (or of `source`), exported if this cache has no intact ones.
 
     Safe to call from several processes at once: one exports, the others wait and use the result. `progress`
-    hears nothing when the cache has them. Raises what `export_pair` raises.
+    hears nothing when the cache has them. draft_precision, draft_runtime: None takes the device's default. Raises what
+    `export_pair` raises.
     """
     directories = source or reference_directories()
-    draft_options = ExportOptions("draft", draft_precision, overwrite=True)
+    draft_options = ExportOptions("draft", draft_precision, draft_runtime, device=draft_device, overwrite=True)
     target_options = ExportOptions("target", target_precision, widen_mb=widen_mb, overwrite=True)
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     place = root / "pairs" / _key(directories, draft_options, target_options)

@@ -14,11 +14,13 @@ from rich.markup import escape
 
 from outrider.export.display import print_report, show_progress
 from outrider.export.pair import REFERENCE, export_pair, reference_directories
-from outrider.export.pipeline import ExportOptions, RuntimeName, export_model
+from outrider.export.pipeline import export_model
 from outrider.export.prompts import load_prompts
 from outrider.export.quiet import missing_extra
+from outrider.export.recipes import ExportOptions
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError, OutriderError
+from outrider.models.manifest import Device, Precision, StaticShapes
 
 app = typer.Typer(
     help="Turn models into checked bundles: a draft for the device, a target for the cloud.",
@@ -27,8 +29,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-DraftPrecision = Literal["int8", "fp32"]
-TargetPrecision = Literal["int8", "fp32", "bf16", "fp16"]
+DraftRuntime = Literal["openvino", "onnxruntime"]
+TargetRuntime = Literal["openvino", "torch"]
+TargetDevice = Literal["cpu", "gpu"]
+Chosen = Annotated[Precision | None, typer.Option(help="Weights; the default of device and runtime if not given.")]
+DraftOn = Annotated[Device, typer.Option(help="What the draft will run on.")]
+DraftWith = Annotated[DraftRuntime | None, typer.Option(help="What runs the draft; the device's default if not given.")]
+PromptLen = Annotated[
+    int | None, typer.Option(min=1, help="NPU only: longest prompt of one pass; compiled in, so chosen now.")
+]
+ResponseLen = Annotated[int | None, typer.Option(min=1, help="NPU only: positions kept for what follows the prompt.")]
+StepLen = Annotated[int | None, typer.Option(min=1, help="NPU only: most tokens of one cached step.")]
 Name = Annotated[str | None, typer.Option(help="What the bundle is called; the source's name if not given.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing bundles.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the manifest as JSON, and no progress.")]
@@ -44,11 +55,15 @@ def pair(
     draft: Annotated[str, typer.Argument(help=f"Model directory, or '{REFERENCE}' for the bundled pair.")] = REFERENCE,
     target: Annotated[str | None, typer.Argument(help="Model directory of the target.")] = None,
     out: Annotated[Path, typer.Option("--out", help="Bundles go to OUT/draft and OUT/target.")] = Path("bundles"),
-    draft_precision: Annotated[DraftPrecision, typer.Option(help="Weights of the draft.")] = "int8",
-    target_precision: Annotated[
-        TargetPrecision | None, typer.Option(help="Weights of the target; the runtime's default if not given.")
-    ] = None,
-    target_runtime: Annotated[RuntimeName, typer.Option(help="What runs the target.")] = "openvino",
+    draft_device: DraftOn = "cpu",
+    draft_runtime: DraftWith = None,
+    draft_precision: Chosen = None,
+    prompt_len: PromptLen = None,
+    response_len: ResponseLen = None,
+    step_len: StepLen = None,
+    target_device: Annotated[TargetDevice, typer.Option(help="What the target will run on.")] = "cpu",
+    target_runtime: Annotated[TargetRuntime | None, typer.Option(help="What runs the target.")] = None,
+    target_precision: Chosen = None,
     widen: Widen = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON list of prompts for the acceptance rate.")] = None,
     threads: Threads = 0,
@@ -62,9 +77,23 @@ def pair(
             draft_dir,
             target_dir,
             out,
-            draft_options=ExportOptions("draft", draft_precision, num_threads=threads, overwrite=overwrite),
+            draft_options=ExportOptions(
+                "draft",
+                draft_precision,
+                draft_runtime,
+                num_threads=threads,
+                overwrite=overwrite,
+                device=draft_device,
+                static_shapes=_shapes(prompt_len, response_len, step_len),
+            ),
             target_options=ExportOptions(
-                "target", target_precision, target_runtime, widen, num_threads=threads, overwrite=overwrite
+                "target",
+                target_precision,
+                target_runtime,
+                widen,
+                num_threads=threads,
+                overwrite=overwrite,
+                device=target_device,
             ),
             prompts=load_prompts(prompts) if prompts is not None else None,
             progress=progress,
@@ -74,9 +103,14 @@ def pair(
 
 @app.command()
 def draft(
-    model: Annotated[str, typer.Argument(help=f"Model directory, or '{REFERENCE}'.")],
+    model: Annotated[str, typer.Argument(help=f"Model directory, hub id, or '{REFERENCE}'.")],
     out: Annotated[Path, typer.Option("--out", help="Where the bundle goes.")] = Path("bundles/draft"),
-    precision: Annotated[DraftPrecision, typer.Option(help="Weights.")] = "int8",
+    device: DraftOn = "cpu",
+    runtime: DraftWith = None,
+    precision: Chosen = None,
+    prompt_len: PromptLen = None,
+    response_len: ResponseLen = None,
+    step_len: StepLen = None,
     name: Name = None,
     threads: Threads = 0,
     overwrite: Overwrite = False,
@@ -84,7 +118,16 @@ def draft(
 ) -> None:
     """Export one model as a draft."""
     directory = reference_directories().draft if model == REFERENCE else model
-    options = ExportOptions("draft", precision, name=name, num_threads=threads, overwrite=overwrite)
+    options = ExportOptions(
+        "draft",
+        precision,
+        runtime,
+        name=name,
+        num_threads=threads,
+        overwrite=overwrite,
+        device=device,
+        static_shapes=_shapes(prompt_len, response_len, step_len),
+    )
     with show_progress(is_quiet=as_json) as progress:
         bundle = export_model(directory, out, options, progress)
     _report((bundle,), as_json=as_json)
@@ -92,12 +135,13 @@ def draft(
 
 @app.command()
 def target(
-    model: Annotated[str, typer.Argument(help=f"Model directory, or '{REFERENCE}'.")],
+    model: Annotated[str, typer.Argument(help=f"Model directory, hub id, or '{REFERENCE}'.")],
     out: Annotated[Path, typer.Option("--out", help="Where the bundle goes.")] = Path("bundles/target"),
-    precision: Annotated[
-        TargetPrecision | None, typer.Option(help="Weights; the runtime's default if not given.")
-    ] = None,
-    runtime: Annotated[RuntimeName, typer.Option(help="What runs it.")] = "openvino",
+    device: Annotated[TargetDevice, typer.Option(help="What the target will run on.")] = "cpu",
+    runtime: Annotated[TargetRuntime | None, typer.Option(help="What runs it; the device's default if not given.")] = (
+        None
+    ),
+    precision: Chosen = None,
     widen: Widen = None,
     name: Name = None,
     threads: Threads = 0,
@@ -106,7 +150,9 @@ def target(
 ) -> None:
     """Export one model as a target."""
     directory = reference_directories().target if model == REFERENCE else model
-    options = ExportOptions("target", precision, runtime, widen, name=name, num_threads=threads, overwrite=overwrite)
+    options = ExportOptions(
+        "target", precision, runtime, widen, name=name, num_threads=threads, overwrite=overwrite, device=device
+    )
     with show_progress(is_quiet=as_json) as progress:
         bundle = export_model(directory, out, options, progress)
     _report((bundle,), as_json=as_json)
@@ -119,6 +165,13 @@ def inspect(
 ) -> None:
     """Verify a bundle's files and show its report card."""
     _report((Bundle.open(bundle),), as_json=as_json)
+
+
+def _shapes(prompt_len: int | None, response_len: int | None, step_len: int | None) -> StaticShapes | None:
+    """The lengths that were asked for, the others as they are by default; None if none was."""
+    asked = {"prompt_len": prompt_len, "response_len": response_len, "step_len": step_len}
+    given = {name: length for name, length in asked.items() if length is not None}
+    return StaticShapes(**given) if given else None
 
 
 def _pair_directories(draft: str, target: str | None) -> tuple[str | Path, str | Path]:

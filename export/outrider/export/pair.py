@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Final
 
 from outrider.export.acceptance import TEMPERATURES, measure_acceptance
-from outrider.export.pipeline import ExportOptions, StagedExport, stage_export
+from outrider.export.pipeline import StagedExport, stage_export, work_store
 from outrider.export.progress import Progress, StageEvent, silent
-from outrider.export.prompts import BUILT_IN_PROMPTS, load_prompts
+from outrider.export.recipes import ExportOptions
 from outrider.export.run_export import open_draft, open_target
 from outrider.export.source import REFERENCE_ROOT, SourceModel, read_source
+from outrider.export.truth import prompts_for
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError, ExportError
 from outrider.models.manifest import Acceptance
@@ -68,23 +69,19 @@ def export_pair(
     draft_source, target_source = read_source(draft), read_source(target)
     require_same_tokenizer(draft_source.tokenizer, target_source.tokenizer)
     root = Path(out)
+    store = work_store()
     with (
-        stage_export(target_source, root / "target", target_options, progress) as staged_target,
-        stage_export(draft_source, root / "draft", draft_options, progress) as staged_draft,
+        stage_export(target_source, root / "target", target_options, progress, store) as staged_target,
+        stage_export(draft_source, root / "draft", draft_options, progress, store) as staged_draft,
     ):
         progress(StageEvent("pair", "measure"))
-        texts = prompts or _prompts_for(target_source)
+        texts = prompts or prompts_for(target_source)
         staged_draft.add_acceptance(_measure(staged_draft, staged_target, draft_source, texts))
         progress(StageEvent("pair", "write"))
         target_bundle = staged_target.commit()
-        return staged_draft.commit(), target_bundle
-
-
-def _prompts_for(source: SourceModel) -> Sequence[str]:
-    """The prompts that were held out for this model, if it is the bundled one."""
-    own = source.path.parent / "prompts.json"
-    is_reference = source.path == REFERENCE_ROOT / "target"
-    return load_prompts(own) if is_reference and own.is_file() else BUILT_IN_PROMPTS
+        draft_bundle = staged_draft.commit()
+    store.release()
+    return draft_bundle, target_bundle
 
 
 def _measure(
@@ -92,10 +89,8 @@ def _measure(
 ) -> tuple[Acceptance, ...]:
     ids = [source.tokenizer.encode(text) for text in texts]
     with (
-        closing(open_draft(draft.directory, draft.options.runtime_options)) as draft_runtime,
-        closing(
-            open_target(target.directory, target.options.runtime, target.options.runtime_options)
-        ) as target_runtime,
+        closing(open_draft(draft.model_file, draft.options)) as draft_runtime,
+        closing(open_target(target.model_file, target.options)) as target_runtime,
     ):
         return tuple(
             measure_acceptance(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-STAGES: Final = ("read", "widen", "load", "convert", "quantize", "check", "measure", "write")
+STAGES: Final = ("read", "widen", "load", "convert", "quantize", "calibrate", "check", "measure", "write")
 """Every stage that an export can go through, in order; an export skips what it does not need."""
 
 _WORDS: Final = {
@@ -17,6 +17,7 @@ _WORDS: Final = {
     "load": "loading the source model in FP32",
     "convert": "converting",
     "quantize": "quantizing the weights",
+    "calibrate": "calibrating and quantizing weights and activations",
     "check": "checking against the source, in the runtime that will run it",
     "measure": "measuring the acceptance rate",
     "write": "hashing and writing the bundle",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -15,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.parity import ParityReference, check_parity
-from outrider.models.manifest import Parity, Precision, Role
-from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
-from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
+from outrider.export.recipes import ExportOptions
+from outrider.models.manifest import Parity
+from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
+from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
 
 
 class RowsRuntime(SequenceRuntime, Protocol):
@@ -28,31 +30,77 @@ class RowsRuntime(SequenceRuntime, Protocol):
         ...
 
 
-def open_draft(path: Path, options: RuntimeOptions) -> RowsRuntime:
-    """The draft of directory `path`. Raises as `open_sequence_runtime` does."""
-    return cast(RowsRuntime, open_sequence_runtime("openvino", path, options))
+@dataclass(frozen=True, slots=True)
+class CheckedOn:
+    """Where an export can be run here. device: as the runtime names it. words: for people, and for the manifest."""
+
+    device: str
+    emulates_npu: bool
+    words: str
 
 
-def open_target(path: Path, kind: str, options: RuntimeOptions) -> BatchRuntime:
-    """The target of directory `path`, in the runtime named `kind`. Raises as `open_batch_runtime` does."""
-    return open_batch_runtime(kind, path, options)
+def where_to_check(options: ExportOptions) -> CheckedOn:
+    """The device that the export is for, if this machine has it; else the nearest that runs the same files."""
+    if options.device == "cpu":
+        return CheckedOn("cpu" if options.resolved_runtime == "torch" else "CPU", False, "CPU")
+    wanted, is_here = _find(options)
+    if is_here:
+        return CheckedOn(wanted, False, wanted)
+    if options.device == "npu":
+        return CheckedOn("NPU", True, "NPU path emulated on the CPU; not run on hardware")
+    nearest = "cpu" if options.resolved_runtime == "torch" else "CPU"
+    return CheckedOn(nearest, False, "CPU in place of a GPU; not run on hardware")
 
 
-def check_export(
-    path: Path,
-    *,
-    role: Role,
-    runtime: str,
-    precision: Precision,
-    reference: ParityReference,
-    options: RuntimeOptions,
-) -> Parity:
-    """The parity check of the files in `path`. Raises ExportError if they fail it."""
-    if role == "draft":
+def _find(options: ExportOptions) -> tuple[str, bool]:
+    """The runtime's name for the device, and whether there is one."""
+    if options.resolved_runtime == "torch":
+        import torch
+
+        return "cuda", torch.cuda.is_available()
+    if options.resolved_runtime == "onnxruntime":
+        import onnxruntime
+
+        name = "CUDAExecutionProvider"
+        return name, name in onnxruntime.get_available_providers()
+    import openvino
+
+    name = options.device.upper()
+    return name, any(device.split(".")[0] == name for device in openvino.Core().available_devices)
+
+
+def open_draft(model_file: Path, options: ExportOptions) -> RowsRuntime:
+    """The draft whose model is at `model_file`. Raises as `open_sequence_runtime` does."""
+    place = where_to_check(options)
+    kind = sequence_kind(options.resolved_runtime, options.device)
+    loading = options.runtime_options(place.device, emulate_npu=place.emulates_npu)
+    return cast(RowsRuntime, open_sequence_runtime(kind, model_file, loading))
+
+
+def open_target(model_file: Path, options: ExportOptions) -> BatchRuntime:
+    """The target whose model is at `model_file`. Raises as `open_batch_runtime` does."""
+    loading = options.runtime_options(where_to_check(options).device)
+    return open_batch_runtime(options.resolved_runtime, model_file, loading)
+
+
+def model_file(directory: Path, options: ExportOptions) -> Path:
+    """What a runtime opens of the files that were built in `directory`."""
+    if options.format == "safetensors":
+        return directory
+    return next(directory.glob("*.onnx" if options.format == "onnx" else "*.xml"))
+
+
+def check_export(directory: Path, options: ExportOptions, reference: ParityReference) -> Parity:
+    """The parity check of the files in `directory`. Raises ExportError if they fail it."""
+    place, path = where_to_check(options), model_file(directory, options)
+    precision = options.resolved_precision
+    if options.role == "draft":
         with closing(open_draft(path, options)) as draft:
-            return check_parity(SequenceSteps(draft), reference, precision, type(draft).__name__)
-    with closing(open_target(path, runtime, options)) as target:
-        return check_parity(BatchSteps(target), reference, precision, type(target).__name__)
+            parity = check_parity(SequenceSteps(draft), reference, precision, type(draft).__name__)
+    else:
+        with closing(open_target(path, options)) as target:
+            parity = check_parity(BatchSteps(target), reference, precision, type(target).__name__)
+    return parity.model_copy(update={"checked_on": place.words})
 
 
 class SequenceSteps:

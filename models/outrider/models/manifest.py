@@ -142,9 +142,13 @@ class ParityStage(_Part):
 
 
 class Parity(_Part):
-    """The numerical check that let the bundle through, in the runtime that will run it."""
+    """The numerical check that let the bundle through, in the runtime that will run it.
+
+    checked_on: the device that ran it, in words; another than the bundle's where the machine had none of those.
+    """
 
     runtime: str
+    checked_on: str = "CPU"
     max_relative_delta: float = Field(gt=0.0)
     max_mean_kl: float = Field(gt=0.0)
     min_argmax_agreement: Share

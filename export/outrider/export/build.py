@@ -1,0 +1,172 @@
+"""From a source to a model's files, one way a runtime. Expensive stages go through the work store.
+
+No stage holds the source beside more than its own result: it is loaded when a stage needs it and let go before the
+result is quantized.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from outrider.export.openvino_ir import convert_to_ir, finish_ir
+from outrider.export.parity import PARITY_TEXT
+from outrider.export.progress import Progress, StageEvent
+from outrider.export.recipes import ExportOptions
+from outrider.export.safetensors_cast import cast_weights
+from outrider.export.source import SourceModel
+from outrider.export.truth import LoadedSource, Truth, held_out_texts
+from outrider.export.work_store import WorkStore
+from outrider.models.manifest import Quantization, Source
+
+PACKAGES: Final = ("openvino", "optimum-intel", "nncf", "torch", "transformers", "onnx", "onnxruntime-genai")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One model to build. origin: what identifies its weights. directory: where its files go. scratch: for stages."""
+
+    source: SourceModel
+    origin: Source
+    directory: Path
+    scratch: Path
+    options: ExportOptions
+    store: WorkStore
+    progress: Progress
+    loaded: LoadedSource = field(init=False)
+
+    def __post_init__(self) -> None:
+        loaded = LoadedSource(self.source, lambda: self.tell("load"))
+        object.__setattr__(self, "loaded", loaded)  # frozen, and made of the other fields
+
+    def tell(self, stage: str) -> None:
+        """Says that a stage begins."""
+        self.progress(StageEvent(self.options.role, stage))
+
+    def key(self, stage: str, **more: Any) -> dict[str, Any]:
+        """What decides the result of a stage: the source, the versions of what makes it, and `more`."""
+        return {
+            "stage": stage,
+            "source": self.origin.weights_sha256,
+            "tokenizer": self.source.tokenizer.fingerprint,
+            "versions": package_versions(),
+            **more,
+        }
+
+
+def build(job: Job) -> tuple[Truth, Quantization | None]:
+    """Puts the model's files into `job.directory`; returns what the source says, for the checks, and how weights were
+    quantized.
+    """
+    texts = [PARITY_TEXT, *(list(text) for text in held_out_texts(job.source))]
+    place = job.store.get(job.key("truth", texts=texts), lambda directory: job.loaded.tell_truth().save(directory))
+    match job.options.resolved_runtime:
+        case "openvino":
+            quantization = _build_openvino(job)
+        case "onnxruntime":
+            quantization = _build_onnx(job)
+        case "torch":
+            job.loaded.let_go()
+            job.tell("convert")
+            cast_weights(job.source.weight_files, job.directory, job.options.resolved_precision)
+            quantization = None
+    return Truth.load(place), quantization
+
+
+def _build_openvino(job: Job) -> Quantization | None:
+    def convert(directory: Path) -> None:
+        model = job.loaded.model()
+        job.tell("convert")
+        convert_to_ir(model, directory, job.source.name)
+
+    ir = job.store.get(job.key("ir"), convert)
+    job.loaded.let_go()
+    options = job.options
+    if options.resolved_precision == "w8a8":
+        from outrider.export.calibration import quantize_fully
+
+        job.tell("calibrate")
+        quantize_fully(ir, job.directory, held_out_texts(job.source), job.source.name)
+        return Quantization(tool=_tool("nncf"), scheme="w8a8", granularity="row, activations per tensor")
+    if options.resolved_precision not in ("fp32", "fp16"):
+        job.tell("quantize")
+    return finish_ir(ir, job.directory, job.source.name, options.resolved_precision, options.device)
+
+
+def _build_onnx(job: Job) -> Quantization | None:
+    from outrider.export import onnx_builder
+
+    precision = job.options.resolved_precision
+    assert precision in ("fp32", "fp16", "int8", "int4")
+    if onnx_builder.supports(job.source.config):
+        provider: Literal["cpu", "cuda"] = "cuda" if job.options.device == "gpu" else "cpu"
+
+        def build_with_genai(directory: Path) -> None:
+            job.tell("convert")
+            onnx_builder.build_with_genai(job.source.path, directory, precision, provider, job.scratch, job.source.name)
+
+        job.loaded.let_go()  # the builder loads the source by itself
+        place_files(job.store.get(job.key("genai", precision=precision, on=provider), build_with_genai), job.directory)
+        return _onnx_quantization(precision, "onnxruntime-genai")
+    from outrider.export.onnx_dynamo import export_with_dynamo
+    from outrider.export.onnx_quantize import quantize_weights
+
+    def export(directory: Path) -> None:
+        model = job.loaded.model()
+        job.tell("convert")
+        export_with_dynamo(model, directory, job.source.name)
+
+    graph = job.store.get(job.key("onnx"), export)
+    job.loaded.let_go()
+    if precision == "fp32":
+        place_files(graph, job.directory)
+        return None
+    job.tell("quantize")
+    quantize_weights(graph / "model.onnx", job.directory, 8 if precision == "int8" else 4)
+    return _onnx_quantization(precision, "onnxruntime")
+
+
+def _onnx_quantization(precision: str, package: str) -> Quantization | None:
+    if precision not in ("int8", "int4"):
+        return None
+    return Quantization(tool=_tool(package), scheme=f"{precision} symmetric", granularity="block of 32")
+
+
+def place_files(source: Path, destination: Path) -> None:
+    """Puts the files of one directory into another, without a second copy of the bytes where the disk allows it."""
+    for path in sorted(source.rglob("*")):
+        target = destination / path.relative_to(source)
+        if path.is_dir():
+            target.mkdir(parents=True, exist_ok=True)
+            continue
+        try:
+            os.link(path, target)
+        except OSError:  # another disk, or one that has no links
+            shutil.copyfile(path, target)
+
+
+def _tool(package: str) -> str:
+    return f"{package} {importlib.metadata.version(package)}"
+
+
+def package_versions() -> dict[str, str]:
+    """The versions of what makes a bundle; of a package that is not installed, none."""
+    versions: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions | {"outrider": outrider_version()}
+
+
+def outrider_version() -> str:
+    """Outrider's own; "source" for a checkout that was never installed."""
+    try:
+        return importlib.metadata.version("outrider")
+    except importlib.metadata.PackageNotFoundError:
+        return "source"

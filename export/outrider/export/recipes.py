@@ -1,0 +1,113 @@
+"""What can be made, of what, for what: one row a role, device and runtime (DESIGN section 7).
+
+A row lists precisions, the default first. Whether a model of some family can be made that way is found out by
+making it and checking it; what is known of families beforehand is `families`' business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from outrider.models.errors import ConfigError
+from outrider.models.manifest import Device, Format, Precision, Role, StaticShapes
+from outrider.models.runtimes.base import RuntimeOptions
+
+RuntimeName = Literal["openvino", "onnxruntime", "torch"]
+RECIPES: Final[dict[tuple[Role, Device, RuntimeName], tuple[Precision, ...]]] = {
+    ("draft", "npu", "openvino"): ("int8", "w8a8"),
+    ("draft", "cpu", "openvino"): ("int8", "int4", "fp32"),
+    ("draft", "cpu", "onnxruntime"): ("int8", "int4", "fp32"),
+    ("draft", "gpu", "openvino"): ("int4", "fp16"),
+    ("draft", "gpu", "onnxruntime"): ("int4", "fp16"),
+    ("target", "cpu", "openvino"): ("int8", "fp32"),
+    ("target", "cpu", "torch"): ("fp32", "bf16", "fp16"),
+    ("target", "gpu", "torch"): ("bf16", "fp16"),
+    ("target", "gpu", "openvino"): ("fp16",),
+}
+"""Precisions by role, device and runtime. The first runtime named for a role and a device is the default."""
+
+_TORCH_DTYPES: Final[dict[Precision, str]] = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
+_FORMATS: Final[dict[RuntimeName, Format]] = {
+    "openvino": "openvino-ir",
+    "onnxruntime": "onnx",
+    "torch": "safetensors",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What to make of a model.
+
+    precision, runtime: None takes the default of RECIPES. widen_mb: widen the target to this many MB in FP32 first.
+    name: what the bundle is called; None takes the source's. num_threads: for the check; 0 leaves it to the runtime.
+    static_shapes: of a draft for an NPU; None takes their defaults.
+    Raises ConfigError for what cannot be made.
+    """
+
+    role: Role
+    precision: Precision | None = None
+    runtime: RuntimeName | None = None
+    widen_mb: float | None = None
+    name: str | None = None
+    num_threads: int = 0
+    overwrite: bool = False
+    device: Device = "cpu"
+    static_shapes: StaticShapes | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        runtimes = runtimes_for(self.role, self.device)
+        if not runtimes:
+            raise ConfigError(
+                f"a {self.role} is not made for an {self.device.upper()}; targets run on gpu or cpu, in the cloud"
+            )
+        if self.resolved_runtime not in runtimes:
+            raise ConfigError(
+                f"a {self.role} for {self.device} is not made for {self.runtime}; expected {' or '.join(runtimes)}"
+            )
+        possible = RECIPES[self.role, self.device, self.resolved_runtime]
+        if self.precision is not None and self.precision not in possible:
+            raise ConfigError(
+                f"precision {self.precision} is not made for a {self.role} on {self.device} with "
+                f"{self.resolved_runtime}; expected {' or '.join(possible)}"
+            )
+        if self.widen_mb is not None and not (self.role == "target" and self.widen_mb > 0):
+            raise ConfigError("only targets are widened, and to a positive number of megabytes")
+        if self.static_shapes is not None and self.device != "npu":
+            raise ConfigError(f"lengths are chosen at export for an NPU only; a {self.device} runs any")
+
+    @property
+    def resolved_runtime(self) -> RuntimeName:
+        """The runtime that will run it."""
+        return self.runtime or runtimes_for(self.role, self.device)[0]
+
+    @property
+    def resolved_precision(self) -> Precision:
+        """The precision that will be made."""
+        return self.precision or RECIPES[self.role, self.device, self.resolved_runtime][0]
+
+    @property
+    def resolved_shapes(self) -> StaticShapes | None:
+        """The lengths that an NPU's model is made for; None for other devices."""
+        return (self.static_shapes or StaticShapes()) if self.device == "npu" else None
+
+    @property
+    def format(self) -> Format:
+        """The format that the runtime reads."""
+        return _FORMATS[self.resolved_runtime]
+
+    def runtime_options(self, device: str, *, emulate_npu: bool = False) -> RuntimeOptions:
+        """How the check opens the result on `device`, as the runtime names it."""
+        dtype = {"dtype": _TORCH_DTYPES[self.resolved_precision]} if self.resolved_runtime == "torch" else {}
+        return RuntimeOptions(
+            device=device,
+            num_threads=self.num_threads,
+            static_shapes=self.resolved_shapes,
+            emulate_npu=emulate_npu,
+            properties=dtype,
+        )
+
+
+def runtimes_for(role: Role, device: Device) -> tuple[RuntimeName, ...]:
+    """The runtimes that something for `role` and `device` is made for, the default first; () for none."""
+    return tuple(runtime for made_for, on, runtime in RECIPES if (made_for, on) == (role, device))
