@@ -98,19 +98,19 @@ def _build_openvino(job: Job) -> Quantization | None:
 
 
 def _build_onnx(job: Job) -> Quantization | None:
-    from outrider.export import onnx_builder
+    from outrider.export.onnx_builder import build_with_genai, supports
 
     precision = job.options.resolved_precision
     assert precision in ("fp32", "fp16", "int8", "int4")
-    if onnx_builder.supports(job.source.config):
+    if supports(job.source.config):
         provider: Literal["cpu", "cuda"] = "cuda" if job.options.device == "gpu" else "cpu"
 
-        def build_with_genai(directory: Path) -> None:
+        def build(directory: Path) -> None:
             job.tell("convert")
-            onnx_builder.build_with_genai(job.source.path, directory, precision, provider, job.scratch, job.source.name)
+            build_with_genai(job.source.path, directory, precision, provider, job.scratch, job.source.name)
 
         job.loaded.let_go()  # the builder loads the source by itself
-        place_files(job.store.get(job.key("genai", precision=precision, on=provider), build_with_genai), job.directory)
+        place_files(job.store.get(job.key("genai", precision=precision, on=provider), build), job.directory)
         return _onnx_quantization(precision, "onnxruntime-genai")
     from outrider.export.onnx_dynamo import export_with_dynamo
     from outrider.export.onnx_quantize import quantize_weights

@@ -25,6 +25,7 @@ from outrider.export.widen import describe_widening, widen
 from outrider.export.work_store import WorkStore, require_room, telling_of_full_disks
 from outrider.models.bundle import Bundle
 from outrider.models.bundle_writer import BundleWriter
+from outrider.models.errors import ExportError
 from outrider.models.manifest import Acceptance, ExportReport, FileEntry, Manifest, Precision, Quantization, Source
 from outrider.models.places import default_cache_dir
 from outrider.models.tokenizer import TOKENIZER_FILES
@@ -117,7 +118,11 @@ def stage_export(
         _copy_texts(built, writer.directory, options)
         shutil.rmtree(scratch)
         progress(StageEvent(options.role, "check"))
-        parity = check_export(writer.directory, options, truth.reference)
+        try:
+            parity = check_export(writer.directory, options, truth.reference)
+        except ExportError:
+            store.release()  # what was made on the way may be what is wrong
+            raise
         files = writer.list_files()
         report = ExportReport(size_bytes=sum(entry.size for entry in files), parity=parity, versions=package_versions())
         manifest = _manifest(built, origin, options, files, quantization, report)
