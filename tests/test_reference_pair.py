@@ -141,7 +141,7 @@ def test_chains_count_what_was_tested() -> None:
     """A round tests up to its first wrong token, accepts what stood before it, and skips the target's own token."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from outrider.models.reference.acceptance import run_chains
+    from outrider.models.distillation.acceptance import run_chains
 
     matches = np.array([1, 1, 0, 0, 1, 1, 1, 1, 0, 1], dtype=np.bool_)
     chain = run_chains(matches, depth=4)
@@ -153,7 +153,7 @@ def test_the_match_bound_is_the_match_probability_when_nothing_is_left_out() -> 
     """The bound equals the share of equal picks under shared Gumbel noise, and is 1 for equal distributions."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from outrider.models.reference.distill import match_bound
+    from outrider.models.distillation.distill import match_bound
 
     generator = torch.Generator().manual_seed(1)
     log_p = torch.randn(20, generator=generator).log_softmax(-1)

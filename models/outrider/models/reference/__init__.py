@@ -4,7 +4,7 @@
 neither model was trained on. The pair completes Python source plausibly and is no assistant; see MODEL_CARD.md.
 
 Importing this package loads no model library. Its modules, in the order of their use: `corpus`, `vocabulary`, `data`,
-`pretrain`, `rollout`, `distill`, `package` (all run by `train`), `evaluate` and `card`.
+`pretrain`, `outrider.models.distillation`, `package` (all run by `train`), `evaluate` and `card`.
 """
 
 from __future__ import annotations

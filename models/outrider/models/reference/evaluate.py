@@ -17,8 +17,8 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from outrider.models.distillation.acceptance import Acceptance, measure
 from outrider.models.reference import card, draft_dir, load_prompts, target_dir
-from outrider.models.reference.acceptance import Acceptance, measure
 from outrider.models.reference.corpus import SourceFile
 from outrider.models.reference.data import SEPARATOR_ID
 

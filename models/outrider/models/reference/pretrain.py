@@ -18,11 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outrider.models.reference import parallel
+from outrider.models.distillation import parallel
+from outrider.models.distillation.optim import CHECKPOINT_EVERY_S, Budget, MatrixOptimizer, Rates, rate_scale
 from outrider.models.reference.data import Windows, scoring_windows
-from outrider.models.reference.optim import Budget, MatrixOptimizer, Rates, rate_scale
-
-CHECKPOINT_EVERY_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from outrider.models.reference.distill import DistillPlan
-from outrider.models.reference.optim import Rates
+from outrider.models.distillation.distill import DistillPlan
+from outrider.models.distillation.optim import Rates
 from outrider.models.reference.pretrain import Plan
 from outrider.models.reference.vocabulary import VOCABULARY_SIZE
 

@@ -21,13 +21,14 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from outrider.models.reference import distill, parallel, recipe, training_record
+from outrider.models.distillation import distill, parallel
+from outrider.models.distillation.rollout import Rollout
+from outrider.models.reference import recipe, training_record
 from outrider.models.reference.corpus import Corpus, load_corpus
 from outrider.models.reference.data import encode_files
 from outrider.models.reference.package import save_model
 from outrider.models.reference.pretrain import Plan, pretrain
 from outrider.models.reference.prompts import cut_prompts
-from outrider.models.reference.rollout import Rollout
 from outrider.models.reference.vocabulary import train_tokenizer
 
 STAGES = ("target", "draft", "pool", "distill", "package")

@@ -13,10 +13,10 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from outrider.models.distillation.distill import DistillPlan
+from outrider.models.distillation.optim import Rates
 from outrider.models.reference import recipe
 from outrider.models.reference.corpus import Corpus, SourceFile
-from outrider.models.reference.distill import DistillPlan
-from outrider.models.reference.optim import Rates
 from outrider.models.reference.pretrain import Plan
 from outrider.models.reference.vocabulary import VOCABULARY_SIZE
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from outrider.models.reference.attention import batch_decoding
+from outrider.models.distillation.attention import batch_decoding
 
 TEMPERATURES = (0.5, 0.8, 1.0)
 """The temperatures at which normalizers are recorded, hence at which a draft can be trained to match."""

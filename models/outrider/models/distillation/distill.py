@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outrider.models.reference import parallel
-from outrider.models.reference.optim import Average, Budget, MatrixOptimizer, Rates, rate_scale
-from outrider.models.reference.pretrain import CHECKPOINT_EVERY_S
-from outrider.models.reference.rollout import TEMPERATURES, Rollout, batches, concatenate, sample_rows
+from outrider.models.distillation import parallel
+from outrider.models.distillation.optim import CHECKPOINT_EVERY_S, Average, Budget, MatrixOptimizer, Rates, rate_scale
+from outrider.models.distillation.rollout import TEMPERATURES, Rollout, batches, concatenate, sample_rows
 
 
 @dataclass(frozen=True, slots=True)

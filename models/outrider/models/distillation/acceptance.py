@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from outrider.models.reference.attention import batch_decoding
+from outrider.models.distillation.attention import batch_decoding
 from outrider.models.sampling import SamplingParams, pick
 
 

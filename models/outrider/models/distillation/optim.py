@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.models.reference import parallel
+from outrider.models.distillation import parallel
+
+CHECKPOINT_EVERY_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)
