@@ -15,7 +15,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.models.errors import ExportError
+from outrider.models.errors import ExportError, ParityFailure
 from outrider.models.manifest import Parity, ParityStage
 from outrider.models.tokenizer import Tokenizer
 
@@ -128,21 +128,24 @@ def _compare(name: str, found: NDArray[np.float32], expected: NDArray[np.float32
 def _require_parity(parity: Parity, precision: str) -> None:
     rows = sum(stage.rows for stage in parity.stages)
     agreement = sum(stage.argmax_agreement * stage.rows for stage in parity.stages) / rows
+    worst = max(stage.max_delta / stage.scale for stage in parity.stages)
     for stage in parity.stages:
         relative = stage.max_delta / stage.scale
         if relative > parity.max_relative_delta or stage.mean_kl > parity.max_mean_kl:
-            raise ExportError(
+            raise ParityFailure(
                 f"parity check failed, {stage.name}: largest difference {stage.max_delta:.3g} on logits up "
                 f"to {stage.scale:.3g} ({relative:.2g} relative, at most {parity.max_relative_delta:g} for "
                 f"{precision}), mean KL {stage.mean_kl:.3g} (at most {parity.max_mean_kl:g}); nothing was "
                 "written. The converter or the runtime is wrong for this model: try --precision fp32, or "
-                "another runtime"
+                "another runtime",
+                worst,
             )
     if agreement < parity.min_argmax_agreement:
-        raise ExportError(
+        raise ParityFailure(
             f"parity check failed: {agreement:.2f} of {rows} argmaxes agree with the source, expected at "
             f"least {parity.min_argmax_agreement:g} for {precision}; nothing was written. Try --precision "
-            "fp32"
+            "fp32",
+            worst,
         )
 
 

@@ -6,7 +6,8 @@
     ├── BundleError            a bundle is missing, altered, incomplete or of another schema
     ├── TokenizerError         a tokenizer cannot be loaded or cannot do what was asked
     │   └── TokenizerMismatch  draft and target do not share one tokenizer
-    ├── ExportError            a model cannot be exported, or its export failed the numerical check
+    ├── ExportError            a model cannot be exported
+    │   └── ParityFailure      an export computes other logits than its source
     ├── RuntimeUnavailable     a device, a runtime or its package is not on this machine
     ├── ModelFault             a model produced something unusable (NaN logits, a wrong shape)
     ├── RequestError           a request that the server refuses; has a stable `code` and an HTTP status
@@ -43,7 +44,18 @@ class TokenizerMismatch(TokenizerError):
 
 
 class ExportError(OutriderError):
-    """A model cannot be exported, or its export failed the numerical check."""
+    """A model cannot be exported."""
+
+
+class ParityFailure(ExportError):
+    """An export computes other logits than its source.
+
+    relative_delta: the largest difference of a logit over the largest logit.
+    """
+
+    def __init__(self, message: str, relative_delta: float) -> None:
+        super().__init__(message)
+        self.relative_delta = relative_delta
 
 
 class RuntimeUnavailable(OutriderError):
