@@ -78,16 +78,14 @@ def load_paged_model(path: Path, options: RuntimeOptions, *, tree_masks: bool) -
     Raises BundleError when the files are missing or the model is not a stateful decoder, ConfigError for an
     option out of range, RuntimeUnavailable when the device is not there.
     """
-    xml = path if path.suffix == ".xml" else path / MODEL_FILE
-    if not (xml.is_file() and xml.with_suffix(".bin").is_file()):
-        raise BundleError(f"no OpenVINO model at {xml}; expected {xml.name} and {xml.with_suffix('.bin').name}")
+    xml = find_ir(path)
     properties = _properties(options)
     model = _core().read_model(xml)
     try:
         paged_attention_transformation(model, allow_qq_bias=tree_masks)
     except RuntimeError as error:
         raise BundleError(
-            f"{xml} cannot use paged attention: {_reason(error)}; expected the stateful decoder that "
+            f"{xml} cannot use paged attention: {failure_reason(error)}; expected the stateful decoder that "
             "`outrider-export` or optimum-intel's default text-generation export writes"
         ) from error
     gathers_rows = _gather_rows(model)
@@ -98,14 +96,15 @@ def load_paged_model(path: Path, options: RuntimeOptions, *, tree_masks: bool) -
     except RuntimeError as error:
         available = ", ".join(_core().available_devices) or "none"
         raise RuntimeUnavailable(
-            f"OpenVINO cannot run {xml} on {options.device!r}: {_reason(error)}; devices on this machine: {available}"
+            f"OpenVINO cannot run {xml} on {options.device!r}: {failure_reason(error)}; devices on this machine: "
+            f"{available}"
         ) from error
     caches = [port for port in compiled.inputs if _is_cache(port)]
     values = next(port for port in caches if "value_cache" in port.any_name)
     return PagedModel(
         compiled=compiled,
         request=compiled.create_infer_request(),
-        limits=ModelLimits(compiled.output(0).partial_shape[-1].get_length(), _max_positions(xml, options)),
+        limits=ModelLimits(compiled.output(0).partial_shape[-1].get_length(), longest_sequence(xml, options)),
         # Keys may be stored transposed (GPU); values are [blocks, heads, block size, head size] everywhere.
         block_size=_trailing(values)[1],
         block_bytes=sum(int(np.prod(_trailing(port))) * port.element_type.size for port in caches),
@@ -113,7 +112,15 @@ def load_paged_model(path: Path, options: RuntimeOptions, *, tree_masks: bool) -
     )
 
 
-def _reason(error: RuntimeError) -> str:
+def find_ir(path: Path) -> Path:
+    """The .xml of the IR at `path` (a directory with openvino_model.xml, or an .xml file). BundleError if missing."""
+    xml = path if path.suffix == ".xml" else path / MODEL_FILE
+    if not (xml.is_file() and xml.with_suffix(".bin").is_file()):
+        raise BundleError(f"no OpenVINO model at {xml}; expected {xml.name} and {xml.with_suffix('.bin').name}")
+    return xml
+
+
+def failure_reason(error: RuntimeError) -> str:
     """OpenVINO's messages name lines of its own sources first and say what happened last."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
@@ -167,7 +174,7 @@ def _is_constant(value: Any) -> bool:
     )
 
 
-def _max_positions(xml: Path, options: RuntimeOptions) -> int:
+def longest_sequence(xml: Path, options: RuntimeOptions) -> int:
     """The longest sequence: the model's own, from config.json beside it, cut to `options.max_positions`."""
     config = xml.parent / "config.json"
     own = 0
