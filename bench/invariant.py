@@ -93,8 +93,7 @@ def measure(lab: Lab, options: argparse.Namespace, console: Console) -> dict[str
         stack.enter_context(closing(runtime))
         drafters = [lab.drafter]
         for _ in range(options.workers - 1):
-            drafter = open_drafter(lab.draft, num_threads=1)
-            assert drafter is not None
+            drafter = open_drafter(lab.draft, lab.choice, num_threads=1).drafter
             drafters.append(stack.enter_context(closing(drafter)))
         progress = stack.enter_context(Progress(console=console, transient=True))
         total = len(SAMPLINGS) * (1 + len(MODES)) * options.prompts

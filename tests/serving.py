@@ -41,9 +41,8 @@ CHAT_TEMPLATE = (
 TIMEOUT_S = 30.0
 
 
-@cache
-def fake_tokenizer(*, has_chat_template: bool = True) -> Tokenizer:
-    """A byte-level BPE of 300 ids; id 0 is the special `<|end|>`."""
+def save_fake_tokenizer(root: Path, *, has_chat_template: bool = True) -> None:
+    """Writes a byte-level BPE of 300 ids, whose id 0 is the special `<|end|>`, to the directory `root`."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -60,11 +59,17 @@ def fake_tokenizer(*, has_chat_template: bool = True) -> Tokenizer:
         "def verify(tokens, drafts): return all(token == draft for token, draft in zip(tokens, drafts)) naïve 東京 😀"
     )
     backend.train_from_iterator([text] * 4, trainer)
+    backend.save(str(root / "tokenizer.json"))
+    config = {"eos_token": "<|end|>"} | ({"chat_template": CHAT_TEMPLATE} if has_chat_template else {})
+    (root / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@cache
+def fake_tokenizer(*, has_chat_template: bool = True) -> Tokenizer:
+    """The tokenizer that `save_fake_tokenizer` writes."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        backend.save(str(root / "tokenizer.json"))
-        config = {"eos_token": "<|end|>"} | ({"chat_template": CHAT_TEMPLATE} if has_chat_template else {})
-        (root / "tokenizer_config.json").write_text(json.dumps(config))
+        save_fake_tokenizer(root, has_chat_template=has_chat_template)
         tokenizer = Tokenizer.from_dir(root, name="fake")
         # Read now what is read lazily: the directory goes away.
         assert tokenizer.fingerprint and tokenizer.eos_token_ids == (EOS_ID,)

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from outrider.edge.devices import find_runtime
+
 KEYS = {
     *("tokens_per_s", "ttft_ms", "itl_ms_p50", "itl_ms_p95", "acceptance_rate", "tokens_per_pass", "passes_per_token"),
     *("bytes_up_per_token", "bytes_down_per_token", "identical"),
@@ -37,6 +39,9 @@ def test_the_demo_shows_one_text_in_every_mode_and_writes_its_figures(reference_
     document = json.loads(path.read_text())
     assert set(document) == {"pair", "rtt_ms", "modes"}
     assert document["rtt_ms"] == 4.0
+    drafted_by = document["pair"]["drafted_by"]
+    assert (drafted_by["runtime"], drafted_by["device"], drafted_by["precision"]) == ("openvino", "cpu", "int8")
+    assert drafted_by["notes"] == [] and "drafted by: int8, OpenVINO on the CPU" in finished.stdout
     assert document["pair"]["target"]["parameters"] > 10 * document["pair"]["draft"]["parameters"]
     assert list(document["modes"]) == ["cloud_only", "stop_and_wait", "stream"]
     for mode, figures in document["modes"].items():
@@ -79,8 +84,17 @@ def test_an_interrupted_demo_leaves_no_process_behind(reference_cache: Path, num
         process.stdout.close()
 
 
-def test_the_demo_refuses_to_compare_nothing() -> None:
-    """Without a draft there is nothing to show: one line says what was expected."""
-    finished = subprocess.run(_command("--drafter", "none"), capture_output=True, text=True, timeout=TIMEOUT_S)
-    assert finished.returncode == 2
-    assert "expected model or ngram" in " ".join(finished.stderr.split())
+def test_the_demo_asks_for_the_device_before_it_exports_anything(tmp_path: Path) -> None:
+    """Where there is no NPU it says so at once, and what would help; nothing is left in the cache."""
+    if find_runtime("openvino").has("npu"):
+        pytest.skip("this machine has an NPU")
+    finished = subprocess.run(
+        _command("--draft-device", "npu"),
+        env=os.environ | {"OUTRIDER_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert finished.returncode == 2 and finished.stderr.count("\n") == 1
+    assert "sees no NPU on this machine" in finished.stderr and "--emulate-npu" in finished.stderr
+    assert not list(tmp_path.iterdir())

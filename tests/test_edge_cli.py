@@ -22,9 +22,9 @@ from outrider.edge.depth import CostModelDepth, FixedDepth, ThresholdDepth
 from outrider.edge.drafter import NgramDrafter
 from outrider.edge.endpoints import Endpoints
 from outrider.edge.estimates import Estimates
+from outrider.edge.placement import DraftChoice
 from outrider.edge.results import (
     ByteCounts,
-    DrafterKind,
     GenerationRequest,
     GenerationResult,
     Mode,
@@ -73,6 +73,11 @@ def test_help_needs_no_model_runtime() -> None:
         (["--draft", "nowhere"], "nowhere"),
         (["--draft", "nowhere", "--temperature", "nan"], "temperature is nan"),
         (["--draft", "nowhere", "--depth", "deep"], "expected auto, threshold or a number"),
+        (["--draft", "nowhere", "--runtime", "ngram", "--draft-device", "cpu"], "no device runs it"),
+        (["--draft", "nowhere", "--emulate-npu", "--draft-device", "cpu"], "leave one of them out"),
+        (["--draft", "nowhere", "--emulate-npu", "--runtime", "onnxruntime"], "--emulate-npu runs is OpenVINO's"),
+        (["--draft", "nowhere", "--draft-device", "npu", "--runtime", "onnxruntime"], "NPU run with OpenVINO"),
+        (["--draft", "nowhere", "--mode", "cloud-only", "--runtime", "ngram"], "nothing drafts"),
     ],
 )
 def test_a_mistake_is_one_clear_line_and_exit_code_2(
@@ -124,7 +129,7 @@ def test_a_run_ends_where_the_target_says_and_not_where_the_draft_would() -> Non
         prompt="def verify",
         clouds=("http://127.0.0.1:1",),
         draft=Path("draft"),
-        drafter=DrafterKind.NGRAM,
+        choice=DraftChoice("ngram"),
         mode=Mode.STREAM,
         depth="auto",
         params=SamplingParams(),

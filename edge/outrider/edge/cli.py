@@ -12,7 +12,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from outrider.edge.demo import demo
-from outrider.edge.results import DrafterKind, Mode
+from outrider.edge.devices_screen import devices
+from outrider.edge.draft_flags import DraftDevice, EmulateNpu, Runtime
+from outrider.edge.placement import DraftChoice
+from outrider.edge.results import Mode
 from outrider.models.errors import OutriderError, RuntimeUnavailable
 from outrider.models.sampling import SamplingParams
 
@@ -33,9 +36,9 @@ def run(
         typer.Option(help="Verifier's URL; repeat for others to fall back on (default: http://127.0.0.1:8000)."),
     ] = None,
     mode: Annotated[Mode, typer.Option(help="How device and cloud share the work.")] = Mode.STREAM,
-    drafter: Annotated[
-        DrafterKind, typer.Option(help="What drafts; ngram repeats what the text said before.")
-    ] = DrafterKind.MODEL,
+    draft_device: DraftDevice = None,
+    runtime: Runtime = None,
+    emulate_npu: EmulateNpu = False,
     depth: Annotated[str, typer.Option(help="How far to run ahead: auto, threshold or a number, 0 to 32.")] = "auto",
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
@@ -64,7 +67,7 @@ def run(
         prompt=sys.stdin.read() if prompt == "-" else prompt,
         clouds=tuple(cloud or ["http://127.0.0.1:8000"]),
         draft=draft,
-        drafter=drafter,
+        choice=DraftChoice(runtime, draft_device, emulate_npu),
         mode=mode,
         depth=depth,
         params=SamplingParams(temperature, top_k, top_p, min_p, secrets.randbits(32) if seed is None else seed),
@@ -80,6 +83,7 @@ def run(
 
 
 app.command()(demo)
+app.command()(devices)
 
 
 def missing_extra(error: ModuleNotFoundError) -> Exception:

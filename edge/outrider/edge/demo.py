@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from outrider.edge.results import DrafterKind
-from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.edge.draft_flags import DraftDevice, EmulateNpu, Runtime
+from outrider.edge.placement import DraftChoice
+from outrider.models.errors import RuntimeUnavailable
 from outrider.models.sampling import SamplingParams
 
 
@@ -28,7 +29,7 @@ class DemoOptions:
     num_prompts: int
     max_tokens: int
     params: SamplingParams
-    drafter: DrafterKind
+    choice: DraftChoice
 
 
 def demo(
@@ -45,15 +46,19 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=2, max=512, help="Tokens of a text.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy; greedy text of so small a model loops.")] = 0.8,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same texts.")] = 0,
-    drafter: Annotated[
-        DrafterKind, typer.Option(help="What drafts; ngram repeats what the text said before.")
-    ] = DrafterKind.MODEL,
+    draft_device: DraftDevice = None,
+    runtime: Runtime = None,
+    emulate_npu: EmulateNpu = False,
 ) -> None:
     """See everything work on this machine: export, cloud, agent, and how the modes compare."""
-    if drafter is DrafterKind.NONE:
-        raise ConfigError("drafter is none; the demo compares a draft with cloud-only, so expected model or ngram")
     options = DemoOptions(
-        rtt_ms, widen, json, prompts, max_tokens, SamplingParams(temperature=temperature, seed=seed), drafter
+        rtt_ms,
+        widen,
+        json,
+        prompts,
+        max_tokens,
+        SamplingParams(temperature=temperature, seed=seed),
+        DraftChoice(runtime, draft_device, emulate_npu),
     )
     try:
         from outrider.edge.demo_run import run_demo

@@ -19,6 +19,7 @@ from outrider.edge.comparison import ModeFigures, compare
 from outrider.edge.demo import DemoOptions
 from outrider.edge.demo_screen import DemoScreen
 from outrider.edge.lab import CLOUD_ONLY, STREAM, Lab, connected, interleave, open_lab, three_modes
+from outrider.edge.placement import require_asked_device
 from outrider.edge.results import GenerationRequest
 from outrider.models.errors import RuntimeUnavailable
 from outrider.models.reference import load_prompts
@@ -33,11 +34,12 @@ Sweep = dict[float, dict[str, ModeFigures]]
 
 def run_demo(options: DemoOptions, console: Console) -> None:
     """The whole demonstration. Raises OutriderError; whatever happens, no process is left behind."""
+    require_asked_device(options.choice)  # before minutes go into an export for it
     screen = DemoScreen(console)
     screen.show_intro(options)
     with ending_on_signals():
         target, draft = _export(options)
-        with open_lab(target, draft, options.drafter) as lab:
+        with open_lab(target, draft, options.choice) as lab:
             figures, sweep = asyncio.run(_measure(options, lab, screen))
     if options.json_path is not None:
         document = report(options, lab, figures, sweep)
@@ -55,8 +57,14 @@ def _export(options: DemoOptions) -> tuple[Path, Path]:
             f"the demo exports the bundled pair first, which needs the package {error.name!r}; run: "
             'pip install "outrider[all]"'
         ) from None
+    asked = options.choice
     with show_progress(is_quiet=False) as progress:
-        pair = export_reference_pair(widen_mb=options.widen_mb or None, progress=progress)
+        pair = export_reference_pair(
+            widen_mb=options.widen_mb or None,
+            draft_device=asked.wanted_device or "cpu",
+            draft_runtime=None if asked.runtime == "ngram" else asked.runtime,
+            progress=progress,
+        )
     return pair.target, pair.draft
 
 
@@ -87,7 +95,7 @@ async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen) -> tuple[
             sweep[other] = await _compare_at(lab, other, requests[:NUM_OTHER], screen)
         sweep[rtt_ms] = figures
         screen.show_sweep(dict(sorted(sweep.items())))
-    screen.show_close(figures)
+    screen.show_close(figures, lab)
     return figures, sweep
 
 
@@ -113,7 +121,7 @@ def report(
         rounded = {key: _rounded(value) for key, value in asdict(values).items()}
         modes[name] = rounded | ({"speed_up_by_rtt_ms": by_rtt} if by_rtt else {})
     return {
-        "pair": describe_pair(lab) | {"drafter": options.drafter.value, "cores": lab.cores.note},
+        "pair": describe_pair(lab) | {"drafted_by": lab.placement.as_json(), "cores": lab.cores.note},
         "rtt_ms": MAIN_RTT_MS if options.rtt_ms is None else options.rtt_ms,
         "modes": modes,
     }

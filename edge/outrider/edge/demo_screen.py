@@ -57,6 +57,9 @@ class DemoScreen:
                 f"{manifest.report.size_bytes / 1e6:,.1f} MB, {manifest.runtime}",
                 highlight=False,
             )
+        self._console.print(f"drafted by: {lab.placement.words}", style="bold", highlight=False)
+        for note in lab.placement.notes:
+            self._console.print(f"note: {note}", style="yellow", highlight=False)
         self._console.print(f"{lab.cores.note}", highlight=False)
 
     @contextmanager
@@ -133,7 +136,7 @@ class DemoScreen:
             table.add_row(NAMES[mode], *values, style="bold" if mode == STREAM else None)
         self._console.print(table)
 
-    def show_close(self, figures: Mapping[str, ModeFigures]) -> None:
+    def show_close(self, figures: Mapping[str, ModeFigures], lab: Lab) -> None:
         """What the figures are, and are not."""
         self._console.print(
             "tokens/s leaves the prompt's prefill out. Bytes are of bodies, a generated token, the prompt included. "
@@ -141,6 +144,11 @@ class DemoScreen:
             style="dim",
             highlight=False,
         )
+        if lab.placement.is_emulated:
+            self._console.print(
+                "The NPU was emulated on the CPU: text, acceptance and code are an NPU's, the times are not.",
+                style="yellow",
+            )
         if any(not f.identical for f in figures.values()):
             self._console.print(
                 "A text differs where two tokens score almost alike: batches of other shapes round differently. "

@@ -19,7 +19,8 @@ from outrider.edge.depth import CostModelDepth
 from outrider.edge.drafter import Drafter
 from outrider.edge.endpoints import Endpoints
 from outrider.edge.estimates import Estimates
-from outrider.edge.results import DrafterKind, GenerationRequest, GenerationResult, Mode
+from outrider.edge.placement import AS_BUNDLED, DraftChoice, Placement
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.edge.setup import Agent, make_agent, open_draft_bundle, open_drafter
 from outrider.edge.stop_and_wait import StopAndWaitAgent
 from outrider.models.bundle import Bundle
@@ -35,7 +36,10 @@ ALIKE = ("--no-share-prefixes",)
 
 @dataclass(frozen=True, slots=True)
 class Lab:
-    """An open laboratory. url: the cloud's own, without the network in between."""
+    """An open laboratory. url: the cloud's own, without the network in between.
+
+    choice, placement: what was to draft, and what does.
+    """
 
     url: str
     cores: CorePlan
@@ -43,6 +47,8 @@ class Lab:
     draft: Bundle
     tokenizer: Tokenizer
     drafter: Drafter
+    choice: DraftChoice
+    placement: Placement
 
     def encode(self, text: str) -> tuple[int, ...]:
         """A prompt's token ids."""
@@ -51,11 +57,12 @@ class Lab:
 
 @contextmanager
 def open_lab(
-    target: Path, draft: Path, drafter_kind: DrafterKind = DrafterKind.MODEL, cloud_options: Sequence[str] = ALIKE
+    target: Path, draft: Path, choice: DraftChoice = AS_BUNDLED, cloud_options: Sequence[str] = ALIKE
 ) -> Iterator[Lab]:
     """Starts the cloud and opens the draft; this thread stays on the agent's core until the end.
 
-    cloud_options: more arguments of `outrider-cloud serve`. Raises BundleError, TokenizerMismatch, RuntimeUnavailable.
+    cloud_options: more arguments of `outrider-cloud serve`. Raises BundleError, TokenizerMismatch, ConfigError,
+    RuntimeUnavailable.
     """
     cores = plan_cores()
     target_bundle, draft_bundle = Bundle.open(target), open_draft_bundle(draft)
@@ -64,10 +71,9 @@ def open_lab(
     with ExitStack() as stack:
         url = stack.enter_context(cloud_process(target, cores.cloud, cloud_options))
         stack.enter_context(running_on(cores.agent))
-        drafter = open_drafter(draft_bundle, drafter_kind, num_threads=1)
-        assert drafter is not None
-        stack.enter_context(closing(drafter))
-        yield Lab(url, cores, target_bundle, draft_bundle, tokenizer, drafter)
+        opened = open_drafter(draft_bundle, choice, num_threads=1)
+        stack.enter_context(closing(opened.drafter))
+        yield Lab(url, cores, target_bundle, draft_bundle, tokenizer, opened.drafter, choice, opened.placement)
 
 
 def cloud_process(target: Path, cores: Cores, options: Sequence[str] = ()) -> AbstractContextManager[str]:

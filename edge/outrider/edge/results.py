@@ -19,14 +19,6 @@ class Mode(StrEnum):
     CLOUD_ONLY = "cloud-only"  # no drafts
 
 
-class DrafterKind(StrEnum):
-    """What drafts."""
-
-    MODEL = "model"
-    NGRAM = "ngram"
-    NONE = "none"
-
-
 class Source(StrEnum):
     """Who produced a token that the user sees. Both are the target's own pick."""
 

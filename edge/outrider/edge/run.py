@@ -11,25 +11,29 @@ from pathlib import Path
 from rich.console import Console
 
 from outrider.edge.client import ClientOptions, CloudClient
-from outrider.edge.drafter import Drafter
 from outrider.edge.endpoints import Endpoints
 from outrider.edge.estimates import Estimates
-from outrider.edge.results import DrafterKind, GenerationRequest, GenerationResult, Mode, OnTokens
-from outrider.edge.setup import make_agent, make_depth, open_draft_bundle, open_drafter
-from outrider.edge.summary import result_as_json, summary_lines
+from outrider.edge.placement import AS_BUNDLED, DraftChoice
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
+from outrider.edge.setup import OpenDraft, make_agent, make_depth, open_draft_bundle, open_drafter
+from outrider.edge.summary import draft_lines, result_as_json, summary_lines
 from outrider.edge.terminal import TokenPrinter
+from outrider.models.errors import ConfigError
 from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Everything `outrider run` was told. clouds: endpoints in order of preference. depth: as `make_depth` reads it."""
+    """Everything `outrider run` was told. clouds: endpoints in order of preference. depth: as `make_depth` reads it.
+
+    Raises ConfigError for what contradicts itself.
+    """
 
     prompt: str
     clouds: tuple[str, ...]
     draft: Path
-    drafter: DrafterKind
+    choice: DraftChoice
     mode: Mode
     depth: str
     params: SamplingParams
@@ -41,6 +45,10 @@ class RunOptions:
     compares: bool
     api_key: str | None
 
+    def __post_init__(self) -> None:
+        if self.mode is Mode.CLOUD_ONLY and self.choice != AS_BUNDLED:
+            raise ConfigError("nothing drafts with --mode cloud-only; leave out what chooses the draft")
+
 
 def run_once(options: RunOptions, console: Console, *, as_json: bool) -> None:
     """Generates, shows and sums up; raises OutriderError."""
@@ -48,21 +56,28 @@ def run_once(options: RunOptions, console: Console, *, as_json: bool) -> None:
     bundle = open_draft_bundle(options.draft)
     tokenizer = bundle.tokenizer()
     request = make_request(options, tokenizer, bundle.manifest.tokenizer_fingerprint)
-    kind = DrafterKind.NONE if options.mode is Mode.CLOUD_ONLY else options.drafter
-    drafter = open_drafter(bundle, kind, options.num_threads)
+    is_drafted = options.mode is not Mode.CLOUD_ONLY
+    draft = open_drafter(bundle, options.choice, options.num_threads) if is_drafted else None
     printer = None if as_json else TokenPrinter(console, tokenizer.detokenizer(context=request.prompt))
-    with closing(drafter) if drafter is not None else nullcontext():
-        result, baseline = asyncio.run(_generate(options, request, drafter, printer))
+    with closing(draft.drafter) if draft is not None else nullcontext():
+        if draft is not None and not as_json:
+            for note in draft.placement.notes:
+                console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
+        result, baseline = asyncio.run(_generate(options, request, draft, printer))
     speed_up = result.tokens_per_s / baseline.tokens_per_s if baseline is not None else None
     if printer is None:
         document = result_as_json(result, tokenizer.decode(result.tokens)) | {"seed": options.params.seed}
+        document["draft"] = draft.placement.as_json() if draft is not None else None
         if baseline is not None:
             cloud_only = result_as_json(baseline, tokenizer.decode(baseline.tokens))
             document |= {"cloud_only": cloud_only, "speed_up": speed_up, "identical": baseline.tokens == result.tokens}
         console.print_json(json.dumps(document))
         return
     printer.finish()
-    for line in [*summary_lines(result), *(summary_lines(baseline) if baseline is not None else [])]:
+    lines = summary_lines(result)
+    if draft is not None:
+        lines += draft_lines(draft.placement, len(request.prompt), len(result.tokens))
+    for line in [*lines, *(summary_lines(baseline) if baseline is not None else [])]:
         console.print(line, style="dim", highlight=False, soft_wrap=True)
     if baseline is not None:
         same = (
@@ -88,12 +103,12 @@ def make_request(options: RunOptions, tokenizer: Tokenizer, fingerprint: str) ->
 
 
 async def _generate(
-    options: RunOptions, request: GenerationRequest, drafter: Drafter | None, on_tokens: OnTokens | None
+    options: RunOptions, request: GenerationRequest, draft: OpenDraft | None, on_tokens: OnTokens | None
 ) -> tuple[GenerationResult, GenerationResult | None]:
     async with AsyncExitStack() as stack:
         client_options = ClientOptions(api_key=options.api_key)
         clients = [await stack.enter_async_context(CloudClient(url, client_options)) for url in options.clouds]
         endpoints = Endpoints(clients)
         baseline = await make_agent(Mode.CLOUD_ONLY, endpoints, None).generate(request) if options.compares else None
-        agent = make_agent(options.mode, endpoints, drafter, options.depth)
+        agent = make_agent(options.mode, endpoints, draft.drafter if draft is not None else None, options.depth)
         return await agent.generate(request, on_tokens), baseline

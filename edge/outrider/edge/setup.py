@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -10,11 +11,13 @@ from outrider.edge.depth import CostModelDepth, DepthController, FixedDepth, Thr
 from outrider.edge.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.endpoints import Endpoints
 from outrider.edge.estimates import Estimates
-from outrider.edge.results import DrafterKind, GenerationRequest, GenerationResult, Mode, OnTokens
+from outrider.edge.placement import AS_BUNDLED, DraftChoice, Placement, place_draft
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
 from outrider.edge.stop_and_wait import StopAndWaitAgent
 from outrider.models.bundle import Bundle
 from outrider.models.errors import BundleError, ConfigError
-from outrider.models.runtimes import open_sequence_runtime
+from outrider.models.places import default_cache_dir
+from outrider.models.runtimes import open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import RuntimeOptions
 
 
@@ -61,11 +64,33 @@ def open_draft_bundle(path: str | Path) -> Bundle:
     return bundle
 
 
-def open_drafter(bundle: Bundle, kind: DrafterKind = DrafterKind.MODEL, num_threads: int = 0) -> Drafter | None:
-    """Loads what drafts; None for no draft. The caller closes it. Raises as `open_sequence_runtime` does."""
-    if kind is DrafterKind.NONE:
-        return None
-    if kind is DrafterKind.NGRAM:
-        return NgramDrafter()
-    options = RuntimeOptions(device=bundle.manifest.device.upper(), num_threads=num_threads)
-    return ModelDrafter(open_sequence_runtime(bundle.manifest.runtime, bundle.model_file, options))
+@dataclass(frozen=True, slots=True)
+class OpenDraft:
+    """A drafter, and what it is and runs on. Close the drafter."""
+
+    drafter: Drafter
+    placement: Placement
+
+
+def open_drafter(bundle: Bundle, choice: DraftChoice = AS_BUNDLED, num_threads: int = 0) -> OpenDraft:
+    """Loads what drafts; the caller closes it.
+
+    Compiled models are kept in the user's cache where compiling takes long: not for the CPU. Raises as `place_draft`
+    and `open_sequence_runtime` do.
+    """
+    manifest = bundle.manifest
+    placement = place_draft(manifest, choice)
+    if placement.device is None:
+        return OpenDraft(NgramDrafter(), placement)
+    compiled = default_cache_dir() / "compiled" / manifest.digest[:16]
+    options = RuntimeOptions(
+        device=placement.device_name,
+        num_threads=num_threads,
+        cache_dir=None if placement.device == "cpu" else str(compiled),
+        static_shapes=manifest.static_shapes,
+        emulate_npu=placement.is_emulated,
+    )
+    runtime = open_sequence_runtime(sequence_kind(manifest.runtime, placement.device), bundle.model_file, options)
+    provider = getattr(runtime, "provider", placement.device_name)
+    known = replace(placement, provider=provider, max_positions=runtime.limits.max_positions)
+    return OpenDraft(ModelDrafter(runtime), known)

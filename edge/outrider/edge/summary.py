@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from outrider.edge.placement import Placement
 from outrider.edge.results import GenerationResult
 
 
@@ -61,6 +62,19 @@ def summary_lines(result: GenerationResult) -> list[str]:
         lines.append(f"the connection was lost and taken up again {result.num_sessions - 1} times")
     if result.draft_error is not None:
         lines.append(f"drafting ended early: {result.draft_error}")
+    return lines
+
+
+def draft_lines(placement: Placement, num_prompt: int, num_tokens: int) -> list[str]:
+    """What drafted, for a terminal; and if the text outgrew the draft, from where on nothing did."""
+    lines = [f"drafted by: {placement.words}"]
+    longest = placement.max_positions
+    if longest is not None and num_prompt + num_tokens > longest:
+        since = "the whole text" if num_prompt >= longest else f"everything after {longest - num_prompt} tokens"
+        lines.append(
+            f"the draft holds {longest} tokens, prompt included; the prompt has {num_prompt}, so the cloud wrote "
+            f"{since} undrafted"
+        )
     return lines
 
 

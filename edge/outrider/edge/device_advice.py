@@ -1,0 +1,87 @@
+"""Why a runtime sees no NPU or GPU here, as far as the system tells, and what its user can do about it.
+
+Linux tells a good deal: device nodes, who may open them, and which kernel modules are loaded. What the vendors' own
+documents ask for: docs/overview.md of github.com/intel/linux-npu-driver, and OpenVINO's "Configurations for Intel NPU"
+and "... for Intel Processor Graphics". Knows no runtime's interface, and opens no device.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+Access = Callable[[Path], bool]
+
+
+def _may_use(node: Path) -> bool:
+    return os.access(node, os.R_OK | os.W_OK)
+
+
+def npu_advice(platform: str = sys.platform, root: Path = Path("/"), may_use: Access = _may_use) -> str:
+    """What stands between this machine and OpenVINO's NPU device, one or two sentences.
+
+    platform: as `sys.platform`. root: where /dev and /sys are. may_use: whether this user may open a node.
+    """
+    if platform == "win32":
+        return (
+            "An NPU needs the vendor's driver: Windows Update has it, or Intel's page 'Intel NPU Driver'; "
+            "Device Manager then lists 'Intel(R) AI Boost'."
+        )
+    if not platform.startswith("linux"):
+        return "OpenVINO drives NPUs on Linux and Windows only."
+    nodes = sorted((root / "dev" / "accel").glob("accel*"))
+    has_module = (root / "sys" / "module" / "intel_vpu").is_dir()
+    if not nodes and has_module:
+        return (
+            "The kernel module intel_vpu is loaded, but there is no /dev/accel/accel0: usually its firmware is "
+            "missing (package intel-fw-npu); `dmesg | grep intel_vpu` tells."
+        )
+    if not nodes:
+        return (
+            "There is no /dev/accel/accel0: OpenVINO drives the NPU of an Intel Core Ultra processor, through the "
+            "kernel module intel_vpu (Linux 6.6 or newer; `sudo modprobe intel_vpu`) and its firmware (package "
+            "intel-fw-npu)."
+        )
+    if not has_module:
+        return f"{_named(nodes)} belongs to another driver than intel_vpu, and OpenVINO drives Intel's NPUs only."
+    if not any(may_use(node) for node in nodes):
+        return (
+            f"This user may not open {_named(nodes)}: run `sudo usermod -aG render $USER` and log in again (where the "
+            "node belongs to root alone, `sudo chown root:render` and `sudo chmod g+rw` it first)."
+        )
+    return (
+        f"{_named(nodes)} is there and may be used, so what is missing is the user-space driver: install "
+        "intel-level-zero-npu and intel-driver-compiler-npu (github.com/intel/linux-npu-driver/releases) and the Level "
+        "Zero loader (libze1, or level-zero)."
+    )
+
+
+def gpu_advice(runtime: str, platform: str = sys.platform, root: Path = Path("/"), may_use: Access = _may_use) -> str:
+    """What stands between this machine and a GPU in `runtime` ("openvino", "onnxruntime"), one or two sentences."""
+    if runtime == "onnxruntime":
+        return (
+            "Its CUDA provider needs an NVIDIA GPU with CUDA and cuDNN 9, and another package: `pip uninstall "
+            "onnxruntime`, then `pip install onnxruntime-gpu` of the same version. An Intel GPU is driven by OpenVINO: "
+            "`outrider-export draft MODEL --device gpu --runtime openvino`."
+        )
+    other = "An NVIDIA GPU is driven by ONNX Runtime: `outrider-export draft MODEL --device gpu --runtime onnxruntime`."
+    if platform == "win32":
+        return f"An Intel GPU needs Intel's graphics driver. {other}"
+    if not platform.startswith("linux"):
+        return f"OpenVINO drives Intel GPUs on Linux and Windows only. {other}"
+    nodes = sorted((root / "dev" / "dri").glob("renderD*"))
+    if not nodes:
+        return f"There is no /dev/dri/renderD*: the kernel drives no GPU, or this container was not given one. {other}"
+    if not any(may_use(node) for node in nodes):
+        return f"This user may not open {_named(nodes)}: run `sudo usermod -aG render $USER` and log in again. {other}"
+    return (
+        f"{_named(nodes)} is there and may be used, so what an Intel GPU lacks is its compute runtime: install "
+        f"intel-opencl-icd and ocl-icd-libopencl1 (github.com/intel/compute-runtime/releases). {other}"
+    )
+
+
+def _named(nodes: Sequence[Path]) -> str:
+    node = nodes[0]
+    return "/" + "/".join(node.parts[-3:])

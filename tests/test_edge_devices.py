@@ -1,0 +1,391 @@
+"""What there is to draft on, where a bundle may run, and what is said about it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import get_args
+
+import onnxruntime
+import openvino
+import pytest
+from rich.console import Console
+from tests.serving import FakeServer, fake_tokenizer, save_fake_tokenizer, serve_fake, target_tokens
+from tests.test_bundle import make_manifest
+
+from outrider.edge import cli
+from outrider.edge.client import CloudClient
+from outrider.edge.device_advice import gpu_advice, npu_advice
+from outrider.edge.devices import FoundDevice, FoundRuntime, find_runtime, require_device
+from outrider.edge.devices_screen import DRAFTS, devices_as_json, show_devices
+from outrider.edge.drafter import ModelDrafter
+from outrider.edge.endpoints import Endpoints
+from outrider.edge.placement import AS_BUNDLED, DraftChoice, Placement, place_draft
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.edge.setup import make_agent, open_drafter
+from outrider.edge.summary import draft_lines
+from outrider.models.bundle import Bundle
+from outrider.models.bundle_writer import BundleWriter
+from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
+from outrider.models.manifest import Device, FileEntry, Manifest, StaticShapes
+from outrider.models.runtimes.fake import FakeSequenceRuntime
+from outrider.models.sampling import SamplingParams
+
+EMULATED = "NPU path emulated on the CPU; not run on hardware"
+ALL_DEVICES = {
+    "openvino": FoundRuntime(
+        "openvino", "1", tuple(FoundDevice(name.upper(), "a " + name, name) for name in get_args(Device))
+    ),
+    "onnxruntime": FoundRuntime(
+        "onnxruntime",
+        "1",
+        (FoundDevice("CUDAExecutionProvider", "a gpu", "gpu"), FoundDevice("CPUExecutionProvider", "a cpu", "cpu")),
+    ),
+}
+CPU_ONLY = FoundRuntime("openvino", "1", (FoundDevice("CPU", "Some Processor", "cpu"),))
+
+
+def manifest_for(runtime: str, device: str, checked_on: str) -> Manifest:
+    """A draft's manifest."""
+    manifest = make_manifest((FileEntry(path="openvino_model.xml", size=1, sha256="0" * 64),), "0" * 64)
+    parity = manifest.report.parity.model_copy(update={"checked_on": checked_on})
+    return manifest.model_copy(
+        update={
+            "runtime": runtime,
+            "device": device,
+            "precision": "int8",
+            "static_shapes": StaticShapes() if device == "npu" else None,
+            "report": manifest.report.model_copy(update={"parity": parity}),
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "choice", "placed"),
+    [
+        (("openvino", "cpu", "CPU"), AS_BUNDLED, ("openvino", "cpu", False, 0)),
+        (("openvino", "cpu", "CPU"), DraftChoice("openvino", "cpu"), ("openvino", "cpu", False, 0)),
+        (("openvino", "cpu", "CPU"), DraftChoice(device="gpu"), ("openvino", "gpu", False, 1)),
+        (("openvino", "gpu", "GPU"), AS_BUNDLED, ("openvino", "gpu", False, 0)),
+        (("openvino", "gpu", "GPU"), DraftChoice(device="cpu"), ("openvino", "cpu", False, 1)),
+        (
+            ("openvino", "gpu", "CPU in place of a GPU; not run on hardware"),
+            DraftChoice(device="cpu"),
+            ("openvino", "cpu", False, 0),
+        ),
+        (
+            ("openvino", "gpu", "CPU in place of a GPU; not run on hardware"),
+            AS_BUNDLED,
+            ("openvino", "gpu", False, 1),
+        ),
+        (("openvino", "npu", "NPU"), AS_BUNDLED, ("openvino", "npu", False, 0)),
+        (("openvino", "npu", EMULATED), DraftChoice(emulate_npu=True), ("openvino", "npu", True, 0)),
+        (("openvino", "npu", EMULATED), DraftChoice("openvino", "npu", True), ("openvino", "npu", True, 0)),
+        (("openvino", "npu", EMULATED), DraftChoice(device="npu"), ("openvino", "npu", False, 1)),
+        (("openvino", "npu", "NPU"), DraftChoice(emulate_npu=True), ("openvino", "npu", True, 1)),
+        (("onnxruntime", "cpu", "CPU"), DraftChoice("onnxruntime"), ("onnxruntime", "cpu", False, 0)),
+        (("onnxruntime", "gpu", "CUDAExecutionProvider"), AS_BUNDLED, ("onnxruntime", "gpu", False, 0)),
+        (("onnxruntime", "gpu", "CUDAExecutionProvider"), DraftChoice(device="cpu"), ("onnxruntime", "cpu", False, 1)),
+    ],
+)
+def test_a_bundle_runs_on_the_devices_of_its_runtime_and_says_where_it_was_not_checked(
+    made: tuple[str, str, str], choice: DraftChoice, placed: tuple[str, str, bool, int]
+) -> None:
+    """The user's device, else the bundle's; a note wherever the numerical check ran elsewhere."""
+    placement = place_draft(manifest_for(*made), choice, ALL_DEVICES[made[0]])
+    assert (placement.runtime, placement.device, placement.is_emulated, len(placement.notes)) == placed
+    assert all(made[2] in note for note in placement.notes)
+
+
+@pytest.mark.parametrize(
+    ("made", "choice", "command"),
+    [
+        (("openvino", "cpu", "CPU"), DraftChoice("onnxruntime"), "--device cpu --runtime onnxruntime`"),
+        (("onnxruntime", "cpu", "CPU"), DraftChoice("openvino"), "--device cpu --runtime openvino`"),
+        (("onnxruntime", "cpu", "CPU"), DraftChoice("openvino", "gpu"), "--device gpu --runtime openvino`"),
+        (("onnxruntime", "cpu", "CPU"), DraftChoice(emulate_npu=True), "--device npu --runtime openvino`"),
+        (("openvino", "npu", EMULATED), DraftChoice("onnxruntime"), "--device cpu --runtime onnxruntime`"),
+        (("openvino", "cpu", "CPU"), DraftChoice(device="npu"), "--device npu --runtime openvino`"),
+        (("openvino", "cpu", "CPU"), DraftChoice(emulate_npu=True), "--device npu --runtime openvino`"),
+        (("openvino", "npu", EMULATED), DraftChoice(device="gpu"), "--device gpu --runtime openvino`"),
+        (("openvino", "npu", EMULATED), DraftChoice(device="cpu"), "--device cpu --runtime openvino`, or try its NPU"),
+    ],
+)
+def test_a_bundle_runs_in_no_other_code_than_it_was_checked_in(
+    made: tuple[str, str, str], choice: DraftChoice, command: str
+) -> None:
+    """Whatever devices there are: the error names what the bundle is for and the command that makes the right one."""
+    with pytest.raises(ConfigError) as refused:
+        place_draft(manifest_for(*made), choice, ALL_DEVICES[made[0]])
+    assert f"bundle for {made[0]} on {made[1]}" in str(refused.value)
+    assert f"`outrider-export draft MODEL {command}" in str(refused.value)
+
+
+def test_commands_in_refusals_name_bundles_that_are_made() -> None:
+    """Every runtime and device that a message can name is a row of the exporter's own table."""
+    from outrider.export.recipes import RECIPES
+
+    made = {(runtime, device) for role, device, runtime in RECIPES if role == "draft"}
+    assert made == set(DRAFTS)
+
+
+def test_a_target_is_no_draft() -> None:
+    """A bundle that no draft runtime reads is refused by name."""
+    with pytest.raises(BundleError, match="made for torch, which runs no drafts"):
+        place_draft(manifest_for("torch", "cpu", "CPU"), AS_BUNDLED, CPU_ONLY)
+
+
+@pytest.mark.parametrize("choice", [AS_BUNDLED, DraftChoice(device="npu"), DraftChoice("openvino")])
+def test_a_missing_npu_is_an_error_that_says_what_would_help(choice: DraftChoice) -> None:
+    """Never another device in silence, also where the bundle alone asks for it; emulation needs none."""
+    manifest = manifest_for("openvino", "npu", EMULATED)
+    with pytest.raises(RuntimeUnavailable) as missing:
+        place_draft(manifest, choice, CPU_ONLY)
+    for part in ("sees no NPU", "CPU (Some Processor)", npu_advice(), "--emulate-npu", "--device cpu", "ngram"):
+        assert part in str(missing.value)
+    assert place_draft(manifest, DraftChoice(emulate_npu=True), CPU_ONLY).is_emulated
+
+
+def test_a_runtime_that_is_not_installed_is_answered_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Asking finds it missing; wanting a device of it says how to get it."""
+    for runtime in DRAFTS:
+        monkeypatch.setitem(sys.modules, runtime[0], None)
+        found = find_runtime(runtime[0])
+        assert found.version is None and found.devices == ()
+        with pytest.raises(RuntimeUnavailable, match=r'not installed; run: pip install "outrider\[edge\]"'):
+            require_device(*runtime)
+
+
+def test_what_is_found_here_is_what_the_runtimes_say() -> None:
+    """Every machine has a CPU in both."""
+    found = find_runtime("openvino")
+    assert [device.name for device in found.devices] == openvino.Core().available_devices and found.has("cpu")
+    assert found.version is not None and openvino.__version__.startswith(found.version)
+    found = find_runtime("onnxruntime")
+    assert found.version == onnxruntime.__version__ and found.has("cpu") and not found.has("npu")
+    assert {device.name for device in found.devices} <= set(onnxruntime.get_available_providers())
+
+
+def test_devices_that_this_machine_lacks_are_told_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several GPUs are one family; a driver's version is told where the driver tells it."""
+    names = {
+        "CPU": "Intel(R) Core(TM) Ultra",
+        "GPU.0": "Arc (iGPU)",
+        "GPU.1": "Arc (dGPU)",
+        "NPU": "Intel(R) AI Boost ",
+    }
+
+    class Core:
+        available_devices = tuple(names)
+
+        def get_property(self, device: str, name: str) -> object:
+            if name == "FULL_DEVICE_NAME":
+                return names[device]
+            if device == "NPU" and name == "NPU_DRIVER_VERSION":
+                return 1005
+            raise RuntimeError(f"{device} has no {name}")
+
+    fake = types.SimpleNamespace(Core=Core, __version__="2026.4.1-1-releases")
+    monkeypatch.setitem(sys.modules, "openvino", fake)
+    found = find_runtime("openvino")
+    assert found.version == "2026.4.1"
+    assert [(device.name, device.device, device.driver) for device in found.devices] == [
+        ("CPU", "cpu", None), ("GPU.0", "gpu", None), ("GPU.1", "gpu", None), ("NPU", "npu", "1005"),
+    ]  # fmt: skip
+    assert found.devices[-1].full_name == "Intel(R) AI Boost"
+    for device in get_args(Device):
+        require_device("openvino", device, found)
+
+
+def make_nodes(root: Path, *paths: str) -> Path:
+    """Files under `root`, as a system without an NPU can have them."""
+    for path in paths:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).touch()
+    return root
+
+
+@pytest.mark.parametrize(
+    ("paths", "may_use", "said"),
+    [
+        ((), True, "no /dev/accel/accel0"),
+        (("sys/module/intel_vpu/version",), True, "intel-fw-npu"),
+        (("dev/accel/accel0",), True, "another driver than intel_vpu"),
+        (("dev/accel/accel0", "sys/module/intel_vpu/version"), False, "usermod -aG render"),
+        (("dev/accel/accel0", "sys/module/intel_vpu/version"), True, "intel-level-zero-npu and intel-driver-compiler"),
+    ],
+)
+def test_on_linux_the_first_thing_that_is_missing_for_an_npu_is_named(
+    tmp_path: Path, paths: tuple[str, ...], may_use: bool, said: str
+) -> None:
+    """Kernel module, firmware, access, user-space driver: in the order in which they are needed."""
+    assert said in npu_advice("linux", make_nodes(tmp_path, *paths), lambda node: may_use)
+
+
+@pytest.mark.parametrize(
+    ("paths", "may_use", "said"),
+    [
+        ((), True, "no /dev/dri/renderD*"),
+        (("dev/dri/renderD128",), False, "may not open /dev/dri/renderD128: run `sudo usermod -aG render"),
+        (("dev/dri/renderD128",), True, "intel-opencl-icd"),
+    ],
+)
+def test_on_linux_the_first_thing_that_is_missing_for_a_gpu_is_named(
+    tmp_path: Path, paths: tuple[str, ...], may_use: bool, said: str
+) -> None:
+    """Kernel driver, access, compute runtime; an NVIDIA GPU is ONNX Runtime's."""
+    told = gpu_advice("openvino", "linux", make_nodes(tmp_path, *paths), lambda node: may_use)
+    assert said in told and "--runtime onnxruntime" in told
+
+
+def test_elsewhere_the_vendors_driver_is_named() -> None:
+    """Windows has drivers from its vendors; a Mac has none for OpenVINO."""
+    assert "Intel(R) AI Boost" in npu_advice("win32") and "graphics driver" in gpu_advice("openvino", "win32")
+    assert "Linux and Windows only" in npu_advice("darwin") and "Linux and Windows" in gpu_advice("openvino", "darwin")
+    assert "onnxruntime-gpu" in gpu_advice("onnxruntime", "win32") and "cuDNN" in gpu_advice("onnxruntime", "linux")
+
+
+def test_outrider_devices_lists_what_is_here_and_what_would_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--json is one document with the same content."""
+    monkeypatch.setattr(sys, "argv", ["outrider", "devices", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    document = json.loads(capsys.readouterr().out)
+    assert not ended.value.code
+    assert document == json.loads(json.dumps(devices_as_json([find_runtime("openvino"), find_runtime("onnxruntime")])))
+    for entry in document["runtimes"]:
+        assert {device["device"] for device in entry["devices"]} >= {"cpu"}
+    here = {(entry["runtime"], device["device"]) for entry in document["runtimes"] for device in entry["devices"]}
+    missing = {(entry["runtime"], entry["device"]) for entry in document["missing"]}
+    assert missing == set(DRAFTS) - here and all(entry["help"] for entry in document["missing"])
+
+
+def test_the_table_of_devices_has_a_row_for_each_and_a_paragraph_for_what_is_missing() -> None:
+    """Also for a runtime that is not installed, and a provider that no bundle is made for."""
+    providers = (
+        FoundDevice("CPUExecutionProvider", "a cpu", "cpu"),
+        FoundDevice("XnnpackExecutionProvider", "x", None),
+    )
+    nothing = FoundRuntime("openvino", None, ())
+    for found, parts in (
+        (CPU_ONLY, ["Some Processor", "--device cpu", "no NPU in OpenVINO", "no GPU in OpenVINO"]),
+        (ALL_DEVICES["openvino"], ["a npu", "--device npu", "--device gpu"]),
+        (nothing, ['pip install "outrider[edge]"']),
+        (FoundRuntime("onnxruntime", "1", providers), ["none is made for it", "no GPU in ONNX Runtime"]),
+    ):
+        out = io.StringIO()
+        show_devices(Console(file=out, width=200, no_color=True), [found])
+        assert all(part in out.getvalue() for part in parts), out.getvalue()
+        assert ("no NPU" in out.getvalue()) == (found is CPU_ONLY)
+
+
+def test_what_drafts_is_told_in_words_and_as_data() -> None:
+    """The device, the runtime, the precision, the provider; an emulation is called one."""
+    emulated = Placement("openvino", "npu", True, "int8", "NPU path emulated on the CPU")
+    assert emulated.words == "int8, OpenVINO's NPU path emulated on the CPU"
+    assert Placement("openvino", "gpu", False, "int4", "GPU").words == "int4, OpenVINO on the GPU"
+    onnx = Placement("onnxruntime", "cpu", False, "int8", "CPUExecutionProvider")
+    assert onnx.words == "int8, ONNX Runtime on the CPU (CPUExecutionProvider)"
+    assert Placement("ngram").words == "n-gram lookup, no model"
+    assert json.loads(json.dumps(emulated.as_json())) == {
+        "runtime": "openvino",
+        "device": "npu",
+        "provider": "NPU path emulated on the CPU",
+        "precision": "int8",
+        "is_emulated": True,
+        "max_positions": None,
+        "notes": [],
+    }
+
+
+def test_the_summary_says_from_where_on_a_text_was_too_long_for_the_draft() -> None:
+    """Once, and only then."""
+    placement = Placement("openvino", "npu", True, "int8", max_positions=100)
+    assert len(draft_lines(placement, 60, 40)) == 1
+    assert "the cloud wrote everything after 40 tokens undrafted" in draft_lines(placement, 60, 41)[1]
+    assert "the cloud wrote the whole text undrafted" in draft_lines(placement, 100, 1)[1]
+    assert len(draft_lines(Placement("ngram"), 10_000, 1)) == 1
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with serve_fake() as server:
+        yield server
+
+
+@pytest.mark.parametrize("mode", [Mode.STREAM, Mode.STOP_AND_WAIT])
+@pytest.mark.parametrize("num_prompt", [15, 16, 17, 40])
+def test_a_prompt_that_the_draft_cannot_hold_is_continued_by_the_cloud_alone(
+    server: FakeServer, mode: Mode, num_prompt: int
+) -> None:
+    """An NPU's positions are fixed at export: beyond them nothing is drafted, and the text is the same."""
+    prompt, params = tuple(range(5, 5 + num_prompt)), SamplingParams(0.7, seed=3)
+    request = GenerationRequest(prompt, params, 12, stop_ids=frozenset(), ignore_eos=True)
+    draft = ModelDrafter(FakeSequenceRuntime(vocab_size=fake_tokenizer().size, max_positions=16))
+
+    async def generate() -> GenerationResult:
+        async with CloudClient(server.url) as client:
+            return await make_agent(mode, Endpoints([client]), draft, "4").generate(request)
+
+    result = asyncio.run(generate())
+    assert result.tokens == tuple(target_tokens(prompt, 12, params)) and result.draft_error is None
+    assert result.num_drafted <= max(0, 16 - num_prompt) * 12  # a rejected one may be drafted again
+    assert (result.num_drafted > 0) == (num_prompt < 16)
+
+
+@pytest.fixture
+def fake_bundle(tmp_path: Path) -> Path:
+    """A draft bundle with the fake server's tokenizer and a model that nothing can run."""
+    with BundleWriter(tmp_path / "draft") as writer:
+        save_fake_tokenizer(writer.directory)
+        for suffix in ("xml", "bin"):
+            (writer.directory / f"openvino_model.{suffix}").write_text("none")
+        return writer.commit(make_manifest(writer.list_files(), fake_tokenizer().fingerprint)).path
+
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(
+    server: FakeServer, fake_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """`run("--json", ...)`: what `outrider run` prints of eight tokens from the fake server."""
+
+    def run(*arguments: str) -> str:
+        command = ["outrider", "run", "def def def def", "--cloud", server.url, "--draft", str(fake_bundle)]
+        monkeypatch.setattr(sys, "argv", [*command, "--seed", "4", "--max-tokens", "8", "--ignore-eos", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        shown = capsys.readouterr()
+        assert not ended.value.code, shown.err
+        return shown.out
+
+    return run
+
+
+def test_a_run_says_what_drafted(run: Run) -> None:
+    """In the summary and in the JSON; nothing where nothing drafts."""
+    text = run("--runtime", "ngram")
+    assert "drafted by: n-gram lookup, no model" in text
+    document = json.loads(run("--runtime", "ngram", "--json"))
+    assert document["draft"] == Placement("ngram").as_json() and document["text"] in text
+    alone = json.loads(run("--mode", "cloud-only", "--json"))
+    assert alone["draft"] is None and alone["tokens"] == document["tokens"]
+    assert "drafted by" not in run("--mode", "cloud-only")
+
+
+def test_ngrams_need_no_model_of_the_bundle(fake_bundle: Path) -> None:
+    """Its files are never opened as one."""
+    opened = open_drafter(Bundle.open(fake_bundle), DraftChoice("ngram"))
+    assert opened.placement == Placement("ngram")
+    opened.drafter.close()
