@@ -13,6 +13,9 @@ from tests import tiny_models
 if TYPE_CHECKING:
     from outrider.export.pair import PairPaths
 
+# Set before anything imports huggingface_hub, which reads it once: no test reaches for a hub.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # A vocabulary of 96 and odd sizes elsewhere: nothing should depend on round numbers.
 TINY_VOCAB = 96
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.conftest import TINY_VOCAB
-from tests.tiny_models import FAMILIES
 
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import BatchRuntime, PickingRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
@@ -28,29 +27,48 @@ SECOND = RNG.integers(0, TINY_VOCAB, 70).tolist()
 Truth = Callable[[list[int]], NDArray[np.float32]]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+# OpenVINO's other families are exported and checked in test_export_families.
+CASES = [("openvino", family) for family in ("llama", "qwen2", "qwen3")]
+CASES += [("torch", family) for family in ("llama", "qwen2", "qwen3")]
 
 
-@pytest.fixture(scope="module", params=["openvino", "torch"])
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def case(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """A runtime and the family that it runs."""
+    kind, family = request.param
+    return str(kind), str(family)
+
+
+@pytest.fixture(scope="module")
+def family(case: tuple[str, str]) -> str:
+    return case[1]
+
+
+@pytest.fixture(scope="module")
 def runtime(
-    request: pytest.FixtureRequest, family: str, tiny_model: Callable[[str], Path], tiny_ir: Callable[..., Path]
+    case: tuple[str, str], tiny_model: Callable[[str], Path], tiny_ir: Callable[..., Path]
 ) -> Iterator[BatchRuntime]:
-    path = tiny_ir(family) if request.param == "openvino" else tiny_model(family)
-    opened = open_batch_runtime(request.param, path, OPTIONS)
+    kind, family = case
+    opened = open_batch_runtime(kind, tiny_ir(family) if kind == "openvino" else tiny_model(family), OPTIONS)
     yield opened
     opened.close()
     opened.close()
 
 
 @pytest.fixture(scope="module")
-def truth(family: str, tiny_model: Callable[[str], Path]) -> Truth:
+def truths(tiny_model: Callable[[str], Path]) -> Callable[[str], Truth]:
+    """`truths("llama")` gives the source's logits of a sequence."""
+
     @functools.cache
-    def logits(tokens: tuple[int, ...]) -> NDArray[np.float32]:
+    def logits(family: str, tokens: tuple[int, ...]) -> NDArray[np.float32]:
         return reference_logits(tiny_model(family), tokens)
 
-    return lambda tokens: logits(tuple(tokens))
+    return lambda family: lambda tokens: logits(family, tuple(tokens))
+
+
+@pytest.fixture(scope="module")
+def truth(family: str, truths: Callable[[str], Truth]) -> Truth:
+    return truths(family)
 
 
 def assert_close(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
@@ -144,31 +162,41 @@ def test_tree_mask_beside_a_causal_sequence(runtime: BatchRuntime, truth: Truth)
     assert_close(logits[[4, 6, 8]], truth([*FIRST[:50], a, c, e])[-3:])
 
 
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+def sequence_family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def sequence(family: str, tiny_ir: Callable[..., Path]) -> Iterator[SequenceRuntime]:
-    opened = open_sequence_runtime("openvino", tiny_ir(family), OPTIONS)
+def sequence_truth(sequence_family: str, truths: Callable[[str], Truth]) -> Truth:
+    return truths(sequence_family)
+
+
+@pytest.fixture(scope="module")
+def sequence(sequence_family: str, tiny_ir: Callable[..., Path]) -> Iterator[SequenceRuntime]:
+    opened = open_sequence_runtime("openvino", tiny_ir(sequence_family), OPTIONS)
     yield opened
     opened.close()
     opened.close()
 
 
-def test_sequence_extends_and_truncates(sequence: SequenceRuntime, truth: Truth) -> None:
+def test_sequence_extends_and_truncates(sequence: SequenceRuntime, sequence_truth: Truth) -> None:
     """Prompt, single tokens, a rollback, several tokens at once: always the last logits of one pass."""
     assert isinstance(sequence, SequenceRuntime)
     sequence.truncate(0)
-    assert_close(sequence.extend(FIRST[:45]), truth(FIRST[:45])[-1])
+    assert_close(sequence.extend(FIRST[:45]), sequence_truth(FIRST[:45])[-1])
     for length in (46, 47, 48):
-        assert_close(sequence.extend(FIRST[length - 1 : length]), truth(FIRST[:length])[-1])
+        assert_close(sequence.extend(FIRST[length - 1 : length]), sequence_truth(FIRST[:length])[-1])
     sequence.truncate(44)
     assert sequence.length == 44
-    assert_close(sequence.extend(SECOND[:5]), truth(FIRST[:44] + SECOND[:5])[-1])
-    assert_close(sequence.extend(SECOND[5:6]), truth(FIRST[:44] + SECOND[:6])[-1])
+    assert_close(sequence.extend(SECOND[:5]), sequence_truth(FIRST[:44] + SECOND[:5])[-1])
+    assert_close(sequence.extend(SECOND[5:6]), sequence_truth(FIRST[:44] + SECOND[:6])[-1])
     assert sequence.length == 50
 
 
-def test_sequence_gives_every_row_on_request(sequence: OpenVinoSequenceRuntime, truth: Truth) -> None:
+def test_sequence_gives_every_row_on_request(sequence: OpenVinoSequenceRuntime, sequence_truth: Truth) -> None:
     """`extend_rows` has a row for each new token, and takes turns with `extend`."""
     sequence.truncate(0)
-    assert_close(sequence.extend_rows(FIRST[:40]), truth(FIRST[:40]))
-    assert_close(sequence.extend(FIRST[40:44]), truth(FIRST[:44])[-1])
-    assert_close(sequence.extend_rows(FIRST[44:48]), truth(FIRST[:48])[-4:])
+    assert_close(sequence.extend_rows(FIRST[:40]), sequence_truth(FIRST[:40]))
+    assert_close(sequence.extend(FIRST[40:44]), sequence_truth(FIRST[:44])[-1])
+    assert_close(sequence.extend_rows(FIRST[44:48]), sequence_truth(FIRST[:48])[-4:])

@@ -63,9 +63,9 @@ def test_it_says_that_it_is_widened_and_from_what(tmp_path: Path) -> None:
     told = describe_widening(widened)
     assert told is not None
     assert told.from_parameters == read_source(source).architecture.parameters
-    assert told.from_intermediate_size == 64
+    assert told.from_intermediate_size == 128
     assert told.fp32_megabytes == pytest.approx(2.0, rel=0.05)
-    assert json.loads((tmp_path / "wide" / "config.json").read_text())["outrider_widened"] == 64
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["outrider_widened"] == 128
     assert describe_widening(read_source(source)) is None
 
 
@@ -79,10 +79,12 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_widened_is_refused(tmp_path: Path) -> None:
-    """Too small a wish, a widened model, a place that is taken."""
+    """Too small a wish, a widened model, a place that is taken, a feed-forward of another make."""
     source = make_source(tmp_path / "source")
     with pytest.raises(ExportError, match="cannot be widened"):
         widen(source, tmp_path / "wide", 0.01)
+    with pytest.raises(ExportError, match=r"\(gpt_neox\) cannot be widened: it has 0 matrices"):
+        widen(make_source(tmp_path / "ungated", "gpt_neox"), tmp_path / "wide", 2.0)
     widen(source, tmp_path / "wide", 2.0)
     with pytest.raises(ExportError, match="not empty"):
         widen(source, tmp_path / "wide", 2.0)

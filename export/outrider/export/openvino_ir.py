@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.export.quiet import quiet_upstream
+from outrider.export.upstream_repairs import choose_attention, repaired_upstream
 from outrider.models.manifest import Device, Precision, Quantization
 
 IR_NAME: Final = "openvino_model"
@@ -24,13 +25,15 @@ def convert_to_ir(model: Any, directory: Path, name: str) -> None:
         from optimum.exporters.openvino import export_from_model
         from optimum.intel import OVConfig
 
-        export_from_model(
-            model=model,
-            output=directory,
-            task="text-generation-with-past",
-            ov_config=OVConfig(dtype="fp32"),
-            stateful=True,
-        )
+        choose_attention(model)
+        with repaired_upstream(model):
+            export_from_model(
+                model=model,
+                output=directory,
+                task="text-generation-with-past",
+                ov_config=OVConfig(dtype="fp32"),
+                stateful=True,
+            )
         for path in directory.iterdir():
             if path.stem != IR_NAME:
                 path.unlink()  # configuration and tokenizer are taken from the source, unaltered

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from outrider.export.build import Job, build, package_versions
+from outrider.export.known_families import require_runtime
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import ExportOptions
 from outrider.export.run_export import check_export, model_file
@@ -101,6 +102,7 @@ def stage_export(
     What expensive stages made stays in `store`: release it when nothing needs it again.
     """
     place = Path(destination)
+    require_runtime(source.config, source.name, options.resolved_runtime, options.device)
     with telling_of_full_disks(place, default_cache_dir()), BundleWriter(place, overwrite=options.overwrite) as writer:
         progress(StageEvent(options.role, "read"))
         origin = source.describe()
@@ -131,9 +133,9 @@ def stage_export(
 
 def _copy_texts(source: SourceModel, directory: Path, options: ExportOptions) -> None:
     """The configuration, with the precision that safetensors now have, and the tokenizer."""
-    config = source.config
+    config = source.runtime_config
     if options.format == "safetensors":
-        config = config_for(config, options.resolved_precision)
+        config = config_for(source.config, options.resolved_precision)
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8", newline="\n")
     for name in TOKENIZER_FILES:

@@ -28,14 +28,16 @@ def quiet_upstream(what: str) -> Iterator[None]:
     Raises RuntimeUnavailable, with the pip command, for a package that is not installed, and ExportError with the
     upstream message for any other exception but our own.
     """
-    os.environ["HF_HUB_OFFLINE"] = "1"  # only local directories are exported
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     disable_openvino_telemetry()
     heard = io.StringIO()
     levels = {name: logging.getLogger(name).level for name in _LOGGERS}
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(heard), contextlib.redirect_stderr(heard):
-            warnings.simplefilter("ignore")
+        with (
+            warnings.catch_warnings(action="ignore"),
+            contextlib.redirect_stdout(heard),
+            contextlib.redirect_stderr(heard),
+            _no_network(),
+        ):
             for name in _LOGGERS:
                 logging.getLogger(name).setLevel(logging.ERROR)
             yield
@@ -51,6 +53,34 @@ def quiet_upstream(what: str) -> Iterator[None]:
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
+
+
+@contextlib.contextmanager
+def _no_network() -> Iterator[None]:
+    """Keeps upstream code off the model hub, and its progress bars out of an error's last words.
+
+    huggingface_hub reads its settings once, when it is imported: that is done here, with the user's own ones, which
+    downloads (`hub`) then find again.
+    """
+    import huggingface_hub.constants as hub
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    before, was_offline = os.environ.get("HF_HUB_OFFLINE"), hub.HF_HUB_OFFLINE
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for processes that upstream starts
+    hub.HF_HUB_OFFLINE = True
+    had_bars = not are_progress_bars_disabled()
+    if had_bars:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if had_bars:
+            enable_progress_bars()
+        hub.HF_HUB_OFFLINE = was_offline
+        if before is None:
+            del os.environ["HF_HUB_OFFLINE"]
+        else:
+            os.environ["HF_HUB_OFFLINE"] = before
 
 
 def missing_extra(error: ModuleNotFoundError, what: str) -> Exception:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from outrider.export.quiet import quiet_upstream
-from outrider.export.source import read_safetensors_header
+from outrider.export.weight_files import read_safetensors_header
 
 _DTYPES: Final = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 _TORCH_NAMES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}

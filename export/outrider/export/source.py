@@ -1,36 +1,40 @@
-"""The source of an export: a local Hugging Face directory, looked at without loading its weights.
+"""The source of an export: a Hugging Face directory, local or from the hub, looked at without loading its weights.
 
-Refuses what cannot be exported rightly, before any work is done: pickled weights, other architectures,
-attention that changes with length, weights that are quantized already.
+Refuses what cannot be exported rightly, before any work is done: pickled weights, files that do not belong together
+or are not whole, attention that changes with length, weights that are quantized already.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
-import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import outrider.models
+from outrider.export.config_reader import ModelShape, read_shape
+from outrider.export.hub import resolve_model
+from outrider.export.weight_files import check_weights, find_weight_files
 from outrider.models.bundle import hash_file
 from outrider.models.errors import ExportError
 from outrider.models.manifest import Architecture, Source
 from outrider.models.tokenizer import Tokenizer
 
-FAMILIES: Final = ("llama", "qwen2", "qwen3")
-_PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 REFERENCE_ROOT: Final = Path(next(iter(outrider.models.__path__))).resolve() / "reference"
 """Where the bundled pair's model directories, `draft` and `target`, are."""
 
-_INDEX: Final = "model.safetensors.index.json"
+_CHANGING_ROPE: Final = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class SourceModel:
-    """A directory that can be exported. weight_files are its safetensors, sorted; config is config.json."""
+    """A directory that can be exported. weight_files are its safetensors, sorted; config is config.json.
+
+    window: the sliding window that the check must go beyond, None for none. notes: what the user should know of how
+    the model will be exported, a sentence each.
+    """
 
     path: Path
     name: str
@@ -39,6 +43,8 @@ class SourceModel:
     weight_files: tuple[Path, ...]
     tokenizer: Tokenizer
     architecture: Architecture
+    window: int | None = None
+    notes: tuple[str, ...] = ()
 
     def describe(self) -> Source:
         """Name, revision and the hash of configuration and weights; reads every byte of the weights."""
@@ -47,29 +53,44 @@ class SourceModel:
             digest.update(f"\n{path.name} {hash_file(path)}".encode())
         return Source(name=self.name, revision=self.revision, weights_sha256=digest.hexdigest())
 
+    @property
+    def runtime_config(self) -> dict[str, Any]:
+        """config.json for a runtime that reads nothing from it but the longest sequence: under the usual name."""
+        longest = {"max_position_embeddings": self.architecture.max_positions}
+        if "text_config" in self.config:
+            longest = {"text_config": self.config["text_config"] | longest}
+        return self.config | longest
 
-def read_source(model: str | Path) -> SourceModel:
-    """Looks at a model directory. Raises ExportError or TokenizerError saying what is wrong with it."""
-    path = _local_directory(model)
+
+def read_source(model: str | Path, revision: str | None = None) -> SourceModel:
+    """Looks at a model: a directory, or a hub id, which is downloaded into the hub's cache.
+
+    revision: of a hub id. Raises ExportError or TokenizerError saying what is wrong with it.
+    """
+    path = resolve_model(model, revision)
     config = _read_config(path)
     _check_config(path, config)
-    weight_files = _weight_files(path)
-    name, revision = _name(path)
+    weight_files = find_weight_files(path)
+    shape = read_shape(path, config)
+    name, commit = _name(path)
     tokenizer = Tokenizer.from_dir(path, name=name)
-    architecture = _architecture(path, config, weight_files, tokenizer.size)
-    return SourceModel(path, name, revision, config, weight_files, tokenizer, architecture)
-
-
-def _local_directory(model: str | Path) -> Path:
-    path = Path(model)
-    if path.is_dir():
-        return path.resolve()
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) and not path.parent.is_dir():
+    if tokenizer.size > shape.vocab_size:
         raise ExportError(
-            f"{model} is not a local directory and looks like a hub id; download it first: "
-            f"hf download {model} --local-dir {path.name}, then export {path.name}"
+            f"{path}: the tokenizer has {tokenizer.size} ids, the model only {shape.vocab_size}; these files do "
+            "not belong together"
         )
-    raise ExportError(f"{model} is not a directory; expected a local Hugging Face model directory")
+    parameters = check_weights(path, weight_files, shape, config)
+    return SourceModel(
+        path,
+        name,
+        commit,
+        config,
+        weight_files,
+        tokenizer,
+        _architecture(shape, tokenizer.size, parameters),
+        shape.checked_window,
+        _notes(shape),
+    )
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -84,41 +105,19 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _check_config(path: Path, config: dict[str, Any]) -> None:
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        raise ExportError(f"{path} is a {family!r} model; supported are {', '.join(FAMILIES)}")
-    if config.get("quantization_config"):
+def _check_config(path: Path, config: Mapping[str, Any]) -> None:
+    text = config.get("text_config") or config
+    if config.get("quantization_config") or text.get("quantization_config"):
         raise ExportError(f"{path} is quantized already; export the original model, in FP32, FP16 or BF16")
-    if config.get("use_sliding_window"):
-        raise ExportError(f"{path} uses sliding-window attention, which the paged runtimes do not do")
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    kind = rope.get("rope_type", rope.get("type"))
-    if kind in ("dynamic", "longrope"):
-        raise ExportError(
-            f"{path} has {kind} rotary scaling, which changes with the length of the text and would make "
-            "cached and fresh results differ; set rope_scaling to null (shorter context) or to yarn"
-        )
-
-
-def _weight_files(path: Path) -> tuple[Path, ...]:
-    found = tuple(sorted(path.glob("*.safetensors")))
-    index = path / _INDEX
-    if index.is_file():
-        wanted = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        missing = [name for name in wanted if not (path / name).is_file()]
-        if missing:
-            raise ExportError(f"{path} lacks {missing[0]}, which {_INDEX} names; download the model again")
-        return tuple(path / name for name in wanted)
-    if found:
-        return found
-    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
-    if pickles:
-        raise ExportError(
-            f"{path} has only pickled weights ({pickles[0]}), which execute code on load; get the model's "
-            "safetensors, or convert it yourself where you trust it: save_pretrained(safe_serialization=True)"
-        )
-    raise ExportError(f"{path} has no *.safetensors; expected the model's weights")
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    # One for all layers, or one for each kind of layer.
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = part.get("rope_type", part.get("type"))
+        if kind in _CHANGING_ROPE:
+            raise ExportError(
+                f"{path} has {kind} rotary scaling, which changes with the length of the text and would make "
+                "cached and fresh results differ; set rope_scaling to null (shorter context) or to yarn"
+            )
 
 
 def _name(path: Path) -> tuple[str, str | None]:
@@ -130,48 +129,26 @@ def _name(path: Path) -> tuple[str, str | None]:
     return path.name, None
 
 
-def _architecture(
-    path: Path, config: dict[str, Any], weight_files: tuple[Path, ...], tokenizer_size: int
-) -> Architecture:
-    heads = config["num_attention_heads"]
-    vocab_size = config["vocab_size"]
-    if tokenizer_size > vocab_size:
-        raise ExportError(
-            f"{path}: the tokenizer has {tokenizer_size} ids, the model only {vocab_size}; these files do "
-            "not belong together"
-        )
+def _architecture(shape: ModelShape, tokenizer_size: int, parameters: int) -> Architecture:
     return Architecture(
-        name=config["model_type"],
-        layers=config["num_hidden_layers"],
-        hidden_size=config["hidden_size"],
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_size=config.get("head_dim") or config["hidden_size"] // heads,
-        intermediate_size=config["intermediate_size"],
-        vocab_size=vocab_size,
+        name=shape.family,
+        layers=shape.layers,
+        hidden_size=shape.hidden_size,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_size=shape.head_size,
+        intermediate_size=shape.intermediate_size,
+        vocab_size=shape.vocab_size,
         tokenizer_size=tokenizer_size,
-        max_positions=config["max_position_embeddings"],
-        parameters=_count_parameters(weight_files, is_tied=bool(config.get("tie_word_embeddings"))),
+        max_positions=shape.max_positions,
+        parameters=parameters,
     )
 
 
-def _count_parameters(weight_files: tuple[Path, ...], *, is_tied: bool) -> int:
-    count = 0
-    for path in weight_files:
-        for name, tensor in read_safetensors_header(path).items():
-            if not (is_tied and name == "lm_head.weight"):
-                count += math.prod(tensor["shape"])
-    return count
-
-
-def read_safetensors_header(path: Path) -> dict[str, Any]:
-    """Tensor name to its dtype, shape and place. Raises ExportError if the file is not safetensors."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if size > min(path.stat().st_size, 100 << 20):
-            raise ExportError(f"{path} is not a safetensors file, or is truncated; download it again")
-        try:
-            header = json.loads(file.read(size))
-        except ValueError:
-            raise ExportError(f"{path} is not a safetensors file, or is truncated; download it again") from None
-    return {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+def _notes(shape: ModelShape) -> tuple[str, ...]:
+    if shape.max_positions == shape.positions:
+        return ()
+    return (
+        f"sequences end at {shape.max_positions:,} tokens of the model's {shape.positions:,}: its sliding window is "
+        "longer than the check goes beyond",
+    )

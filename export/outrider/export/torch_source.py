@@ -4,7 +4,7 @@ truth.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +12,57 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.quiet import quiet_upstream
+from outrider.models.errors import ExportError
 
 
 def load_source_model(path: Path) -> Any:
-    """The transformers model in FP32 on the CPU, from safetensors, never with code that came with it."""
+    """The transformers model in FP32 on the CPU, from safetensors, never with code that came with it.
+
+    Its attention is transformers' plain one ("eager"): the fused one leaves out what it cannot do, such as Gemma 2's
+    soft-capping, without a word. Raises ExportError if the weights are not exactly those that config.json describes:
+    transformers would make up what is missing.
+    """
     with quiet_upstream(f"loading {path.name}"):
         import torch
         import transformers
 
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # and then told by `found`, with names and shapes
+            output_loading_info=True,
         )
-        return model.eval()
+    _require_all(path, found)
+    return model.eval()
 
 
-def source_logits(model: Any, tokens: Sequence[int]) -> NDArray[np.float32]:
-    """Logits of the whole sequence at once, without a cache: [len(tokens), vocab_size] float32."""
+def _require_all(path: Path, found: Mapping[str, Any]) -> None:
+    mismatched, missing = sorted(found["mismatched_keys"]), sorted(found["missing_keys"])
+    if mismatched:
+        name, stored, expected = mismatched[0]
+        raise ExportError(
+            f"{path}: the tensor {name} has the shape {list(stored)}, config.json makes it {list(expected)}; these "
+            "files do not belong together: get both from one place"
+        )
+    if missing:
+        raise ExportError(
+            f"{path}: the weights lack the tensor {missing[0]} ({len(missing)} in all), which config.json calls for; "
+            "these files do not belong together: get both from one place"
+        )
+
+
+def source_logits(model: Any, tokens: Sequence[int], num_rows: int = 0) -> NDArray[np.float32]:
+    """Logits of a sequence, run at once and without a cache: of its last `num_rows` tokens, 0 for all of them.
+
+    [num_rows, vocab_size] float32.
+    """
     import torch
 
     with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0]
+        logits = model(input_ids=torch.tensor([list(tokens)]), use_cache=False, logits_to_keep=num_rows).logits[0]
     rows: NDArray[np.float32] = logits.float().numpy()
     return rows

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from outrider.export.quiet import quiet_upstream
 from outrider.export.source import SourceModel, read_source
+from outrider.export.weight_files import read_safetensors_header
 from outrider.models.errors import ExportError
 from outrider.models.manifest import Widening
 from outrider.models.tokenizer import TOKENIZER_FILES
@@ -49,10 +50,11 @@ def plan_widening(source: SourceModel, target_megabytes: float) -> int:
 
 
 def widen(model_dir: str | Path, out_dir: str | Path, target_megabytes: float, *, seed: int = 0) -> SourceModel:
-    """Writes a widened copy of a Llama, Qwen2 or Qwen3 directory, FP32, to `out_dir`; returns the copy.
+    """Writes a widened copy of a model directory, FP32, to `out_dir`; returns the copy.
 
     The same arguments give the same bytes. Raises ExportError if `out_dir` holds something, if the model is
-    widened already, or if it is not smaller than `target_megabytes`.
+    widened already, has no gated feed-forward of three matrices a layer (as Llama, Qwen, Mistral and Gemma have), or is
+    not smaller than `target_megabytes`.
     """
     source = read_source(model_dir)
     out = Path(out_dir)
@@ -60,6 +62,7 @@ def widen(model_dir: str | Path, out_dir: str | Path, target_megabytes: float, *
         raise ExportError(f"{out} is not empty; choose another place for the widened model")
     if CONFIG_NOTE in source.config:
         raise ExportError(f"{source.path} is widened already; widen the original")
+    _require_gated(source)
     size = plan_widening(source, target_megabytes)
     out.mkdir(parents=True, exist_ok=True)
     for path in source.weight_files:
@@ -75,6 +78,16 @@ def widen(model_dir: str | Path, out_dir: str | Path, target_megabytes: float, *
         if (source.path / name).is_file():
             shutil.copyfile(source.path / name, out / name)
     return read_source(out)
+
+
+def _require_gated(source: SourceModel) -> None:
+    names = [name for path in source.weight_files for name in read_safetensors_header(path)]
+    found = sum(name.endswith("weight") for name in names if _MLP_TENSOR.search(name))
+    if found != 3 * source.architecture.layers:
+        raise ExportError(
+            f"{source.name} ({source.architecture.name}) cannot be widened: it has {found} matrices called gate, up or "
+            f"down_proj, expected three in each of {source.architecture.layers} layers; leave --widen out"
+        )
 
 
 def describe_widening(source: SourceModel) -> Widening | None:

@@ -42,9 +42,10 @@ def load_causal_lm(path: Path, dtype: torch.dtype, attention: str) -> Any:
 def reference_logits(path: Path, tokens: Sequence[int]) -> NDArray[np.float32]:
     """Logits for every position of one sequence, in one FP32 pass without a cache: [len(tokens), vocab_size] float32.
 
+    With plain attention: transformers' fused one leaves out what it cannot do, such as Gemma 2's soft-capping.
     Raises BundleError when transformers cannot load the directory.
     """
-    model = load_causal_lm(path, torch.float32, "sdpa")
+    model = load_causal_lm(path, torch.float32, "eager")
     with torch.inference_mode():
         logits: NDArray[np.float32] = model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
     return logits

@@ -1,0 +1,121 @@
+"""What is known of model families beforehand. No allow-list: an unknown family is tried, and its check decides.
+
+A known one has its configuration read without transformers, its tensors' shapes compared with it, and what some
+runtime cannot do for it refused before work. Knows configurations, not files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from outrider.models.errors import ExportError
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One family.
+
+    title: for people. needs: keys of config.json without which transformers' defaults have to be asked; what it lacks
+    otherwise follows from other keys. defaults: values of keys that config.json may leave out.
+    """
+
+    title: str
+    needs: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_ROTARY: Final = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+_GROUPED: Final = (*_ROTARY, "num_key_value_heads")
+_GEMMA: Final = (*_GROUPED, "head_dim", "sliding_window")
+
+FAMILIES: Final[dict[str, Family]] = {
+    "llama": Family("Llama", _GROUPED),
+    "qwen2": Family("Qwen2", _GROUPED, {"use_sliding_window": False}),
+    "qwen3": Family("Qwen3", (*_GROUPED, "head_dim"), {"use_sliding_window": False}),
+    "gemma2": Family("Gemma 2", (*_GEMMA, "attn_logit_softcapping"), {"tie_word_embeddings": True}),
+    "gemma3_text": Family("Gemma 3 (text)", _GEMMA, {"tie_word_embeddings": True}),
+    "gpt_neox": Family("GPT-NeoX", _ROTARY),
+    "bloom": Family("Bloom", ("hidden_size", "n_head", "n_layer", "vocab_size"), {"tie_word_embeddings": True}),
+    "gpt_neo": Family(
+        "GPT-Neo",
+        (
+            "attention_types",
+            "hidden_size",
+            "max_position_embeddings",
+            "num_heads",
+            "num_layers",
+            "vocab_size",
+            "window_size",
+        ),
+        {"tie_word_embeddings": True},
+    ),
+    "mistral": Family("Mistral", (*_GROUPED, "sliding_window")),
+    "phi3": Family("Phi-3", (*_GROUPED, "sliding_window")),
+}
+"""By model_type: the families that the tests export."""
+
+# Tensor names' ends, and what their shape must be: V vocabulary, H hidden size, Q all query heads, K all key heads, F
+# feed-forward, P positions, D one head. Sums are for tensors that lie in one.
+SHAPES: Final[dict[str, tuple[str, ...]]] = {
+    "embed_tokens.weight": ("V", "H"),
+    "word_embeddings.weight": ("V", "H"),
+    "embed_in.weight": ("V", "H"),
+    "embed_out.weight": ("V", "H"),
+    "lm_head.weight": ("V", "H"),
+    "wte.weight": ("V", "H"),
+    "wpe.weight": ("P", "H"),
+    "q_proj.weight": ("Q", "H"),
+    "k_proj.weight": ("K", "H"),
+    "v_proj.weight": ("K", "H"),
+    "o_proj.weight": ("H", "Q"),
+    "out_proj.weight": ("H", "Q"),
+    "qkv_proj.weight": ("Q+K+K", "H"),
+    "query_key_value.weight": ("Q+K+K", "H"),
+    "q_norm.weight": ("D",),
+    "k_norm.weight": ("D",),
+    "gate_proj.weight": ("F", "H"),
+    "up_proj.weight": ("F", "H"),
+    "gate_up_proj.weight": ("F+F", "H"),
+    "down_proj.weight": ("H", "F"),
+    "dense_h_to_4h.weight": ("F", "H"),
+    "dense_4h_to_h.weight": ("H", "F"),
+    "c_fc.weight": ("F", "H"),
+    "c_proj.weight": ("H", "F"),
+    "input_layernorm.weight": ("H",),
+}
+"""Only of the families above; others may mean something else by the same names."""
+
+
+def require_runtime(config: Mapping[str, Any], name: str, runtime: str, device: str) -> None:
+    """Raises ExportError for what `runtime` is known to do wrong, or not at all, with a model of this configuration.
+
+    name: of the model, for the message. device: "cpu", "gpu" or "npu".
+    """
+    reason = why_not(config, runtime, device)
+    if reason is not None:
+        raise ExportError(f"{name} cannot run on {runtime} ({device}): {reason}")
+
+
+def why_not(config: Mapping[str, Any], runtime: str, device: str) -> str | None:
+    """What stands against a model of this configuration in `runtime`; None where only its check can tell."""
+    text = config.get("text_config") or config
+    family = text.get("model_type")
+    if runtime == "openvino" and device != "npu" and text.get("attn_logit_softcapping"):
+        return (
+            "its attention caps its logits (attn_logit_softcapping), which OpenVINO's paged attention leaves out; use "
+            "onnxruntime for a draft, torch for a target"
+        )
+    if runtime == "torch" and family == "bloom":
+        return "its attention adds ALiBi by itself, outside transformers' attention interface; use openvino"
+    if runtime == "torch" and family == "gpt_neo":
+        return "its attention is its own, outside transformers' attention interface; use openvino"
+    return None
