@@ -118,7 +118,7 @@ def test_cache_precision_is_an_option(tiny_ir: Callable[..., Path]) -> None:
     """On CPU the cache is f32 unless asked otherwise; u8 holds more blocks and moves the logits a little."""
     plain = OpenVinoPagedRuntime(tiny_ir("llama"), OPTIONS)
     small = OpenVinoPagedRuntime(tiny_ir("llama"), replace(OPTIONS, kv_precision="u8"))
-    assert plain.num_blocks == (1 << 20) // (2 * 2 * 2 * 32 * 8 * 4)  # layers, k and v, heads, tokens, size, bytes
+    assert plain.num_blocks == (1 << 20) // (2 * 2 * 2 * 32 * 16 * 4)  # layers, k and v, heads, tokens, size, bytes
     assert small.num_blocks > plain.num_blocks
     step = [SequenceSlice(TOKENS, 0, [0, 1], 1)]
     assert 0 < np.abs(plain.forward(step) - small.forward(step)).max() < 0.2
@@ -143,7 +143,7 @@ def test_bad_options_and_files_are_named(tiny_ir: Callable[..., Path], tmp_path:
         OpenVinoPagedRuntime(ir, replace(OPTIONS, kv_precision="u4"))
     with pytest.raises(ConfigError, match="num_threads is -1"):
         OpenVinoPagedRuntime(ir, replace(OPTIONS, num_threads=-1))
-    with pytest.raises(ConfigError, match="kv_cache_bytes is 100; one block of this model takes 8192"):
+    with pytest.raises(ConfigError, match="kv_cache_bytes is 100; one block of this model takes 16384"):
         OpenVinoPagedRuntime(ir, replace(OPTIONS, kv_cache_bytes=100))
     with pytest.raises(
         RuntimeUnavailable, match=r"'NOSUCH': Device .* not registered .*; devices on this machine: .*CPU"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.conftest import TINY_VOCAB
+from tests.tiny_models import FAMILIES
 
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import BatchRuntime, PickingRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
@@ -28,8 +29,7 @@ Truth = Callable[[list[int]], NDArray[np.float32]]
 
 
 # OpenVINO's other families are exported and checked in test_export_families.
-CASES = [("openvino", family) for family in ("llama", "qwen2", "qwen3")]
-CASES += [("torch", family) for family in ("llama", "qwen2", "qwen3")]
+CASES = [(kind, family) for kind in ("openvino", "torch") for family in FAMILIES]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
@@ -162,7 +162,7 @@ def test_tree_mask_beside_a_causal_sequence(runtime: BatchRuntime, truth: Truth)
     assert_close(logits[[4, 6, 8]], truth([*FIRST[:50], a, c, e])[-3:])
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def sequence_family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -11,7 +11,10 @@ from pathlib import Path
 
 from outrider.export.tiny import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
 
-__all__ = ["SAMPLE_TEXT", "compress_int8", "export_openvino", "make_tiny_model", "make_tiny_tokenizer"]
+__all__ = ["FAMILIES", "SAMPLE_TEXT", "compress_int8", "export_openvino", "make_tiny_model", "make_tiny_tokenizer"]
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Those that runtimes' own tests run; all of `outrider.export.tiny` are exported in test_export_families."""
 
 
 def export_openvino(model_dir: Path, directory: Path) -> Path:
