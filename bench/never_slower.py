@@ -25,7 +25,7 @@ from pathlib import Path
 from bench.emulated import open_emulated
 from bench.report import write_json
 from bench.round_trips import WRONG, Place, Subject, measure, measured_extra_ms
-from bench.simulate import Reach, Setting, patient
+from bench.simulate import patient
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -33,6 +33,7 @@ from rich.table import Table
 from outrider.edge.lab import STOP_AND_WAIT, STREAM, open_lab
 from outrider.edge.results import GenerationRequest
 from outrider.export.cache import export_reference_pair
+from outrider.models.prediction import Reach, Setting
 from outrider.models.reference import load_prompts, target_dir
 from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer

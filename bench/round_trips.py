@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from bench.server_clock import ServerClock, ServerTimes
-from bench.simulate import Setting
 
 from outrider.edge.agent import StreamAgent
 from outrider.edge.cores import CorePlan
@@ -22,6 +21,7 @@ from outrider.edge.estimates import Estimates
 from outrider.edge.lab import CLOUD_ONLY, STREAM, connected, three_modes
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.edge.setup import Agent
+from outrider.models.prediction import Setting
 
 WRONG = "stream_always_wrong"
 

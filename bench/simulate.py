@@ -7,6 +7,7 @@ a token and no round trip) and the target passes per token:
   block    stop-and-wait, best fixed depth (computed, not simulated)
   never    drafts streamed, the target never waits for one
   patient  drafts streamed, the target waits up to P ms until it holds W drafted tokens; best P and W found by search
+  exact    the same two in expectation, as `outrider.models.prediction` computes them for report cards
 
     python -m bench.simulate --alpha 0.65 --draft-ms 1.5 --step-ms 40 --extra-ms 1.2
 """
@@ -16,39 +17,11 @@ from __future__ import annotations
 import argparse
 import heapq
 import random
-from dataclasses import dataclass
+
+from outrider.models.prediction import Reach, Setting, best_depth, stop_and_wait, stream
 
 PATIENCES_MS = (0, 2, 5, 10, 20, 40, 80)
 WANTED = (1, 2, 3, 4, 6)
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """alpha: chance that a drafted token is right. Times in ms; extra_ms is what a drafted token adds to a step."""
-
-    alpha: float
-    draft_ms: float
-    step_ms: float
-    extra_ms: float
-    rtt_ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """What a way of drafting comes to. speed_up: over cloud-only streaming. choice: the depth, or (patience ms, W)."""
-
-    speed_up: float
-    passes_per_token: float
-    choice: tuple[int, ...]
-
-
-def best_depth(setting: Setting, available: int) -> int:
-    """Depth k <= available that maximises expected committed tokens per ms."""
-
-    def rate(k: int) -> float:
-        return sum(setting.alpha**i for i in range(k + 1)) / (setting.step_ms + setting.extra_ms * k)
-
-    return max(range(available + 1), key=rate)
 
 
 class Simulation:
@@ -154,17 +127,6 @@ class Simulation:
         self._draft(now)
 
 
-def block(setting: Setting) -> Reach:
-    """Stop-and-wait at its best fixed depth."""
-
-    def ms_per_token(k: int) -> float:
-        took_ms = k * setting.draft_ms + setting.rtt_ms + setting.step_ms + setting.extra_ms * k
-        return took_ms / sum(setting.alpha**i for i in range(k + 1))
-
-    k = min(range(1, 33), key=ms_per_token)
-    return Reach(setting.step_ms / ms_per_token(k), 1 / sum(setting.alpha**i for i in range(k + 1)), (k,))
-
-
 def never(setting: Setting) -> Reach:
     """Streamed to a target that never waits."""
     took_ms, passes = Simulation(setting, 0.0, 1).run()
@@ -187,13 +149,13 @@ def main() -> None:
         cli.add_argument(f"--{name}", type=float, default=default)
     cli.add_argument("--rtt-ms", type=float, nargs="+", default=[0, 10, 25, 50, 100, 200])
     a = cli.parse_args()
-    print("rtt_ms   block (depth)   never   patient (P ms, W) | passes/token: block never patient")
+    print("rtt_ms   block (depth)   never   patient (P ms, W)   exact | passes/token: block never patient")
     for rtt_ms in a.rtt_ms:
         setting = Setting(a.alpha, a.draft_ms, a.step_ms, a.extra_ms, rtt_ms)
-        b, n, p = block(setting), never(setting), patient(setting)
+        b, n, p = stop_and_wait(setting), never(setting), patient(setting)
         print(
             f"{rtt_ms:6.0f}   {b.speed_up:5.2f}x ({b.choice[0]:2d})    {n.speed_up:5.2f}x   "
-            f"{p.speed_up:5.2f}x ({p.choice[0]:2d}, {p.choice[1]}) |"
+            f"{p.speed_up:5.2f}x ({p.choice[0]:2d}, {p.choice[1]})   {stream(setting).speed_up:5.2f}x |"
             f"               {b.passes_per_token:.2f}  {n.passes_per_token:.2f}  {p.passes_per_token:.2f}"
         )
 
