@@ -210,9 +210,10 @@ def npu_properties(shapes: StaticShapes, options: RuntimeOptions) -> dict[str, s
         "NPUW_LLM_MAX_GENERATION_TOKEN_LEN": str(shapes.step_len),
         # One device, said outright: with a list the plugin would go on to the next in silence.
         "NPUW_DEVICES": "CPU" if options.emulate_npu else "NPU",
+        # Compiled whole: slower to compile, quicker to run, and cut into repeated blocks, as is the default, some
+        # models fail ("Model references undeclared parameters"), the bundled draft among them.
+        "NPUW_ONLINE_PIPELINE": "NONE",
     }
-    if options.emulate_npu:
-        properties["NPUW_ONLINE_PIPELINE"] = "NONE"
     if options.kv_precision != "auto":
         properties["KV_CACHE_PRECISION"] = options.kv_precision
     if options.cache_dir is not None:

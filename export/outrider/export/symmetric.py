@@ -1,0 +1,165 @@
+"""Symmetric INT8 weights, one scale an output channel: what an NPU takes best.
+
+A channel's scale is s = max|w| / 127, its integers are q = round(w / s), so |w - s q| <= s / 2 for every weight and
+q is never -128. nncf's INT8_SYM is another thing: it divides by 128, gives the scale the sign of the largest weight and
+keeps it in FP16, whose rounding alone moves the largest weights by a sixteenth of a step. Knows the graph and numpy,
+not what the weights are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.models.errors import ExportError
+
+# Weights quantized at a time: what bounds the memory beside the model and its INT8 copy.
+_BLOCK_BYTES: Final = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SymmetricWeights:
+    """One matrix. integers: int8, -127 .. 127. scale: float32, one a channel, of the shape that broadcasts over them.
+
+    `[rows, 1]` where a row is an output channel (every Linear and embedding), `[1, columns]` where a column is.
+    """
+
+    integers: NDArray[np.int8]
+    scale: NDArray[np.float32]
+
+    @property
+    def dequantized(self) -> NDArray[np.float32]:
+        """scale * integers, float32: what the runtime computes with."""
+        product: NDArray[np.float32] = self.integers.astype(np.float32) * self.scale
+        return product
+
+
+def quantize_symmetric(weights: NDArray[np.floating[Any]], axis: int) -> SymmetricWeights:
+    """Quantizes a matrix with one scale a channel, whose weights lie along `axis` (1: a row is a channel).
+
+    scale = max|w| / 127. A channel without a weight that FP32 can divide by (all zero, or below 1.5e-36) becomes
+    zeros, with scale 1: no runtime need divide by zero. Raises ExportError for weights that are not finite.
+    """
+    largest = _largest(weights, axis)
+    if not np.isfinite(largest).all():
+        raise ExportError("the model has weights that are not finite; check its files")
+    scale = (largest / 127.0).astype(np.float32)
+    is_nothing = scale < np.finfo(np.float32).tiny
+    scale[is_nothing] = 1.0
+    divisor = scale.astype(np.float64)  # the quotient of float32 would be off by 1e-5 of a step
+    divisor[is_nothing] = np.inf
+    integers = np.empty(weights.shape, np.int8)
+    for rows in _row_blocks(weights):
+        integers[rows] = np.rint(weights[rows] / (divisor[rows] if axis == 1 else divisor))
+    return SymmetricWeights(integers, scale)
+
+
+def compress_int8_symmetric(model: Any) -> None:
+    """Replaces, in an `openvino.Model` and in place, the weights of every MatMul and embedding by INT8 ones.
+
+    What is replaced: matrices (rank 2, floating) that a MatMul takes on its right or a Gather looks rows up in; a
+    matrix that serves both, a tied embedding, is stored once. As the plugins know it: Constant i8 -> Convert ->
+    Multiply by the scales. Names follow the matrix's own, so the same model gives the same IR.
+    Raises ExportError for weights that are not finite, or when there is nothing to compress.
+    """
+    import openvino as ov
+    from openvino import opset13 as ops
+
+    found = list(_matrices(model))
+    if not found:
+        raise ExportError(
+            "the model has no weight matrices that could be quantized; expected a decoder in FP32 or FP16"
+        )
+    for constant, readers, axis in found:
+        name = constant.get_friendly_name()
+        weights = quantize_symmetric(constant.get_data(dtype=np.float32), axis)
+        integers = ov.op.Constant(weights.integers)
+        integers.set_friendly_name(name)
+        scale = ov.op.Constant(weights.scale)
+        scale.set_friendly_name(f"{name}/scale")
+        widened = ops.convert(integers, ov.Type.f32, name=f"{name}/convert")
+        product = ops.multiply(widened, scale, name=f"{name}/dequantized")
+        for reader in readers:
+            wanted = reader.get_element_type()
+            value = product if wanted == ov.Type.f32 else ops.convert(product, wanted, name=f"{name}/cast")
+            reader.replace_source_output(value.output(0))
+    model.validate_nodes_and_infer_types()
+    # The NPU plugin asks nncf's mark, not the graph, whether scales are per channel.
+    model.set_rt_info("-1", ["nncf", "weight_compression", "group_size"])
+    model.set_rt_info("int8_sym", ["nncf", "weight_compression", "mode"])
+
+
+def read_dequantized(xml: Path) -> dict[str, SymmetricWeights]:
+    """Every matrix that `compress_int8_symmetric` wrote into the IR at `xml`, by its name in the graph.
+
+    Names are the source's with "self." in front ("self.model.layers.0.mlp.up_proj.weight"); a tied embedding appears
+    once. Raises ExportError for INT8 weights of another make.
+    """
+    import openvino as ov
+
+    weights: dict[str, SymmetricWeights] = {}
+    for node in ov.Core().read_model(xml).get_ordered_ops():
+        if node.get_type_name() != "Constant" or node.output(0).get_element_type() != ov.Type.i8:
+            continue
+        name = node.get_friendly_name()
+        multiply = _only_reader(_only_reader(node, "Convert", name), "Multiply", name)
+        scale = multiply.input_value(1).get_node()
+        if scale.get_type_name() != "Constant" or scale.output(0).get_element_type() != ov.Type.f32:
+            raise ExportError(f"{xml}: {name} has no constant FP32 scale; expected symmetric INT8 weights")
+        weights[name] = SymmetricWeights(node.get_data().copy(), scale.get_data().copy())
+    return weights
+
+
+def _largest(weights: NDArray[np.floating[Any]], axis: int) -> NDArray[np.float64]:
+    """max|w| of each channel, kept as an axis of one; NaN where a weight is."""
+    parts = [np.abs(weights[rows]).max(axis=axis, keepdims=True) for rows in _row_blocks(weights)]
+    joined = np.concatenate(parts) if axis == 1 else np.maximum.reduce(parts)
+    largest: NDArray[np.float64] = joined.astype(np.float64)
+    return largest
+
+
+def _row_blocks(weights: NDArray[np.floating[Any]]) -> Iterator[slice]:
+    num_rows = max(1, _BLOCK_BYTES // (8 * weights.shape[1]))
+    for begin in range(0, weights.shape[0], num_rows):
+        yield slice(begin, begin + num_rows)
+
+
+def _matrices(model: Any) -> Iterator[tuple[Any, list[Any], int]]:
+    """Each constant to compress, the inputs that read it, and the axis along which one channel's weights lie."""
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "Constant" or not _is_matrix(node):
+            continue
+        readers: list[Any] = []
+        for reader in node.output(0).get_target_inputs():
+            cast = reader.get_node()
+            readers += cast.output(0).get_target_inputs() if cast.get_type_name() == "Convert" else [reader]
+        axes = {axis for reader in readers if (axis := _channel_axis(reader)) is not None}
+        if axes and len(axes) == 1:
+            yield node, [reader for reader in readers if _channel_axis(reader) is not None], axes.pop()
+
+
+def _is_matrix(constant: Any) -> bool:
+    shape = constant.output(0).get_shape()
+    return constant.output(0).get_element_type().is_real() and len(shape) == 2 and min(shape) > 1
+
+
+def _channel_axis(reader: Any) -> int | None:
+    """Along which axis one output channel lies, as this input uses the matrix; None if that is no weight."""
+    node, index = reader.get_node(), reader.get_index()
+    if node.get_type_name() == "MatMul" and index == 1:
+        return 1 if node.get_attributes()["transpose_b"] else 0
+    if node.get_type_name() == "Gather" and index == 0:
+        return 1
+    return None
+
+
+def _only_reader(node: Any, kind: str, name: str) -> Any:
+    readers = [target.get_node() for target in node.output(0).get_target_inputs()]
+    if len(readers) != 1 or readers[0].get_type_name() != kind:
+        raise ExportError(f"INT8 weights {name} are not followed by one {kind}; expected symmetric INT8 weights")
+    return readers[0]

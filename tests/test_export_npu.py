@@ -1,0 +1,213 @@
+"""What is made for an NPU: symmetric INT8 weights, and where they are taken."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino as ov
+import pytest
+import torch
+from numpy.typing import NDArray
+from openvino import opset13 as ops
+from tests.conftest import TINY_VOCAB
+
+from outrider.export import symmetric
+from outrider.export.openvino_ir import save_ir
+from outrider.export.symmetric import (
+    SymmetricWeights,
+    compress_int8_symmetric,
+    quantize_symmetric,
+    read_dequantized,
+)
+from outrider.models.errors import ExportError
+from outrider.models.manifest import StaticShapes
+from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.runtimes.openvino_graph import load_paged_model
+from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime
+from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
+from outrider.models.runtimes.torch_reference import load_causal_lm
+
+XML = "openvino_model.xml"
+NPU = RuntimeOptions(
+    num_threads=1, emulate_npu=True, static_shapes=StaticShapes(prompt_len=64, response_len=64, step_len=8)
+)
+RNG = np.random.default_rng(5)
+TOKENS = RNG.integers(0, TINY_VOCAB, 60).tolist()
+
+
+def compressed(ir: Path, directory: Path) -> Path:
+    model = ov.Core().read_model(ir / XML)
+    compress_int8_symmetric(model)
+    directory.mkdir(parents=True, exist_ok=True)
+    save_ir(model, directory)
+    shutil.copyfile(ir / "config.json", directory / "config.json")
+    return directory
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])  # qwen2's LM head is its embedding
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def bundle(family: str, tiny_ir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compressed(tiny_ir(family), tmp_path_factory.mktemp("symmetric"))
+
+
+@pytest.fixture(scope="module")
+def weights(bundle: Path) -> dict[str, SymmetricWeights]:
+    return read_dequantized(bundle / XML)
+
+
+@pytest.fixture(scope="module")
+def truth(family: str, weights: dict[str, SymmetricWeights], tiny_model: Callable[[str], Path]) -> NDArray[np.float32]:
+    """transformers' FP32 logits with the weights that the export stands for."""
+    model = load_causal_lm(tiny_model(family), torch.float32, "sdpa")
+    changed = {name.removeprefix("self."): torch.from_numpy(matrix.dequantized) for name, matrix in weights.items()}
+    missing, unexpected = model.load_state_dict(changed, strict=False)
+    assert not unexpected and not any(name.endswith("proj.weight") for name in missing)
+    with torch.inference_mode():
+        logits: NDArray[np.float32] = model(torch.tensor([TOKENS]), use_cache=False).logits[0].numpy()
+    return logits
+
+
+def test_scales_are_absmax_over_127(
+    family: str, weights: dict[str, SymmetricWeights], tiny_model: Callable[[str], Path]
+) -> None:
+    """Every matrix of the model, one scale a row, each weight within half a step of its source."""
+    source = load_causal_lm(tiny_model(family), torch.float32, "sdpa").state_dict()
+    matrices = {f"self.{name}" for name, tensor in source.items() if tensor.dim() == 2}
+    assert set(weights) == (matrices - {"self.lm_head.weight"} if family == "qwen2" else matrices)
+    for name, found in weights.items():
+        exact = source[name.removeprefix("self.")].numpy().astype(np.float64)
+        largest = np.abs(exact).max(axis=1, keepdims=True)
+        assert np.array_equal(found.scale, (largest / 127).astype(np.float32))
+        assert found.integers.dtype == np.int8 and found.integers.min() >= -127
+        error = np.abs(exact - found.scale.astype(np.float64) * found.integers)
+        assert (error <= found.scale * (0.5 + 1e-6)).all()
+
+
+def test_the_npus_path_computes_with_these_weights(bundle: Path, truth: NDArray[np.float32]) -> None:
+    """Prompt, cached steps and rollback, against transformers with the dequantized weights."""
+    runtime = OpenVinoNpuRuntime(bundle, NPU)
+    assert np.abs(runtime.extend_rows(TOKENS[:40]) - truth[:40]).max() < 0.01
+    runtime.extend(TOKENS[10:20])
+    runtime.truncate(40)
+    assert np.abs(runtime.extend_rows(TOKENS[40:]) - truth[40:]).max() < 0.01
+    runtime.close()
+
+
+def test_the_ordinary_path_computes_with_these_weights(bundle: Path, truth: NDArray[np.float32]) -> None:
+    """Paged attention takes them too; there activations are quantized on the fly unless that is switched off."""
+    plain = OpenVinoSequenceRuntime(bundle, RuntimeOptions(properties={"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"}))
+    assert np.abs(plain.extend_rows(TOKENS) - truth).max() < 1e-4
+    usual = OpenVinoSequenceRuntime(bundle, RuntimeOptions())
+    assert np.abs(usual.extend_rows(TOKENS) - truth).max() < 0.3
+
+
+def test_the_cpu_keeps_the_weights_compressed(bundle: Path, weights: dict[str, SymmetricWeights]) -> None:
+    """No FP32 copy of a matrix is made when the model is compiled: every FullyConnected and Gather reads INT8."""
+    compiled = load_paged_model(bundle, RuntimeOptions(num_threads=1), tree_masks=False).compiled
+    read: Counter[tuple[str, str]] = Counter()
+    for node in compiled.get_runtime_model().get_ordered_ops():
+        layer = str(node.get_rt_info()["layerType"].value)
+        if layer == "FullyConnected":
+            read[layer, node.input_value(1).get_element_type().get_type_name()] += 1
+        elif layer == "Gather" and len(node.input_value(0).get_partial_shape()) == 2:
+            read[layer, node.input_value(0).get_element_type().get_type_name()] += 1
+    assert read["FullyConnected", "i8"] == sum("embed" not in name for name in weights) + (
+        "self.lm_head.weight" not in weights
+    )
+    assert read["Gather", "i8"] == 1
+    assert ("FullyConnected", "f32") not in read
+
+
+def test_the_same_model_gives_the_same_bytes(family: str, tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
+    """Names and integers do not depend on what the process did before."""
+    first = compressed(tiny_ir(family), tmp_path / "first")
+    second = compressed(tiny_ir(family), tmp_path / "second")
+    for name in (XML, "openvino_model.bin"):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
+def test_empty_rows_are_not_divided_by() -> None:
+    """A row of zeros, or of what FP32 cannot divide by, is zeros with scale 1; the smallest rows keep the bound."""
+    rows = RNG.normal(size=(6, 8)).astype(np.float32)
+    rows[1] = 0.0
+    rows[2] = np.float32(1e-40)
+    rows[3] *= np.float32(1e-36)
+    rows[4] *= np.float32(1e30)
+    found = quantize_symmetric(rows, 1)
+    assert found.scale[[1, 2], 0].tolist() == [1.0, 1.0]
+    assert not found.integers[[1, 2]].any()
+    assert np.abs(found.integers[[0, 3, 4, 5]]).max(axis=1).tolist() == [127] * 4
+    error = np.abs(rows.astype(np.float64) - found.scale.astype(np.float64) * found.integers)
+    assert (error <= found.scale * (0.5 + 1e-6)).all()
+    assert np.isfinite(found.dequantized).all()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_blocks_do_not_show(axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix that is quantized in pieces, for memory's sake, comes out as it would whole; columns as well as rows."""
+    matrix = RNG.normal(size=(37, 12)).astype(np.float32)
+    whole = quantize_symmetric(matrix, axis)
+    monkeypatch.setattr(symmetric, "_BLOCK_BYTES", 8 * 12 * 5)
+    pieces = quantize_symmetric(matrix, axis)
+    assert np.array_equal(whole.integers, pieces.integers) and np.array_equal(whole.scale, pieces.scale)
+    assert whole.scale.shape == ((37, 1) if axis == 1 else (1, 12))
+
+
+def test_weights_that_are_not_finite_are_refused() -> None:
+    """NaN and infinity are named as what they are, a broken model."""
+    for wrong in (np.nan, np.inf):
+        matrix = np.ones((3, 4), np.float32)
+        matrix[1, 2] = wrong
+        with pytest.raises(ExportError, match="not finite"):
+            quantize_symmetric(matrix, 1)
+
+
+def small_graph(multiply: Callable[[Any], Any]) -> ov.Model:
+    x = ops.parameter([-1, 8], np.float32, name="x")
+    return ov.Model([multiply(x)], [x], "small")
+
+
+def run(model: ov.Model, x: NDArray[np.float32]) -> NDArray[np.float32]:
+    found: NDArray[np.float32] = ov.Core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})(x)[0]
+    return found
+
+
+def test_a_matrix_stored_by_columns(tmp_path: Path) -> None:
+    """Where a MatMul takes its matrix untransposed, a column is an output channel; FP16 weights are taken as well."""
+    matrix = RNG.normal(size=(8, 6)).astype(np.float16)
+
+    def product(x: Any) -> Any:
+        return ops.matmul(x, ops.convert(ops.constant(matrix, name="w"), np.float32), False, False)
+
+    model = small_graph(product)
+    x = RNG.normal(size=(3, 8)).astype(np.float32)
+    before = run(model, x)
+    compress_int8_symmetric(model)
+    save_ir(model, tmp_path)
+    (found,) = read_dequantized(tmp_path / XML).values()
+    assert found.scale.shape == (1, 6)
+    after = run(ov.Core().read_model(tmp_path / XML), x)
+    assert np.abs(after - x @ found.dequantized).max() < 1e-5
+    assert 0 < np.abs(after - before).max() < 0.1
+
+
+def test_what_is_no_weight_is_left_alone() -> None:
+    """Vectors and the products of two inputs are not weights; a model of nothing else is refused."""
+    model = small_graph(lambda x: ops.matmul(ops.multiply(x, ops.constant(np.ones(8, np.float32))), x, False, True))
+    with pytest.raises(ExportError, match="no weight matrices"):
+        compress_int8_symmetric(model)
+
+
+def test_int8_of_another_make_is_not_read_as_symmetric(tiny_ir: Callable[..., Path]) -> None:
+    """nncf's own keep their scale in FP16, so their integers mean something else."""
+    with pytest.raises(ExportError, match="expected symmetric INT8 weights"):
+        read_dequantized(tiny_ir("llama", int8=True) / XML)
