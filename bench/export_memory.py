@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from bench.report import write_json
 from rich.console import Console
 from rich.table import Table
 from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
-
-from bench.report import write_json
 
 BOUND: Final = 3.0
 PATHS: Final = (
@@ -76,7 +75,9 @@ def main(
     with tempfile.TemporaryDirectory() as root:
         large, tiny = make_source(Path(root) / "large", megabytes), make_source(Path(root) / "tiny", 0.0)
         size = sum(path.stat().st_size for path in large.glob("*.safetensors"))
-        table = Table("path", "peak MB", "of these the model", "times its FP32", "reached in", title="memory of an export")
+        table = Table(
+            "path", "peak MB", "of these the model", "times its FP32", "reached in", title="memory of an export"
+        )
         for path in PATHS:
             if only not in (None, "/".join(path)):
                 continue

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from outrider.export.disk import require_room
 from outrider.export.openvino_ir import convert_to_ir, finish_ir
 from outrider.export.parity import PARITY_TEXT
 from outrider.export.progress import Progress, StageEvent
 from outrider.export.recipes import ExportOptions
 from outrider.export.safetensors_cast import cast_weights
+from outrider.export.sizes import finished_bytes, staged_bytes
 from outrider.export.source import SourceModel
 from outrider.export.truth import LoadedSource, Truth, held_out_texts
 from outrider.export.work_store import WorkStore
@@ -47,6 +49,11 @@ class Job:
         """Says that a stage begins."""
         self.progress(StageEvent(self.options.role, stage))
 
+    def require_room(self, staging: Path) -> None:
+        """Raises DiskFull if there is no room for the bundle, or at `staging` for what is made on the way."""
+        bundle = finished_bytes(self.source, self.options)
+        require_room((staging, staged_bytes(self.source, self.options)), (self.directory, bundle))
+
     def key(self, stage: str, **more: Any) -> dict[str, Any]:
         """What decides the result of a stage: the source, the versions of what makes it, and `more`."""
         return {
@@ -62,8 +69,13 @@ def build(job: Job) -> tuple[Truth, Quantization | None]:
     """Puts the model's files into `job.directory`; returns what the source says, for the checks, and how weights were
     quantized.
     """
+
+    def tell_truth(directory: Path) -> None:
+        job.require_room(directory)  # for what follows too: not after minutes of loading
+        job.loaded.tell_truth().save(directory)
+
     texts = [PARITY_TEXT, *(list(text) for text in held_out_texts(job.source))]
-    place = job.store.get(job.key("truth", texts=texts), lambda directory: job.loaded.tell_truth().save(directory))
+    place = job.store.get(job.key("truth", texts=texts), tell_truth)
     match job.options.resolved_runtime:
         case "openvino":
             quantization = _build_openvino(job)
@@ -79,6 +91,7 @@ def build(job: Job) -> tuple[Truth, Quantization | None]:
 
 def _build_openvino(job: Job) -> Quantization | None:
     def convert(directory: Path) -> None:
+        job.require_room(directory)
         model = job.loaded.model()
         job.tell("convert")
         convert_to_ir(model, directory, job.source.name)
@@ -116,6 +129,7 @@ def _build_onnx(job: Job) -> Quantization | None:
     from outrider.export.onnx_quantize import quantize_weights
 
     def export(directory: Path) -> None:
+        job.require_room(directory)
         model = job.loaded.model()
         job.tell("convert")
         export_with_dynamo(model, directory, job.source.name)

@@ -78,6 +78,8 @@ def export_pair(
         texts = prompts or prompts_for(target_source)
         staged_draft.add_acceptance(_measure(staged_draft, staged_target, draft_source, texts))
         progress(StageEvent("pair", "write"))
+        staged_target.seal()  # both, before either is in place: a disk that is full now replaces neither
+        staged_draft.seal()
         target_bundle = staged_target.commit()
         draft_bundle = staged_draft.commit()
     store.release()

@@ -12,34 +12,25 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 from outrider.export.build import Job, build, package_versions
+from outrider.export.disk import require_room, telling_of_full_disks
 from outrider.export.known_families import require_runtime
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import ExportOptions
 from outrider.export.run_export import check_export, model_file
 from outrider.export.safetensors_cast import config_for
+from outrider.export.sizes import finished_bytes, widened_bytes
 from outrider.export.source import SourceModel, read_source
 from outrider.export.truth import Truth
 from outrider.export.widen import describe_widening, widen
-from outrider.export.work_store import WorkStore, require_room, telling_of_full_disks
+from outrider.export.work_store import WorkStore
 from outrider.models.bundle import Bundle
 from outrider.models.bundle_writer import BundleWriter
 from outrider.models.errors import ExportError
-from outrider.models.manifest import Acceptance, ExportReport, FileEntry, Manifest, Precision, Quantization, Source
+from outrider.models.manifest import Acceptance, ExportReport, FileEntry, Manifest, Quantization, Source
 from outrider.models.places import default_cache_dir
 from outrider.models.tokenizer import TOKENIZER_FILES
-
-# Of the stored weights; scales and what is left in more bits are in the factor of `_needed_bytes`.
-_BYTES_A_WEIGHT: Final[dict[Precision, float]] = {
-    "fp32": 4.0,
-    "fp16": 2.0,
-    "bf16": 2.0,
-    "int8": 1.0,
-    "w8a8": 1.0,
-    "int4": 0.5,
-}
 
 
 class StagedExport:
@@ -65,6 +56,10 @@ class StagedExport:
         """Puts measured acceptance rates into the report."""
         report = self.manifest.report.model_copy(update={"acceptance": measured})
         self.manifest = self.manifest.model_copy(update={"report": report})
+
+    def seal(self) -> None:
+        """Does all of the commit that needs room on the disk."""
+        self._writer.seal(self.manifest)
 
     def commit(self) -> Bundle:
         """Puts the bundle in its place."""
@@ -106,7 +101,7 @@ def stage_export(
     with telling_of_full_disks(place, default_cache_dir()), BundleWriter(place, overwrite=options.overwrite) as writer:
         progress(StageEvent(options.role, "read"))
         origin = source.describe()
-        require_room(place, _needed_bytes(source, options))
+        require_room((place, finished_bytes(source, options) + widened_bytes(options)))
         scratch = writer.directory / "work"
         scratch.mkdir()
         built = source
@@ -141,13 +136,6 @@ def _copy_texts(source: SourceModel, directory: Path, options: ExportOptions) ->
     for name in TOKENIZER_FILES:
         if (source.path / name).is_file():
             shutil.copyfile(source.path / name, directory / name)
-
-
-def _needed_bytes(source: SourceModel, options: ExportOptions) -> int:
-    """About what the finished files take; a widened copy of the source lies beside them for a while."""
-    parameters = source.architecture.parameters
-    widened = 2e6 * options.widen_mb if options.widen_mb is not None else 0.0
-    return int(1.2 * parameters * _BYTES_A_WEIGHT[options.resolved_precision] + widened) + (1 << 20)
 
 
 def _manifest(

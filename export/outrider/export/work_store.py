@@ -7,33 +7,38 @@ nothing is ever stale. Knows nothing of models.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
-from outrider.models.errors import ExportError
+from outrider.models.bundle_writer import flush_tree
 
 _FORGOTTEN_AFTER_S: Final = 14 * 24 * 3600.0
 """A result that nobody has asked for in this long belongs to an export that was given up."""
 
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
-
 
 class WorkStore:
-    """A directory of results; several processes may share it."""
+    """A directory of results; several processes may share it, and nobody removes what another still uses."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._used: set[Path] = set()
+        self._tag = secrets.token_hex(8)
+        # Of what was got here. The lock on a small file beside a result says that it is used; the system drops the lock
+        # of a process that ends, however it ends.
+        self._used: dict[str, FileLock] = {}
+
+    @property
+    def root(self) -> Path:
+        """Where the results are; it need not exist yet."""
+        return self._root
 
     def get(self, what: Mapping[str, Any], build: Callable[[Path], None]) -> Path:
         """The directory of the result that `what` (JSON-able) describes; `build` fills a new one if there is none.
@@ -43,66 +48,65 @@ class WorkStore:
         key = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:20]
         place = self._root / key
         self._root.mkdir(parents=True, exist_ok=True)
-        with FileLock(self._root / f"{key}.lock"):
-            self._used.add(place)
-            if place.is_dir():
-                os.utime(place)
-                return place
-            for abandoned in self._root.glob(f".{key}.partial-*"):  # nobody else builds it: the lock is ours
-                shutil.rmtree(abandoned, ignore_errors=True)
-            partial = self._root / f".{key}.partial-{os.getpid()}-{secrets.token_hex(4)}"
-            partial.mkdir()
-            try:
-                build(partial)
-                partial.rename(place)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
+        with FileLock(self._lock_file(key)):
+            os.utime(self._lock_file(key))
+            if not place.is_dir():
+                self._build(key, place, build)
+            os.utime(place)
+            if key not in self._used:
+                self._used[key] = FileLock(self._root / f"{key}.user-{self._tag}", thread_local=False)
+                self._used[key].acquire()
         return place
 
     def release(self) -> None:
-        """Removes what was got here: the export that needed it is in place. Also what was given up long ago."""
-        for place in self._used:
-            shutil.rmtree(place, ignore_errors=True)
+        """Removes what was got here, unless another export uses it: the export that needed it is in place. Also what
+        was given up long ago.
+        """
+        for key, mark in self._used.items():
+            with FileLock(self._lock_file(key)):
+                mark.release()
+                Path(mark.lock_file).unlink(missing_ok=True)
+                if not self._is_used(key):
+                    self._discard(self._root / key)
         self._used.clear()
         oldest = time.time() - _FORGOTTEN_AFTER_S
         for path in self._root.iterdir() if self._root.is_dir() else ():
             with contextlib.suppress(FileNotFoundError):  # another process was quicker
-                if path.is_dir() and path.stat().st_mtime < oldest:
-                    shutil.rmtree(path, ignore_errors=True)
+                if path.stat().st_mtime < oldest:
+                    self._discard(path) if path.is_dir() else path.unlink()
 
+    def _build(self, key: str, place: Path, build: Callable[[Path], None]) -> None:
+        for abandoned in self._root.glob(f".{key}.partial-*"):  # nobody else builds it: the lock is ours
+            shutil.rmtree(abandoned, ignore_errors=True)
+        partial = self._partial(key)
+        partial.mkdir()
+        try:
+            build(partial)
+            flush_tree(partial)
+            partial.rename(place)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
-@contextlib.contextmanager
-def telling_of_full_disks(*places: Path) -> Iterator[None]:
-    """Turns "no space left" into an ExportError that says where, how much there is, and what to do."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _NO_ROOM:
-            raise
-        raise full_disk(places) from error
+    def _is_used(self, key: str) -> bool:
+        """Whether anybody uses a result; forgets those who were killed."""
+        for path in self._root.glob(f"{key}.user-*"):
+            try:
+                with FileLock(path, timeout=0):
+                    pass
+            except Timeout:
+                return True
+            path.unlink(missing_ok=True)
+        return False
 
+    def _discard(self, place: Path) -> None:
+        """Removes a result, never half of it: who is killed here must not leave something that looks whole."""
+        aside = self._partial(place.name.strip("."))
+        with contextlib.suppress(FileNotFoundError):
+            place.rename(aside)
+            shutil.rmtree(aside, ignore_errors=True)
 
-def full_disk(places: tuple[Path, ...]) -> ExportError:
-    """What to raise when one of `places` has no room left."""
-    rooms = ", ".join(f"{free_bytes(place) / 1e6:,.0f} MB free for {place}" for place in places)
-    return ExportError(
-        f"the disk is full ({rooms}); nothing was written. Free some space, choose another --out, or set "
-        "OUTRIDER_CACHE to where there is room for what is made on the way"
-    )
+    def _partial(self, key: str) -> Path:
+        return self._root / f".{key}.partial-{secrets.token_hex(8)}"
 
-
-def require_room(place: Path, needed_bytes: int) -> None:
-    """Raises ExportError if the disk of `place` has less than `needed_bytes` free: before the work, not after it."""
-    free = free_bytes(place)
-    if free < needed_bytes:
-        raise ExportError(
-            f"the export needs about {needed_bytes / 1e6:,.0f} MB at {place}, and {free / 1e6:,.0f} MB are free; "
-            "free some space, choose another --out, or set OUTRIDER_CACHE to where there is room"
-        )
-
-
-def free_bytes(place: Path) -> int:
-    """Bytes free for `place`, which need not exist yet."""
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
+    def _lock_file(self, key: str) -> Path:
+        return self._root / f"{key}.lock"

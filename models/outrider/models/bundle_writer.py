@@ -6,6 +6,8 @@ flushes all of it to the disk and renames. An interrupted writer leaves the dest
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import re
 import secrets
@@ -22,9 +24,9 @@ from outrider.models.manifest import MANIFEST_NAME, FileEntry, Manifest
 class BundleWriter:
     """Builds one bundle; use as a context manager, put files into `directory`, then call `commit` once.
 
-    Leaving the context without a commit removes everything that was built. On entry, what writers of the same
-    destination left behind when they were killed on this machine is removed; a bundle that they had set aside
-    is put back.
+    Leaving the context without a commit removes everything that was built, and directories that were made for it. On
+    entry, what writers of the same destination left behind when they were killed on this machine is removed; a bundle
+    that they had set aside is put back.
     Raises BundleError if the destination exists and `overwrite` is off, or is a directory that holds no
     bundle.
     """
@@ -35,9 +37,12 @@ class BundleWriter:
         self._host = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())
         tag = f"{self._host}-{os.getpid()}-{secrets.token_hex(4)}"
         self.directory = self._destination.with_name(f".{self._destination.name}.partial-{tag}")
+        self._made: list[Path] = []  # directories that were missing above the destination, the deepest first
+        self._sealed: Manifest | None = None
 
     def __enter__(self) -> BundleWriter:
         self._check_destination()
+        self._made = list(itertools.takewhile(lambda path: not path.exists(), self._destination.parents))
         self._destination.parent.mkdir(parents=True, exist_ok=True)
         self._clear_leftovers()
         self.directory.mkdir()
@@ -47,6 +52,9 @@ class BundleWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
+        with contextlib.suppress(OSError):  # from the first on that holds something
+            for path in self._made:
+                path.rmdir()
 
     def list_files(self) -> tuple[FileEntry, ...]:
         """Size and SHA-256 of every file built so far, sorted by path."""
@@ -59,15 +67,21 @@ class BundleWriter:
             for name, path in zip(names, paths, strict=True)
         )
 
+    def seal(self, manifest: Manifest) -> None:
+        """Writes the manifest and waits until everything is on the disk: what can fail of a commit, where there are
+        several to make. `manifest.files` must be what `list_files` gives.
+        """
+        (self.directory / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8", newline="\n")
+        flush_tree(self.directory)
+        self._sealed = manifest
+
     def commit(self, manifest: Manifest) -> Bundle:
-        """Puts the bundle in place. `manifest.files` must be what `list_files` gives.
+        """Seals the bundle, if that is not done, and puts it in its place.
 
         Raises BundleError if the destination has appeared meanwhile and may not be replaced.
         """
-        (self.directory / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8", newline="\n")
-        for path in sorted(self.directory.rglob("*")):
-            _flush(path)
-        _flush(self.directory)
+        if self._sealed != manifest:
+            self.seal(manifest)
         self._check_destination()
         self._swap()
         _flush(self._destination.parent)
@@ -122,6 +136,13 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         pass  # somebody else's, and alive
     return True
+
+
+def flush_tree(directory: Path) -> None:
+    """Waits until a directory with all that it holds is on the disk: a rename must not get there first."""
+    for path in sorted(directory.rglob("*")):
+        _flush(path)
+    _flush(directory)
 
 
 def _flush(path: Path) -> None:

@@ -7,6 +7,7 @@
     ├── TokenizerError         a tokenizer cannot be loaded or cannot do what was asked
     │   └── TokenizerMismatch  draft and target do not share one tokenizer
     ├── ExportError            a model cannot be exported
+    │   ├── DiskFull           there is no room for what an export writes
     │   └── ParityFailure      an export computes other logits than its source
     ├── RuntimeUnavailable     a device, a runtime or its package is not on this machine
     ├── ModelFault             a model produced something unusable (NaN logits, a wrong shape)
@@ -45,6 +46,10 @@ class TokenizerMismatch(TokenizerError):
 
 class ExportError(OutriderError):
     """A model cannot be exported."""
+
+
+class DiskFull(ExportError):
+    """There is no room for what an export writes."""
 
 
 class ParityFailure(ExportError):

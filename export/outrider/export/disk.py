@@ -1,0 +1,112 @@
+"""Disks that are full or may not be written to: known before the work where it can be, told in one message where not.
+
+Python's own writers raise OSError; safetensors and OpenVINO raise errors of their own, of which only the words tell.
+Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from outrider.models.errors import DiskFull, ExportError
+
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+# Of safetensors (Rust's words for the system's error) on Linux and macOS, and on Windows.
+_NO_ROOM_WORDS: Final = ("no space left on device", "quota exceeded", "not enough space on the disk")
+# All that OpenVINO says, and it removes what it had written: how full the disk was cannot be seen afterwards.
+_STREAM_WORDS: Final = "iostream error"
+_NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+
+
+@contextlib.contextmanager
+def telling_of_full_disks(*places: Path) -> Iterator[None]:
+    """Turns whatever a writer raises where there is no room, or no permission, into an ExportError that says where,
+    how much there is, and what to do. Everything else goes through.
+    """
+    try:
+        yield
+    except DiskFull:
+        raise
+    except Exception as error:
+        causes = list(_causes(error))
+        if any(_says_no_room(cause) for cause in causes):
+            raise full_disk(places) from error
+        refused = next((cause for cause in causes if isinstance(cause, OSError) and _is_refusal(cause, places)), None)
+        if refused is not None:
+            raise ExportError(
+                f"{refused.filename} cannot be written: {refused.strerror}; the destination is left as it was. Choose "
+                "another --out, or set OUTRIDER_CACHE to where you may write"
+            ) from error
+        raise
+
+
+def full_disk(places: tuple[Path, ...]) -> DiskFull:
+    """What to raise when one of `places` had no room left."""
+    rooms = ", ".join(f"{free_bytes(place) / 1e6:,.1f} MB for {place}" for place in places)
+    return DiskFull(
+        f"the disk is full; the destination is left as it was. Free now that what was half written is gone: {rooms}. "
+        "Make room, choose another --out, or set OUTRIDER_CACHE to where there is room for what is made on the way"
+    )
+
+
+def require_room(*needs: tuple[Path, float]) -> None:
+    """Raises DiskFull if a disk has less free than `needs` (place, bytes) take there together: before the work, not
+    after it.
+    """
+    wanted: defaultdict[int, float] = defaultdict(float)
+    places: dict[int, Path] = {}
+    for place, needed_bytes in needs:
+        disk = _nearest(place).stat().st_dev
+        wanted[disk] += needed_bytes
+        places.setdefault(disk, place)
+    for disk, place in places.items():
+        if (free := free_bytes(place)) < wanted[disk]:
+            raise DiskFull(
+                f"the export needs about {wanted[disk] / 1e6:,.1f} MB at {place}, and {free / 1e6:,.1f} MB are free; "
+                "free some space, choose another --out, or set OUTRIDER_CACHE to where there is room"
+            )
+
+
+def free_bytes(place: Path) -> int:
+    """Bytes free for `place`, which need not exist yet."""
+    return shutil.disk_usage(_nearest(place)).free
+
+
+def _nearest(place: Path) -> Path:
+    """`place`, or the nearest directory above it that exists."""
+    place = place.absolute()
+    while not place.exists():
+        place = place.parent
+    return place
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it was raised from: what upstream raises is wrapped."""
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _says_no_room(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _NO_ROOM
+    said = str(error).lower()
+    return any(words in said for words in _NO_ROOM_WORDS) or _STREAM_WORDS in said
+
+
+def _is_refusal(error: OSError, places: tuple[Path, ...]) -> bool:
+    """Whether it is the system's refusal to write one of `places`, in it, or beside it where a bundle is built."""
+    if error.errno not in _NOT_WRITABLE or error.filename is None:
+        return False
+    path = Path(error.filename).absolute()
+    for place in map(Path.absolute, places):
+        is_beside = path.parent == place.parent and path.name.startswith(f".{place.name}.")
+        if is_beside or path.is_relative_to(place) or place.is_relative_to(path):
+            return True
+    return False

@@ -1,0 +1,44 @@
+"""About how many bytes an export writes, known before it begins. Upper estimates: what is refused for lack of room must
+really not fit.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from outrider.export.recipes import ExportOptions
+from outrider.export.source import SourceModel
+from outrider.models.manifest import Precision
+
+# Of the stored weights; scales and what is left in more bits are in the factor of `finished_bytes`.
+_BYTES_A_WEIGHT: Final[dict[Precision, float]] = {
+    "fp32": 4.0,
+    "fp16": 2.0,
+    "bf16": 2.0,
+    "int8": 1.0,
+    "w8a8": 1.0,
+    "int4": 0.5,
+}
+_GRAPH_AND_TOKENIZER: Final = 1 << 20
+# Rows of logits that `truth` keeps: two texts of the parity check and up to six held-out ones.
+_TRUTH_ROWS: Final = 64 + 57 + 6 * 24
+
+
+def finished_bytes(source: SourceModel, options: ExportOptions) -> float:
+    """What the bundle of `source` takes."""
+    return 1.2 * source.architecture.parameters * _BYTES_A_WEIGHT[options.resolved_precision] + _GRAPH_AND_TOKENIZER
+
+
+def widened_bytes(options: ExportOptions) -> float:
+    """What widening the source adds: a copy beside the bundle for a while, and the bundle is as heavy as that."""
+    return 2.2e6 * options.widen_mb if options.widen_mb is not None else 0.0
+
+
+def staged_bytes(source: SourceModel, options: ExportOptions) -> float:
+    """What expensive stages keep for the next try: what the source says, and the converted model in FP32.
+
+    The torch runtime's weights are cast straight into the bundle.
+    """
+    truth = 4.0 * _TRUTH_ROWS * source.architecture.vocab_size
+    converted = 4.0 * source.architecture.parameters if options.resolved_runtime != "torch" else 0.0
+    return truth + converted + _GRAPH_AND_TOKENIZER
