@@ -51,7 +51,7 @@ def full_disk(places: tuple[Path, ...]) -> DiskFull:
     rooms = ", ".join(f"{free_bytes(place) / 1e6:,.1f} MB for {place}" for place in places)
     return DiskFull(
         f"the disk is full; the destination is left as it was. Free now that what was half written is gone: {rooms}. "
-        "Make room, choose another --out, or set OUTRIDER_CACHE to where there is room for what is made on the way"
+        "Make room, choose another --out, or set OUTRIDER_CACHE (for downloads HF_HOME) to where there is room"
     )
 
 

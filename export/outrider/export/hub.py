@@ -10,8 +10,8 @@ import re
 from pathlib import Path
 from typing import Final
 
+from outrider.export.disk import telling_of_full_disks
 from outrider.export.quiet import missing_extra
-from outrider.export.work_store import telling_of_full_disks
 from outrider.models.errors import ExportError
 
 SAFE_FILES: Final = ("*.safetensors", "*.json", "*.jinja")
