@@ -52,7 +52,8 @@ class Job:
     def require_room(self, staging: Path) -> None:
         """Raises DiskFull if there is no room for the bundle, or at `staging` for what is made on the way."""
         bundle = finished_bytes(self.source, self.options)
-        require_room((staging, staged_bytes(self.source, self.options)), (self.directory, bundle))
+        staged = staged_bytes(self.source, self.options)
+        require_room((staging.parent, staged), (self.directory.parent, bundle))
 
     def key(self, stage: str, **more: Any) -> dict[str, Any]:
         """What decides the result of a stage: the source, the versions of what makes it, and `more`."""

@@ -48,7 +48,8 @@ def telling_of_full_disks(*places: Path) -> Iterator[None]:
 
 def full_disk(places: tuple[Path, ...]) -> DiskFull:
     """What to raise when one of `places` had no room left."""
-    rooms = ", ".join(f"{free_bytes(place) / 1e6:,.1f} MB for {place}" for place in places)
+    fullest_first = sorted(places, key=free_bytes)
+    rooms = ", ".join(f"{free_bytes(place) / 1e6:,.1f} MB for {place}" for place in fullest_first)
     return DiskFull(
         f"the disk is full; the destination is left as it was. Free now that what was half written is gone: {rooms}. "
         "Make room, choose another --out, or set OUTRIDER_CACHE (for downloads HF_HOME) to where there is room"

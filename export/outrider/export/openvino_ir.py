@@ -66,7 +66,34 @@ def save_ir(model: Any, destination: Path, *, halves: bool = False) -> None:
     for index, node in enumerate(model.get_ordered_ops()):
         if _MADE_UP.match(node.get_friendly_name()):
             node.set_friendly_name(f"{node.get_type_name()}_{index}")
-    openvino.save_model(model, destination / f"{IR_NAME}.xml", compress_to_fp16=halves)
+    if halves:
+        _halve_matrices(model)
+    openvino.save_model(model, destination / f"{IR_NAME}.xml", compress_to_fp16=False)
+
+
+def _halve_matrices(model: Any) -> None:
+    """Puts constants into FP16 as OpenVINO does, and those back that are no matrices.
+
+    They weigh nothing, and one of them is the rotary frequencies: multiplied by the position, their rounding would turn
+    the angles further the longer the text, by tenths of a radian after some thousand tokens, where no check of a short
+    text looks.
+    """
+    import openvino
+    from openvino._offline_transformations import compress_model_transformation
+
+    vectors = {
+        node.get_friendly_name(): node.get_data().copy()
+        for node in model.get_ordered_ops()
+        if node.get_type_name() == "Constant" and sum(size > 1 for size in node.get_output_shape(0)) < 2
+    }
+    compress_model_transformation(model)
+    for node in model.get_ordered_ops():
+        name = node.get_friendly_name()
+        if node.get_type_name() == "Convert" and name in vectors:
+            whole = openvino.op.Constant(vectors[name])
+            whole.set_friendly_name(name)
+            for reader in node.output(0).get_target_inputs():
+                reader.replace_source_output(whole.output(0))
 
 
 def _compress(model: Any, precision: Precision, device: Device) -> Quantization:

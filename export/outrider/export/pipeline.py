@@ -23,6 +23,7 @@ from outrider.export.safetensors_cast import config_for
 from outrider.export.sizes import finished_bytes, widened_bytes
 from outrider.export.source import SourceModel, read_source
 from outrider.export.truth import Truth
+from outrider.export.weight_range import require_range
 from outrider.export.widen import describe_widening, widen
 from outrider.export.work_store import WorkStore
 from outrider.models.bundle import Bundle
@@ -102,6 +103,7 @@ def stage_export(
         progress(StageEvent(options.role, "read"))
         origin = source.describe()
         require_room((place, finished_bytes(source, options) + widened_bytes(options)))
+        require_range(source.weight_files, options.resolved_precision)
         scratch = writer.directory / "work"
         scratch.mkdir()
         built = source
