@@ -1,0 +1,146 @@
+"""What every ONNX graph of ours goes through before it is written: names, rows, one data file.
+
+Works on `onnx_ir` models, whose weights stay in the files that they were read from until they are written. Knows
+neither transformers nor how a graph was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.models.errors import ExportError
+
+MODEL_FILE: Final = "model.onnx"
+FIRST_ROW: Final = "first_row"
+# Between the LM head and the logits only these may stand: each works row by row, so it commutes with a choice of rows.
+_ROW_WISE: Final = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Sub", "Tanh"})
+_PRODUCTS: Final = frozenset({"MatMul", "MatMulNBits", "FusedMatMul"})
+_LOGGERS: Final = ("onnxruntime", "onnxscript", "onnx_ir", "torch.onnx")
+_TO_THE_END: Final = 2**63 - 1
+
+
+@contextlib.contextmanager
+def quiet_onnx() -> Iterator[None]:
+    """Keeps the ONNX packages from logging, and from setting up the logging of the whole process when imported."""
+    root, stand_in = logging.getLogger(), logging.NullHandler()
+    levels = {name: logging.getLogger(name).level for name in _LOGGERS}
+    root.addHandler(stand_in)  # logging.basicConfig leaves a root alone that has a handler
+    try:
+        for name in _LOGGERS:
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+        yield
+    finally:
+        root.removeHandler(stand_in)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+def strip_origins(model: Any, producer: str) -> None:
+    """Takes out what tells of the machine that made the graph: stack traces, paths, the commit of a work tree."""
+    graph = model.graph
+    model.producer_name, _, model.producer_version = producer.partition(" ")
+    for part in (model, graph):
+        part.doc_string = None
+        part.metadata_props.clear()
+    values = [*graph.inputs, *graph.initializers.values()]
+    for node in graph:
+        node.doc_string = None
+        node.metadata_props.clear()
+        values += node.outputs
+    for value in values:
+        value.doc_string = None
+        value.metadata_props.clear()
+    graph.name = "decoder"
+
+
+def find_lm_head(graph: Any) -> Any:
+    """The node that multiplies by the LM head. Raises ExportError where there is none in front of the logits."""
+    value = next((output for output in graph.outputs if output.name == "logits"), None)
+    node = value.producer() if value is not None else None
+    while node is not None and node.op_type in _ROW_WISE:
+        computed = [input_ for input_ in node.inputs if input_ is not None and not is_constant(input_)]
+        node = computed[0].producer() if len(computed) == 1 else None
+    if node is None or node.op_type not in _PRODUCTS:
+        raise ExportError("the graph has no matrix product in front of its logits; its LM head cannot be told apart")
+    return node
+
+
+def is_constant(value: Any) -> bool:
+    """Whether a value is the same in every run."""
+    if value.is_initializer() and not value.is_graph_input():
+        return True
+    node = value.producer()
+    return node is not None and node.op_type == "Constant"
+
+
+def select_rows(model: Any) -> None:
+    """Gives the graph the input `first_row` (int64 [1]): logits come from that new token on, -1 the last alone.
+
+    It has a default, 0, which gives every row: a program that does not know the input gets what it always got.
+    """
+    import numpy as np
+    import onnx_ir as ir
+
+    graph = model.graph
+    head = find_lm_head(graph)
+    first = add_initializer(graph, FIRST_ROW, np.zeros(1, np.int64))
+    graph.inputs.append(first)
+    hidden = head.inputs[0]
+    ends = add_initializer(graph, "last_row", np.array([_TO_THE_END], np.int64))
+    axes = add_initializer(graph, "row_axis", np.array([1], np.int64))
+    rows = ir.node("Slice", [hidden, first, ends, axes], name="select_rows")
+    rows.outputs[0].name = "selected_rows"
+    rows.outputs[0].dtype = hidden.dtype
+    graph.insert_before(head, rows)
+    head.replace_input_with(0, rows.outputs[0])
+    _forget_rows(head.outputs[0])
+
+
+def _forget_rows(value: Any) -> None:
+    """Logits are no longer as many as tokens: the names of dimensions that said so go."""
+    import onnx_ir as ir
+
+    if value.is_graph_output():
+        value.shape = ir.Shape([1, "num_rows", value.shape[-1]])
+    else:
+        value.shape = None
+        for node in value.consumers():
+            _forget_rows(node.outputs[0])
+
+
+def add_initializer(graph: Any, name: str, array: Any) -> Any:
+    """A new constant of the graph, a numpy array."""
+    import onnx_ir as ir
+
+    tensor = ir.Tensor(array, name=name)
+    value = ir.val(name, tensor.dtype, tensor.shape, const_value=tensor)
+    graph.register_initializer(value)
+    return value
+
+
+def swap_node(graph: Any, node: Any, replacements: list[Any]) -> None:
+    """Puts nodes in the place of one; the last one's output takes the name and the readers of the old output."""
+    from onnx_ir.convenience import replace_nodes_and_values
+
+    old, new = node.outputs[0], replacements[-1].outputs[0]
+    new.name, new.dtype, new.shape = old.name, old.dtype, old.shape
+    replace_nodes_and_values(graph, node, [node], replacements, [old], [new])
+
+
+def drop_unused(model: Any) -> None:
+    """Removes nodes and constants that nothing reads."""
+    from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+    RemoveUnusedNodesPass()(model)
+
+
+def save_model(model: Any, destination: Path) -> None:
+    """Writes model.onnx and model.onnx.data to the directory. The same model gives the same bytes."""
+    import onnx_ir as ir
+
+    model.graph.sort()
+    ir.save(model, destination / MODEL_FILE, external_data=f"{MODEL_FILE}.data")

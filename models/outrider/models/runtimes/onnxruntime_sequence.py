@@ -1,0 +1,169 @@
+"""`SequenceRuntime` on ONNX Runtime: the device's draft on the CPU, or on another execution provider.
+
+Keys and values of each layer are one buffer, bound as past and as present: a step writes its rows where they belong,
+and rollback is a smaller number. Everything is bound once, over memory that is changed in place; only another number
+of new tokens binds anew (and the attention mask of an onnxruntime-genai graph, whose length is its message).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from outrider.models.errors import ConfigError, ModelFault
+from outrider.models.runtimes.base import ModelLimits, RuntimeOptions
+from outrider.models.runtimes.onnxruntime_providers import CUDA, DIRECTML
+from outrider.models.runtimes.onnxruntime_session import OnnxModel, load_onnx_model
+
+ort.disable_telemetry_events()  # Windows builds report their use otherwise
+
+# A longer prompt goes in pieces: memory for activations grows with the piece, and ONNX Runtime never gives it back.
+_MAX_STEP: Final = 256
+# Where caches live, as ONNX Runtime names memory; providers that are not here work on the host's.
+_CACHE_DEVICES: Final = {CUDA: "cuda", DIRECTML: "dml"}
+
+
+class OnnxRuntimeSequence:
+    """One sequence of at most `limits.max_positions` tokens."""
+
+    def __init__(self, path: Path, options: RuntimeOptions) -> None:
+        """Loads the model at `path` (directory or .onnx); raises as `load_onnx_model` does.
+
+        The cache is sized for the longest sequence; pages that no token reached take no memory on the CPU.
+        """
+        model = load_onnx_model(path, options)
+        self._limits = model.limits
+        self._provider = model.provider
+        self._selects_rows = model.selects_rows
+        self._has_mask = "attention_mask" in model.inputs
+        self._session: Any = model.session
+        self._binding: Any = model.session.io_binding()
+        self._length = 0
+        self._num_bound = (0, 0)  # new tokens and rows that the bound tensors have room for
+        longest = model.limits.max_positions
+        self._ids = np.zeros((1, _MAX_STEP), np.int64)
+        self._positions = np.zeros((1, _MAX_STEP), np.int64)
+        self._every_position = np.arange(longest, dtype=np.int64)
+        self._mask = np.ones((1, longest if self._has_mask else 0), np.int64)
+        self._last = np.zeros(1, np.int32)  # position of the last token of the step
+        self._total = np.zeros(1, np.int32)
+        self._first_row = np.zeros(1, np.int64)  # counted from the end
+        self._logits = np.empty((1, _MAX_STEP, 0), model.logits_dtype)
+        self._has_positions = "position_ids" in model.inputs
+        self._is_on_host = model.provider not in _CACHE_DEVICES
+        self._caches = self._bind_caches(model)
+        if not self._has_mask:
+            self._bind("seqlens_k", self._last)
+            self._bind("total_sequence_length", self._total)
+        if self._selects_rows:
+            self._bind("first_row", self._first_row)
+
+    def _bind_caches(self, model: OnnxModel) -> list[Any]:
+        device = _CACHE_DEVICES.get(model.provider)
+        values = []
+        for cache in model.caches:
+            shape = (1, cache.heads, model.limits.max_positions, cache.head_size)
+            if device is None:
+                # Zeroed by the operating system page by page as it is touched: an unused part costs no memory.
+                value = ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, model.dtype))
+            else:
+                value = ort.OrtValue.ortvalue_from_shape_and_type(shape, model.dtype, device)
+            self._binding.bind_ortvalue_input(cache.past, value)
+            self._binding.bind_ortvalue_output(cache.present, value)
+            values.append(value)
+        return values
+
+    @property
+    def limits(self) -> ModelLimits:
+        """Vocabulary size and longest sequence."""
+        return self._limits
+
+    @property
+    def length(self) -> int:
+        """Tokens now in the cache."""
+        return self._length
+
+    @property
+    def provider(self) -> str:
+        """The execution provider that runs the model's matrix products, for example "CPUExecutionProvider"."""
+        return self._provider
+
+    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Appends at least one token; returns the logits after the last, [vocab_size] float32, reused by the next call.
+
+        Blocking, without the GIL. Raises ConfigError when the sequence would be longer than `limits.max_positions`.
+        """
+        row: NDArray[np.float32] = self._run(tokens, 1)[0]
+        return row
+
+    def extend_rows(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """As `extend`, with the logits after every new token: [len(tokens), vocab_size] float32."""
+        if len(tokens) <= _MAX_STEP:
+            return self._run(tokens, len(tokens))
+        pieces = [tokens[start : start + _MAX_STEP] for start in range(0, len(tokens), _MAX_STEP)]
+        self._check(tokens)
+        return np.concatenate([self._run(piece, len(piece)).copy() for piece in pieces])
+
+    def truncate(self, length: int) -> None:
+        """Forgets everything from position `length` on; `length` at most the present one. Touches no tensor."""
+        assert 0 <= length <= self._length, f"truncate to {length} of {self._length} tokens"
+        self._length = length
+
+    def _run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
+        self._check(tokens)
+        while len(tokens) > _MAX_STEP:  # only the last token's logits are wanted of so many
+            self._step(tokens[:_MAX_STEP], 1)
+            tokens = tokens[_MAX_STEP:]
+        return self._step(tokens, num_rows)
+
+    def _check(self, tokens: Sequence[int]) -> None:
+        assert tokens and min(tokens) >= 0 and max(tokens) < self._limits.vocab_size, f"token ids {tokens}"
+        if (end := self._length + len(tokens)) > self._limits.max_positions:
+            raise ConfigError(
+                f"{end} tokens do not fit the {self._limits.max_positions} positions of this runtime; "
+                "stop earlier or raise max_positions"
+            )
+
+    def _step(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
+        num_new = len(tokens)
+        past, end = self._length, self._length + num_new
+        if self._num_bound != (num_new, num_rows):
+            self._bind_step(num_new, num_rows)
+        self._ids[0, :num_new] = tokens
+        self._positions[0, :num_new] = self._every_position[past:end]
+        self._last[0] = end - 1
+        self._total[0] = end
+        self._first_row[0] = -num_rows
+        if self._has_mask:
+            self._bind("attention_mask", self._mask[:, :end])
+        try:
+            self._session.run_with_iobinding(self._binding)
+        except Exception as error:  # ONNX Runtime's own errors share no other base
+            raise ModelFault(f"ONNX Runtime failed in a step of {num_new} tokens after {past}: {error}") from error
+        if not self._is_on_host:
+            self._binding.synchronize_outputs()
+        self._length = end
+        return self._logits[0, -num_rows:].astype(np.float32, copy=False)
+
+    def _bind_step(self, num_new: int, num_rows: int) -> None:
+        self._bind("input_ids", self._ids[:, :num_new])
+        if self._has_positions:
+            self._bind("position_ids", self._positions[:, :num_new])
+        rows = num_rows if self._selects_rows else num_new
+        self._logits = np.empty((1, rows, self._limits.vocab_size), self._logits.dtype)
+        self._binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(self._logits))
+        self._num_bound = (num_new, num_rows)
+
+    def _bind(self, name: str, array: NDArray[Any]) -> None:
+        self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+
+    def close(self) -> None:
+        """Releases model and cache; safe to call twice."""
+        self._binding = None
+        self._session = None
+        self._caches = []

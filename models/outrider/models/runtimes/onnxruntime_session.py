@@ -1,0 +1,213 @@
+"""From an ONNX file to a session on its provider, and what its graph takes: names, sizes, types.
+
+Two kinds of graph are read, both with `GroupQueryAttention` over one buffer that is past and present at once. That of
+onnxruntime-genai's builder is told by the length of `attention_mask` how far the cache reaches; the export kit's own
+by the numbers `seqlens_k` and `total_sequence_length`. Either may have the input `first_row`: logits are computed from
+that new token on. Runs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import onnxruntime as ort
+
+from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
+from outrider.models.runtimes.base import ModelLimits, RuntimeOptions
+from outrider.models.runtimes.onnxruntime_providers import (
+    CPU,
+    ProviderChoice,
+    apply_choice,
+    available_providers,
+    check_provider,
+    choose_provider,
+    register_plugins,
+)
+
+MODEL_FILE: Final = "model.onnx"
+_TYPES: Final[dict[str, np.dtype[Any]]] = {
+    "tensor(float)": np.dtype(np.float32),
+    "tensor(float16)": np.dtype(np.float16),
+}
+_KV_PRECISIONS: Final[dict[str, np.dtype[Any]]] = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16)}
+_KNOWN: Final = frozenset({"input_ids", "position_ids", "attention_mask", "seqlens_k", "total_sequence_length"})
+_LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+_EXPECTED: Final = "expected the decoder that `outrider-export` or onnxruntime-genai's builder writes"
+_FATAL: Final = 4  # ONNX Runtime's log level; errors come as exceptions too
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """One layer's keys or values: the names of past and present, and the sizes of [1, heads, positions, head_size]."""
+
+    past: str
+    present: str
+    heads: int
+    head_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxModel:
+    """A loaded session and what it takes.
+
+    dtype: of the caches. logits_dtype: of the logits. inputs: names of those of `_KNOWN` that it has. selects_rows:
+    whether it has the input `first_row`.
+    """
+
+    session: Any
+    provider: str
+    limits: ModelLimits
+    caches: tuple[Cache, ...]
+    dtype: np.dtype[Any]
+    logits_dtype: np.dtype[Any]
+    inputs: frozenset[str]
+    selects_rows: bool
+
+
+def load_onnx_model(path: Path, options: RuntimeOptions) -> OnnxModel:
+    """Loads `path` (an .onnx file, or a directory with model.onnx) on the provider that `options.device` names.
+
+    `options.properties`: keys with a dot are session entries ("session.intra_op.allow_spinning"), others the
+    provider's own options. Raises BundleError when files are missing or are no such decoder, ConfigError for an option
+    out of range, RuntimeUnavailable when the provider is not there or did not take the model.
+    """
+    file = path if path.suffix == ".onnx" else path / MODEL_FILE
+    if not file.is_file():
+        raise BundleError(f"no ONNX model at {file}; {_EXPECTED}")
+    _check_options(options)
+    if options.device.upper() != "CPU":
+        register_plugins()
+    choice = choose_provider(options.device, available_providers())
+    session = _open_session(file, choice, options)
+    return _read_model(file, session, check_provider(session, choice), options)
+
+
+def _check_options(options: RuntimeOptions) -> None:
+    if options.num_threads < 0:
+        raise ConfigError(f"num_threads is {options.num_threads}; expected 0 (the runtime's choice) or more")
+    if options.kv_precision not in ("auto", *_KV_PRECISIONS):
+        raise ConfigError(f"kv_precision is {options.kv_precision!r}; ONNX Runtime takes auto, f32 or f16")
+    if options.emulate_npu:
+        raise ConfigError("ONNX Runtime has no NPU path to emulate; only the runtime openvino has")
+
+
+def _open_session(file: Path, choice: ProviderChoice, options: RuntimeOptions) -> Any:
+    settings = ort.SessionOptions()
+    settings.log_severity_level = _FATAL
+    settings.inter_op_num_threads = 1  # a decoder is one chain: nothing runs side by side
+    settings.intra_op_num_threads = options.num_threads or _default_threads()
+    # Within a step, threads that sleep cost tens of microseconds at every operator; between steps, threads that spin
+    # take a whole core from the rest of the process. So: spin briefly, and stop when the step ends.
+    settings.add_session_config_entry("session.intra_op.spin_duration_us", "50")
+    settings.add_session_config_entry("session.force_spinning_stop", "1")
+    for key, value in options.properties.items():
+        if "." in key:
+            settings.add_session_config_entry(key, value)
+    own = {key: value for key, value in options.properties.items() if "." not in key}
+    choice = ProviderChoice(choice.name, {**choice.options, **own}, choice.may_be_cpu, choice.asked)
+    try:
+        arguments = apply_choice(choice, settings)
+        # No second try on the CPU, and no settings out of the model file.
+        return ort.InferenceSession(file, settings, enable_fallback=0, read_config_from_model=0, **arguments)
+    except Exception as error:  # ONNX Runtime's own errors share no other base
+        if choice.name != CPU and _loads_on_cpu(file):
+            raise RuntimeUnavailable(f"{choice.asked}: {file.name} cannot be loaded there: {_reason(error)}") from error
+        raise BundleError(f"ONNX Runtime cannot load {file}: {_reason(error)}; {_EXPECTED}") from error
+
+
+def _loads_on_cpu(file: Path) -> bool:
+    settings = ort.SessionOptions()
+    settings.log_severity_level = _FATAL
+    try:
+        ort.InferenceSession(file, settings, providers=[CPU], enable_fallback=0, read_config_from_model=0)
+    except Exception:
+        return False
+    return True
+
+
+def _reason(error: Exception) -> str:
+    return str(error).partition(" : ")[2].strip() or str(error) or type(error).__name__
+
+
+def _default_threads() -> int:
+    """As many as cores are allowed, hyper-threads counted once; 0, ONNX Runtime's own choice, where that is unknown.
+
+    Its own choice counts the machine's cores, not the process's, and pins a thread to each.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return 0
+    cores = set()
+    for cpu in os.sched_getaffinity(0):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text(encoding="ascii").strip() if siblings.is_file() else str(cpu))
+    return len(cores)
+
+
+def _read_model(file: Path, session: Any, provider: str, options: RuntimeOptions) -> OnnxModel:
+    inputs = {node.name: node for node in session.get_inputs()}
+    outputs = {node.name: node for node in session.get_outputs()}
+    pasts = [name for name in inputs if name.startswith("past_key_values.")]
+    strangers = sorted(set(inputs) - set(pasts) - _KNOWN)
+    presents = ["present" + name.removeprefix("past_key_values") for name in pasts]
+    missing = [name for name in ("logits", *presents) if name not in outputs]
+    if strangers or missing or not pasts or "input_ids" not in inputs:
+        found = f"inputs {', '.join(inputs) or 'none'}; outputs {', '.join(outputs) or 'none'}"
+        raise BundleError(f"{file} is not a decoder that this runtime drives: {found}; {_EXPECTED}")
+    if ("attention_mask" in inputs) == ({"seqlens_k", "total_sequence_length"} <= set(inputs)):
+        raise BundleError(f"{file} does not say how it is told the length of its cache; {_EXPECTED}")
+    head_size = _head_size(file)
+    caches = []
+    for past, present in zip(pasts, presents, strict=True):
+        shape = inputs[past].shape  # [1, heads, positions, head_size]
+        sizes = _size(file, past, shape[1]), _size(file, past, shape[3], head_size)
+        caches.append(Cache(past, present, *sizes))
+    types = {inputs[past].type for past in pasts} | {outputs["logits"].type}
+    if not types <= set(_TYPES):
+        raise BundleError(f"{file} has caches and logits of {', '.join(sorted(types))}; expected float or float16")
+    dtype = _TYPES[inputs[pasts[0]].type]
+    if options.kv_precision != "auto" and _KV_PRECISIONS[options.kv_precision] != dtype:
+        raise ConfigError(f"kv_precision is {options.kv_precision}, but {file.name} has a cache of {dtype}; use auto")
+    vocab_size = _size(file, "logits", outputs["logits"].shape[-1])
+    return OnnxModel(
+        session=session,
+        provider=provider,
+        limits=ModelLimits(vocab_size, _longest_sequence(file, options)),
+        caches=tuple(caches),
+        dtype=dtype,
+        logits_dtype=_TYPES[outputs["logits"].type],
+        inputs=frozenset(inputs) & _KNOWN,
+        selects_rows=any(node.name == "first_row" for node in session.get_overridable_initializers()),
+    )
+
+
+def _size(file: Path, name: str, size: int | str | None, default: int = 0) -> int:
+    found = size if isinstance(size, int) else default
+    if found <= 0:
+        raise BundleError(f"{file} does not say the sizes of {name}; {_EXPECTED}")
+    return found
+
+
+def _head_size(file: Path) -> int:
+    """From genai_config.json, which has it where the graph does not; 0 without."""
+    config = file.parent / "genai_config.json"
+    if not config.is_file():
+        return 0
+    return int(json.loads(config.read_text(encoding="utf-8"))["model"]["decoder"]["head_size"])
+
+
+def _longest_sequence(file: Path, options: RuntimeOptions) -> int:
+    """The model's own, from config.json beside it, cut to `options.max_positions`."""
+    config = file.parent / "config.json"
+    own = 0
+    if config.is_file():
+        fields = json.loads(config.read_text(encoding="utf-8"))
+        fields = fields.get("text_config", fields)
+        own = next((int(fields[key]) for key in _LENGTH_KEYS if fields.get(key)), 0)
+    if not own and not options.max_positions:
+        raise ConfigError(f"{config} does not give {_LENGTH_KEYS[0]}; set max_positions in the options")
+    return min(own or options.max_positions, options.max_positions or own)
