@@ -121,6 +121,8 @@ def _view(source_dir: Path, view: Path) -> dict[str, Any]:
     if config["model_type"] in _GEMMAS:
         seen["dtype"] = "float32"  # it adds 1 to norms in the type that they have
         seen.pop("torch_dtype", None)
+    if config["model_type"] == "phi3":  # it takes two lengths for a rotary scaling, which `why_not` has ruled out
+        seen["original_max_position_embeddings"] = seen["max_position_embeddings"]
     (view / "config.json").write_text(json.dumps(seen), encoding="utf-8")
     others = [*TOKENIZER_FILES, "model.safetensors.index.json"]
     for path in [*source_dir.glob("*.safetensors"), *(source_dir / name for name in others)]:

@@ -49,7 +49,7 @@ _HELP: Final = {
 }
 _NPU_HELP: Final = (
     "an NPU with its vendor's driver and provider: pip install onnxruntime-qnn (Qualcomm) or onnxruntime-ep-openvino "
-    '(Intel); OpenVINO drives Intel NPUs itself (--runtime openvino); the device "prefer-npu" would take the CPU'
+    "(Intel); OpenVINO drives Intel NPUs itself: --runtime openvino"
 )
 # Packages that bring a provider as a plug-in; each has get_ep_name() and get_library_path().
 _PLUGINS: Final = (
@@ -158,7 +158,7 @@ def check_provider(session: Any, choice: ProviderChoice) -> str:
             return ran
         if choice.may_be_cpu:
             logger.warning(
-                "%s: no NPU took the model, it runs on the CPU; what would help: %s", choice.asked, _NPU_HELP
+                "%s: no NPU took the model, so the CPU runs it; what would help: %s", choice.asked, _NPU_HELP
             )
             return CPU
         raise _unavailable("no NPU took the model", available_providers(), _NPU_HELP)

@@ -131,7 +131,8 @@ def _loads_on_cpu(file: Path) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    return str(error).partition(" : ")[2].strip() or str(error) or type(error).__name__
+    """ONNX Runtime's messages begin with "[ONNXRuntimeError] : number : NAME : "."""
+    return str(error).split(" : ", 3)[-1].strip() or type(error).__name__
 
 
 def _default_threads() -> int:

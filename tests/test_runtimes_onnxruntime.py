@@ -1,0 +1,330 @@
+"""ONNX Runtime: transformers' logits in every kind of step, providers that are what they say, clear errors."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from tests.onnx_graphs import FIRST, VOCAB, Truth, build, load_fp32, put_back, truth_of, worst_delta
+
+from outrider.export.onnx_blocks import read_dequantized
+from outrider.export.tiny import make_tiny_model
+from outrider.models.errors import BundleError, ConfigError, ModelFault, RuntimeUnavailable
+from outrider.models.runtimes import open_sequence_runtime
+from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
+from outrider.models.runtimes.onnxruntime_providers import choose_provider
+from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence
+
+OPTIONS = RuntimeOptions(num_threads=1, max_positions=128)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`source("llama")` is the directory of a tiny model: Llama's embeddings are tied and 48 wide, Qwen2's are not."""
+    root = tmp_path_factory.mktemp("onnx-sources")
+
+    def make(family: str) -> Path:
+        directory = root / family
+        if not directory.is_dir():
+            tied = family == "llama"
+            make_tiny_model(
+                family,
+                directory,
+                vocab_size=VOCAB,
+                tie_word_embeddings=tied,
+                hidden_size=48 if tied else 64,
+                num_attention_heads=3 if tied else 4,
+                num_key_value_heads=1 if tied else 2,
+            )
+        return directory
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def graph(source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`graph("llama", "int8")` is the directory of that model's ONNX graph."""
+    root = tmp_path_factory.mktemp("onnx-graphs")
+
+    def make(family: str, precision: str, provider: str = "cpu") -> Path:
+        directory = root / f"{family}-{precision}-{provider}"
+        return directory if directory.is_dir() else build(source(family), directory, precision, provider)  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def truth(source: Callable[[str], Path]) -> Callable[[str], Truth]:
+    return lambda family: truth_of(load_fp32(source(family)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    [("fp32", 5e-5), ("int8", 0.6)],  # of logits up to 5; random weights spread every rounding to all of them
+)
+def test_logits_are_the_sources(
+    graph: Callable[..., Path],
+    truth: Callable[[str], Truth],
+    family: str,
+    precision: str,
+    tolerance: float,
+) -> None:
+    """Prefill, single and multi-token steps, rollbacks into the draft, into the prompt and to nothing."""
+    runtime = OnnxRuntimeSequence(graph(family, precision), OPTIONS)
+    assert isinstance(runtime, SequenceRuntime)
+    assert (runtime.limits.vocab_size, runtime.limits.max_positions) == (VOCAB, 128)
+    assert runtime.provider == "CPUExecutionProvider"
+    assert worst_delta(runtime, truth(family)) < tolerance
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_quantized_graphs_compute_with_the_weights_that_they_hold(
+    graph: Callable[..., Path], source: Callable[[str], Path], family: str, precision: str
+) -> None:
+    """Against transformers with the dequantized weights only the kernel's INT8 activations are left as a difference."""
+    path = graph(family, precision)
+    blocks = read_dequantized(path / "model.onnx")
+    plain = {4: "model.layers.0.attn.o_proj.MatMul.weight", 8: "lm_head.MatMul.weight"}
+    assert {name: blocks[name].bits for name in plain.values()} == {
+        plain[4]: 8 if precision == "int8" else 4,
+        plain[8]: 8,
+    }
+    expected = truth_of(put_back(load_fp32(source(family)), blocks))
+    assert worst_delta(OnnxRuntimeSequence(path, OPTIONS), expected) < 0.5  # 3 with the weights of the source, at INT4
+
+
+def test_half_precision_caches_run_on_the_cpu_too(graph: Callable[..., Path], truth: Callable[[str], Truth]) -> None:
+    """What is made for CUDA can be checked without it: FP16 graph, FP16 cache, logits given in FP32."""
+    path = graph("qwen2", "fp16", "cuda")
+    runtime = OnnxRuntimeSequence(path, replace(OPTIONS, kv_precision="f16"))
+    assert worst_delta(runtime, truth("qwen2")) < 0.1
+    with pytest.raises(ConfigError, match=r"kv_precision is f32, but model.onnx has a cache of float16"):
+        OnnxRuntimeSequence(path, replace(OPTIONS, kv_precision="f32"))
+
+
+def test_long_prompts_go_in_pieces(graph: Callable[..., Path], truth: Callable[[str], Truth]) -> None:
+    """A prompt of more than one piece ends with the logits of one pass; `extend_rows` has all of its rows."""
+    tokens = (FIRST * 7)[:600]
+    runtime = OnnxRuntimeSequence(graph("llama", "fp32"), replace(OPTIONS, max_positions=0))
+    assert runtime.limits.max_positions == 512
+    expected = truth("llama")(tokens[:512])
+    assert np.abs(runtime.extend(tokens[:500]) - expected[499]).max() < 1e-4
+    assert np.abs(runtime.extend_rows(tokens[500:512]) - expected[500:]).max() < 1e-4
+    runtime.truncate(0)
+    assert np.abs(runtime.extend_rows(tokens[:512]) - expected).max() < 1e-4
+    runtime.truncate(100)
+    with pytest.raises(ConfigError, match="600 tokens do not fit the 512 positions"):
+        runtime.extend_rows(tokens[:500])
+    assert runtime.length == 100
+
+
+def test_a_graph_without_row_selection_is_driven_as_well(
+    graph: Callable[..., Path], truth: Callable[[str], Truth], tmp_path: Path
+) -> None:
+    """A graph as onnxruntime-genai's builder writes it, which computes every row, gives the same logits."""
+    path = tmp_path / "plain"
+    shutil.copytree(graph("llama", "fp32"), path)
+    model = onnx.load(path / "model.onnx", load_external_data=False)
+    first_row = next(value for value in model.graph.input if value.name == "first_row")
+    model.graph.input.remove(first_row)
+    for value in (*model.graph.input, *model.graph.output):
+        if value.name.startswith(("past", "present")):
+            value.type.tensor_type.shape.dim[3].dim_param = "head"
+    onnx.save(model, path / "model.onnx")
+    assert worst_delta(OnnxRuntimeSequence(path, OPTIONS), truth("llama")) < 5e-5
+    (path / "genai_config.json").unlink()
+    with pytest.raises(BundleError, match="does not say the sizes of past_key_values"):
+        OnnxRuntimeSequence(path, OPTIONS)
+
+
+def test_the_caches_memory_is_what_was_reached(graph: Callable[..., Path]) -> None:
+    """A step writes its own rows of the cache in place; a rollback writes nothing."""
+    runtime = OnnxRuntimeSequence(graph("llama", "fp32"), OPTIONS)
+    runtime.extend(FIRST[:40])
+    key = runtime._caches[0].numpy()
+    before = key.copy()
+    assert np.abs(key[0, :, :40]).max() > 0 and not key[0, :, 40:].any()
+    runtime.truncate(30)
+    assert np.array_equal(key, before)
+    runtime.extend(FIRST[50:53])
+    assert np.array_equal(key[0, :, :30], before[0, :, :30]) and not key[0, :, 40:].any()
+    assert not np.array_equal(key[0, :, 30:33], before[0, :, 30:33])
+
+
+def test_close_can_be_called_twice(graph: Callable[..., Path]) -> None:
+    """Closing lets go of model and cache."""
+    runtime = OnnxRuntimeSequence(graph("llama", "fp32"), OPTIONS)
+    runtime.extend([1])
+    runtime.close()
+    runtime.close()
+    assert runtime._session is None and not runtime._caches
+
+
+def test_the_end_of_the_positions_is_an_error_that_changes_nothing(graph: Callable[..., Path]) -> None:
+    """A sequence may be as long as its limit; one token more is refused."""
+    runtime = OnnxRuntimeSequence(graph("llama", "fp32"), replace(OPTIONS, max_positions=20))
+    before = runtime.extend(FIRST[:20]).copy()
+    with pytest.raises(ConfigError, match="21 tokens do not fit the 20 positions"):
+        runtime.extend([1])
+    assert runtime.length == 20
+    runtime.truncate(19)
+    assert np.abs(runtime.extend(FIRST[19:20]) - before).max() < 1e-5
+
+
+def test_wrong_calls_are_caught(graph: Callable[..., Path]) -> None:
+    """Token ids that do not exist, empty steps and impossible rollbacks are our own bugs: asserts."""
+    runtime = OnnxRuntimeSequence(graph("llama", "fp32"), OPTIONS)
+    for tokens in ([], [-1], [VOCAB]):
+        with pytest.raises(AssertionError):
+            runtime.extend(tokens)
+    with pytest.raises(AssertionError):
+        runtime.truncate(1)
+
+
+def test_other_threads_run_during_a_step(graph: Callable[..., Path]) -> None:
+    """The step releases the GIL: with no other way to get it, another thread still makes progress."""
+    runtime = OnnxRuntimeSequence(graph("llama", "fp32"), OPTIONS)
+    counter = 0
+    is_done = threading.Event()
+
+    def count() -> None:
+        nonlocal counter
+        while not is_done.is_set():
+            counter += 1
+            time.sleep(0)  # gives the GIL back to a waiting step
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)  # nobody is made to give up the GIL
+    worker = threading.Thread(target=count)
+    try:
+        worker.start()
+        progress = 0
+        for _ in range(200):
+            runtime.truncate(0)
+            before = counter
+            runtime.extend(FIRST)
+            progress += counter - before
+            if progress > 0:
+                break
+    finally:
+        sys.setswitchinterval(interval)
+        is_done.set()
+        worker.join()
+    assert progress > 0
+
+
+def test_devices_that_are_not_here_are_errors(graph: Callable[..., Path]) -> None:
+    """GPU, NPU and named providers: never the CPU instead, always what is there and what would help."""
+    path = graph("llama", "fp32")
+    for device, found in {
+        "GPU": r"no GPU provider.*CPUExecutionProvider.*pip install onnxruntime-gpu",
+        "NPU": r"no NPU took the model.*pip install onnxruntime-qnn",
+        "CUDAExecutionProvider": r"no provider CUDAExecutionProvider.*pip install onnxruntime-gpu",
+        "OpenVINOExecutionProvider": r"pip install onnxruntime-ep-openvino",
+    }.items():
+        with pytest.raises(RuntimeUnavailable, match=found):
+            OnnxRuntimeSequence(path, replace(OPTIONS, device=device))
+    with pytest.raises(ConfigError, match="device is 'abacus'; for ONNX Runtime expected CPU, GPU, NPU, prefer-npu"):
+        OnnxRuntimeSequence(path, replace(OPTIONS, device="abacus"))
+
+
+def test_a_provider_that_leaves_the_model_to_the_cpu_is_an_error(graph: Callable[..., Path]) -> None:
+    """Azure's provider is in every build and takes no local node: ONNX Runtime runs the CPU, we say so."""
+    with pytest.raises(RuntimeUnavailable, match=r"AzureExecutionProvider took 0 of the model's \d+ matrix products"):
+        OnnxRuntimeSequence(graph("llama", "int8"), replace(OPTIONS, device="AzureExecutionProvider"))
+
+
+def test_preferring_an_npu_may_end_on_the_cpu_and_says_so(
+    graph: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The policy runs where it can; that this is the CPU is in `provider` and in the log."""
+    with caplog.at_level(logging.WARNING, logger="outrider"):
+        runtime = OnnxRuntimeSequence(graph("llama", "fp32"), replace(OPTIONS, device="prefer-npu"))
+    assert runtime.provider == "CPUExecutionProvider"
+    assert "no NPU took the model, so the CPU runs it" in caplog.text
+    assert runtime.extend([1, 2]).shape == (VOCAB,)
+
+
+def test_gpu_is_the_first_provider_that_is_there() -> None:
+    """NVIDIA's before the others; Intel's is told which of its devices is meant."""
+    assert choose_provider("gpu", ["CPUExecutionProvider", "CUDAExecutionProvider"]).name == "CUDAExecutionProvider"
+    intel = choose_provider("GPU", ["OpenVINOExecutionProvider", "CPUExecutionProvider"])
+    assert (intel.name, dict(intel.options)) == ("OpenVINOExecutionProvider", {"device_type": "GPU"})
+    assert choose_provider("cpu", []).name == "CPUExecutionProvider"
+    assert not choose_provider("NPU", []).may_be_cpu and choose_provider("prefer-npu", []).may_be_cpu
+
+
+def test_broken_files_are_named(graph: Callable[..., Path], tmp_path: Path) -> None:
+    """Missing, truncated, garbled or of another kind: each a BundleError, on the CPU and elsewhere."""
+
+    def broken(change: Callable[[Path], object], match: str, device: str = "CPU") -> None:
+        path = tmp_path / "broken"
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(graph("llama", "int8"), path)
+        change(path)
+        with pytest.raises(BundleError, match=match):
+            OnnxRuntimeSequence(path, replace(OPTIONS, device=device))
+
+    def other_graph(path: Path) -> None:
+        value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
+        node = onnx.helper.make_node("Identity", ["x"], ["logits"])
+        output = onnx.helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, [1])
+        other = onnx.helper.make_graph([node], "other", [value], [output])
+        onnx.save(
+            onnx.helper.make_model(other, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 21)]),
+            path / "model.onnx",
+        )
+
+    broken(lambda path: (path / "model.onnx").unlink(), "no ONNX model at .*model.onnx")
+    broken(lambda path: (path / "model.onnx.data").unlink(), "cannot load .*External data path")
+    broken(lambda path: (path / "model.onnx").write_bytes(b"PK" * 500), "cannot load .*No graph was found")
+    broken(lambda path: (path / "model.onnx.data").write_bytes(b""), "cannot load", "prefer-npu")
+    broken(other_graph, "is not a decoder that this runtime drives: inputs x; outputs logits")
+
+
+def test_bad_options_are_named(graph: Callable[..., Path], tmp_path: Path) -> None:
+    """Each mistake has its own error."""
+    path = graph("llama", "fp32")
+    with pytest.raises(ConfigError, match="num_threads is -1"):
+        OnnxRuntimeSequence(path, replace(OPTIONS, num_threads=-1))
+    with pytest.raises(ConfigError, match="kv_precision is 'u8'; ONNX Runtime takes auto, f32 or f16"):
+        OnnxRuntimeSequence(path, replace(OPTIONS, kv_precision="u8"))
+    with pytest.raises(ConfigError, match="no NPU path to emulate"):
+        OnnxRuntimeSequence(path, replace(OPTIONS, emulate_npu=True))
+    lengthless = tmp_path / "lengthless"
+    shutil.copytree(path, lengthless)
+    (lengthless / "config.json").unlink()
+    with pytest.raises(ConfigError, match="does not give max_position_embeddings; set max_positions"):
+        OnnxRuntimeSequence(lengthless, replace(OPTIONS, max_positions=0))
+
+
+def test_a_step_that_fails_is_a_fault_of_the_model(graph: Callable[..., Path]) -> None:
+    """What ONNX Runtime raises in a step is one of our own errors; the sequence stays as it was."""
+    runtime = OnnxRuntimeSequence(graph("llama", "fp32"), OPTIONS)
+    runtime.extend([1, 2, 3])
+    runtime._binding.clear_binding_inputs()
+    with pytest.raises(ModelFault, match="failed in a step of 1 tokens after 3"):
+        runtime.extend([4])
+    assert runtime.length == 3
+
+
+def test_it_opens_by_name_with_session_entries(graph: Callable[..., Path]) -> None:
+    """`open_sequence_runtime` takes the .onnx file itself; properties with a dot reach the session."""
+    options = replace(OPTIONS, properties={"session.intra_op.allow_spinning": "0"})
+    runtime = open_sequence_runtime("onnxruntime", graph("llama", "fp32") / "model.onnx", options)
+    assert isinstance(runtime, OnnxRuntimeSequence)
+    settings = runtime._session.get_session_options()
+    assert settings.get_session_config_entry("session.intra_op.allow_spinning") == "0"
+    assert settings.get_session_config_entry("session.force_spinning_stop") == "1"
+    assert settings.intra_op_num_threads == 1
