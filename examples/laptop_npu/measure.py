@@ -66,7 +66,9 @@ def measure(
                 tokens_ms.append((time.perf_counter() - began) * 1e3 / RUN)
                 drafter.rewind(drafter.length - TAKEN_BACK)
         if len(tokens_ms) < 2:
-            raise ConfigError(f"{path} holds {opened.placement.max_positions} tokens, too few to time; export it longer")
+            raise ConfigError(
+                f"{path} holds {opened.placement.max_positions} tokens, too few to time; export it longer"
+            )
         token_ms = median(tokens_ms[1:])  # the first run warms up
         row = (str(path), opened.placement.words)
         table.add_row(*map(escape, row), f"{start_s:.1f}", f"{prompt_ms:.1f}", f"{token_ms:.2f}")

@@ -22,12 +22,16 @@ from outrider.edge.lab import CLOUD_ONLY, STREAM, Lab, connected, interleave, op
 from outrider.edge.placement import require_asked_device
 from outrider.edge.results import GenerationRequest
 from outrider.models.errors import RuntimeUnavailable
+from outrider.models.manifest import StaticShapes
 from outrider.models.reference import load_prompts
 
 MAIN_RTT_MS = 10.0
 OTHER_RTTS_MS = (0.0, 50.0, 100.0)
 """Round trips of the second table, and with `NUM_OTHER` texts each: enough to see which way it goes."""
 NUM_OTHER = 2
+
+NPU_SHAPES = StaticShapes(prompt_len=128, response_len=576)
+"""What the demo's own texts need: prompts of up to 120 tokens and texts of up to 512."""
 
 Sweep = dict[float, dict[str, ModeFigures]]
 
@@ -58,11 +62,13 @@ def _export(options: DemoOptions) -> tuple[Path, Path]:
             'pip install "outrider[all]"'
         ) from None
     asked = options.choice
+    device = asked.wanted_device or "cpu"
     with show_progress(is_quiet=False) as progress:
         pair = export_reference_pair(
             widen_mb=options.widen_mb or None,
-            draft_device=asked.wanted_device or "cpu",
+            draft_device=device,
             draft_runtime=None if asked.runtime == "ngram" else asked.runtime,
+            draft_shapes=NPU_SHAPES if device == "npu" else None,
             progress=progress,
         )
     return pair.target, pair.draft

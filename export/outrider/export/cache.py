@@ -20,7 +20,7 @@ from outrider.export.recipes import ExportOptions, RuntimeName
 from outrider.export.source import read_source
 from outrider.models.bundle import Bundle
 from outrider.models.errors import BundleError
-from outrider.models.manifest import SCHEMA_VERSION, Device, Precision
+from outrider.models.manifest import SCHEMA_VERSION, Device, Precision, StaticShapes
 from outrider.models.places import default_cache_dir
 
 
@@ -32,17 +32,20 @@ def export_reference_pair(
     draft_precision: Precision | None = None,
     draft_device: Device = "cpu",
     draft_runtime: RuntimeName | None = None,
+    draft_shapes: StaticShapes | None = None,
     source: PairPaths | None = None,
     progress: Progress = silent,
 ) -> PairPaths:
     """The bundles of the reference pair (or of `source`), exported if this cache has no intact ones.
 
     Safe to call from several processes at once: one exports, the others wait and use the result. `progress`
-    hears nothing when the cache has them. draft_precision, draft_runtime: None takes the device's default. Raises what
-    `export_pair` raises.
+    hears nothing when the cache has them. draft_precision, draft_runtime, draft_shapes (of a draft for an NPU): None
+    takes the device's default. Raises what `export_pair` raises.
     """
     directories = source or reference_directories()
-    draft_options = ExportOptions("draft", draft_precision, draft_runtime, device=draft_device, overwrite=True)
+    draft_options = ExportOptions(
+        "draft", draft_precision, draft_runtime, device=draft_device, static_shapes=draft_shapes, overwrite=True
+    )
     target_options = ExportOptions("target", target_precision, widen_mb=widen_mb, overwrite=True)
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     place = root / "pairs" / _key(directories, draft_options, target_options)
