@@ -88,3 +88,23 @@ def reference_pair(reference_cache: Path) -> PairPaths:
     from outrider.export.cache import export_reference_pair
 
     return export_reference_pair(reference_cache)
+
+
+@pytest.fixture(scope="session")
+def npu_pair(reference_cache: Path) -> PairPaths:
+    """The pair that `outrider demo --emulate-npu --widen 0` runs: FP32 target, INT8 draft for an NPU."""
+    from outrider.edge.demo_run import NPU_SHAPES
+    from outrider.export.cache import export_reference_pair
+
+    return export_reference_pair(reference_cache, draft_device="npu", draft_shapes=NPU_SHAPES)
+
+
+@pytest.fixture(scope="session")
+def onnx_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled draft in INT8 for ONNX Runtime on the CPU."""
+    from outrider.export.pair import reference_directories
+    from outrider.export.pipeline import export_model
+    from outrider.export.recipes import ExportOptions
+
+    place = tmp_path_factory.mktemp("onnx") / "draft"
+    return export_model(reference_directories().draft, place, ExportOptions("draft", runtime="onnxruntime")).path

@@ -12,7 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from outrider.edge import cli
+from outrider.edge.demo_run import NPU_SHAPES
 from outrider.edge.devices import find_runtime
+from outrider.export.pair import PairPaths
 
 KEYS = {
     *("tokens_per_s", "ttft_ms", "itl_ms_p50", "itl_ms_p95", "acceptance_rate", "tokens_per_pass", "passes_per_token"),
@@ -53,6 +56,57 @@ def test_the_demo_shows_one_text_in_every_mode_and_writes_its_figures(reference_
     assert document["modes"]["cloud_only"]["passes_per_token"] == 1.0
     assert document["modes"]["stop_and_wait"]["passes_per_token"] < 1.0
     assert "stop-and-wait" in finished.stdout and "yes" in finished.stdout
+
+
+def test_the_demo_drafts_on_an_emulated_npu(reference_cache: Path, npu_pair: PairPaths, tmp_path: Path) -> None:
+    """The laptop's demonstration, anywhere: another draft, the same texts, and nobody takes it for an NPU."""
+    path = tmp_path / "demo.json"
+    finished = subprocess.run(
+        _command("--emulate-npu", "--rtt-ms", "4", "--prompts", "1", "--max-tokens", "12", "--json", str(path)),
+        env=os.environ | {"OUTRIDER_CACHE": str(reference_cache)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "exporting" not in finished.stderr, "the fixture's pair is not the demo's own"
+    document = json.loads(path.read_text())
+    drafted_by = document["pair"]["drafted_by"]
+    assert drafted_by["device"] == "npu" and drafted_by["is_emulated"] and drafted_by["notes"] == []
+    assert all(figures["identical"] for figures in document["modes"].values())
+    assert document["modes"]["stop_and_wait"]["acceptance_rate"] > 0.0
+    shown = " ".join(finished.stdout.split())
+    assert "drafted by: int8, OpenVINO's NPU path emulated on the CPU" in shown
+    assert "emulated on the CPU: text, acceptance and code are an NPU's, the times are not" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [
+        ([], {"draft_device": "cpu", "draft_runtime": None, "draft_shapes": None}),
+        (["--runtime", "ngram"], {"draft_device": "cpu", "draft_runtime": None, "draft_shapes": None}),
+        (
+            ["--draft-device", "cpu", "--runtime", "onnxruntime"],
+            {"draft_device": "cpu", "draft_runtime": "onnxruntime", "draft_shapes": None},
+        ),
+        (["--emulate-npu"], {"draft_device": "npu", "draft_runtime": None, "draft_shapes": NPU_SHAPES}),
+    ],
+)
+def test_the_demo_exports_the_draft_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], asked: dict[str, object]
+) -> None:
+    """By device and runtime; the export itself has tests of its own."""
+    seen: dict[str, object] = {}
+
+    def export(**options: object) -> PairPaths:
+        seen.update(options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("outrider.export.cache.export_reference_pair", export)
+    monkeypatch.setattr(sys, "argv", ["outrider", "demo", *arguments])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert {name: seen[name] for name in asked} == asked
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")

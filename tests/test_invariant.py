@@ -10,9 +10,10 @@ import argparse
 import asyncio
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
-from bench.invariant import SAMPLINGS, measure
+from bench.invariant import SAMPLINGS, count, make_requests, measure
 from bench.invariant_modes import CUT, FAULTY, MODES, WRONG_BLOCKS, generate_all
 from bench.plain_text import first_difference, plain_texts
 from rich.console import Console
@@ -20,14 +21,19 @@ from tests.serving import EOS_ID, FakeServer, fake_tokenizer, serve_fake
 
 from outrider.edge.drafter import Drafter, ModelDrafter
 from outrider.edge.lab import open_lab
+from outrider.edge.placement import DraftChoice
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.export.pair import PairPaths
+from outrider.models.bundle import Bundle
+from outrider.models.runtimes import open_batch_runtime
+from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
 
 NUM_TEXTS = 6
 NUM_WORKERS = 3
 MAX_TOKENS = 40
+HOT = "temperature 0.8"
 STEP_S = 0.002  # long enough that drafts arrive between steps
 
 
@@ -92,6 +98,35 @@ def test_the_reference_pair_keeps_its_text_in_every_mode(reference_pair: PairPat
     assert all(count.num_texts == 2 and count.num_tokens > 0 for count in cells)
     assert sum(count.num_resumed for by_mode in counts.values() for count in [by_mode[CUT]]) > 0
     assert all(difference.is_near_tie for count in cells for difference in count.differences)
+
+
+@pytest.mark.parametrize("kind", ["emulated NPU", "ONNX Runtime"])
+def test_drafts_of_every_runtime_keep_the_targets_text(
+    kind: str, reference_pair: PairPaths, request: pytest.FixtureRequest
+) -> None:
+    """Each rounds in its own way and keeps its own cache; right or wrong, the text is the target's."""
+    if kind == "emulated NPU":
+        draft, choice = request.getfixturevalue("npu_pair").draft, DraftChoice(emulate_npu=True)
+    else:
+        draft, choice = request.getfixturevalue("onnx_draft"), DraftChoice("onnxruntime")
+    target = Bundle.open(reference_pair.target)
+    with (
+        open_lab(target.path, draft, choice) as lab,
+        closing(open_batch_runtime("openvino", target.model_file, RuntimeOptions(num_threads=1))) as runtime,
+    ):
+        vocab_size = target.manifest.architecture.vocab_size
+        requests = [*make_requests(lab, SAMPLINGS["greedy"], 1, 32), *make_requests(lab, SAMPLINGS[HOT], 2, 32)]
+        expected = plain_texts(runtime, requests)
+        num_judged = num_right = 0
+        for mode in ("stop-and-wait", FAULTY):  # whatever the draft's pace, these draft
+            results = asyncio.run(generate_all(mode, lab.url, [lab.drafter], vocab_size, requests))
+            counted = count(runtime, requests, expected, results)
+            assert counted.num_texts == 3 and all(difference.is_near_tie for difference in counted.differences)
+            assert all(result.draft_error is None and result.num_drafted > 0 for result in results)
+            num_judged += counted.num_tested
+            num_right += counted.num_accepted
+        # Were a cache wrong, a draft would be right by chance only; were it never wrong, nothing was rolled back.
+        assert 0.4 * num_judged < num_right < num_judged
 
 
 def test_a_text_that_differs_for_no_reason_is_found_out() -> None:
