@@ -33,7 +33,13 @@ def make_manifest(files: tuple[FileEntry, ...], fingerprint: str, name: str = "t
     """A manifest such as an export writes, with invented numbers."""
     stage = ParityStage(name="prefill", rows=4, max_delta=1e-6, scale=3.0, mean_kl=0.0, argmax_agreement=1.0)
     parity = Parity(
-        runtime="Fake", max_relative_delta=1e-4, max_mean_kl=1e-6, min_argmax_agreement=0.9, stages=(stage,)
+        runtime="Fake",
+        max_relative_delta=1e-4,
+        max_mean_kl=1e-6,
+        min_argmax_agreement=0.9,
+        max_own_delta=1e-4,
+        own_delta=1e-6,
+        stages=(stage,),
     )
     return Manifest(
         name=name,

@@ -7,33 +7,53 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.tiny_models import make_tiny_tokenizer
 
-from outrider.export.parity import ParityReference, check_parity
-from outrider.models.errors import ExportError
+from outrider.export.parity import THRESHOLDS, ParityReference, check_parity, make_reference
+from outrider.models.errors import ExportError, ParityFailure
+from outrider.models.tokenizer import Tokenizer
 
 VOCAB = 50
-MAIN = tuple(range(64))
-OTHER = (*MAIN[:51], *range(100, 106))
+WINDOW = 80
 
 
-def logits_of(tokens: Sequence[int]) -> NDArray[np.float32]:
-    """A model whose logits at each position depend on every token up to it."""
-    rows = [np.random.default_rng(hash(tuple(tokens[: i + 1])) % 2**32).normal(size=VOCAB) for i in range(len(tokens))]
+def source(tokens: Sequence[int], num_rows: int = 0) -> NDArray[np.float32]:
+    """A model whose logits at each position depend on the last WINDOW tokens up to it."""
+    rows = [
+        np.random.default_rng(list(tokens[max(0, i + 1 - WINDOW) : i + 1])).normal(size=VOCAB)
+        for i in range(len(tokens) - (num_rows or len(tokens)), len(tokens))
+    ]
     return np.array(rows, np.float32) * 3
 
 
-REFERENCE = ParityReference(MAIN, OTHER, logits_of(MAIN), logits_of(OTHER))
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    make_tiny_tokenizer(directory)
+    return Tokenizer.from_dir(directory)
+
+
+@pytest.fixture(scope="module")
+def reference(tokenizer: Tokenizer) -> ParityReference:
+    """Of a model that is not known to have a window, and whose sequences here do not get beyond it."""
+    return make_reference(tokenizer, source)
+
+
+@pytest.fixture(scope="module")
+def far_reference(tokenizer: Tokenizer) -> ParityReference:
+    return make_reference(tokenizer, source, WINDOW)
 
 
 class Exact:
     """An export that is the source."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_positions: int = 512) -> None:
+        self.max_positions = max_positions
         self.tokens: list[int] = []
 
-    def run(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         self.tokens += tokens
-        return logits_of(self.tokens)[-len(tokens) :]
+        return source(self.tokens, num_rows)
 
     def truncate(self, length: int) -> None:
         del self.tokens[length:]
@@ -42,9 +62,9 @@ class Exact:
 class Noisy(Exact):
     """As quantized weights are: a little off everywhere."""
 
-    def run(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        noise = np.random.default_rng(1).normal(size=(len(tokens), VOCAB)).astype(np.float32)
-        return super().run(tokens) + 0.05 * noise
+    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
+        rows = super().run(tokens, num_rows)
+        return rows + 0.15 * np.sin(1e4 * rows)  # the same whenever the same is computed
 
 
 class NoRollback(Exact):
@@ -57,24 +77,32 @@ class NoRollback(Exact):
 class LastRowOnly(Exact):
     """Right for one new token, wrong for several on the cache."""
 
-    def run(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        rows = super().run(tokens)
-        return rows if len(tokens) in (1, 48) else rows[::-1]
+    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
+        rows = super().run(tokens, num_rows)
+        return rows if num_rows in (1, 48) else rows[::-1]
 
 
 class NotFinite(Exact):
-    def run(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        return super().run(tokens) * np.float32(np.nan)
+    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
+        return super().run(tokens, num_rows) * np.float32(np.nan)
 
 
 class TooNarrow(Exact):
-    def run(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        return super().run(tokens)[:, :-1]
+    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
+        return super().run(tokens, num_rows)[:, :-1]
 
 
-def test_the_source_itself_passes_and_is_reported() -> None:
+class NoWindow(Exact):
+    """Attends everything, however long ago."""
+
+    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
+        rows = super().run(tokens, num_rows)
+        return rows if len(self.tokens) <= WINDOW else -rows
+
+
+def test_the_source_itself_passes_and_is_reported(reference: ParityReference) -> None:
     """Four kinds of step, in the manifest with their numbers."""
-    parity = check_parity(Exact(), REFERENCE, "fp32", "Exact")
+    parity = check_parity(Exact(), reference, "fp32", "Exact")
     assert [stage.name for stage in parity.stages] == [
         "prefill", "cached step", "multi-token step", "step after rollback",
     ]  # fmt: skip
@@ -82,25 +110,65 @@ def test_the_source_itself_passes_and_is_reported() -> None:
     assert all(stage.max_delta == 0 and stage.argmax_agreement == 1 for stage in parity.stages)
 
 
-def test_quantization_noise_passes_for_int8_and_not_for_fp32() -> None:
+def test_beyond_a_window_all_is_run_again(far_reference: ParityReference) -> None:
+    """Every compared row attends less than all; a reference survives being kept in a file."""
+    kept = ParityReference.from_arrays(far_reference.to_arrays())
+    parity = check_parity(Exact(), kept, "fp32", "Exact")
+    assert [stage.rows for stage in parity.stages] == [48, 8, 8, 6, 1, 8, 8, 6]
+    assert parity.stages[-1].name == f"step after rollback, beyond the window of {WINDOW}"
+    assert all(stage.max_delta == 0 for stage in parity.stages)
+    assert kept.far is not None and len(set(kept.far.main[:48])) > 20 and kept.far.main[:48] == kept.near.main[:48]
+    assert len(kept.far.main) - len(kept.far.main_logits) >= WINDOW
+
+
+class OneTokenUnseen(Noisy):
+    """Quantized, and off by a little in cached steps only, as where one token of a long past is not attended."""
+
+    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
+        return super().run(tokens, num_rows) * np.float32(1.0 if len(self.tokens) == len(tokens) else 1.08)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4", "w8a8"])
+def test_what_hides_in_the_noise_of_quantization_shows_against_the_exports_own_prefill(
+    precision: str, reference: ParityReference
+) -> None:
+    """Noise is the same in a step and in a prefill; a token that only one of them sees is not."""
+    assert check_parity(Noisy(), reference, precision, "Noisy").own_delta == 0
+    with pytest.raises(ParityFailure, match=r"differ by 0\.0\d+ from its own prefill"):
+        check_parity(OneTokenUnseen(), reference, precision, "OneTokenUnseen")
+
+
+def test_quantization_noise_passes_for_int8_and_not_for_fp32(reference: ParityReference) -> None:
     """Each precision has its own bounds."""
-    assert check_parity(Noisy(), REFERENCE, "int8", "Noisy").stages[0].max_delta > 0.1
-    with pytest.raises(ExportError, match=r"prefill.*fp32"):
-        check_parity(Noisy(), REFERENCE, "fp32", "Noisy")
+    assert check_parity(Noisy(), reference, "int8", "Noisy").stages[0].max_delta > 0.1
+    with pytest.raises(ParityFailure, match=r"prefill.*fp32"):
+        check_parity(Noisy(), reference, "fp32", "Noisy")
 
 
 @pytest.mark.parametrize(
-    ("steps", "message"),
+    ("kind", "message"),
     [
-        (NoRollback(), "step after rollback"),
-        (LastRowOnly(), "multi-token step"),
-        (NotFinite(), "not finite"),
-        (TooNarrow(), r"shape \(48, 49\)"),
+        (NoRollback, "failed, step after rollback:"),
+        (LastRowOnly, "failed, multi-token step:"),
+        (NotFinite, "not finite"),
+        (TooNarrow, r"shape \(48, 49\)"),
+        (NoWindow, "failed, prefill, beyond the window of 80:"),
     ],
 )
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
-def test_structural_errors_fail_at_every_precision(steps: Exact, message: str, precision: str) -> None:
-    """The message names the kind of step that is wrong."""
-    steps.tokens.clear()
-    with pytest.raises(ExportError, match=message):
-        check_parity(steps, REFERENCE, precision, "Broken")
+@pytest.mark.parametrize("precision", THRESHOLDS)
+def test_structural_errors_fail_at_every_precision(
+    kind: type[Exact], message: str, precision: str, far_reference: ParityReference
+) -> None:
+    """The message names the kind of step that is wrong, the error how much."""
+    with pytest.raises(ParityFailure, match=message) as failure:
+        check_parity(kind(), far_reference, precision, "Broken")
+    assert failure.value.relative_delta > 0.3
+
+
+def test_sequences_that_end_at_the_window_are_not_checked_beyond_it(far_reference: ParityReference) -> None:
+    """They never get there; those that end shortly after it would be checked in nothing, and are refused."""
+    assert len(check_parity(NoWindow(WINDOW), far_reference, "fp32", "Short").stages) == 4
+    with pytest.raises(ExportError, match=r"beyond the window of 80 needs 112 positions, the export has 81"):
+        check_parity(Exact(WINDOW + 1), far_reference, "fp32", "Short")
+    with pytest.raises(ExportError, match="needs 64 positions, the export has 63"):
+        check_parity(Exact(63), far_reference, "fp32", "Short")

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.parity import ParityReference, check_parity
 from outrider.export.recipes import ExportOptions
+from outrider.models.errors import BundleError, ExportError, ModelFault
 from outrider.models.manifest import Parity
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
+
+_FAR_CACHE_BYTES: Final = 1 << 30
 
 
 class RowsRuntime(SequenceRuntime, Protocol):
@@ -77,9 +80,13 @@ def open_draft(model_file: Path, options: ExportOptions) -> RowsRuntime:
     return cast(RowsRuntime, open_sequence_runtime(kind, model_file, loading))
 
 
-def open_target(model_file: Path, options: ExportOptions) -> BatchRuntime:
-    """The target whose model is at `model_file`. Raises as `open_batch_runtime` does."""
+def open_target(model_file: Path, options: ExportOptions, *, kv_cache_bytes: int = 0) -> BatchRuntime:
+    """The target whose model is at `model_file`, with a cache of that size (0: the usual). Raises as
+    `open_batch_runtime` does.
+    """
     loading = options.runtime_options(where_to_check(options).device)
+    if kv_cache_bytes:
+        loading = replace(loading, kv_cache_bytes=kv_cache_bytes)
     return open_batch_runtime(options.resolved_runtime, model_file, loading)
 
 
@@ -91,15 +98,23 @@ def model_file(directory: Path, options: ExportOptions) -> Path:
 
 
 def check_export(directory: Path, options: ExportOptions, reference: ParityReference) -> Parity:
-    """The parity check of the files in `directory`. Raises ExportError if they fail it."""
+    """The parity check of the files in `directory`. Raises ExportError if they fail it, or the runtime refuses them."""
     place, path = where_to_check(options), model_file(directory, options)
     precision = options.resolved_precision
-    if options.role == "draft":
-        with closing(open_draft(path, options)) as draft:
-            parity = check_parity(SequenceSteps(draft), reference, precision, type(draft).__name__)
-    else:
-        with closing(open_target(path, options)) as target:
-            parity = check_parity(BatchSteps(target), reference, precision, type(target).__name__)
+    try:
+        if options.role == "draft":
+            with closing(open_draft(path, options)) as draft:
+                parity = check_parity(SequenceSteps(draft), reference, precision, type(draft).__name__)
+        else:
+            # Beyond a window there are more tokens than the cache would hold of a large model by default.
+            kv_cache_bytes = _FAR_CACHE_BYTES if reference.far is not None else 0
+            with closing(open_target(path, options, kv_cache_bytes=kv_cache_bytes)) as target:
+                parity = check_parity(BatchSteps(target), reference, precision, type(target).__name__)
+    except (BundleError, ModelFault) as error:
+        raise ExportError(
+            f"{options.resolved_runtime} cannot run what was exported: {error}; nothing was written. Try another "
+            "--runtime"
+        ) from error
     return parity.model_copy(update={"checked_on": place.words})
 
 
@@ -109,8 +124,16 @@ class SequenceSteps:
     def __init__(self, runtime: RowsRuntime) -> None:
         self._runtime = runtime
 
-    def run(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Appends tokens; the logits after each, [len(tokens), vocab_size]."""
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence."""
+        return self._runtime.limits.max_positions
+
+    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
+        """Appends tokens in one step; the logits after the last `num_rows`, [num_rows, vocab_size]."""
+        if num_rows == 1:
+            return self._runtime.extend(tokens)[None]
+        assert num_rows == len(tokens)
         return self._runtime.extend_rows(tokens)
 
     def truncate(self, length: int) -> None:
@@ -125,13 +148,18 @@ class BatchSteps:
         self._runtime = runtime
         self._length = 0
 
-    def run(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Appends tokens; the logits after each, [len(tokens), vocab_size]."""
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence: the model's, or what the cache holds."""
+        return min(self._runtime.limits.max_positions, self._runtime.num_blocks * self._runtime.block_size)
+
+    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
+        """Appends tokens in one step; the logits after the last `num_rows`, [num_rows, vocab_size]."""
         past, self._length = self._length, self._length + len(tokens)
         num_blocks = -(-self._length // self._runtime.block_size)
         last = self._runtime.num_blocks - 1
         blocks = range(last, last - num_blocks, -1)
-        return self._runtime.forward([SequenceSlice(tokens, past, blocks, len(tokens))])
+        return self._runtime.forward([SequenceSlice(tokens, past, blocks, num_rows)])
 
     def truncate(self, length: int) -> None:
         """Forgets everything from position `length` on."""

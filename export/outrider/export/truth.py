@@ -36,12 +36,7 @@ class Truth:
 
     def save(self, directory: Path) -> None:
         """Writes it to `directory`."""
-        arrays: dict[str, NDArray[Any]] = {
-            "main": np.array(self.reference.main),
-            "other": np.array(self.reference.other),
-            "main_logits": self.reference.main_logits,
-            "other_logits": self.reference.other_logits,
-        }
+        arrays = self.reference.to_arrays()
         for index, (text, logits) in enumerate(zip(self.texts, self.logits, strict=True)):
             arrays |= {f"text_{index}": np.array(text), f"logits_{index}": logits}
         np.savez(directory / "truth.npz", allow_pickle=False, **arrays)
@@ -52,12 +47,7 @@ class Truth:
         with np.load(directory / "truth.npz", allow_pickle=False) as arrays:
             count = sum(name.startswith("text_") for name in arrays.files)
             return cls(
-                ParityReference(
-                    main=tuple(arrays["main"].tolist()),
-                    other=tuple(arrays["other"].tolist()),
-                    main_logits=arrays["main_logits"],
-                    other_logits=arrays["other_logits"],
-                ),
+                ParityReference.from_arrays(arrays),
                 tuple(tuple(arrays[f"text_{index}"].tolist()) for index in range(count)),
                 tuple(arrays[f"logits_{index}"] for index in range(count)),
             )
@@ -87,7 +77,7 @@ class LoadedSource:
         """Runs the source over the texts of the check and over held-out ones."""
         logits_of = partial(source_logits, self.model())
         texts = held_out_texts(self._source)
-        reference = make_reference(self._source.tokenizer, logits_of)
+        reference = make_reference(self._source.tokenizer, logits_of, self._source.window)
         return Truth(reference, texts, tuple(logits_of(text) for text in texts))
 
 

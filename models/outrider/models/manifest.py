@@ -145,6 +145,8 @@ class Parity(_Part):
     """The numerical check that let the bundle through, in the runtime that will run it.
 
     checked_on: the device that ran it, in words; another than the bundle's where the machine had none of those.
+    own_delta: largest difference between a step and the export's own prefill of the same tokens, over the largest
+    logit: quantization is no part of it.
     """
 
     runtime: str
@@ -152,6 +154,8 @@ class Parity(_Part):
     max_relative_delta: float = Field(gt=0.0)
     max_mean_kl: float = Field(gt=0.0)
     min_argmax_agreement: Share
+    max_own_delta: float = Field(gt=0.0)
+    own_delta: float = Field(ge=0.0)
     stages: tuple[ParityStage, ...] = Field(min_length=1)
 
 
