@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +13,7 @@ import pytest
 
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
-from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.runtimes.base import PROMISED_POSITIONS, RuntimeOptions
 
 OPTIONS = RuntimeOptions()
 
@@ -74,3 +76,17 @@ def test_torch_refuses_what_it_cannot_do(tiny_model: Callable[[str], Path], tmp_
         open_batch_runtime("torch", model, RuntimeOptions(kv_cache_bytes=10))
     with pytest.raises(BundleError, match="transformers cannot load"):
         open_batch_runtime("torch", tmp_path, OPTIONS)
+    for family in ("bloom", "gpt_neo"):
+        with pytest.raises(BundleError, match=rf"{family} does not use transformers' attention interface"):
+            open_batch_runtime("torch", tiny_model(family), OPTIONS)
+
+
+def test_torch_keeps_to_the_length_that_an_export_promises(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """The exporter writes it beside the model's own into config.json."""
+    model = shutil.copytree(tiny_model("llama"), tmp_path / "model")
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps(config | {PROMISED_POSITIONS: 100}), encoding="utf-8")
+    for options, expected in ((OPTIONS, 100), (RuntimeOptions(max_positions=64), 64)):
+        runtime = open_batch_runtime("torch", model, options)
+        assert runtime.limits.max_positions == expected
+        runtime.close()

@@ -31,6 +31,7 @@ from outrider.models.bundle_writer import BundleWriter
 from outrider.models.errors import ExportError
 from outrider.models.manifest import Acceptance, ExportReport, FileEntry, Manifest, Quantization, Source
 from outrider.models.places import default_cache_dir
+from outrider.models.runtimes.base import PROMISED_POSITIONS
 from outrider.models.tokenizer import TOKENIZER_FILES
 
 
@@ -132,7 +133,8 @@ def _copy_texts(source: SourceModel, directory: Path, options: ExportOptions) ->
     """The configuration, with the precision that safetensors now have, and the tokenizer."""
     config = source.runtime_config
     if options.format == "safetensors":
-        config = config_for(source.config, options.resolved_precision)
+        promised = {PROMISED_POSITIONS: source.architecture.max_positions}
+        config = config_for(source.config, options.resolved_precision) | promised
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (directory / "config.json").write_text(text, encoding="utf-8", newline="\n")
     for name in TOKENIZER_FILES:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.manifest import StaticShapes
 from outrider.models.sampling import SamplingParams
+
+PROMISED_POSITIONS: Final = "outrider_max_positions"
+"""Key of an exported config.json: the longest sequence that the bundle promises, whatever the model's own is."""
 
 
 @dataclass(frozen=True, slots=True)

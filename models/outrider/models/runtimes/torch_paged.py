@@ -2,15 +2,15 @@
 
 All new tokens of a step go through the model as one packed row, so no layer computes padding. Only attention knows
 that they belong to different sequences: it writes the new keys and values to their slots, then sequences with
-equally many new tokens attend together, their contexts padded to the longest. For architectures that use
-transformers' attention interface (Llama, Qwen2, Qwen3 and most newer ones). On CUDA it has not been run by us.
+equally many new tokens attend together, their contexts padded to the longest. Layers may attend a sliding window, or
+cap their logits (Gemma 2). For architectures that use transformers' attention interface, as most do; what does not
+(Bloom, GPT-Neo) is found out when the model is loaded, and refused. On CUDA it has not been run by us.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,14 +19,12 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from outrider.models.errors import ConfigError, ModelFault, RuntimeUnavailable
-from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, SequenceSlice
+from outrider.models.errors import BundleError, ConfigError, ModelFault, RuntimeUnavailable
+from outrider.models.runtimes.base import PROMISED_POSITIONS, ModelLimits, RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
 from outrider.models.runtimes.torch_reference import load_causal_lm
 from outrider.models.sampling import SamplingParams
 from outrider.models.sampling_torch import pick_rows
-
-logger = logging.getLogger(__name__)
 
 BLOCK_SIZE: Final = 32
 _DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -38,21 +36,39 @@ class _Group:
     """G sequences with n new tokens each, contexts padded to C.
 
     rows: [G * n] which of the packed tokens are theirs. slots: [G, C]. mask: [G, 1, n, C] bool, true where attended.
+    positions: [G, n] of the new tokens; slot_positions: [G, C].
+    windowed: masks by the size of the sliding window, made when a layer first asks for one.
     """
 
     num_sequences: int
     rows: torch.Tensor
     slots: torch.Tensor
     mask: torch.Tensor
+    positions: torch.Tensor
+    slot_positions: torch.Tensor
+    windowed: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def mask_within(self, window: int | None) -> torch.Tensor:
+        """`mask`, or what of it is less than `window` positions back."""
+        if window is None:
+            return self.mask
+        if window not in self.windowed:
+            distances = self.positions[:, None, :, None] - self.slot_positions[:, None, None, :]
+            self.windowed[window] = self.mask & (distances < window)
+        return self.windowed[window]
 
 
 @dataclass(frozen=True, slots=True)
 class _AttentionPlan:
-    """What every layer's attention needs in one step; `cache` is [layers, 2, slots, kv_heads, head_size]."""
+    """What every layer's attention needs in one step; `cache` is [layers, 2, slots, kv_heads, head_size].
+
+    attended: the layers that came by.
+    """
 
     cache: torch.Tensor
     new_slots: torch.Tensor
     groups: list[_Group]
+    attended: set[int] = field(default_factory=set)
 
 
 def _attend(
@@ -64,12 +80,14 @@ def _attend(
     *,
     scaling: float,
     plan: _AttentionPlan,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, heads, T, head_size], key and value [1, kv_heads, T, head_size]."""
-    for name in ("softcap", "s_aux"):
-        if options.get(name) is not None:
-            raise ModelFault(f"this architecture's attention uses {name}, which the torch runtime cannot do")
+    if options.get("s_aux") is not None:
+        raise ModelFault("this architecture's attention has sinks (s_aux), which the torch runtime cannot do")
+    plan.attended.add(module.layer_idx)
     keys, values = plan.cache[module.layer_idx]
     keys[plan.new_slots] = key[0].transpose(0, 1).to(keys.dtype)
     values[plan.new_slots] = value[0].transpose(0, 1).to(values.dtype)
@@ -77,16 +95,30 @@ def _attend(
     attended = torch.empty_like(packed)
     for group in plan.groups:
         queries = packed[group.rows].reshape(group.num_sequences, -1, *packed.shape[1:])
-        result = torch.nn.functional.scaled_dot_product_attention(
+        operands = (
             queries.transpose(1, 2),
             keys[group.slots].transpose(1, 2).to(query.dtype),
             values[group.slots].transpose(1, 2).to(query.dtype),
-            attn_mask=group.mask,
-            scale=scaling,
-            enable_gqa=True,
+            group.mask_within(sliding_window),
+        )
+        result = (
+            torch.nn.functional.scaled_dot_product_attention(*operands, scale=scaling, enable_gqa=True)
+            if softcap is None
+            else _capped_attention(*operands, scaling, softcap)
         )
         attended[group.rows] = result.transpose(1, 2).flatten(0, 1)
     return attended[None], None
+
+
+def _capped_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scaling: float, softcap: float
+) -> torch.Tensor:
+    """Attention whose logits go through softcap * tanh(logits / softcap): [G, heads, n, head_size]."""
+    repeats = queries.shape[1] // keys.shape[1]
+    logits = (queries @ keys.repeat_interleave(repeats, dim=1).transpose(2, 3)).float() * scaling
+    capped = softcap * torch.tanh(logits / softcap)
+    weights = capped.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(values.dtype)
+    return weights @ values.repeat_interleave(repeats, dim=1)
 
 
 class TorchPagedRuntime:
@@ -95,21 +127,25 @@ class TorchPagedRuntime:
     def __init__(self, path: Path, options: RuntimeOptions) -> None:
         """Loads the model; `options.properties["dtype"]` is "f32", "bf16" or "f16", by default f32 on CPU, else bf16.
 
-        Raises BundleError when transformers cannot load the directory, ConfigError for an option out of range,
-        RuntimeUnavailable when the device is not there.
+        Raises BundleError when transformers cannot load the directory, or its attention is not what this runtime can
+        do; ConfigError for an option out of range, RuntimeUnavailable when the device is not there.
         """
+        self._path = path
         self._device = _device(options.device)
         dtype = _dtype("dtype", options.properties.get("dtype", "f32" if self._device.type == "cpu" else "bf16"))
         cache_dtype = dtype if options.kv_precision == "auto" else _dtype("kv_precision", options.kv_precision)
         if options.num_threads and self._device.type == "cpu":
             torch.set_num_threads(options.num_threads)
         transformers.AttentionInterface.register(_ATTENTION, _attend)
-        model = load_causal_lm(path, dtype, _ATTENTION)
+        try:
+            model = load_causal_lm(path, dtype, _ATTENTION)
+        except KeyError as error:  # looked up among the family's own kinds of attention
+            raise BundleError(_unfit(path, "it knows no attention but its own")) from error
         self._model: Any = model.to(self._device).eval()
         config: Any = model.config.get_text_config()
-        self._limits = ModelLimits(config.vocab_size, _max_positions(config, options))
+        self._limits = ModelLimits(config.vocab_size, 1)  # until it is known to be fit
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        slot = (config.num_key_value_heads, head_size)
+        slot = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads, head_size)
         block_bytes = 2 * config.num_hidden_layers * BLOCK_SIZE * int(np.prod(slot)) * cache_dtype.itemsize
         self._num_blocks: int = options.kv_cache_bytes // block_bytes
         if self._num_blocks < 1:
@@ -119,6 +155,17 @@ class TorchPagedRuntime:
         self._cache = torch.zeros(
             (config.num_hidden_layers, 2, self._num_blocks * BLOCK_SIZE, *slot), dtype=cache_dtype, device=self._device
         )
+        self._require_interface(path)
+        self._limits = ModelLimits(config.vocab_size, _max_positions(model.config, options))
+
+    def _require_interface(self, path: Path) -> None:
+        """Runs one token, to see that every layer attends through `_attend`: what does not has no cache."""
+        try:
+            self._logits([SequenceSlice([0], 0, [0], 1)])
+        except ModelFault as error:
+            raise BundleError(str(error)) from error
+        except Exception as error:  # whatever the architecture makes of arguments that it does not know
+            raise BundleError(_unfit(path, f"{type(error).__name__}: {error}")) from error
 
     @property
     def limits(self) -> ModelLimits:
@@ -160,17 +207,20 @@ class TorchPagedRuntime:
             num_blocks=self._num_blocks,
         )
         num_new = np.diff(step.subsequence_begins)
+        plan = _AttentionPlan(
+            cache=self._cache,
+            new_slots=self._tensor(step.slots(BLOCK_SIZE, step.past_lens, num_new)),
+            groups=self._groups(step, num_new),
+        )
         output = self._model(
             input_ids=self._tensor(step.input_ids)[None],
             position_ids=self._tensor(step.position_ids)[None],
             use_cache=False,
             logits_to_keep=self._tensor(step.logit_rows),
-            plan=_AttentionPlan(
-                cache=self._cache,
-                new_slots=self._tensor(step.slots(BLOCK_SIZE, step.past_lens, num_new)),
-                groups=self._groups(step, num_new),
-            ),
+            plan=plan,
         )
+        if len(plan.attended) != len(self._cache):
+            raise ModelFault(_unfit(self._path, f"{len(plan.attended)} of {len(self._cache)} layers attend through it"))
         logits: torch.Tensor = output.logits[0].float()
         return logits
 
@@ -184,9 +234,13 @@ class TorchPagedRuntime:
             longest = int(contexts[members].max())
             slots = np.zeros((members.size, longest), np.int64)
             mask = np.zeros((members.size, 1, n, longest), np.bool_)
+            positions = np.zeros((members.size, n), np.int64)
+            slot_positions = np.tile(np.arange(longest), (members.size, 1))
             for g, b in enumerate(members):
                 past, context = step.past_lens[b], contexts[b]
                 slots[g, :context] = flat_slots[starts[b] : starts[b + 1]]
+                positions[g] = step.position_ids[step.subsequence_begins[b] : step.subsequence_begins[b + 1]]
+                slot_positions[g, past:context] = positions[g]
                 mask[g, 0, :, :past] = True
                 mask[g, 0, :, past:context] = (
                     step.mask[step.mask_begins[b] : step.mask_begins[b + 1]].reshape(n, n)
@@ -194,7 +248,8 @@ class TorchPagedRuntime:
                     else np.tri(n, dtype=np.bool_)
                 )
             rows = (step.subsequence_begins[members][:, None] + np.arange(n)).reshape(-1)
-            groups.append(_Group(members.size, self._tensor(rows), self._tensor(slots), self._tensor(mask)))
+            arrays = (rows, slots, mask, positions, slot_positions)
+            groups.append(_Group(members.size, *map(self._tensor, arrays)))
         return groups
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
@@ -223,10 +278,16 @@ def _dtype(option: str, name: str) -> torch.dtype:
 
 
 def _max_positions(config: Any, options: RuntimeOptions) -> int:
-    """The longest sequence, cut to the sliding window: within it, sliding attention is full attention."""
-    own = int(config.max_position_embeddings)
-    window = getattr(config, "sliding_window", None)
-    if window and window < own:
-        logger.info("sequences are cut to the model's sliding window, %d tokens", window)
-        own = window
-    return min(own, options.max_positions or own)
+    """The longest sequence: what the exporter promises, else the model's own, cut to `options.max_positions`."""
+    promised = getattr(config, PROMISED_POSITIONS, None)
+    own = promised or getattr(config.get_text_config(), "max_position_embeddings", None) or options.max_positions
+    if not own:
+        raise ConfigError("the model's config.json does not give max_position_embeddings; set max_positions")
+    return min(int(own), options.max_positions or int(own))
+
+
+def _unfit(path: Path, why: str) -> str:
+    return (
+        f"the model of {path} does not use transformers' attention interface as the torch runtime needs it ({why}); "
+        "export it for openvino"
+    )
