@@ -64,7 +64,8 @@ class Noisy(Exact):
 
     def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         rows = super().run(tokens, num_rows)
-        return rows + 0.15 * np.sin(1e4 * rows)  # the same whenever the same is computed
+        noise: NDArray[np.float32] = 0.15 * np.sin(1e4 * rows)  # the same whenever the same is computed
+        return rows + noise
 
 
 class NoRollback(Exact):

@@ -248,8 +248,16 @@ class TorchPagedRuntime:
                     else np.tri(n, dtype=np.bool_)
                 )
             rows = (step.subsequence_begins[members][:, None] + np.arange(n)).reshape(-1)
-            arrays = (rows, slots, mask, positions, slot_positions)
-            groups.append(_Group(members.size, *map(self._tensor, arrays)))
+            groups.append(
+                _Group(
+                    num_sequences=members.size,
+                    rows=self._tensor(rows),
+                    slots=self._tensor(slots),
+                    mask=self._tensor(mask),
+                    positions=self._tensor(positions),
+                    slot_positions=self._tensor(slot_positions),
+                )
+            )
         return groups
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
