@@ -153,7 +153,7 @@ def test_the_match_bound_is_the_match_probability_when_nothing_is_left_out() -> 
     """The bound equals the share of equal picks under shared Gumbel noise, and is 1 for equal distributions."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from outrider.models.distillation.distill import match_bound
+    from outrider.models.distillation.losses import match_bound
 
     generator = torch.Generator().manual_seed(1)
     log_p = torch.randn(20, generator=generator).log_softmax(-1)

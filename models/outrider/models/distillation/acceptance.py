@@ -15,9 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from outrider.models.distillation.attention import batch_decoding
+from outrider.models.distillation.progress import Stop, never
+from outrider.models.distillation.rollout import Decoder
 from outrider.models.sampling import SamplingParams, pick
 
 
@@ -39,8 +41,8 @@ class Acceptance:
 
     per_position: the draft's pick is the target's, at every position of the text. in_chain: the same, per tested token
     of chains of depth `depth`. tokens_per_pass: tokens committed by a target pass, its own included. rejection: what
-    classic rejection sampling would accept per position, the sum of min(p, q). error: the standard error of
-    `in_chain`, prompts taken as independent.
+    classic rejection sampling would accept per position, the sum of min(p, q), where it was measured. error: the
+    standard error of `in_chain`, prompts taken as independent.
     """
 
     temperature: float
@@ -50,7 +52,7 @@ class Acceptance:
     in_chain: float
     error: float
     tokens_per_pass: float
-    rejection: float
+    rejection: float | None
 
 
 def run_chains(matches: NDArray[np.bool_], depth: int) -> Chain:
@@ -70,45 +72,119 @@ def run_chains(matches: NDArray[np.bool_], depth: int) -> Chain:
     return Chain(tested, accepted, rounds)
 
 
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A prompt's ids and the target's text after it; `start` is where that text begins, `seed` what it was drawn with.
+
+    Ends with the target's end token, if it came to one.
+    """
+
+    ids: tuple[int, ...]
+    start: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How a draft did on one passage: rounds of drafting along it, and equal picks over all its positions."""
+
+    chain: Chain
+    hits: int
+    positions: int
+
+
 def continue_prompts(
-    target: PreTrainedModel, prompts: Sequence[Sequence[int]], temperature: float, new_tokens: int
-) -> list[list[int]]:
-    """Each prompt and the target's text after it, prompt `i` with seed `i`; shorter rows are padded on the left."""
+    target: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    new_tokens: int,
+    *,
+    stop_ids: Sequence[int] = (),
+    num_ids: int | None = None,
+    rows: int | None = None,
+    stop: Stop = never,
+) -> list[Passage]:
+    """The target's text after each prompt, prompt `i` with seed `i`, to `new_tokens` or to one of `stop_ids`.
+
+    num_ids: tokens of the tokenizer, None for all columns. rows: prompts at once, None for all. Told to stop, it
+    returns what it has.
+    """
+    rows = rows or len(prompts)
+    passages: list[Passage] = []
     with torch.inference_mode(), batch_decoding(target):
-        return _continue_prompts(target, prompts, temperature, new_tokens)
+        for first in range(0, len(prompts), rows):
+            if stop():
+                break
+            batch = prompts[first : first + rows]
+            passages += _continue(target, batch, first, temperature, new_tokens, frozenset(stop_ids), num_ids)
+    return passages
 
 
-def _continue_prompts(
-    target: PreTrainedModel, prompts: Sequence[Sequence[int]], temperature: float, new_tokens: int
-) -> list[list[int]]:
-    longest = max(len(prompt) for prompt in prompts)
-    ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-    parameters = [SamplingParams(temperature=temperature, seed=row) for row in range(len(prompts))]
+def _continue(
+    target: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    first_seed: int,
+    temperature: float,
+    new_tokens: int,
+    stop_ids: frozenset[int],
+    num_ids: int | None,
+) -> list[Passage]:
+    decoder = Decoder(target, prompts, num_ids or target.config.get_text_config().vocab_size)
+    parameters = [SamplingParams(temperature=temperature, seed=first_seed + row) for row in range(len(prompts))]
     texts = [list(prompt) for prompt in prompts]
-    cache = DynamicCache(config=target.config)
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    is_open = [True] * len(texts)
+    for piece in decoder.prefill():
+        last = piece[:, -1].clone()
     for _ in range(new_tokens):
-        output = target(
-            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
-        )
-        logits: NDArray[np.float32] = output.logits[:, -1].float().numpy()
-        for text, row, params in zip(texts, logits, parameters, strict=True):
-            text.append(pick(row, params, len(text)))
-        ids = torch.tensor([text[-1:] for text in texts])
-        mask = torch.cat([mask, torch.ones(len(texts), 1, dtype=mask.dtype)], dim=1)
-        positions = positions[:, -1:] + 1
-    return texts
+        logits: NDArray[np.float32] = last.cpu().numpy()
+        for row, (text, params) in enumerate(zip(texts, parameters, strict=True)):
+            if is_open[row]:
+                text.append(pick(logits[row], params, len(text)))
+                is_open[row] = text[-1] not in stop_ids
+        if not any(is_open):
+            break
+        last = decoder.step(torch.tensor([text[-1:] for text in texts], device=target.device))
+    return [
+        Passage(tuple(text), len(prompt), params.seed)
+        for text, prompt, params in zip(texts, prompts, parameters, strict=True)
+    ]
 
 
 @torch.inference_mode()
 def row_logits(model: PreTrainedModel, text: Sequence[int], start: int) -> Tensor:
     """Logits `[len(text) - start, vocabulary]` fp32 for the tokens of `text` from `start` on, start at least 1."""
-    logits: Tensor = model(input_ids=torch.tensor([list(text[:-1])]), use_cache=False).logits
-    return logits[0, start - 1 :].float()
+    ids = torch.tensor([list(text[:-1])], device=model.device)
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits[0, start - 1 :].float().cpu()
+
+
+def score(
+    draft: PreTrainedModel, passage: Passage, temperature: float, depth: int = 4, num_ids: int | None = None
+) -> tuple[Score, Tensor]:
+    """How the draft does on a passage, and its logits `[positions, num_ids]` fp32 over the target's text."""
+    params = SamplingParams(temperature=temperature, seed=passage.seed)
+    logits = row_logits(draft, passage.ids, passage.start)[:, :num_ids]
+    picks = [pick(row, params, passage.start + offset) for offset, row in enumerate(logits.numpy())]
+    matches = np.array(picks) == np.array(passage.ids[passage.start :])
+    return Score(run_chains(matches, depth), int(matches.sum()), len(matches)), logits
+
+
+def summarize(temperature: float, scores: Sequence[Score], depth: int = 4, overlap: float | None = None) -> Acceptance:
+    """The rates over all passages. overlap: the sum of min(p, q) over all positions, where it was measured."""
+    total = sum((one.chain for one in scores), Chain())
+    positions = sum(one.positions for one in scores)
+    rate = total.accepted / total.tested
+    residuals = [one.chain.accepted - rate * one.chain.tested for one in scores]
+    return Acceptance(
+        temperature=temperature,
+        depth=depth,
+        positions=positions,
+        per_position=sum(one.hits for one in scores) / positions,
+        in_chain=rate,
+        error=math.sqrt(sum(residual**2 for residual in residuals)) / total.tested,
+        tokens_per_pass=positions / total.rounds,
+        rejection=None if overlap is None else overlap / positions,
+    )
 
 
 def measure(
@@ -121,34 +197,49 @@ def measure(
 ) -> Acceptance:
     """Acceptance over `new_tokens` of the target's text after each prompt, or until it ends; 0 is greedy."""
     end = target.config.eos_token_id
-    chains: list[Chain] = []
-    hits = positions = 0
+    stop_ids = end if isinstance(end, list) else [] if end is None else [end]
+    scores: list[Score] = []
     overlap = 0.0
-    for seed, text in enumerate(continue_prompts(target, prompts, temperature, new_tokens)):
-        start = len(prompts[seed])
-        if end in text[start:]:
-            text = text[: text.index(end, start) + 1]
-        params = SamplingParams(temperature=temperature, seed=seed)
-        drafted = row_logits(draft, text, start)
-        picks = [pick(row, params, start + offset) for offset, row in enumerate(drafted.numpy())]
-        matches = np.array(picks) == np.array(text[start:])
-        chains.append(run_chains(matches, depth))
-        hits += int(matches.sum())
-        positions += len(matches)
+    for passage in continue_prompts(target, prompts, temperature, new_tokens, stop_ids=stop_ids):
+        found, drafted = score(draft, passage, temperature, depth)
+        scores.append(found)
         if temperature > 0.0:
-            p = torch.softmax(row_logits(target, text, start) / temperature, dim=-1)
+            p = torch.softmax(row_logits(target, passage.ids, passage.start) / temperature, dim=-1)
             q = torch.softmax(drafted / temperature, dim=-1)
             overlap += float(torch.minimum(p, q).sum())
-    total = sum(chains, Chain())
-    rate = total.accepted / total.tested
-    residuals = [chain.accepted - rate * chain.tested for chain in chains]
-    return Acceptance(
-        temperature=temperature,
-        depth=depth,
-        positions=positions,
-        per_position=hits / positions,
-        in_chain=rate,
-        error=math.sqrt(sum(residual**2 for residual in residuals)) / total.tested,
-        tokens_per_pass=positions / total.rounds,
-        rejection=overlap / positions if temperature > 0.0 else hits / positions,
-    )
+        else:
+            overlap += found.hits
+    return summarize(temperature, scores, depth, overlap)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How much `in_chain` rose from one draft to another on the same passages, with its standard error.
+
+    The passages are the same, so much of what makes a passage easy or hard cancels in the difference.
+    """
+
+    rise: float
+    error: float
+
+
+def compare(before: Sequence[Sequence[Score]], after: Sequence[Sequence[Score]]) -> Change:
+    """The mean change over several settings (temperatures, say), each with scores of the same prompts in one order.
+
+    The error takes prompts as independent, and the settings' passages after one prompt as they are: related.
+    """
+    rises: list[float] = []
+    residuals: list[NDArray[np.float64]] = []
+    for was, is_now in zip(before, after, strict=True):
+        (old, old_residuals), (new, new_residuals) = _rate(was), _rate(is_now)
+        rises.append(new - old)
+        residuals.append(new_residuals - old_residuals)
+    return Change(float(np.mean(rises)), float(np.sqrt((np.mean(residuals, axis=0) ** 2).sum())))
+
+
+def _rate(scores: Sequence[Score]) -> tuple[float, NDArray[np.float64]]:
+    """The rate over all passages, and how much each passage moves it."""
+    accepted = np.array([one.chain.accepted for one in scores], dtype=np.float64)
+    tested = np.array([one.chain.tested for one in scores], dtype=np.float64)
+    mean = float(accepted.sum() / tested.sum())
+    return mean, (accepted - mean * tested) / tested.sum()

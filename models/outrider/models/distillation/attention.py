@@ -1,7 +1,8 @@
 """Attention for generating in large batches on a CPU: one matrix product a group of heads.
 
 torch's fused CPU kernel takes ten times as long when every row asks for one token and heads share keys. Anything but
-that case goes to the ordinary implementation.
+that case goes to the ordinary implementation, and so do models whose attention is more than scaled dot products (a
+soft cap, sinks, an attention of their own): only families known to be plain are touched.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "outrider_grouped"
+PLAIN_FAMILIES = ("llama", "qwen2", "qwen3")
 
 
 def grouped_attention(
@@ -43,10 +45,13 @@ def grouped_attention(
 
 @contextmanager
 def batch_decoding(model: PreTrainedModel) -> Iterator[None]:
-    """While it is open, `model` generates with `grouped_attention`."""
+    """While it is open, `model` generates with `grouped_attention`, where that is the same function and quicker."""
+    before = model.config._attn_implementation
+    if model.config.model_type not in PLAIN_FAMILIES or before != "sdpa" or model.device.type != "cpu":
+        yield
+        return
     AttentionInterface.register(NAME, grouped_attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     try:
         yield

@@ -65,7 +65,7 @@ Python {python}, torch {torch}, transformers {transformers}:
 * Distillation: the target continues the beginnings of functions, and random passages, of its training files at
   temperatures from {low} to {high}; its 64 likeliest next tokens are recorded at every position. The draft is trained
   on that pool, first by forward KL divergence, then by the probability that shared noise makes both pick the same
-  token (`distill.match_bound`), and ends with an exponential average of its weights.
+  token (`distillation.losses.match_bound`), and ends with an exponential average of its weights.
 {notes}
 * Seeds: data {data_seed}, target {target_seed}, draft {draft_seed}, distillation {distill_seed}.
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from outrider.models.distillation.distill import DistillPlan
 from outrider.models.distillation.optim import Rates
+from outrider.models.distillation.plan import DistillPlan
+from outrider.models.distillation.pool import PoolPlan
 from outrider.models.reference.pretrain import Plan
 from outrider.models.reference.vocabulary import VOCABULARY_SIZE
 
@@ -21,10 +22,11 @@ DISTILL_SEED = 23
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The plans of the three trained stages."""
+    """The plans of the three trained stages and of the pool."""
 
     target: Plan
     draft: Plan
+    pool: PoolPlan
     distillation: DistillPlan
 
     def scaled(self, factor: float) -> Recipe:
@@ -32,18 +34,16 @@ class Recipe:
         return Recipe(
             target=replace(self.target, minutes=self.target.minutes * factor),
             draft=replace(self.draft, minutes=self.draft.minutes * factor),
-            distillation=replace(
-                self.distillation,
-                minutes=self.distillation.minutes * factor,
-                pool_minutes=self.distillation.pool_minutes * factor,
-            ),
+            pool=replace(self.pool, minutes=factor * (self.pool.minutes or 0.0)),
+            distillation=replace(self.distillation, minutes=factor * (self.distillation.minutes or 0.0)),
         )
 
 
 REFERENCE = Recipe(
     target=Plan(minutes=48.0, rates=Rates(), seed=TARGET_SEED),
     draft=Plan(minutes=15.0, rates=Rates(), seed=DRAFT_SEED, phases=((0.0, 256),)),
-    distillation=DistillPlan(pool_minutes=4.5, minutes=30.0, seed=DISTILL_SEED),
+    pool=PoolPlan(minutes=4.5, seed=DISTILL_SEED, temperatures=(0.5, 0.8, 1.0)),
+    distillation=DistillPlan(minutes=30.0, seed=DISTILL_SEED, temperature_shares=(0.2, 0.65, 0.15)),
 )
 
 

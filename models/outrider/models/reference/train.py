@@ -9,7 +9,6 @@ thread are faster than one of two: `OMP_NUM_THREADS=1 torchrun --nproc-per-node 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -21,8 +20,11 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from outrider.models.distillation import distill, parallel
-from outrider.models.distillation.rollout import Rollout
+from outrider.models.distillation import parallel
+from outrider.models.distillation.distill import distill
+from outrider.models.distillation.files import save_json
+from outrider.models.distillation.pool import Pool, is_complete, sample_pool
+from outrider.models.distillation.progress import Event
 from outrider.models.reference import recipe, training_record
 from outrider.models.reference.corpus import Corpus, load_corpus
 from outrider.models.reference.data import encode_files
@@ -39,6 +41,12 @@ PASSAGES_PER_FUNCTION = 0.5
 def say(line: str) -> None:
     """A progress line, at once even into a file."""
     print(line, flush=True)
+
+
+def report(event: Event) -> None:
+    """What a distillation tells, where it is news."""
+    if event.is_news:
+        say(f"{event.stage} {event.share:4.0%}  {event.text}")
 
 
 @dataclass
@@ -75,15 +83,14 @@ class Workshop:
         pretrain(model, *self.streams, plan, checkpoint, say)
 
     def pool(self) -> None:
-        path = self.pool_path()
-        if not path.exists():
+        folder = self.pool_folder()
+        if not is_complete(folder):
             teacher = load_weights(recipe.new_target(), self.work / "target.pt").to(torch.bfloat16)
-            pool = distill.sample_pool(teacher, self.rollout_prompts(), self.recipe.distillation, say)
-            torch.save(asdict(pool), path)
+            sample_pool(teacher, self.rollout_prompts(), self.recipe.pool, folder, report)
 
-    def pool_path(self) -> Path:
+    def pool_folder(self) -> Path:
         """Each process of several has its own part of the pool."""
-        return self.work / f"pool-{parallel.rank()}-of-{parallel.size()}.pt"
+        return self.work / f"pool-{parallel.rank()}-of-{parallel.size()}"
 
     def rollout_prompts(self) -> list[list[int]]:
         """Beginnings of training functions, and half as many random passages of the training stream."""
@@ -100,8 +107,9 @@ class Workshop:
 
     def distill(self) -> None:
         student = load_weights(recipe.new_draft(), self.work / "draft.pt")
-        pool = Rollout(**torch.load(self.pool_path(), weights_only=True, mmap=True))
-        distill.distill(student, pool, self.recipe.distillation, self.work / "distill.pt", say)
+        plans = self.recipe
+        pool = Pool(self.pool_folder())
+        distill(student, pool, plans.pool.temperatures, plans.distillation, self.work / "distill.pt", report=report)
 
     def package(self) -> None:
         if parallel.rank() != 0:
@@ -111,12 +119,10 @@ class Workshop:
         save_model(load_weights(recipe.new_target(), self.work / "target.pt"), self.tokenizer, self.output / "target")
         save_model(load_weights(recipe.new_draft(), draft), self.tokenizer, self.output / "draft")
         prompts = cut_prompts(self.corpus.heldout, lambda text: len(self.tokenizer.encode(text).ids))
-        write_json(self.output / "prompts.json", [asdict(prompt) for prompt in prompts])
-        write_json(self.output / "heldout.json", [asdict(file) for file in self.corpus.heldout])
-        write_json(
-            self.output / "training.json",
-            training_record.collect(self.work, self.corpus, self.streams, self.recipe, self.notes),
-        )
+        save_json([asdict(prompt) for prompt in prompts], self.output / "prompts.json")
+        save_json([asdict(file) for file in self.corpus.heldout], self.output / "heldout.json")
+        record = training_record.collect(self.work, self.corpus, self.streams, self.recipe, self.notes)
+        save_json(record, self.output / "training.json")
 
 
 def load_weights(model: PreTrainedModel, checkpoint: Path) -> PreTrainedModel:
@@ -125,13 +131,6 @@ def load_weights(model: PreTrainedModel, checkpoint: Path) -> PreTrainedModel:
         raise SystemExit(f"{checkpoint} is missing: run the stage {checkpoint.stem!r} first")
     model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
     return model.eval()
-
-
-def write_json(path: Path, value: object) -> None:
-    """Writes `value` as indented JSON, replacing the file atomically."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    partial.replace(path)
 
 
 def main() -> None:

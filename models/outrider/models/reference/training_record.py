@@ -13,7 +13,6 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
-from outrider.models.distillation.distill import DistillPlan
 from outrider.models.distillation.optim import Rates
 from outrider.models.reference import recipe
 from outrider.models.reference.corpus import Corpus, SourceFile
@@ -31,7 +30,7 @@ def collect(
     """Everything `card.render` needs: plain values, from the checkpoints in `work` where they were measured."""
     stages = [_pretraining(name, plan, work, len(streams[0])) for name, plan in _pretrained(plans)]
     if (work / "distill.pt").exists():
-        stages += _distillation(plans.distillation, work)
+        stages += _distillation(plans, work)
     return {
         "stages": stages,
         "notes": list(notes),
@@ -47,7 +46,7 @@ def collect(
             "draft": recipe.DRAFT_SEED,
             "distillation": recipe.DISTILL_SEED,
         },
-        "distillation": asdict(plans.distillation),
+        "distillation": asdict(plans.pool) | asdict(plans.distillation),
         "corpus": {
             "python": platform.python_version(),
             "fingerprint": corpus.fingerprint(),
@@ -85,11 +84,12 @@ def _pretraining(name: str, plan: Plan, work: Path, stream_tokens: int) -> str:
     )
 
 
-def _distillation(plan: DistillPlan, work: Path) -> list[str]:
+def _distillation(plans: recipe.Recipe, work: Path) -> list[str]:
+    pool, plan = plans.pool, plans.distillation
     state = _facts(work / "distill.pt")
     rows, steps = state["pool_rows"], state["step"]
     return [
-        f"pool: {plan.pool_minutes:g} minutes, {rows:,.0f} rows of {plan.row_length} tokens sampled from the target",
+        f"pool: {pool.minutes:g} minutes, {rows:,.0f} rows of {pool.row_length} tokens sampled from the target",
         f"distillation: {state['used_s'] / 60:.0f} minutes, {steps:,.0f} steps of {plan.rows_per_step} rows, "
         f"{steps * plan.rows_per_step / rows:.1f} times over the pool; {_rates(plan.rates)}",
     ]
