@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from outrider.export.display import print_report, show_progress
+from outrider.export.distill_cli import distill
 from outrider.export.pair import REFERENCE, export_pair, reference_directories
 from outrider.export.pipeline import export_model
 from outrider.export.prompts import load_prompts
@@ -165,6 +166,9 @@ def inspect(
 ) -> None:
     """Verify a bundle's files and show its report card."""
     _report((Bundle.open(bundle),), as_json=as_json)
+
+
+app.command()(distill)
 
 
 def _shapes(prompt_len: int | None, response_len: int | None, step_len: int | None) -> StaticShapes | None:

@@ -15,12 +15,13 @@ from outrider.export.quiet import quiet_upstream
 from outrider.models.errors import ExportError
 
 
-def load_source_model(path: Path) -> Any:
+def load_source_model(path: Path, dtype: str = "float32", attention: str = "eager") -> Any:
     """The transformers model in FP32 on the CPU, from safetensors, never with code that came with it.
 
     Its attention is transformers' plain one ("eager"): the fused one leaves out what it cannot do, such as Gemma 2's
-    soft-capping, without a word. Raises ExportError if the weights are not exactly those that config.json describes:
-    transformers would make up what is missing.
+    soft-capping, without a word. Training takes another dtype, as torch names it, and another attention where it may.
+    Raises ExportError if the weights are not exactly those that config.json describes: transformers would make up what
+    is missing.
     """
     with quiet_upstream(f"loading {path.name}"):
         import torch
@@ -28,8 +29,8 @@ def load_source_model(path: Path) -> Any:
 
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             path,
-            dtype=torch.float32,
-            attn_implementation="eager",
+            dtype=getattr(torch, dtype),
+            attn_implementation=attention,
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,

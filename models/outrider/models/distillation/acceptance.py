@@ -103,20 +103,21 @@ def continue_prompts(
     num_ids: int | None = None,
     rows: int | None = None,
     stop: Stop = never,
-) -> list[Passage]:
+) -> list[Passage] | None:
     """The target's text after each prompt, prompt `i` with seed `i`, to `new_tokens` or to one of `stop_ids`.
 
-    num_ids: tokens of the tokenizer, None for all columns. rows: prompts at once, None for all. Told to stop, it
-    returns what it has.
+    num_ids: tokens of the tokenizer, None for all columns. rows: prompts at once, None for all. Returns None if it was
+    told to stop.
     """
     rows = rows or len(prompts)
     passages: list[Passage] = []
     with torch.inference_mode(), batch_decoding(target):
         for first in range(0, len(prompts), rows):
-            if stop():
-                break
             batch = prompts[first : first + rows]
-            passages += _continue(target, batch, first, temperature, new_tokens, frozenset(stop_ids), num_ids)
+            found = _continue(target, batch, first, temperature, new_tokens, frozenset(stop_ids), num_ids, stop)
+            if found is None:
+                return None
+            passages += found
     return passages
 
 
@@ -128,7 +129,8 @@ def _continue(
     new_tokens: int,
     stop_ids: frozenset[int],
     num_ids: int | None,
-) -> list[Passage]:
+    stop: Stop,
+) -> list[Passage] | None:
     decoder = Decoder(target, prompts, num_ids or target.config.get_text_config().vocab_size)
     parameters = [SamplingParams(temperature=temperature, seed=first_seed + row) for row in range(len(prompts))]
     texts = [list(prompt) for prompt in prompts]
@@ -143,6 +145,8 @@ def _continue(
                 is_open[row] = text[-1] not in stop_ids
         if not any(is_open):
             break
+        if stop():
+            return None
         last = decoder.step(torch.tensor([text[-1:] for text in texts], device=target.device))
     return [
         Passage(tuple(text), len(prompt), params.seed)
@@ -200,7 +204,7 @@ def measure(
     stop_ids = end if isinstance(end, list) else [] if end is None else [end]
     scores: list[Score] = []
     overlap = 0.0
-    for passage in continue_prompts(target, prompts, temperature, new_tokens, stop_ids=stop_ids):
+    for passage in continue_prompts(target, prompts, temperature, new_tokens, stop_ids=stop_ids) or ():
         found, drafted = score(draft, passage, temperature, depth)
         scores.append(found)
         if temperature > 0.0:

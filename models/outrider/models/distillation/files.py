@@ -6,14 +6,27 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 
 def save_tensors(value: object, path: Path) -> None:
-    """`torch.save`, replacing `path` atomically. What it wrote is read with `load_tensors`."""
-    _replace(path, lambda partial: torch.save(value, partial))
+    """`torch.save`, replacing `path` atomically. What it wrote is read with `load_tensors`.
+
+    Raises OSError where the disk does not take it, which torch tells as a RuntimeError.
+    """
+
+    def write(file: BinaryIO) -> None:
+        try:
+            torch.save(value, file)
+        except RuntimeError as error:
+            cause = error.__context__
+            if isinstance(cause, OSError):
+                raise cause from None
+            raise
+
+    _replace(path, write)
 
 
 def load_tensors(path: Path, *, is_mapped: bool = False) -> Any:
@@ -24,13 +37,18 @@ def load_tensors(path: Path, *, is_mapped: bool = False) -> Any:
 def save_json(value: object, path: Path) -> None:
     """Writes `value` as indented JSON, replacing the file atomically."""
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-    _replace(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+    _replace(path, lambda file: file.write(text.encode()))
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
+def _replace(path: Path, write: Callable[[BinaryIO], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    write(partial)
-    with partial.open("rb+") as file:
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

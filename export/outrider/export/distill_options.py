@@ -1,0 +1,83 @@
+"""What a distillation is to do: every choice of the user's, checked before any work. Loads no model library."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from outrider.models.errors import ConfigError
+
+TargetDtype = Literal["bf16", "fp32"]
+TrainingDevice = Literal["auto", "cpu", "cuda"]
+DEFAULT_MINUTES: Final = 30.0
+_NOT_OF_THE_RESULT: Final = ("overwrite", "force", "resume", "work", "num_threads", "is_compiled", "device", "heldout")
+
+
+@dataclass(frozen=True, slots=True)
+class DistillOptions:
+    """heldout: the share of the prompts that is held out, or a file of its own.
+
+    minutes, steps: of training, one of the two; neither is half an hour. tokens: of the target's text to train on.
+    row_length: tokens of a row, prompt included; prompts keep at most half of it. rate: peak learning rate, in AdamW's
+    terms. temperatures: at which the draft is trained; text is sampled between the lowest and the highest. kl, match,
+    cross_entropy: what the parts of the loss count (match 0: divergence throughout). is_chat: each prompt is a user's
+    message and gets the target's chat template. work: where the state is kept instead of beside the output; the pool
+    stays there afterwards. resume: go on from a state of the same inputs. force: write a draft that got worse.
+    Raises ConfigError for what cannot be.
+    """
+
+    heldout: float | Path = 0.1
+    minutes: float | None = None
+    steps: int | None = None
+    tokens: int = 500_000
+    row_length: int = 256
+    rate: float = 3e-4
+    seed: int = 0
+    temperatures: tuple[float, ...] = (0.5, 0.8, 1.0)
+    kl: float = 1.0
+    match: float = 2.0
+    cross_entropy: float = 0.1
+    is_chat: bool = False
+    target_dtype: TargetDtype = "bf16"
+    device: TrainingDevice = "auto"
+    num_threads: int = 0
+    is_compiled: bool = True
+    resume: bool = True
+    work: Path | None = None
+    overwrite: bool = False
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if self.minutes is not None and self.steps is not None:
+            raise ConfigError(f"both {self.minutes:g} minutes and {self.steps} steps were given; give one budget")
+        for name in ("minutes", "steps", "tokens", "rate"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{name} is {value}; expected a number above 0")
+        if self.row_length < 16:
+            raise ConfigError(f"the row length is {self.row_length}; expected at least 16 tokens")
+        if isinstance(self.heldout, float) and not 0.0 < self.heldout <= 0.5:
+            raise ConfigError(f"the share held out is {self.heldout:g}; expected up to 0.5, or a file")
+        if not self.temperatures or not all(0.05 <= t <= 5.0 for t in self.temperatures):
+            raise ConfigError(
+                f"the temperatures are {self.temperatures}; expected some between 0.05 and 5 (greedy text is measured "
+                "in any case, and low temperatures teach it)"
+            )
+        weights = (self.kl, self.match, self.cross_entropy)
+        if not all(weight >= 0.0 and math.isfinite(weight) for weight in weights) or not self.kl + self.cross_entropy:
+            raise ConfigError(
+                f"the weights of KL, match and cross-entropy are {weights}; expected none below 0, and KL or "
+                "cross-entropy above it"
+            )
+
+    @property
+    def training_minutes(self) -> float | None:
+        """Minutes to train; None where steps are counted."""
+        return DEFAULT_MINUTES if self.minutes is None and self.steps is None else self.minutes
+
+    def of_the_result(self) -> dict[str, Any]:
+        """The options that decide the result, JSON-able; the prompts held out are told by their own hash."""
+        kept = {name: value for name, value in asdict(self).items() if name not in _NOT_OF_THE_RESULT}
+        return kept | {"minutes": self.training_minutes, "temperatures": list(self.temperatures)}
