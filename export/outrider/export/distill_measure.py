@@ -27,7 +27,7 @@ class Heldout:
     def describe(self) -> dict[str, Any]:
         """As the record has it: JSON-able, without the single scores."""
         rows = [{name: value for name, value in asdict(row).items() if value is not None} for row in self.acceptance]
-        return {"acceptance": rows, **asdict(self.agreement)}
+        return {"acceptance": rows, **{name: list(values) for name, values in asdict(self.agreement).items()}}
 
 
 def measure_heldout(

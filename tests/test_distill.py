@@ -1,0 +1,341 @@
+"""Distilling a draft: it learns, outlives being killed, leaves what is not its own, and is never silently worse."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.export import cli
+from outrider.export.distill import DistillResult, distill_draft
+from outrider.export.distill_options import DistillOptions
+from outrider.export.distill_work import default_work, locked
+from outrider.export.pair import PairPaths
+from outrider.export.pipeline import export_model
+from outrider.export.recipes import ExportOptions
+from outrider.export.source import read_source
+from outrider.export.tiny import make_tiny_model, make_tiny_source, make_tiny_tokenizer
+from outrider.models.bundle import hash_file
+from outrider.models.distillation.progress import Event
+from outrider.models.errors import ConfigError, ExportError, ModelFault, RuntimeUnavailable, TokenizerMismatch
+
+OPTIONS = DistillOptions(
+    steps=30,
+    tokens=8000,
+    row_length=48,
+    rate=3e-3,
+    target_dtype="fp32",
+    num_threads=1,
+    is_compiled=False,
+    device="cpu",
+)
+WORDS = ("def", "verify", "tokens", "draft", "session", "class", "return", "True", "False", "naïve", "东", "42")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
+    """A Qwen2 draft of one layer and a Llama target of two, with one tokenizer and embeddings of different padding."""
+    root = tmp_path_factory.mktemp("distill")
+    make_tiny_source("qwen2", root / "draft", vocab_size=320, seed=2, num_hidden_layers=1)
+    make_tiny_source("llama", root / "target", vocab_size=384, seed=1)
+    return PairPaths(root / "draft", root / "target")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hundred lines of words, from two to eight of them."""
+    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    lines = [" ".join(WORDS[(n * k) % len(WORDS)] for k in range(1, 3 + n % 7)) + f" {n}" for n in range(100)]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(pair: PairPaths, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> DistillResult:
+    """One distillation from beginning to end."""
+    return distill_draft(pair.draft, pair.target, prompts, tmp_path_factory.mktemp("whole") / "out", OPTIONS)
+
+
+def record_of(result: DistillResult) -> dict[str, Any]:
+    """The record of a measured result."""
+    assert result.record is not None
+    return result.record
+
+
+def without_times(record: dict[str, Any]) -> dict[str, Any]:
+    """The record without the seconds, which differ from run to run."""
+    kept = dict(record)
+    for name in ("pool", "training"):
+        kept[name] = {key: value for key, value in record[name].items() if key != "seconds"}
+    return kept
+
+
+def hashes(directory: Path) -> dict[str, str]:
+    """Every file of a directory with its hash."""
+    return {path.name: hash_file(path) for path in sorted(directory.iterdir())}
+
+
+class Heard:
+    """Collects events."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def __call__(self, event: Event) -> None:
+        self.texts.append(f"{event.stage}: {event.text}")
+
+    def __contains__(self, part: str) -> bool:
+        return any(part in text for text in self.texts)
+
+
+def test_a_draft_learns_what_its_target_writes(uninterrupted: DistillResult) -> None:
+    """Held-out acceptance rises beyond chance, at every temperature where there is any, and divergence falls."""
+    heldout = record_of(uninterrupted)["heldout"]
+    assert (uninterrupted.status, record_of(uninterrupted)["verdict"]) == ("written", "better")
+    assert heldout["change"]["mean"]["rise"] > 3 * heldout["change"]["mean"]["error"] > 0
+    assert all(
+        after < 0.9 * before for before, after in zip(heldout["before"]["kl"], heldout["after"]["kl"], strict=True)
+    )
+    assert [row["temperature"] for row in heldout["after"]["acceptance"]] == [0.0, 0.5, 0.8]
+
+
+def test_the_record_says_what_was_made_from_what(uninterrupted: DistillResult, pair: PairPaths, prompts: Path) -> None:
+    """Hashes of both sources and of the new weights, the parts of the prompts, the best step; never a prompt's text."""
+    assert uninterrupted.path is not None
+    record = json.loads((uninterrupted.path / "distillation.json").read_text(encoding="utf-8"))
+    assert record == record_of(uninterrupted)
+    assert record["draft"]["weights_sha256"] == read_source(pair.draft).describe().weights_sha256
+    assert record["target"]["weights_sha256"] == read_source(pair.target).describe().weights_sha256
+    assert record["weights"] == {"model.safetensors": hash_file(uninterrupted.path / "model.safetensors")}
+    parts = [record["prompts"][name] for name in ("train", "validation", "test", "dropped")]
+    assert sum(parts) == 100 and parts[2] == 10 and parts[3] == 0
+    steps = {one["step"]: one["match"] for one in record["training"]["validation"]}
+    assert list(steps) == [0, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30]
+    best = record["training"]["best_step"]
+    assert best > 0 and steps[best] == max(steps.values())
+    text = json.dumps(record, ensure_ascii=False)
+    assert not any(line in text for line in prompts.read_text(encoding="utf-8").splitlines())
+
+
+def test_the_output_is_a_draft_like_the_one_it_came_from(
+    uninterrupted: DistillResult, pair: PairPaths, tmp_path: Path
+) -> None:
+    """Everything but the weights is the draft's byte for byte, nothing lies about, and the exporter takes it."""
+    assert uninterrupted.path is not None
+    ours, theirs = hashes(uninterrupted.path), hashes(pair.draft)
+    assert set(ours) == {*theirs, "distillation.json"}
+    assert {name for name in theirs if ours[name] != theirs[name]} == {"model.safetensors"}
+    assert [path.name for path in uninterrupted.path.parent.iterdir()] == ["out"]
+    bundle = export_model(uninterrupted.path, tmp_path / "bundle", ExportOptions("draft", "fp32", num_threads=1))
+    assert bundle.manifest.source.weights_sha256 == read_source(uninterrupted.path).describe().weights_sha256
+
+
+def run_until(command: list[str], line: str, number: signal.Signals) -> tuple[int, str]:
+    """Runs the console script, sends a signal when it says `line`, and returns its status and what else it said."""
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        assert process.stderr is not None
+        said: list[str] = []
+        for heard in process.stderr:
+            said.append(heard)
+            if line in heard:
+                process.send_signal(number)
+                break
+        rest = process.stderr.read()
+        assert any(line in heard for heard in said), said
+        return process.wait(), rest
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_draft(
+    uninterrupted: DistillResult, pair: PairPaths, prompts: Path, tmp_path: Path
+) -> None:
+    """Killed while the target wrote, killed while the draft learned, told to end: the weights are those of one run."""
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "outrider.export.cli", "distill", str(pair.draft), str(pair.target)]
+    command += ["--prompts", str(prompts), "--out", str(out), "--steps", "30", "--tokens", "8000", "--row-length", "48"]
+    command += ["--rate", "3e-3", "--target-dtype", "fp32", "--threads", "1", "--no-compile", "--device", "cpu"]
+    assert run_until(command, "rows with", signal.SIGKILL)[0] == -signal.SIGKILL
+    assert run_until(command, "step 12:", signal.SIGKILL)[0] == -signal.SIGKILL
+    status, rest = run_until(command, "step 18:", signal.SIGTERM)
+    assert status == 128 + signal.SIGTERM
+    assert "the same command goes on" in rest and "Traceback" not in rest
+    assert not out.exists()
+    heard = Heard()
+    result = distill_draft(pair.draft, pair.target, prompts, out, OPTIONS, heard)
+    assert "resumed at step" in heard
+    assert without_times(record_of(result)) == without_times(record_of(uninterrupted))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_another_tokenizer_is_refused(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
+    """The message names both models and the first difference, and nothing is made."""
+    make_tiny_tokenizer(tmp_path / "other", special_tokens=("<|stop|>",))
+    make_tiny_model("llama", tmp_path / "other", vocab_size=320)
+    with pytest.raises(TokenizerMismatch, match=r"(?s)draft.*other.*first difference.*<\|end\|>.*<\|stop\|>"):
+        distill_draft(pair.draft, tmp_path / "other", prompts, tmp_path / "out", OPTIONS)
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_a_draft_that_got_worse_is_not_written_unless_forced(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
+    """A perfect draft can only lose: that is said, what was there stays, and --force writes it from the kept state."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "distillation.json").write_text("{}")
+    options = replace(OPTIONS, steps=3, rate=0.05, overwrite=True)
+    result = distill_draft(pair.target, pair.target, prompts, out, options)
+    assert (result.status, result.path) == ("not written", None)
+    assert "FELL" in result.message and "--force" in result.message
+    assert [row["in_chain"] for row in record_of(result)["heldout"]["before"]["acceptance"]] == [1.0, 1.0, 1.0]
+    assert hashes(out) == {"distillation.json": hashlib.sha256(b"{}").hexdigest()}
+    heard = Heard()
+    forced = distill_draft(pair.target, pair.target, prompts, out, replace(options, force=True), heard)
+    assert (forced.status, forced.path) == ("written", out)
+    assert record_of(forced)["verdict"] == "worse" and "FELL" in forced.message
+    assert without_times(record_of(forced)) == without_times(record_of(result))
+    assert "step 1:" not in heard  # nothing was trained anew
+
+
+def test_a_changed_option_begins_anew_and_says_which(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
+    """Another rate keeps the target's text, another seed does not; what was made for others is kept and named."""
+    options = replace(OPTIONS, steps=2, tokens=1000, work=tmp_path / "work", force=True)
+    first = distill_draft(pair.draft, pair.target, prompts, tmp_path / "a", options)
+    assert "stays in" in first.message
+    heard = Heard()
+    distill_draft(pair.draft, pair.target, prompts, tmp_path / "b", replace(options, rate=1e-4), heard)
+    assert "going on with the target's text" in heard and "rows with" not in heard
+    heard = Heard()
+    distill_draft(pair.draft, pair.target, prompts, tmp_path / "c", replace(options, seed=5), heard)
+    assert "the target's text begins anew" in heard and "seed 0, now 5" in heard and "rows with" in heard
+    heard = Heard()
+    distill_draft(pair.draft, pair.target, prompts, tmp_path / "d", replace(options, resume=False), heard)
+    assert "beginning anew, as told" in heard and "rows with" in heard
+
+
+def test_an_output_that_may_not_be_replaced_is_refused(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
+    """An existing directory without --overwrite, one that is no distilled draft in any case, and the sources."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("all of it")
+    for out, options, message in (
+        (tmp_path / "mine", OPTIONS, "say --overwrite"),
+        (tmp_path / "mine", replace(OPTIONS, overwrite=True), "is no distilled draft"),
+        (pair.draft, replace(OPTIONS, overwrite=True), "never altered"),
+        (pair.draft.parent, replace(OPTIONS, overwrite=True), "never altered"),
+    ):
+        with pytest.raises(ExportError, match=message):
+            distill_draft(pair.draft, pair.target, prompts, out, options)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "all of it"
+
+
+def test_only_one_works_in_a_folder(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
+    """A second distillation to the same place is refused while the first is at it; the folder goes when both are."""
+    out = tmp_path / "out"
+    with locked(default_work(out)), pytest.raises(ExportError, match="another distillation is at work"):
+        distill_draft(pair.draft, pair.target, prompts, out, OPTIONS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_said_and_harms_nothing(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
+    """What was finished stays, the output is as it was, and the run goes on when there is room."""
+    if not Path("/dev/full").exists():
+        pytest.skip("this platform has no /dev/full")
+    work, out = tmp_path / "work", tmp_path / "out"
+    options = replace(OPTIONS, steps=2, tokens=1000, work=work, force=True)
+    distill_draft(pair.draft, pair.target, prompts, out, options)
+    before = hashes(out)
+    (folder,) = work.glob("pool-*")
+    (folder / "texts.json").unlink()
+    (folder / ".texts.json.partial").symlink_to("/dev/full")
+    with pytest.raises(ExportError, match=r"the disk is full.*run the same command again"):
+        distill_draft(pair.draft, pair.target, prompts, out, replace(options, overwrite=True))
+    assert hashes(out) == before
+    again = distill_draft(pair.draft, pair.target, prompts, out, replace(options, overwrite=True))
+    assert again.status == "written"
+
+
+def test_a_target_of_nonsense_is_a_fault(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
+    """Logits that are no numbers end it, with advice, before anything is learned from them."""
+    from safetensors.numpy import load_file, save_file
+
+    shutil.copytree(pair.target, tmp_path / "broken")
+    tensors = load_file(tmp_path / "broken" / "model.safetensors")
+    tensors["model.norm.weight"][:] = float("nan")
+    save_file(tensors, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelFault, match="not finite"):
+        distill_draft(pair.draft, tmp_path / "broken", prompts, tmp_path / "out", OPTIONS)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"minutes": 1.0}, "give one budget"),
+        ({"rate": float("nan")}, "rate is nan"),
+        ({"steps": 0}, "steps is 0"),
+        ({"heldout": 0.9}, "expected up to 0.5"),
+        ({"temperatures": (0.0,)}, "between 0.05 and 5"),
+        ({"kl": 0.0, "cross_entropy": 0.0}, "KL or cross-entropy"),
+        ({"row_length": 8}, "at least 16"),
+    ],
+)
+def test_options_are_checked(wrong: dict[str, Any], message: str) -> None:
+    """Each impossible choice is refused with what was found and what is expected."""
+    with pytest.raises(ConfigError, match=message):
+        replace(OPTIONS, **wrong)
+
+
+def test_rows_must_fit_both_models(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
+    """A row longer than a model's positions is refused before any work, naming the model."""
+    with pytest.raises(ConfigError, match=r"600 tokens do not fit the 512 positions of draft"):
+        distill_draft(pair.draft, pair.target, prompts, tmp_path / "out", replace(OPTIONS, row_length=600))
+
+
+def test_a_device_that_is_not_there_is_said(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
+    """CUDA asked for and absent is an error, never the CPU instead."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(RuntimeUnavailable, match="no CUDA device"):
+        distill_draft(pair.draft, pair.target, prompts, tmp_path / "out", replace(OPTIONS, device="cuda"))
+
+
+@pytest.fixture
+def in_folder(tmp_path: Path) -> Iterator[Path]:
+    """The working directory for one test."""
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    yield tmp_path
+    os.chdir(before)
+
+
+def test_the_command_prints_its_record_as_json(pair: PairPaths, prompts: Path, in_folder: Path) -> None:
+    """All of `--json` is one object: the status, the place and the record; the exit status is 0, better or not."""
+    arguments = ["distill", str(pair.draft), str(pair.target), "--prompts", str(prompts), "--json", "--no-compile"]
+    arguments += ["--steps", "1", "--tokens", "500", "--row-length", "32", "--threads", "1", "--device", "cpu"]
+    arguments += ["--temperatures", "0.7,1", "--heldout", "0.2", "--force", "--cross-entropy", "0", "--match", "0"]
+    run = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
+    assert run.exit_code == 0
+    found = json.loads(run.stdout)
+    assert (found["status"], found["path"]) == ("written", str(in_folder / "distilled"))
+    assert found["prompts"]["test"] == 20
+    assert found["options"]["temperatures"] == [0.7, 1.0] and found["options"]["cross_entropy"] == 0.0
+    assert found["heldout"]["before"]["temperatures"] == [0.7, 1.0]
+
+
+def test_the_command_shows_before_and_after(pair: PairPaths, prompts: Path, in_folder: Path) -> None:
+    """Without --json there is a card with acceptance at three temperatures, and the verdict in words."""
+    arguments = ["distill", str(pair.draft), str(pair.target), "--prompts", str(prompts), "--no-compile", "--force"]
+    arguments += ["--steps", "1", "--tokens", "500", "--row-length", "32", "--threads", "1", "--device", "cpu"]
+    run = CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
+    assert all(f"acceptance, T {temperature}" in run.stdout for temperature in ("0", "0.5", "0.8"))
+    assert "held-out acceptance" in run.stdout and "Written to" in run.stdout

@@ -1,0 +1,368 @@
+"""The parts of distillation: prompts, orders, the target's text, losses, compilation, interruption."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.export import tiny
+from outrider.export.distill_prompts import encode_prompts, read_prompts, split_prompts
+from outrider.export.interruption import Interruption
+from outrider.export.source import read_source
+from outrider.models.errors import ExportError, TokenizerError
+from outrider.models.tokenizer import Tokenizer
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from outrider.export.distill_target import load_for_torch  # noqa: E402
+from outrider.models.distillation import acceptance, compiling, losses, memory, order, rollout  # noqa: E402
+from outrider.models.distillation.files import load_tensors, save_tensors  # noqa: E402
+from outrider.models.distillation.optim import Average, MatrixOptimizer, Rates  # noqa: E402
+
+
+def test_prompts_are_read_from_every_format(tmp_path: Path) -> None:
+    """A JSON list, JSONL with either key or messages, and plain text give the same prompts."""
+    texts = ["def f(x):", "Größe"]
+    forms = {
+        "list.json": json.dumps([texts[0], {"text": texts[1]}]),
+        "list.whatever": "\n" + json.dumps(texts),
+        "lines.jsonl": '{"prompt": "def f(x):"}\n\n"Größe"\n',
+        "lines.data": '{"text": "def f(x):"}\n{"prompt": "Größe"}',
+        "plain.txt": "def f(x):\n\nGröße\n",
+    }
+    for name, content in forms.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        assert read_prompts(tmp_path / name) == texts, name
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
+    assert read_prompts(tmp_path / "chat.jsonl") == [[{"role": "user", "content": "Hi"}]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", "{}", "holds a dict"),
+        ("a.json", "[1]", "entry 1 holds no prompt"),
+        ("a.jsonl", '{"text": "x"}\n{"txt": "y"}', "line 2 holds no prompt"),
+        ("a.jsonl", '{"text": "x"}\nnonsense', "line 2 is not JSON"),
+        ("a.txt", "\n\n", "holds no prompts"),
+        ("a.txt", b"\xff\xfe\xff", "cannot be read"),
+    ],
+)
+def test_a_file_of_something_else_is_refused(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+    """The message names the file and the place, and says what is expected."""
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ExportError, match=f"(?s){name}.*{message}.*expected a JSON list"):
+        read_prompts(tmp_path / name)
+
+
+def test_messages_go_through_the_chat_template(tmp_path: Path) -> None:
+    """A conversation, or with `is_chat` a text, becomes what the model's template makes of it; none is an error."""
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<me>{% endif %}"
+    )
+    tiny.make_tiny_tokenizer(tmp_path, chat_template=template)
+    tokenizer = Tokenizer.from_dir(tmp_path)
+    ids = encode_prompts(["Hi", [{"role": "system", "content": "No"}]], tokenizer, is_chat=True)
+    assert [tokenizer.decode(one) for one in ids] == ["<user>Hi<me>", "<system>No<me>"]
+    assert tokenizer.decode(encode_prompts(["Hi"], tokenizer, is_chat=False)[0]) == "Hi"
+    tiny.make_tiny_tokenizer(tmp_path / "plain")
+    with pytest.raises(TokenizerError, match="no chat template"):
+        encode_prompts(["Hi"], Tokenizer.from_dir(tmp_path / "plain"), is_chat=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 5), max_size=6).map(tuple), min_size=40, max_size=120),
+    heldout=st.one_of(st.floats(0.01, 0.5), st.lists(st.lists(st.integers(0, 5), max_size=6).map(tuple), min_size=20)),
+    seed=st.integers(0, 3),
+)
+def test_no_prompt_is_in_two_parts(
+    prompts: list[tuple[int, ...]], heldout: float | list[tuple[int, ...]], seed: int
+) -> None:
+    """However many duplicates there are, also after cutting; the order of the file makes no difference."""
+    try:
+        split = split_prompts(prompts, heldout, seed=seed, max_tokens=4)
+    except ExportError as error:
+        assert "give more prompts" in str(error)
+        return
+    parts = [set(split.train), set(split.validation), set(split.test)]
+    assert sum(map(len, parts)) == len(set.union(*parts)) == sum(map(len, (split.train, split.validation, split.test)))
+    assert all(len(part) >= 4 for part in parts)
+    assert all(0 < len(prompt) <= 4 for part in parts for prompt in part)
+    own = {prompt[-4:] for prompt in prompts}
+    if isinstance(heldout, float):
+        assert set.union(*parts) == own - {()}
+    else:
+        ends = {prompt[-4:] for prompt in heldout}
+        assert set(split.test) <= ends and not (parts[0] | parts[1]) & ends
+    assert split_prompts(prompts[::-1], heldout, seed=seed, max_tokens=4).train == split.train
+
+
+@given(count=st.integers(1, 20), first=st.integers(0, 60), size=st.integers(0, 50), seed=st.integers(0, 9))
+def test_an_endless_shuffle_is_the_same_wherever_one_begins(count: int, first: int, size: int, seed: int) -> None:
+    """Any piece equals that piece of the whole, and every round has everything once."""
+    whole = order.shuffled(count, seed, 0, first + size)
+    assert np.array_equal(order.shuffled(count, seed, first, size), whole[first:])
+    for start in range(0, len(whole) - count + 1, count):
+        assert sorted(whole[start : start + count]) == list(range(count))
+
+
+def test_batches_hold_prompts_of_like_length_and_leave_none_out() -> None:
+    """Over one block of batches every prompt comes equally often, and a batch spans few lengths."""
+    lengths = [3 + (7 * index) % 64 for index in range(64)]
+    batches = [order.batch_by_length(lengths, 8, seed=1, number=number, sort_over=8) for number in range(8)]
+    assert sorted(np.concatenate(batches)) == list(range(64))
+    assert max(np.ptp(np.array(lengths)[batch]) for batch in batches) <= 8
+    assert np.array_equal(order.batch_by_length(lengths, 8, seed=1, number=5, sort_over=8), batches[5])
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_padding_changes_nothing_that_is_recorded(family: str, tmp_path: Path) -> None:
+    """In every family, prompts of different lengths in one batch: rows, normalizers and logits as of each row alone."""
+    source = read_source(tiny.make_tiny_source(family, tmp_path / family))
+    model = load_for_torch(source, "float32", "cpu")
+    size = source.tokenizer.size
+    prompts = [list(range(5, 5 + length)) for length in (3, 34, 17)]
+    writing = rollout.Writing(44, (0.5, 1.0), top_k=8, num_ids=size)
+    generator = torch.Generator().manual_seed(1)
+    rows = rollout.sample_rows(model, prompts, torch.tensor([0.5, 0.8, 1.0]), writing, generator)
+    assert rows is not None
+    assert rows.starts.tolist() == [3, 34, 17] and rows.ends.tolist() == [13, 44, 27]
+    assert int(rows.top_ids.max()) < size <= 320
+    for row, prompt in enumerate(prompts):
+        end = int(rows.ends[row])
+        ids = rows.ids[row, :end].long()
+        assert ids[: len(prompt)].tolist() == prompt
+        with torch.inference_mode():
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1, :size]
+        stored = rows.top_logits[row, : end - 1].float()
+        assert torch.allclose(logits.topk(8).values, stored, atol=1e-5, rtol=2**-10)  # fp16
+        norms = torch.stack([torch.logsumexp(logits / temperature, -1) for temperature in (0.5, 1.0)], -1)
+        assert torch.allclose(norms, rows.log_norms[row, : end - 1], atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A tiny Llama, ready for torch."""
+    return load_for_torch(read_source(tiny.make_tiny_source("llama", tmp_path_factory.mktemp("m"))), "float32", "cpu")
+
+
+def sample(model: Any, stop_ids: Sequence[int] = (), top_k: int = 300) -> rollout.Rollout:
+    """Two rows of 24 tokens after prompts of 4 and 9."""
+    writing = rollout.Writing(24, (0.5, 1.0), top_k, num_ids=300, stop_ids=tuple(stop_ids))
+    prompts = [list(range(5, 9)), list(range(20, 29))]
+    generator = torch.Generator().manual_seed(3)
+    rows = rollout.sample_rows(model, prompts, torch.tensor([1.0, 1.0]), writing, generator)
+    assert rows is not None
+    return rows
+
+
+def test_a_row_ends_with_its_stop_token(model: Any) -> None:
+    """The token that ends a text is the row's last; the other row goes on, and both are as without stopping."""
+    free = sample(model)
+    stop_id = int(free.ids[0, 9])
+    stopped = sample(model, stop_ids=[stop_id])
+    end = int(stopped.ends[0])
+    assert 5 <= end <= 10 and int(stopped.ids[0, end - 1]) == stop_id
+    assert stop_id not in stopped.ids[0, 4 : end - 1]
+    assert torch.equal(stopped.ids[0, :end], free.ids[0, :end])
+
+
+def test_only_known_positions_are_trained_on(model: Any) -> None:
+    """Position t counts if the target's distribution for t + 1 is known; a prompt's first ones only if it is short."""
+    rows = sample(model, top_k=8)
+    rows = replace(rows, ends=torch.tensor([19, 12], dtype=torch.int32))
+    masks = losses.Masks.of(rows, skip=6)
+    known = [row.nonzero().flatten().tolist() for row in masks.known]
+    assert known == [list(range(3, 18)), list(range(6, 11))]
+    assert [row.nonzero().flatten().tolist() for row in masks.written] == [list(range(3, 18)), list(range(8, 11))]
+
+
+def test_a_model_agrees_with_itself(model: Any) -> None:
+    """With the whole vocabulary recorded, KL from a model to itself is nothing and both always pick the same token."""
+    rows = sample(model)
+    with torch.no_grad():
+        logits = model(input_ids=rows.ids.long(), use_cache=False).logits[:, :-1, :300].float()
+        kl, match = losses.agreement(
+            logits,
+            rows.top_ids[:, :-1].long(),
+            rows.top_logits[:, :-1],
+            rows.log_norms[:, :-1, 1],
+            torch.tensor(1.0),
+            300,
+        )
+    known = losses.Masks.of(rows, 0).known
+    assert float(kl[known].abs().max()) < 5e-3  # the logits are kept in fp16
+    assert float(match[known].min()) > 0.99
+
+
+def small_pass(model: Any, rows: Any) -> tuple[Any, Any]:
+    """A loss, and what is reported of it."""
+    found = torch.tanh(model(rows))
+    return found.square().sum(), found.detach().sum()
+
+
+def backward(model: Any, rows: Any, *, is_compiled: bool) -> tuple[Any, Any, list[str]]:
+    """Gradients after two passes, what was reported of the second, and what was said."""
+    said: list[str] = []
+    run = compiling.BackwardPass(small_pass, is_compiled=is_compiled, tell=said.append)
+    run(model, rows)
+    facts = run(model, rows)
+    assert run.is_compiled == (is_compiled and not said)
+    gradient = model.weight.grad.clone()
+    model.zero_grad(set_to_none=True)
+    return gradient, facts, said
+
+
+def test_without_a_compiler_training_goes_on_and_says_so() -> None:
+    """Where no C++ compiler is found, the reason is told once and gradients and facts are those of plain PyTorch."""
+    from torch._functorch import config as caches
+    from torch._inductor import config
+
+    linear, rows = torch.nn.Linear(8, 8), torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    gradient, facts, said = backward(linear, rows, is_compiled=False)
+    assert said == []
+    no_compiler = {"cpp.cxx": (None, "/nonexistent"), "fx_graph_cache": False}
+    with config.patch(no_compiler), caches.patch(enable_autograd_cache=False):
+        found = backward(linear, rows, is_compiled=True)
+    assert torch.equal(found[0], gradient) and torch.equal(found[1], facts)
+    assert len(found[2]) == 1 and "torch.compile does not work here" in found[2][0] and "/nonexistent" in found[2][0]
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_compiled_passes_are_the_plain_ones() -> None:
+    """Where there is a compiler nothing is said, and gradients and facts are the same up to rounding."""
+    linear, rows = torch.nn.Linear(8, 8), torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    gradient, facts, _ = backward(linear, rows, is_compiled=False)
+    found = backward(linear, rows, is_compiled=True)
+    assert found[2] == []
+    assert torch.allclose(found[0], gradient, rtol=1e-4) and torch.allclose(found[1], facts, rtol=1e-4)
+
+
+def test_an_error_of_our_own_is_not_taken_for_a_failed_compilation(model: Any) -> None:
+    """What fails without compilation too is raised."""
+
+    def broken(student: Any, ids: Any) -> tuple[Any, Any]:
+        raise ValueError("ours")
+
+    with pytest.raises(ValueError, match="ours"):
+        compiling.BackwardPass(broken, is_compiled=True, tell=lambda text: None)(model, None)
+
+
+def test_every_family_has_its_tables_trained_by_adamw(tmp_path: Path) -> None:
+    """Embeddings, positions and output rows are not matrices to be orthogonalized, whatever a family calls them."""
+    for family in ("gpt_neo", "gpt_neox", "bloom"):
+        model = load_for_torch(read_source(tiny.make_tiny_source(family, tmp_path / family)), "float32", "cpu")
+        optimizer = MatrixOptimizer(model, Rates.like_adamw(1e-3))
+        state = optimizer.state_dict()
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        ids = torch.arange(12)[None]
+        torch.autograd.backward(model(input_ids=ids, labels=ids).loss)
+        optimizer.step(1.0)
+        tables = [name for name in before if any(part in name for part in ("embed", "wte", "wpe", "lm_head"))]
+        assert tables, family
+        assert len(state["muon"]["param_groups"][0]["params"]) == sum(  # type: ignore[index]
+            value.ndim == 2 and name not in tables for name, value in before.items()
+        )
+        assert all(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+def test_judging_the_average_leaves_the_weights_alone(model: Any) -> None:
+    """While the average stands in, the model computes with it; afterwards every weight is what it was, bit for bit."""
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    average = Average(model, decay=0.9)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    average.update(model)
+    with average.in_place_of(model):
+        inside = [parameter.detach().clone() for parameter in model.parameters()]
+    after = [parameter.detach() for parameter in model.parameters()]
+    for was, mixed, now in zip(before, inside, after, strict=True):
+        assert torch.equal(now, was + 1.0) and not torch.equal(mixed, now) and not torch.equal(mixed, was)
+    with torch.no_grad():
+        for parameter, was in zip(model.parameters(), before, strict=True):
+            parameter.copy_(was)
+
+
+def test_memory_bounds_set_the_rows(model: Any) -> None:
+    """Small models get the most rows; a large vocabulary, or a deep cache, fewer; a step is cut into equal passes."""
+    assert memory.rollout_rows(model.config, 256, 2) == 256
+    large = type(model.config)(
+        vocab_size=151_936, hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4
+    )
+    assert memory.rollout_rows(large, 256, 2) == (1 << 30) // (2 * 28 * 4 * 128 * 2 * 256)
+    assert memory.training_rows(256, 4096, 16) == 16
+    assert memory.training_rows(256, 151_936, 16) == 2
+    assert memory.training_rows(100_000, 151_936, 16) == 1
+
+
+def test_a_change_is_judged_prompt_by_prompt() -> None:
+    """The rise is the difference of the rates; its error is small where all prompts rise alike, large where not."""
+
+    def scores(accepted: Sequence[int]) -> list[acceptance.Score]:
+        return [acceptance.Score(acceptance.Chain(10, hits, 5), hits, 10) for hits in accepted]
+
+    alike = acceptance.compare([scores([1, 5, 9])], [scores([2, 6, 10])])
+    mixed = acceptance.compare([scores([1, 5, 9])], [scores([4, 5, 9])])
+    assert alike.rise == pytest.approx(0.1) and alike.error == pytest.approx(0.0, abs=1e-12)
+    assert mixed.rise == pytest.approx(0.1) and mixed.error > 0.05
+    both = acceptance.compare([scores([1, 5, 9])] * 2, [scores([2, 6, 10]), scores([4, 5, 9])])
+    assert both.rise == pytest.approx(0.1) and 0.0 < both.error < mixed.error
+
+
+def test_a_perfect_draft_matches_every_pick(model: Any) -> None:
+    """On the target's own text, to its stop token, the target itself is right everywhere; seeds follow the prompts."""
+    prompts = [list(range(5, 9)), list(range(20, 29)), [7]]
+    for temperature in (0.0, 0.9):
+        together = acceptance.continue_prompts(model, prompts, temperature, 12, num_ids=300)
+        apart = acceptance.continue_prompts(model, prompts, temperature, 12, num_ids=300, rows=1)
+        assert together is not None and together == apart
+        assert [passage.seed for passage in together] == [0, 1, 2]
+        stop_id = together[1].ids[12]
+        stopped = acceptance.continue_prompts(model, prompts, temperature, 12, num_ids=300, stop_ids=[stop_id])
+        assert stopped is not None and stopped[1].ids[-1] == stop_id and len(stopped[1].ids) <= 13
+        for passage in (*together, *stopped):
+            found, _ = acceptance.score(model, passage, temperature, num_ids=300)
+            assert found.hits == found.positions == len(passage.ids) - passage.start
+
+
+def test_state_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A disk that takes nothing is an OSError with its number, the old file stays, and no half file lies about."""
+    if not Path("/dev/full").exists():
+        pytest.skip("this platform has no /dev/full")
+    path = tmp_path / "state.pt"
+    save_tensors({"a": torch.arange(3)}, path)
+    (tmp_path / ".state.pt.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError) as caught:
+        save_tensors({"a": torch.zeros(100_000)}, path)
+    assert caught.value.errno == errno.ENOSPC
+    assert load_tensors(path)["a"].tolist() == [0, 1, 2]
+    assert [child.name for child in tmp_path.iterdir()] == ["state.pt"]
+
+
+def test_the_first_signal_asks_and_the_second_ends() -> None:
+    """SIGTERM is remembered and told once; another one raises; afterwards the handlers are what they were."""
+    before = signal.getsignal(signal.SIGTERM)
+    said: list[str] = []
+    with Interruption(said.append) as stop:
+        assert not stop()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop() and stop.signal == signal.SIGTERM and len(said) == 1
+        with pytest.raises(SystemExit) as ended:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
