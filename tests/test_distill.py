@@ -28,7 +28,7 @@ from outrider.export.source import read_source
 from outrider.export.tiny import make_tiny_model, make_tiny_source, make_tiny_tokenizer
 from outrider.models.bundle import hash_file
 from outrider.models.distillation.progress import Event
-from outrider.models.errors import ConfigError, ExportError, ModelFault, RuntimeUnavailable, TokenizerMismatch
+from outrider.models.errors import ConfigError, DiskFull, ExportError, ModelFault, RuntimeUnavailable, TokenizerMismatch
 
 OPTIONS = DistillOptions(
     steps=30,
@@ -255,11 +255,19 @@ def test_a_full_disk_is_said_and_harms_nothing(pair: PairPaths, prompts: Path, t
     (folder,) = work.glob("pool-*")
     (folder / "texts.json").unlink()
     (folder / ".texts.json.partial").symlink_to("/dev/full")
-    with pytest.raises(ExportError, match=r"the disk is full.*run the same command again"):
+    with pytest.raises(DiskFull, match=r"the disk is full.*run the same command again"):
         distill_draft(pair.draft, pair.target, prompts, out, replace(options, overwrite=True))
     assert hashes(out) == before
     again = distill_draft(pair.draft, pair.target, prompts, out, replace(options, overwrite=True))
     assert again.status == "written"
+
+
+def test_a_pool_that_cannot_fit_is_refused_before_the_work(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
+    """More text than the disk has room for: said with both numbers before the target writes a word."""
+    heard = Heard()
+    with pytest.raises(DiskFull, match=r"distilling needs about [\d,]+ MB at .* fewer --tokens"):
+        distill_draft(pair.draft, pair.target, prompts, tmp_path / "out", replace(OPTIONS, tokens=10**13), heard)
+    assert "rows with" not in heard and list(tmp_path.iterdir()) == []
 
 
 def test_a_target_of_nonsense_is_a_fault(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:

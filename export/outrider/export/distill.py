@@ -7,7 +7,6 @@ Neither source directory is altered, and the output is put in place last and who
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import shutil
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from outrider.export.disk import free_bytes, telling_of_full_disks
 from outrider.export.distill_measure import Comparison, measure_heldout
 from outrider.export.distill_options import DistillOptions
 from outrider.export.distill_output import (
@@ -33,7 +33,6 @@ from outrider.export.distill_target import TargetText, load_for_torch, write_tar
 from outrider.export.distill_work import StateFolder, default_work, folder_bytes, locked
 from outrider.export.interruption import Interruption
 from outrider.export.source import SourceModel, read_source
-from outrider.export.work_store import free_bytes
 from outrider.models.distillation.distill import Outcome, distill
 from outrider.models.distillation.files import save_json
 from outrider.models.distillation.memory import training_rows
@@ -41,7 +40,7 @@ from outrider.models.distillation.optim import Rates
 from outrider.models.distillation.plan import DistillPlan, Weights
 from outrider.models.distillation.pool import PoolPlan
 from outrider.models.distillation.progress import Event, Report, Stop, silent
-from outrider.models.errors import ConfigError, ExportError, RuntimeUnavailable
+from outrider.models.errors import ConfigError, DiskFull, RuntimeUnavailable
 from outrider.models.tokenizer import require_same_tokenizer
 
 ROWS_PER_STEP = 16
@@ -89,7 +88,7 @@ def distill_draft(
     device = _device(options)
     work = (options.work or default_work(out)).absolute()
     with (
-        _telling_of_full_disks(work),
+        _telling_of_full_disks(work, out.parent),
         locked(default_work(out)),
         locked(work) if work != default_work(out) else contextlib.nullcontext(),
         _threads(options.num_threads),
@@ -135,10 +134,10 @@ class _Job:
 
     def run(self, stop: Interruption) -> DistillResult:
         """All stages in order."""
+        self._require_room()
         self._describe_states()
         text_folder = self.text_state.open(resume=self.options.resume)
         training_folder = self.training_state.open(resume=self.options.resume)
-        self._require_room(text_folder)
         text = write_target_text(self.target, self.split, self.options, self.device, text_folder, self.report, stop)
         if text is None or stop():
             return self._stopped(stop, "while the target was writing")
@@ -232,15 +231,15 @@ class _Job:
                 size = folder_bytes(path) / 1e6
                 self._news("state", f"{word} begins anew: {path} ({size:,.0f} MB, kept) was made with {difference}")
 
-    def _require_room(self, folder: Path) -> None:
+    def _require_room(self) -> None:
         options = self.options
         per_token = PoolPlan(0, temperatures=options.temperatures).bytes_per_token()
         # Rows hold their prompts too, which take up to as much again.
-        needed = max(0, 2 * options.tokens * per_token - folder_bytes(folder))
+        needed = max(0, 2 * options.tokens * per_token - folder_bytes(self.text_state.path))
         needed += self.draft.architecture.parameters * 4 * _STATE_COPIES
         free = free_bytes(self.work)
         if free < needed:
-            raise ExportError(
+            raise DiskFull(
                 f"distilling needs about {needed / 1e6:,.0f} MB at {self.work}, and {free / 1e6:,.0f} MB are free; "
                 "free some space, choose another --work, or ask for fewer --tokens"
             )
@@ -290,13 +289,16 @@ def _threads(count: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _telling_of_full_disks(work: Path) -> Iterator[None]:
+def _telling_of_full_disks(work: Path, place: Path) -> Iterator[None]:
+    """As `disk` does, with what is true here: the state is kept."""
     try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        with telling_of_full_disks(work, place):
+            yield
+    except DiskFull as error:
+        if error.__cause__ is None:  # said before the work, in its own words
             raise
-        raise ExportError(
-            f"the disk is full ({free_bytes(work) / 1e6:,.0f} MB free for {work}); what was finished is kept there and "
-            "the output was not touched: free some space and run the same command again, or choose another --work"
+        rooms = ", ".join(f"{free_bytes(one) / 1e6:,.0f} MB free for {one}" for one in (work, place))
+        raise DiskFull(
+            f"the disk is full ({rooms}); what was finished is kept in {work} and the output was not touched: free "
+            "some space and run the same command again, or choose another --work or --out"
         ) from error
