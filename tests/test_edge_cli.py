@@ -75,8 +75,8 @@ def test_help_needs_no_model_runtime() -> None:
         (["--draft", "nowhere", "--depth", "deep"], "expected auto, threshold or a number"),
         (["--draft", "nowhere", "--runtime", "ngram", "--draft-device", "cpu"], "no device runs it"),
         (["--draft", "nowhere", "--emulate-npu", "--draft-device", "cpu"], "leave one of them out"),
-        (["--draft", "nowhere", "--emulate-npu", "--runtime", "onnxruntime"], "--emulate-npu runs is OpenVINO's"),
-        (["--draft", "nowhere", "--draft-device", "npu", "--runtime", "onnxruntime"], "NPU run with OpenVINO"),
+        (["--draft", "nowhere", "--emulate-npu", "--runtime", "onnxruntime"], "leave out what asks for ONNX Runtime"),
+        (["--draft", "nowhere", "--provider", "prefer-npu", "--draft-device", "npu"], "leave --draft-device"),
         (["--draft", "nowhere", "--mode", "cloud-only", "--runtime", "ngram"], "nothing drafts"),
     ],
 )

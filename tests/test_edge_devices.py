@@ -20,12 +20,12 @@ from tests.test_bundle import make_manifest
 
 from outrider.edge import cli
 from outrider.edge.client import CloudClient
-from outrider.edge.device_advice import gpu_advice, npu_advice
+from outrider.edge.device_advice import gpu_advice, npu_advice, provider_advice
 from outrider.edge.devices import FoundDevice, FoundRuntime, find_runtime, require_device
 from outrider.edge.devices_screen import DRAFTS, devices_as_json, show_devices
 from outrider.edge.drafter import ModelDrafter
 from outrider.edge.endpoints import Endpoints
-from outrider.edge.placement import AS_BUNDLED, DraftChoice, Placement, place_draft
+from outrider.edge.placement import AS_BUNDLED, EMULATED_NPU, DraftChoice, Placement, opened_as, place_draft
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.edge.setup import make_agent, open_drafter
 from outrider.edge.summary import draft_lines
@@ -44,8 +44,18 @@ ALL_DEVICES = {
     "onnxruntime": FoundRuntime(
         "onnxruntime",
         "1",
-        (FoundDevice("CUDAExecutionProvider", "a gpu", "gpu"), FoundDevice("CPUExecutionProvider", "a cpu", "cpu")),
+        (
+            FoundDevice("CUDAExecutionProvider", "a gpu", "gpu"),
+            FoundDevice("CPUExecutionProvider", "a cpu", "cpu"),
+            FoundDevice("QNNExecutionProvider", "an npu", "npu"),
+        ),
     ),
+}
+PROVIDERS = {
+    ("onnxruntime", "CPU"): "CPUExecutionProvider",
+    ("onnxruntime", "GPU"): "CUDAExecutionProvider",
+    ("onnxruntime", "NPU"): "QNNExecutionProvider",
+    ("onnxruntime", "prefer-npu"): "QNNExecutionProvider",
 }
 CPU_ONLY = FoundRuntime("openvino", "1", (FoundDevice("CPU", "Some Processor", "cpu"),))
 
@@ -91,13 +101,21 @@ def manifest_for(runtime: str, device: str, checked_on: str) -> Manifest:
         (("onnxruntime", "cpu", "CPU"), DraftChoice("onnxruntime"), ("onnxruntime", "cpu", False, 0)),
         (("onnxruntime", "gpu", "CUDAExecutionProvider"), AS_BUNDLED, ("onnxruntime", "gpu", False, 0)),
         (("onnxruntime", "gpu", "CUDAExecutionProvider"), DraftChoice(device="cpu"), ("onnxruntime", "cpu", False, 1)),
+        (("onnxruntime", "cpu", "CPU"), DraftChoice(device="npu"), ("onnxruntime", "npu", False, 1)),
+        (("onnxruntime", "cpu", "CPU"), DraftChoice(provider="CPUExecutionProvider"), ("onnxruntime", "cpu", False, 0)),
+        (("onnxruntime", "cpu", "CPU"), DraftChoice(provider="DmlExecutionProvider"), ("onnxruntime", "gpu", False, 1)),
+        (("onnxruntime", "cpu", "CPU"), DraftChoice(provider="prefer-npu"), ("onnxruntime", "npu", False, 1)),
     ],
 )
 def test_a_bundle_runs_on_the_devices_of_its_runtime_and_says_where_it_was_not_checked(
     made: tuple[str, str, str], choice: DraftChoice, placed: tuple[str, str, bool, int]
 ) -> None:
     """The user's device, else the bundle's; a note wherever the numerical check ran elsewhere."""
-    placement = place_draft(manifest_for(*made), choice, ALL_DEVICES[made[0]])
+    manifest = manifest_for(*made)
+    placement = place_draft(manifest, choice, ALL_DEVICES[made[0]])
+    provider = PROVIDERS.get((placement.runtime, placement.open_on), placement.open_on)
+    placement = opened_as(placement, manifest, EMULATED_NPU if placement.is_emulated else provider, 512)
+    assert placement.max_positions == 512 and placement.provider
     assert (placement.runtime, placement.device, placement.is_emulated, len(placement.notes)) == placed
     assert all(made[2] in note for note in placement.notes)
 
@@ -110,6 +128,8 @@ def test_a_bundle_runs_on_the_devices_of_its_runtime_and_says_where_it_was_not_c
         (("onnxruntime", "cpu", "CPU"), DraftChoice("openvino", "gpu"), "--device gpu --runtime openvino`"),
         (("onnxruntime", "cpu", "CPU"), DraftChoice(emulate_npu=True), "--device npu --runtime openvino`"),
         (("openvino", "npu", EMULATED), DraftChoice("onnxruntime"), "--device cpu --runtime onnxruntime`"),
+        (("openvino", "cpu", "CPU"), DraftChoice("onnxruntime", "npu"), "--device cpu --runtime onnxruntime`"),
+        (("openvino", "cpu", "CPU"), DraftChoice(provider="prefer-npu"), "--device cpu --runtime onnxruntime`"),
         (("openvino", "cpu", "CPU"), DraftChoice(device="npu"), "--device npu --runtime openvino`"),
         (("openvino", "cpu", "CPU"), DraftChoice(emulate_npu=True), "--device npu --runtime openvino`"),
         (("openvino", "npu", EMULATED), DraftChoice(device="gpu"), "--device gpu --runtime openvino`"),
@@ -241,15 +261,15 @@ def test_on_linux_the_first_thing_that_is_missing_for_a_gpu_is_named(
     tmp_path: Path, paths: tuple[str, ...], may_use: bool, said: str
 ) -> None:
     """Kernel driver, access, compute runtime; an NVIDIA GPU is ONNX Runtime's."""
-    told = gpu_advice("openvino", "linux", make_nodes(tmp_path, *paths), lambda node: may_use)
+    told = gpu_advice("linux", make_nodes(tmp_path, *paths), lambda node: may_use)
     assert said in told and "--runtime onnxruntime" in told
 
 
 def test_elsewhere_the_vendors_driver_is_named() -> None:
     """Windows has drivers from its vendors; a Mac has none for OpenVINO."""
-    assert "Intel(R) AI Boost" in npu_advice("win32") and "graphics driver" in gpu_advice("openvino", "win32")
-    assert "Linux and Windows only" in npu_advice("darwin") and "Linux and Windows" in gpu_advice("openvino", "darwin")
-    assert "onnxruntime-gpu" in gpu_advice("onnxruntime", "win32") and "cuDNN" in gpu_advice("onnxruntime", "linux")
+    assert "Intel(R) AI Boost" in npu_advice("win32") and "graphics driver" in gpu_advice("win32")
+    assert "Linux and Windows only" in npu_advice("darwin") and "Linux and Windows" in gpu_advice("darwin")
+    assert "onnxruntime-gpu" in provider_advice("gpu") and "onnxruntime-qnn" in provider_advice("npu")
 
 
 def test_outrider_devices_lists_what_is_here_and_what_would_help(
@@ -290,11 +310,12 @@ def test_the_table_of_devices_has_a_row_for_each_and_a_paragraph_for_what_is_mis
 
 def test_what_drafts_is_told_in_words_and_as_data() -> None:
     """The device, the runtime, the precision, the provider; an emulation is called one."""
-    emulated = Placement("openvino", "npu", True, "int8", "NPU path emulated on the CPU")
+    emulated = Placement("openvino", "npu", True, "int8", "NPU", EMULATED_NPU)
     assert emulated.words == "int8, OpenVINO's NPU path emulated on the CPU"
-    assert Placement("openvino", "gpu", False, "int4", "GPU").words == "int4, OpenVINO on the GPU"
-    onnx = Placement("onnxruntime", "cpu", False, "int8", "CPUExecutionProvider")
+    assert Placement("openvino", "gpu", False, "int4", "GPU", "GPU").words == "int4, OpenVINO on the GPU"
+    onnx = Placement("onnxruntime", "cpu", False, "int8", "CPU", "CPUExecutionProvider")
     assert onnx.words == "int8, ONNX Runtime on the CPU (CPUExecutionProvider)"
+    assert Placement("onnxruntime", None, False, "int8", "prefer-npu").words == "int8, ONNX Runtime"
     assert Placement("ngram").words == "n-gram lookup, no model"
     assert json.loads(json.dumps(emulated.as_json())) == {
         "runtime": "openvino",

@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from outrider.edge.demo import demo
 from outrider.edge.devices_screen import devices
-from outrider.edge.draft_flags import DraftDevice, EmulateNpu, Runtime
+from outrider.edge.draft_flags import DraftDevice, EmulateNpu, Provider, Runtime
 from outrider.edge.placement import DraftChoice
 from outrider.edge.results import Mode
 from outrider.models.errors import OutriderError, RuntimeUnavailable
@@ -39,6 +39,7 @@ def run(
     draft_device: DraftDevice = None,
     runtime: Runtime = None,
     emulate_npu: EmulateNpu = False,
+    provider: Provider = None,
     depth: Annotated[str, typer.Option(help="How far to run ahead: auto, threshold or a number, 0 to 32.")] = "auto",
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
@@ -67,7 +68,7 @@ def run(
         prompt=sys.stdin.read() if prompt == "-" else prompt,
         clouds=tuple(cloud or ["http://127.0.0.1:8000"]),
         draft=draft,
-        choice=DraftChoice(runtime, draft_device, emulate_npu),
+        choice=DraftChoice(runtime, draft_device, emulate_npu, provider),
         mode=mode,
         depth=depth,
         params=SamplingParams(temperature, top_k, top_p, min_p, secrets.randbits(32) if seed is None else seed),

@@ -58,14 +58,8 @@ def npu_advice(platform: str = sys.platform, root: Path = Path("/"), may_use: Ac
     )
 
 
-def gpu_advice(runtime: str, platform: str = sys.platform, root: Path = Path("/"), may_use: Access = _may_use) -> str:
-    """What stands between this machine and a GPU in `runtime` ("openvino", "onnxruntime"), one or two sentences."""
-    if runtime == "onnxruntime":
-        return (
-            "Its CUDA provider needs an NVIDIA GPU with CUDA and cuDNN 9, and another package: `pip uninstall "
-            "onnxruntime`, then `pip install onnxruntime-gpu` of the same version. An Intel GPU is driven by OpenVINO: "
-            "`outrider-export draft MODEL --device gpu --runtime openvino`."
-        )
+def gpu_advice(platform: str = sys.platform, root: Path = Path("/"), may_use: Access = _may_use) -> str:
+    """What stands between this machine and OpenVINO's GPU device, one to three sentences."""
     other = "An NVIDIA GPU is driven by ONNX Runtime: `outrider-export draft MODEL --device gpu --runtime onnxruntime`."
     if platform == "win32":
         return f"An Intel GPU needs Intel's graphics driver. {other}"
@@ -79,6 +73,21 @@ def gpu_advice(runtime: str, platform: str = sys.platform, root: Path = Path("/"
     return (
         f"{_named(nodes)} is there and may be used, so what an Intel GPU lacks is its compute runtime: install "
         f"intel-opencl-icd and ocl-icd-libopencl1 (github.com/intel/compute-runtime/releases). {other}"
+    )
+
+
+def provider_advice(device: str) -> str:
+    """What ONNX Runtime needs for a "gpu" or an "npu", one or two sentences."""
+    if device == "npu":
+        return (
+            "Its providers for NPUs are packages of their own, beside the vendor's driver: onnxruntime-qnn (Qualcomm), "
+            "onnxruntime-ep-openvino (Intel). OpenVINO drives Intel's by itself: `outrider-export draft MODEL --device "
+            "npu`."
+        )
+    return (
+        "Its CUDA provider needs an NVIDIA GPU with CUDA and cuDNN, and another package: `pip uninstall onnxruntime`, "
+        "then `pip install onnxruntime-gpu` of the same version; on Windows onnxruntime-directml drives any DirectX 12 GPU. "
+        "OpenVINO drives Intel's by itself: `outrider-export draft MODEL --device gpu --runtime openvino`."
     )
 
 

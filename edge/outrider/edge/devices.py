@@ -10,24 +10,32 @@ import importlib.metadata
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from outrider.edge.device_advice import gpu_advice, npu_advice
+from outrider.edge.device_advice import gpu_advice, npu_advice, provider_advice
 from outrider.models.errors import RuntimeUnavailable
 from outrider.models.manifest import Device
 from outrider.models.telemetry import disable_openvino_telemetry
 
 ModelRuntime = Literal["openvino", "onnxruntime"]
 RUNTIME_NAMES: Final[dict[ModelRuntime, str]] = {"openvino": "OpenVINO", "onnxruntime": "ONNX Runtime"}
-CUDA: Final = "CUDAExecutionProvider"
-
-_PROVIDERS: Final[dict[Device, str]] = {"cpu": "CPUExecutionProvider", "gpu": CUDA}
-"""What drafts for ONNX Runtime are made for, by device; there are none for NPUs."""
+_PROVIDER_DEVICES: Final[dict[str, Device]] = {
+    "CPUExecutionProvider": "cpu",
+    "CUDAExecutionProvider": "gpu",
+    "DmlExecutionProvider": "gpu",
+    "MIGraphXExecutionProvider": "gpu",
+    "NvTensorRTRTXExecutionProvider": "gpu",
+    "QNNExecutionProvider": "npu",
+    "TensorrtExecutionProvider": "gpu",
+    "VitisAIExecutionProvider": "npu",
+    "WebGpuExecutionProvider": "gpu",
+}
+"""What ONNX Runtime's execution providers run on; of others, what is told when they are asked for their devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundDevice:
     """One device. name: as the runtime calls it ("GPU.1", "CUDAExecutionProvider"). full_name: what it is, in words.
 
-    device: what a bundle for it is made for; None for what drafts are not made for. driver: its version, where told.
+    device: which kind; None where the runtime does not tell. driver: its version, where told.
     """
 
     name: str
@@ -83,13 +91,18 @@ def require_device(runtime: ModelRuntime, device: Device, found: FoundRuntime | 
 
 def advice(runtime: ModelRuntime, device: Device) -> str:
     """What would help whoever wants `device` and has none: whole sentences."""
-    if device == "npu":
-        if runtime == "openvino":
-            return f"{npu_advice()} To try the NPU path without one, add --emulate-npu: it then runs on the CPU."
-        return "Drafts for NPUs run with OpenVINO: `outrider-export draft MODEL --device npu`."
+    if device == "cpu":
+        return f"This installation of {RUNTIME_NAMES[runtime]} is broken: install it again."
+    if runtime == "onnxruntime":
+        return provider_advice(device)
     if device == "gpu":
-        return gpu_advice(runtime)
-    return f"This installation of {RUNTIME_NAMES[runtime]} is broken: install it again."
+        return gpu_advice()
+    return f"{npu_advice()} To try the NPU path without one, add --emulate-npu: it then runs on the CPU."
+
+
+def device_of_provider(provider: str) -> Device | None:
+    """What an execution provider of ONNX Runtime runs on; None where its name does not tell."""
+    return _PROVIDER_DEVICES.get(provider)
 
 
 def _find_openvino() -> FoundRuntime:
@@ -122,10 +135,27 @@ def _optional_property(core: Any, device: str, name: str) -> str | None:
 
 def _find_onnxruntime() -> FoundRuntime:
     onnxruntime: Any = importlib.import_module("onnxruntime")
-    families = {provider: device for device, provider in _PROVIDERS.items()}
-    devices = tuple(
-        FoundDevice(provider, "built into this package", families.get(provider))
-        for provider in onnxruntime.get_available_providers()
-        if provider != "AzureExecutionProvider"  # not a device: it calls a service
-    )
-    return FoundRuntime("onnxruntime", str(onnxruntime.__version__), devices)
+    providers: Any = importlib.import_module("outrider.models.runtimes.onnxruntime_providers")
+    providers.register_plugins()
+    # Providers that are plug-ins know their hardware; of the others it shows when a model is loaded.
+    told = [
+        FoundDevice(each.ep_name, _hardware(each), _kind(each))
+        for each in onnxruntime.get_ep_devices()
+        if each.ep_name != "AzureExecutionProvider"
+    ]
+    untold = [
+        FoundDevice(name, "built into this package", device_of_provider(name))
+        for name in providers.available_providers()
+        if name not in {each.name for each in told} and name != "AzureExecutionProvider"  # it calls a service
+    ]
+    return FoundRuntime("onnxruntime", str(onnxruntime.__version__), tuple(dict.fromkeys([*told, *untold])))
+
+
+def _hardware(each: Any) -> str:
+    names = dict(each.device.metadata)
+    return str(names.get("Description") or f"{each.device.vendor or 'unknown'} {each.device.type.name}").strip()
+
+
+def _kind(each: Any) -> Device | None:
+    kinds: dict[str, Device] = {"CPU": "cpu", "GPU": "gpu", "NPU": "npu"}
+    return kinds.get(each.device.type.name)

@@ -20,3 +20,7 @@ Runtime = Annotated[
 EmulateNpu = Annotated[
     bool, typer.Option("--emulate-npu", help="Run the NPU path on the CPU: to try it, not to be quick.")
 ]
+Provider = Annotated[
+    str | None,
+    typer.Option(help="ONNX Runtime's execution provider by its full name, or prefer-npu; in place of --draft-device."),
+]

@@ -3,7 +3,7 @@
 A bundle was let through by a numerical check in one runtime (`manifest.report.parity`), and converters and runtimes
 can be silently wrong, so it is never run in another: not in ONNX Runtime instead of OpenVINO, and not in OpenVINO's
 paged attention instead of its NPU path, although both read the same files. Another *device* of the same runtime is
-allowed, and said. Nothing is replaced in silence: a missing device is an error, not a slower device.
+allowed, and said once it is open. Nothing is replaced in silence: a missing device is an error, not a slower device.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from outrider.edge.devices import CUDA, RUNTIME_NAMES, FoundRuntime, ModelRuntime, require_device
+from outrider.edge.devices import RUNTIME_NAMES, FoundRuntime, ModelRuntime, device_of_provider, require_device
 from outrider.models.errors import BundleError, ConfigError
 from outrider.models.manifest import Device, Manifest
 
@@ -22,28 +22,41 @@ EMULATED_NPU: Final = "NPU path emulated on the CPU"
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """What the user said about the draft; None leaves it to the bundle. Raises ConfigError for a contradiction."""
+    """What the user said about the draft; None leaves it to the bundle. Raises ConfigError for a contradiction.
+
+    provider: an execution provider of ONNX Runtime by its full name, or "prefer-npu", in place of a device.
+    """
 
     runtime: DraftRuntime | None = None
     device: Device | None = None
     emulate_npu: bool = False
+    provider: str | None = None
 
     def __post_init__(self) -> None:
-        if self.runtime == "ngram" and (self.device or self.emulate_npu):
+        if self.runtime == "ngram" and (self.device or self.emulate_npu or self.provider):
             raise ConfigError("n-gram lookup has no model, so no device runs it; leave --draft-device and the like out")
         if self.emulate_npu and self.device not in (None, "npu"):
             raise ConfigError(
                 f"--emulate-npu runs the NPU path, and --draft-device asks for {self.device}; leave one of them out"
             )
-        if self.emulate_npu and self.runtime == "onnxruntime":
-            raise ConfigError("the NPU path that --emulate-npu runs is OpenVINO's; leave --runtime onnxruntime out")
-        if (self.runtime, self.device) == ("onnxruntime", "npu"):
-            raise ConfigError("drafts for an NPU run with OpenVINO; leave --runtime onnxruntime out")
+        if self.emulate_npu and (self.runtime == "onnxruntime" or self.provider):
+            raise ConfigError(
+                "the NPU path that --emulate-npu runs is OpenVINO's; leave what asks for ONNX Runtime out"
+            )
+        if self.provider and (self.device or self.runtime == "openvino"):
+            raise ConfigError(
+                "--provider names what ONNX Runtime runs a draft on; leave --draft-device and --runtime openvino out"
+            )
 
     @property
     def wanted_device(self) -> Device | None:
-        """The device that was asked for, in one way or the other."""
+        """The device that was asked for by its kind."""
         return "npu" if self.emulate_npu else self.device
+
+    @property
+    def wanted_runtime(self) -> DraftRuntime | None:
+        """The runtime that was asked for, by name or by one of its providers."""
+        return "onnxruntime" if self.provider else self.runtime
 
 
 AS_BUNDLED: Final = DraftChoice()
@@ -54,34 +67,32 @@ AS_BUNDLED: Final = DraftChoice()
 class Placement:
     """What drafts, and on what.
 
-    device, precision: None without a model. provider: what really runs it, as its runtime tells once it is loaded; an
-    execution provider in ONNX Runtime. max_positions: longest sequence that it drafts for, likewise. notes: what the
-    user should know, whole sentences.
+    device: its kind; None without a model, or before a provider that is free to choose has chosen. open_on: what
+    `RuntimeOptions.device` is to be. provider: what really runs it, as its runtime tells once it is loaded; in ONNX
+    Runtime an execution provider. max_positions: longest sequence that it drafts for, likewise. notes: what the user
+    should know, whole sentences.
     """
 
     runtime: DraftRuntime
     device: Device | None = None
     is_emulated: bool = False
     precision: str | None = None
+    open_on: str = ""
     provider: str | None = None
     max_positions: int | None = None
     notes: tuple[str, ...] = ()
 
     @property
-    def device_name(self) -> str:
-        """As `RuntimeOptions.device` wants it."""
-        assert self.device is not None, "n-gram lookup runs on no device"
-        return CUDA if (self.runtime, self.device) == ("onnxruntime", "gpu") else self.device.upper()
-
-    @property
     def words(self) -> str:
         """For people."""
-        if self.runtime == "ngram" or self.device is None:
+        if self.runtime == "ngram":
             return "n-gram lookup, no model"
-        provider = f" ({self.provider})" if self.runtime == "onnxruntime" and self.provider else ""
         name = RUNTIME_NAMES[self.runtime]
-        where = f"{name}'s {EMULATED_NPU}" if self.is_emulated else f"{name} on the {self.device.upper()}"
-        return f"{self.precision}, {where}{provider}"
+        if self.is_emulated:
+            return f"{self.precision}, {name}'s {EMULATED_NPU}"
+        device = f" on the {self.device.upper()}" if self.device is not None else ""
+        provider = f" ({self.provider})" if self.runtime == "onnxruntime" and self.provider else ""
+        return f"{self.precision}, {name}{device}{provider}"
 
     def as_json(self) -> dict[str, object]:
         """As plain data; the keys are part of what `--json` promises."""
@@ -105,15 +116,39 @@ def place_draft(manifest: Manifest, choice: DraftChoice, found: FoundRuntime | N
     if choice.runtime == "ngram":
         return Placement("ngram")
     runtime, made_for = _drafting_runtime(manifest), manifest.device
-    device = choice.wanted_device or made_for
-    if choice.runtime is not None and choice.runtime != runtime:
-        raise _other_bundle(manifest, choice.runtime, choice.wanted_device or "cpu")
-    if device != made_for and "npu" in (device, made_for):
-        raise _other_bundle(manifest, "openvino" if device == "npu" else runtime, device)
+    if choice.wanted_runtime is not None and choice.wanted_runtime != runtime:
+        raise _other_bundle(manifest, choice.wanted_runtime, choice.wanted_device or "cpu")
+    if choice.provider:
+        device = device_of_provider(choice.provider)
+        return Placement(runtime, device, precision=manifest.precision, open_on=choice.provider)
+    wanted = choice.wanted_device or made_for
+    if choice.emulate_npu and runtime != "openvino":
+        raise _other_bundle(manifest, "openvino", "npu")
+    if runtime == "openvino" and wanted != made_for and "npu" in (wanted, made_for):
+        raise _other_bundle(manifest, runtime, wanted)
     if not choice.emulate_npu:
-        require_device(runtime, device, found)
-    placement = Placement(runtime, device, choice.emulate_npu, manifest.precision)
-    return replace(placement, notes=tuple(_notes(manifest, placement)))
+        require_device(runtime, wanted, found)
+    return Placement(runtime, wanted, choice.emulate_npu, manifest.precision, open_on=wanted.upper())
+
+
+def opened_as(placement: Placement, manifest: Manifest, provider: str, max_positions: int) -> Placement:
+    """What is known of a placement once its runtime is open; a note if the draft was not checked where it runs.
+
+    provider: what the runtime says that it runs on.
+    """
+    device = placement.device
+    if placement.runtime == "onnxruntime":
+        device = device_of_provider(provider) or device
+    ran_on = "CPU" if provider == "CPUExecutionProvider" else provider
+    checked_on = manifest.report.parity.checked_on
+    notes: tuple[str, ...] = ()
+    # The export says "CPU in place of a GPU; not run on hardware": where it ran comes first.
+    if checked_on.partition(";")[0].partition(" in place of ")[0] != ran_on:
+        notes = (
+            f"the bundle's numerical check ran on: {checked_on}. It drafts on: {ran_on}, unchecked there. The text stays "
+            "the target's; a wrong draft only makes it slower",
+        )
+    return replace(placement, device=device, provider=provider, max_positions=max_positions, notes=notes)
 
 
 def require_asked_device(choice: DraftChoice) -> None:
@@ -131,25 +166,13 @@ def _drafting_runtime(manifest: Manifest) -> ModelRuntime:
     raise BundleError(f"{manifest.name} was made for {manifest.runtime}, which runs no drafts; export it as a draft")
 
 
-def _other_bundle(manifest: Manifest, runtime: ModelRuntime, device: Device) -> ConfigError:
-    emulated = (
-        ", or try its NPU path on the CPU with --emulate-npu" if (manifest.device, device) == ("npu", "cpu") else ""
-    )
+def _other_bundle(manifest: Manifest, runtime: str, device: Device) -> ConfigError:
+    is_for_npu = (manifest.device, device) == ("npu", "cpu")
+    emulated = ", or try its NPU path on the CPU with --emulate-npu" if is_for_npu else ""
+    # Drafts are made for an NPU in OpenVINO only; ONNX Runtime's for the CPU may be tried on one.
+    made_for = "cpu" if (runtime, device) == ("onnxruntime", "npu") else device
     return ConfigError(
         f"{manifest.name} is a bundle for {manifest.runtime} on {manifest.device} and was checked as such; {runtime} "
-        f"on {device} runs other code. Make a bundle for that with `outrider-export draft MODEL --device {device} "
+        f"on {device} runs other code. Make a bundle for that with `outrider-export draft MODEL --device {made_for} "
         f"--runtime {runtime}`{emulated}"
     )
-
-
-def _notes(manifest: Manifest, placement: Placement) -> list[str]:
-    checked_on = manifest.report.parity.checked_on
-    place = EMULATED_NPU if placement.is_emulated else placement.device_name
-    # The export says "CPU in place of a GPU; not run on hardware": where it ran comes first.
-    checked_at = checked_on.partition(";")[0].partition(" in place of ")[0]
-    if checked_at == place:
-        return []
-    return [
-        f"the bundle's numerical check ran on: {checked_on}. It drafts on: {place}, unchecked there. The text stays "
-        "the target's; a wrong draft only makes it slower"
-    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from outrider.edge.depth import CostModelDepth, DepthController, FixedDepth, Thr
 from outrider.edge.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.endpoints import Endpoints
 from outrider.edge.estimates import Estimates
-from outrider.edge.placement import AS_BUNDLED, DraftChoice, Placement, place_draft
+from outrider.edge.placement import AS_BUNDLED, DraftChoice, Placement, opened_as, place_draft
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
 from outrider.edge.stop_and_wait import StopAndWaitAgent
 from outrider.models.bundle import Bundle
@@ -80,17 +80,17 @@ def open_drafter(bundle: Bundle, choice: DraftChoice = AS_BUNDLED, num_threads: 
     """
     manifest = bundle.manifest
     placement = place_draft(manifest, choice)
-    if placement.device is None:
+    if placement.runtime == "ngram":
         return OpenDraft(NgramDrafter(), placement)
     compiled = default_cache_dir() / "compiled" / manifest.digest[:16]
     options = RuntimeOptions(
-        device=placement.device_name,
+        device=placement.open_on,
         num_threads=num_threads,
-        cache_dir=None if placement.device == "cpu" else str(compiled),
+        cache_dir=None if placement.open_on == "CPU" else str(compiled),
         static_shapes=manifest.static_shapes,
         emulate_npu=placement.is_emulated,
     )
-    runtime = open_sequence_runtime(sequence_kind(manifest.runtime, placement.device), bundle.model_file, options)
-    provider = getattr(runtime, "provider", placement.device_name)
-    known = replace(placement, provider=provider, max_positions=runtime.limits.max_positions)
-    return OpenDraft(ModelDrafter(runtime), known)
+    kind = sequence_kind(manifest.runtime, manifest.device)
+    runtime = open_sequence_runtime(kind, bundle.model_file, options)
+    provider = getattr(runtime, "provider", placement.open_on)
+    return OpenDraft(ModelDrafter(runtime), opened_as(placement, manifest, provider, runtime.limits.max_positions))
