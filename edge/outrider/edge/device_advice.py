@@ -86,8 +86,8 @@ def provider_advice(device: str) -> str:
         )
     return (
         "Its CUDA provider needs an NVIDIA GPU with CUDA and cuDNN, and another package: `pip uninstall onnxruntime`, "
-        "then `pip install onnxruntime-gpu` of the same version; on Windows onnxruntime-directml drives any DirectX 12 GPU. "
-        "OpenVINO drives Intel's by itself: `outrider-export draft MODEL --device gpu --runtime openvino`."
+        "then `pip install onnxruntime-gpu` of the same version; on Windows onnxruntime-directml drives any DirectX 12 "
+        "GPU. OpenVINO drives Intel's by itself: `outrider-export draft MODEL --device gpu --runtime openvino`."
     )
 
 

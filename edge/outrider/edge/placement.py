@@ -40,9 +40,7 @@ class DraftChoice:
                 f"--emulate-npu runs the NPU path, and --draft-device asks for {self.device}; leave one of them out"
             )
         if self.emulate_npu and (self.runtime == "onnxruntime" or self.provider):
-            raise ConfigError(
-                "the NPU path that --emulate-npu runs is OpenVINO's; leave what asks for ONNX Runtime out"
-            )
+            raise ConfigError("--emulate-npu runs OpenVINO's NPU path; leave out what asks for ONNX Runtime")
         if self.provider and (self.device or self.runtime == "openvino"):
             raise ConfigError(
                 "--provider names what ONNX Runtime runs a draft on; leave --draft-device and --runtime openvino out"
@@ -145,8 +143,8 @@ def opened_as(placement: Placement, manifest: Manifest, provider: str, max_posit
     # The export says "CPU in place of a GPU; not run on hardware": where it ran comes first.
     if checked_on.partition(";")[0].partition(" in place of ")[0] != ran_on:
         notes = (
-            f"the bundle's numerical check ran on: {checked_on}. It drafts on: {ran_on}, unchecked there. The text stays "
-            "the target's; a wrong draft only makes it slower",
+            f"the bundle's numerical check ran on: {checked_on}. It drafts on: {ran_on}, unchecked there. The text "
+            "stays the target's; a wrong draft only makes it slower",
         )
     return replace(placement, device=device, provider=provider, max_positions=max_positions, notes=notes)
 
