@@ -100,7 +100,7 @@ def test_the_reference_pair_keeps_its_text_in_every_mode(reference_pair: PairPat
     assert all(difference.is_near_tie for count in cells for difference in count.differences)
 
 
-@pytest.mark.parametrize("kind", ["emulated NPU"])
+@pytest.mark.parametrize("kind", ["emulated NPU", "ONNX Runtime"])
 def test_drafts_of_every_runtime_keep_the_targets_text(
     kind: str, reference_pair: PairPaths, request: pytest.FixtureRequest
 ) -> None:
