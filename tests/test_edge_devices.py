@@ -410,3 +410,23 @@ def test_ngrams_need_no_model_of_the_bundle(fake_bundle: Path) -> None:
     opened = open_drafter(Bundle.open(fake_bundle), DraftChoice("ngram"))
     assert opened.placement == Placement("ngram")
     opened.drafter.close()
+
+
+def test_a_provider_is_chosen_by_name_or_by_policy_and_the_one_that_ran_is_told(
+    onnx_draft: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A name that is not here is an error; only a policy may end on the CPU, and that is logged."""
+    if find_runtime("onnxruntime").has("npu"):
+        pytest.skip("this machine has an NPU that ONNX Runtime drives")
+    bundle = Bundle.open(onnx_draft)
+    for asked in ("CPUExecutionProvider", "prefer-npu"):
+        opened = open_drafter(bundle, DraftChoice(provider=asked), num_threads=1)
+        opened.drafter.close()
+        assert opened.placement.words == "int8, ONNX Runtime on the CPU (CPUExecutionProvider)"
+        assert opened.placement.notes == ()
+        assert ("no NPU took the model" in caplog.text) == (asked == "prefer-npu")
+    for missing in (DraftChoice(provider="QNNExecutionProvider"), DraftChoice(device="npu")):
+        with pytest.raises(RuntimeUnavailable, match="onnxruntime-qnn"):
+            open_drafter(bundle, missing)
+    with pytest.raises(ConfigError, match="expected CPU, GPU, NPU, prefer-npu or a provider's full name"):
+        open_drafter(bundle, DraftChoice(provider="abacus"))

@@ -21,7 +21,7 @@ from tests.serving import EOS_ID, FakeServer, fake_tokenizer, serve_fake
 
 from outrider.edge.drafter import Drafter, ModelDrafter
 from outrider.edge.lab import open_lab
-from outrider.edge.placement import DraftChoice
+from outrider.edge.placement import EMULATED_NPU, DraftChoice
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.export.pair import PairPaths
 from outrider.models.bundle import Bundle
@@ -107,13 +107,16 @@ def test_drafts_of_every_runtime_keep_the_targets_text(
     """Each rounds in its own way and keeps its own cache; right or wrong, the text is the target's."""
     if kind == "emulated NPU":
         draft, choice = request.getfixturevalue("npu_pair").draft, DraftChoice(emulate_npu=True)
+        provider = EMULATED_NPU
     else:
         draft, choice = request.getfixturevalue("onnx_draft"), DraftChoice("onnxruntime")
+        provider = "CPUExecutionProvider"
     target = Bundle.open(reference_pair.target)
     with (
         open_lab(target.path, draft, choice) as lab,
         closing(open_batch_runtime("openvino", target.model_file, RuntimeOptions(num_threads=1))) as runtime,
     ):
+        assert lab.placement.provider == provider and lab.placement.notes == ()
         vocab_size = target.manifest.architecture.vocab_size
         requests = [*make_requests(lab, SAMPLINGS["greedy"], 1, 32), *make_requests(lab, SAMPLINGS[HOT], 2, 32)]
         expected = plain_texts(runtime, requests)
