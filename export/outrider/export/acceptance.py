@@ -1,70 +1,157 @@
 """How often a draft guesses its target: the number by which a pair is judged.
 
-The target's continuations are made first, all prompts in one batch; then the draft goes over the same tokens
-and picks, at every position, with the same noise. What is counted is the share of positions where both picks
-are equal, which is the acceptance rate per tested token of coupled speculation. Knows no particular runtime.
+The target's continuations are made first, all prompts in one batch, once for any number of drafts. Then a draft goes
+over the same tokens one at a time, as it will when it drafts, and picks at every position with the same noise. A pick
+is a pure function of the true text before it, so the vector of matches tells what rounds of any depth would have
+done. Knows no particular runtime.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from outrider.models.errors import ExportError
-from outrider.models.manifest import Acceptance
+from outrider.models.manifest import Acceptance, AtDepth
 from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
 from outrider.models.sampling import SamplingParams, pick
 
-NEW_TOKENS = 40
-TEMPERATURES = (0.0, 0.8)
+NEW_TOKENS: Final = 40
+TEMPERATURES: Final = (0.0, 0.5, 0.8)
+DEPTHS: Final = (1, 2, 4, 8)
 
 
-def measure_acceptance(
-    draft: SequenceRuntime,
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What the target wrote after a prompt, as ids, with these parameters."""
+
+    prompt: tuple[int, ...]
+    text: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """Counts over rounds of drafting to one depth: a round ends at the first wrong token or when all were right."""
+
+    tested: int = 0
+    accepted: int = 0
+    rounds: int = 0
+
+    def __add__(self, other: Rounds) -> Rounds:
+        return Rounds(self.tested + other.tested, self.accepted + other.accepted, self.rounds + other.rounds)
+
+
+def continue_prompts(
     target: BatchRuntime,
     prompts: Sequence[Sequence[int]],
-    temperature: float,
+    temperatures: Sequence[float] = TEMPERATURES,
     *,
     num_ids: int,
     stop_ids: Sequence[int],
-    target_name: str,
-) -> Acceptance:
-    """Tests up to NEW_TOKENS positions a prompt, prompt i with seed i.
+) -> tuple[Continuation, ...]:
+    """The target's own text after each prompt at each temperature, NEW_TOKENS long or to its end; prompt i has seed i.
 
     num_ids: ids that the tokenizer knows; columns beyond are padding, of different width in the two models.
-    Raises ExportError if no prompt leaves room for a token.
+    Raises ExportError if no prompt leaves room for the new tokens.
     """
-    params = SamplingParams(temperature=temperature)
-    room = min(draft.limits.max_positions, target.limits.max_positions) - NEW_TOKENS
-    fitting = [list(prompt) for prompt in prompts if 0 < len(prompt) <= room]
+    longest = target.limits.max_positions
+    fitting = [tuple(prompt) for prompt in prompts if 0 < len(prompt) <= longest - NEW_TOKENS]
     if not fitting:
-        raise ExportError(
-            f"no prompt fits {room + NEW_TOKENS} positions with {NEW_TOKENS} new tokens; give shorter ones "
-            "with --prompts"
-        )
-    num_equal = num_tested = 0
-    texts = _continue_all(target, fitting, params, num_ids=num_ids, stop_ids=frozenset(stop_ids))
-    for seed, (prompt, new) in enumerate(zip(fitting, texts, strict=True)):
-        seeded = replace(params, seed=seed)
-        draft.truncate(0)
-        logits = draft.extend(prompt)
-        for index, token in enumerate(new):
-            if index:
-                logits = draft.extend(new[index - 1 : index])
-            num_equal += pick(logits[:num_ids], seeded, len(prompt) + index) == token
-            num_tested += 1
+        raise _nothing_fits(longest)
+    found: list[Continuation] = []
+    for temperature in temperatures:
+        params = [SamplingParams(temperature=temperature, seed=seed) for seed in range(len(fitting))]
+        texts = _continue_all(target, fitting, params, num_ids=num_ids, stop_ids=frozenset(stop_ids))
+        found += map(Continuation, fitting, map(tuple, texts), params)
+    return tuple(found)
+
+
+def measure_acceptance(
+    draft: SequenceRuntime, texts: Sequence[Continuation], *, num_ids: int, target_name: str
+) -> tuple[Acceptance, ...]:
+    """One figure a temperature of `texts`, in their order; texts too long for the draft are left out.
+
+    Raises ExportError if all are.
+    """
+    longest = draft.limits.max_positions
+    fitting = [text for text in texts if len(text.prompt) + len(text.text) <= longest]
+    if not fitting:
+        raise _nothing_fits(longest)
+    matches: dict[float, list[NDArray[np.bool_]]] = {}
+    for text in fitting:
+        matches.setdefault(text.params.temperature, []).append(_matches(draft, text, num_ids))
+    return tuple(_summary(temperature, found, target_name) for temperature, found in matches.items())
+
+
+def play_rounds(matches: NDArray[np.bool_], depth: int) -> Rounds:
+    """Rounds of `depth` drafted tokens along one text; `matches` is [positions].
+
+    A round that accepts n tokens moves on by n + 1: the target's own token follows, right or not. Rounds begin only
+    where `depth` positions follow: one that the end of the text cuts short would count fewer than it could have had.
+    """
+    counts, start = Rounds(), 0
+    while start + depth <= len(matches):
+        wrong = np.flatnonzero(~matches[start : start + depth])
+        right = int(wrong[0]) if wrong.size else depth
+        counts += Rounds(right + (wrong.size > 0), right, 1)
+        start += right + 1
+    return counts
+
+
+def _matches(draft: SequenceRuntime, text: Continuation, num_ids: int) -> NDArray[np.bool_]:
+    """At which positions of the text the draft's pick is the target's."""
+    draft.truncate(0)
+    found = np.zeros(len(text.text), np.bool_)
+    logits = draft.extend(text.prompt)
+    for index, token in enumerate(text.text):
+        if index:
+            logits = draft.extend(text.text[index - 1 : index])
+        found[index] = pick(logits[:num_ids], text.params, len(text.prompt) + index) == token
+    return found
+
+
+def _summary(temperature: float, matches: Sequence[NDArray[np.bool_]], target_name: str) -> Acceptance:
+    num_tested = sum(map(len, matches))
+    rate = sum(int(found.sum()) for found in matches) / num_tested
+    # Tokens of one text are not independent of each other; texts are.
+    residuals = [float(found.sum()) - rate * len(found) for found in matches]
+    by_depth = []
+    for depth in DEPTHS:
+        counts = sum((play_rounds(found, depth) for found in matches), Rounds())
+        if counts.rounds:
+            by_depth.append(
+                AtDepth(
+                    depth=depth,
+                    rate=round(counts.accepted / counts.tested, 4),
+                    tokens_per_pass=round((counts.accepted + counts.rounds) / counts.rounds, 3),
+                )
+            )
     return Acceptance(
         target=target_name,
         temperature=temperature,
         tested_tokens=num_tested,
-        rate=round(num_equal / num_tested, 4),
+        rate=round(rate, 4),
+        error=round(math.sqrt(sum(residual**2 for residual in residuals)) / num_tested, 4),
+        by_depth=tuple(by_depth),
+    )
+
+
+def _nothing_fits(longest: int) -> ExportError:
+    return ExportError(
+        f"no prompt fits {longest} positions with {NEW_TOKENS} new tokens; give shorter ones with --prompts"
     )
 
 
 def _continue_all(
     target: BatchRuntime,
     prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
+    params: Sequence[SamplingParams],
     *,
     num_ids: int,
     stop_ids: frozenset[int],
@@ -83,8 +170,7 @@ def _continue_all(
             batch = [_slice(prompts[i], texts[i], blocks[i]) for i in live]
             rows = target.forward(batch)
             for row, i in zip(rows, tuple(live), strict=True):
-                position = len(prompts[i]) + len(texts[i])
-                texts[i].append(pick(row[:num_ids], replace(params, seed=i), position))
+                texts[i].append(pick(row[:num_ids], params[i], len(prompts[i]) + len(texts[i])))
                 if len(texts[i]) == NEW_TOKENS or texts[i][-1] in stop_ids:
                     live.remove(i)
     return texts

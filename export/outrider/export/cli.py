@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from outrider.export.display import print_report, show_progress
+from outrider.export.card import warnings_of
+from outrider.export.display import print_report, print_warnings, show_progress
 from outrider.export.distill_cli import distill
 from outrider.export.pair import REFERENCE, export_pair, reference_directories
 from outrider.export.pipeline import export_model
@@ -45,6 +46,11 @@ Name = Annotated[str | None, typer.Option(help="What the bundle is called; the s
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing bundles.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the manifest as JSON, and no progress.")]
 Threads = Annotated[int, typer.Option(min=0, help="Threads for the checks; 0 leaves it to the runtime.")]
+StepMs = Annotated[
+    float | None,
+    typer.Option(help="One token of the target, in ms, where it will run; as measured here if not given."),
+]
+ExtraMs = Annotated[float | None, typer.Option(help="What a drafted token adds to that step, in ms.")]
 Widen = Annotated[
     float | None,
     typer.Option("--widen", metavar="MB", help="Make the target this heavy in FP32 without changing its function."),
@@ -67,6 +73,9 @@ def pair(
     target_precision: Chosen = None,
     widen: Widen = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON list of prompts for the acceptance rate.")] = None,
+    step_ms: StepMs = None,
+    extra_ms: ExtraMs = None,
+    force: Annotated[bool, typer.Option("--force", help="Write a pair whose draft is accepted too rarely.")] = False,
     threads: Threads = 0,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -97,6 +106,9 @@ def pair(
                 device=target_device,
             ),
             prompts=load_prompts(prompts) if prompts is not None else None,
+            step_ms=step_ms,
+            extra_ms=extra_ms,
+            is_forced=force,
             progress=progress,
         )
     _report(bundles, as_json=as_json)
@@ -188,13 +200,27 @@ def _pair_directories(draft: str, target: str | None) -> tuple[str | Path, str |
 
 
 def _report(bundles: tuple[Bundle, ...], *, as_json: bool) -> None:
+    for bundle in bundles:
+        print_warnings(Console(stderr=True), bundle.manifest)
     if as_json:
-        found = [{"path": str(bundle.path), **bundle.manifest.model_dump(mode="json")} for bundle in bundles]
+        found = [
+            {
+                "path": str(bundle.path),
+                **bundle.manifest.model_dump(mode="json"),
+                "warnings": warnings_of(bundle.manifest),
+            }
+            for bundle in bundles
+        ]
         typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2))
         return
     console = Console()
     for bundle in bundles:
         print_report(console, bundle)
+
+
+def _as_json(bundle: Bundle) -> dict[str, Any]:
+    manifest = bundle.manifest
+    return {"path": str(bundle.path), **manifest.model_dump(mode="json"), "warnings": warnings_of(manifest)}
 
 
 def main() -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from outrider.export.acceptance import TEMPERATURES, measure_acceptance
+from outrider.export.acceptance import Continuation, continue_prompts, measure_acceptance
+from outrider.export.card import TargetTimes, require_acceptance
 from outrider.export.pipeline import StagedExport, stage_export, work_store
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import ExportOptions
@@ -19,7 +20,6 @@ from outrider.export.source import REFERENCE_ROOT, SourceModel, read_source
 from outrider.export.truth import prompts_for
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError, ExportError
-from outrider.models.manifest import Acceptance
 from outrider.models.tokenizer import require_same_tokenizer
 
 REFERENCE: Final = "reference"
@@ -54,20 +54,24 @@ def export_pair(
     draft_options: ExportOptions | None = None,
     target_options: ExportOptions | None = None,
     prompts: Sequence[str] | None = None,
+    step_ms: float | None = None,
+    extra_ms: float | None = None,
+    is_forced: bool = False,
     progress: Progress = silent,
 ) -> tuple[Bundle, Bundle]:
-    """Exports both to `out`/draft and `out`/target, and measures the acceptance rate into the draft's
-    manifest.
+    """Exports both to `out`/draft and `out`/target; acceptance and what follows from it go into the draft's manifest.
 
-    Raises TokenizerMismatch before any work if the two do not share one tokenizer; otherwise what
-    `export_model` raises. Neither bundle is put in place unless both pass.
+    step_ms, extra_ms: the target's step where it will run, and what a drafted token adds to it; None: as measured here.
+    Raises TokenizerMismatch before any work if the two do not share one tokenizer, ExportError if the draft is accepted
+    too rarely and this is not forced; otherwise what `export_model` raises. Neither bundle is put in place unless both
+    pass.
     """
     draft_options = draft_options or ExportOptions("draft")
     target_options = target_options or ExportOptions("target")
     if (draft_options.role, target_options.role) != ("draft", "target"):
         raise ConfigError("a pair is a draft and a target; their options must say so")
-    draft_source, target_source = read_source(draft), read_source(target)
-    require_same_tokenizer(draft_source.tokenizer, target_source.tokenizer)
+    TargetTimes.require_sense(step_ms, extra_ms)
+    draft_source, target_source = read_pair(draft, target)
     root = Path(out)
     store = work_store()
     with (
@@ -75,8 +79,9 @@ def export_pair(
         stage_export(draft_source, root / "draft", draft_options, progress, store) as staged_draft,
     ):
         progress(StageEvent("pair", "measure"))
-        texts = prompts or prompts_for(target_source)
-        staged_draft.add_acceptance(_measure(staged_draft, staged_target, draft_source, texts))
+        texts = write_texts(staged_target, target_source, prompts)
+        times = TargetTimes.resolve(staged_target.manifest.report.timing, step_ms, extra_ms)
+        judge(staged_draft, texts, times, target_source, is_forced=is_forced)
         progress(StageEvent("pair", "write"))
         staged_target.seal()  # both, before either is in place: a disk that is full now replaces neither
         staged_draft.seal()
@@ -86,23 +91,36 @@ def export_pair(
     return draft_bundle, target_bundle
 
 
-def _measure(
-    draft: StagedExport, target: StagedExport, source: SourceModel, texts: Sequence[str]
-) -> tuple[Acceptance, ...]:
-    ids = [source.tokenizer.encode(text) for text in texts]
-    with (
-        closing(open_draft(draft.model_file, draft.options)) as draft_runtime,
-        closing(open_target(target.model_file, target.options)) as target_runtime,
-    ):
-        return tuple(
-            measure_acceptance(
-                draft_runtime,
-                target_runtime,
-                ids,
-                temperature,
-                num_ids=source.tokenizer.size,
-                stop_ids=target.manifest.eos_token_ids,
-                target_name=target.manifest.name,
-            )
-            for temperature in TEMPERATURES
-        )
+def read_pair(draft: str | Path, target: str | Path) -> tuple[SourceModel, SourceModel]:
+    """Both sources. Raises TokenizerMismatch if they do not share one tokenizer, and what `read_source` raises."""
+    draft_source, target_source = read_source(draft), read_source(target)
+    require_same_tokenizer(draft_source.tokenizer, target_source.tokenizer)
+    return draft_source, target_source
+
+
+def write_texts(
+    target: StagedExport, source: SourceModel, prompts: Sequence[str] | None = None
+) -> tuple[Continuation, ...]:
+    """What the target writes after held-out prompts, at every temperature: what its drafts are judged on."""
+    ids = [source.tokenizer.encode(text) for text in prompts or prompts_for(source)]
+    with closing(open_target(target.model_file, target.options)) as runtime:
+        return continue_prompts(runtime, ids, num_ids=source.tokenizer.size, stop_ids=target.manifest.eos_token_ids)
+
+
+def judge(
+    draft: StagedExport,
+    texts: Sequence[Continuation],
+    times: TargetTimes,
+    target: SourceModel,
+    *,
+    is_forced: bool,
+) -> None:
+    """Measures the draft on `texts` and puts what came out into its report.
+
+    Raises ExportError if it is accepted too rarely and this is not forced.
+    """
+    with closing(open_draft(draft.model_file, draft.options)) as runtime:
+        measured = measure_acceptance(runtime, texts, num_ids=target.tokenizer.size, target_name=target.name)
+    if not is_forced:
+        require_acceptance(measured, draft.manifest.name)
+    draft.add_acceptance(measured, times)

@@ -195,7 +195,7 @@ def check_parity(steps: Steps, reference: ParityReference, precision: str, runti
         max_mean_kl=bounds.max_mean_kl,
         min_argmax_agreement=bounds.min_argmax_agreement,
         max_own_delta=bounds.max_own_delta,
-        own_delta=_rounded(own_delta),
+        own_delta=rounded(own_delta),
         stages=tuple(stages),
     )
     _require_parity(parity, precision)
@@ -248,14 +248,14 @@ def _compare(name: str, found: NDArray[np.float32], expected: NDArray[np.float32
         )
     if not np.isfinite(found).all():
         raise ParityFailure(f"parity check failed, {name}: the export gives logits that are not finite", math.inf)
-    log_p, log_q = _log_softmax(expected), _log_softmax(found)
+    log_p, log_q = log_softmax(expected), log_softmax(found)
     return ParityStage(
         name=name,
         rows=len(found),
-        max_delta=_rounded(float(np.abs(found - expected).max())),
-        scale=_rounded(float(np.abs(expected).max())),
-        mean_kl=_rounded(float((np.exp(log_p) * (log_p - log_q)).sum(axis=1).mean())),
-        argmax_agreement=_rounded(float((found.argmax(axis=1) == expected.argmax(axis=1)).mean())),
+        max_delta=rounded(float(np.abs(found - expected).max())),
+        scale=rounded(float(np.abs(expected).max())),
+        mean_kl=rounded(float((np.exp(log_p) * (log_p - log_q)).sum(axis=1).mean())),
+        argmax_agreement=rounded(float((found.argmax(axis=1) == expected.argmax(axis=1)).mean())),
     )
 
 
@@ -290,13 +290,14 @@ def _require_parity(parity: Parity, precision: str) -> None:
         )
 
 
-def _log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Of each row of [n, vocab_size], in nats."""
     shifted = logits.astype(np.float64)
     shifted -= shifted.max(axis=1, keepdims=True)
     total: NDArray[np.float64] = np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     return shifted - total
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """Three significant digits: what a reader wants, and what does not change with the order of a sum."""
     return float(f"{value:.3g}")

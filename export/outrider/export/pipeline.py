@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.export.build import Job, build, package_versions
+from outrider.export.card import TargetTimes, forecast_for
 from outrider.export.disk import require_room, telling_of_full_disks
 from outrider.export.known_families import require_runtime
 from outrider.export.progress import Progress, StageEvent, silent
@@ -54,9 +55,13 @@ class StagedExport:
         """What a runtime opens of them."""
         return model_file(self.directory, self.options)
 
-    def add_acceptance(self, measured: tuple[Acceptance, ...]) -> None:
-        """Puts measured acceptance rates into the report."""
-        report = self.manifest.report.model_copy(update={"acceptance": measured})
+    def add_acceptance(self, measured: tuple[Acceptance, ...], target: TargetTimes) -> None:
+        """Puts measured acceptance rates into the report, and what they are expected to be worth beside this target."""
+        timing = self.manifest.report.timing
+        if timing is not None:
+            forecast = forecast_for(measured, timing.token_ms, target)
+            timing = timing.model_copy(update={"forecast": forecast})
+        report = self.manifest.report.model_copy(update={"acceptance": measured, "timing": timing})
         self.manifest = self.manifest.model_copy(update={"report": report})
 
     def seal(self) -> None:
@@ -119,12 +124,18 @@ def stage_export(
         shutil.rmtree(scratch)
         progress(StageEvent(options.role, "check"))
         try:
-            parity = check_export(writer.directory, options, truth.reference)
+            examined = check_export(writer.directory, options, truth, num_ids=source.tokenizer.size)
         except ExportError:
             store.release()  # what was made on the way may be what is wrong
             raise
         files = writer.list_files()
-        report = ExportReport(size_bytes=sum(entry.size for entry in files), parity=parity, versions=package_versions())
+        report = ExportReport(
+            size_bytes=sum(entry.size for entry in files),
+            parity=examined.parity,
+            agreement=examined.agreement,
+            timing=examined.timing,
+            versions=package_versions(),
+        )
         manifest = _manifest(built, origin, options, files, quantization, report)
         yield StagedExport(writer, manifest, options, truth)
 

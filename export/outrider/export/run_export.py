@@ -15,10 +15,13 @@ from typing import Final, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.export.parity import ParityReference, check_parity
+from outrider.export.agreement import measure_agreement
+from outrider.export.parity import Steps, check_parity, rounded
 from outrider.export.recipes import ExportOptions
+from outrider.export.timing import StepTimes, machine, time_draft, time_target, timing_prompt
+from outrider.export.truth import Truth
 from outrider.models.errors import BundleError, ExportError, ModelFault
-from outrider.models.manifest import Parity
+from outrider.models.manifest import Agreement, Parity, Timing
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
 
@@ -35,11 +38,15 @@ class RowsRuntime(SequenceRuntime, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CheckedOn:
-    """Where an export can be run here. device: as the runtime names it. words: for people, and for the manifest."""
+    """Where an export can be run here. device: as the runtime names it. words: for people, and for the manifest.
+
+    is_real: whether it is the device that the export is for.
+    """
 
     device: str
     emulates_npu: bool
     words: str
+    is_real: bool = True
 
 
 def where_to_check(options: ExportOptions) -> CheckedOn:
@@ -50,9 +57,9 @@ def where_to_check(options: ExportOptions) -> CheckedOn:
     if is_here:
         return CheckedOn(wanted, False, wanted)
     if options.device == "npu":
-        return CheckedOn("NPU", True, "NPU path emulated on the CPU; not run on hardware")
+        return CheckedOn("NPU", True, "NPU path emulated on the CPU; not run on hardware", is_real=False)
     nearest = "cpu" if options.resolved_runtime == "torch" else "CPU"
-    return CheckedOn(nearest, False, "CPU in place of a GPU; not run on hardware")
+    return CheckedOn(nearest, False, "CPU in place of a GPU; not run on hardware", is_real=False)
 
 
 def _find(options: ExportOptions) -> tuple[str, bool]:
@@ -97,25 +104,55 @@ def model_file(directory: Path, options: ExportOptions) -> Path:
     return next(directory.glob("*.onnx" if options.format == "onnx" else "*.xml"))
 
 
-def check_export(directory: Path, options: ExportOptions, reference: ParityReference) -> Parity:
-    """The parity check of the files in `directory`. Raises ExportError if they fail it, or the runtime refuses them."""
-    place, path = where_to_check(options), model_file(directory, options)
-    precision = options.resolved_precision
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What running an export told of it."""
+
+    parity: Parity
+    agreement: Agreement
+    timing: Timing
+
+
+def check_export(directory: Path, options: ExportOptions, truth: Truth, *, num_ids: int) -> Examined:
+    """The parity check of the files in `directory`, then what a report card says of a model alone; loads it once.
+
+    num_ids: ids that the tokenizer knows. Raises ExportError if they fail the check, or the runtime refuses them.
+    """
+    path = model_file(directory, options)
     try:
         if options.role == "draft":
             with closing(open_draft(path, options)) as draft:
-                parity = check_parity(SequenceSteps(draft), reference, precision, type(draft).__name__)
-        else:
-            # Beyond a window there are more tokens than the cache would hold of a large model by default.
-            kv_cache_bytes = _FAR_CACHE_BYTES if reference.far is not None else 0
-            with closing(open_target(path, options, kv_cache_bytes=kv_cache_bytes)) as target:
-                parity = check_parity(BatchSteps(target), reference, precision, type(target).__name__)
+                return _examine(SequenceSteps(draft), draft, options, truth, num_ids)
+        # Beyond a window there are more tokens than the cache would hold of a large model by default.
+        kv_cache_bytes = _FAR_CACHE_BYTES if truth.reference.far is not None else 0
+        with closing(open_target(path, options, kv_cache_bytes=kv_cache_bytes)) as target:
+            return _examine(BatchSteps(target), target, options, truth, num_ids)
     except (BundleError, ModelFault) as error:
         raise ExportError(
             f"{options.resolved_runtime} cannot run what was exported: {error}; nothing was written. Try another "
             "--runtime"
         ) from error
-    return parity.model_copy(update={"checked_on": place.words})
+
+
+def _examine(
+    steps: Steps, runtime: RowsRuntime | BatchRuntime, options: ExportOptions, truth: Truth, num_ids: int
+) -> Examined:
+    place = where_to_check(options)
+    parity = check_parity(steps, truth.reference, options.resolved_precision, type(runtime).__name__)
+    agreement = measure_agreement(steps, truth.texts, truth.logits, num_ids=num_ids)
+    prompt = timing_prompt(truth.reference.near.main, steps.max_positions)
+    times = time_target(runtime, prompt) if isinstance(runtime, BatchRuntime) else time_draft(runtime, prompt)
+    timing = Timing(
+        machine=machine(options.num_threads),
+        provider=getattr(runtime, "provider", place.words),
+        is_on_device=place.is_real,
+        context=len(prompt),
+        token_ms=rounded(times.token_ms),
+        extend_tokens=times.extend_tokens,
+        extend_ms=rounded(times.extend_ms),
+        extra_ms=rounded(times.extra_ms) if isinstance(times, StepTimes) else None,
+    )
+    return Examined(parity.model_copy(update={"checked_on": place.words}), agreement, timing)
 
 
 class SequenceSteps:

@@ -170,13 +170,15 @@ class AtDepth(_Part):
 class Acceptance(_Part):
     """How often the target's pick equalled the draft's, shared noise, on held-out prompts.
 
-    rate: at every position of the target's text. by_depth: of rounds of several depths along the same text.
+    rate: at every position of the target's text; error: its standard error, prompts taken as independent. by_depth: of
+    rounds of several depths along the same text.
     """
 
     target: str
     temperature: float = Field(ge=0.0)
     tested_tokens: Size
     rate: Share
+    error: float = Field(ge=0.0, default=0.0)
     by_depth: tuple[AtDepth, ...] = ()
 
 
@@ -196,26 +198,44 @@ class AtRoundTrip(_Part):
     stop_and_wait: float = Field(gt=0.0)
 
 
+class Forecast(_Part):
+    """What the draft is expected to be worth beside its target, by `prediction.predict`.
+
+    temperature: at which acceptance was measured. alpha: chance that a drafted token is right, as it went in. draft_ms,
+    step_ms, extra_ms: of the draft's token, the target's step, and what a drafted token adds to it; step_from: where
+    the target's times come from, in words. fades_ms: round trip from which streamed drafts gain less than 5 %;
+    breaks_even_ms: from which stop-and-wait is slower than no draft; None where that is beyond the last of `curve`.
+    """
+
+    temperature: float = Field(ge=0.0)
+    alpha: Share
+    draft_ms: float = Field(ge=0.0)
+    step_ms: float = Field(gt=0.0)
+    extra_ms: float = Field(ge=0.0)
+    step_from: str
+    curve: tuple[AtRoundTrip, ...] = Field(min_length=1)
+    fades_ms: float | None = None
+    breaks_even_ms: float | None = None
+
+
 class Timing(_Part):
     """What was timed, where, and what follows from it. No part of the bundle's identity: another run has other times.
 
-    machine: processor and threads. provider: what really ran it. draft_ms: median of a one-token step; extend_ms: of
-    one with `extend_tokens`. step_ms, extra_ms: the target's step and what a drafted token adds to it, 0 where no
-    target was at hand. fades_ms: round trip from which streamed drafts gain less than 5 %; breaks_even_ms: from which
-    stop-and-wait is slower than no draft; None where that is beyond the last round trip predicted.
+    machine: processor and threads. provider: what really ran the model, in words; is_on_device: whether that is the
+    device that the bundle is for. context: tokens in the cache. token_ms: median of a one-token step; extend_ms: of one
+    with `extend_tokens`; extra_ms: of a target, what each drafted token adds to its step. forecast: of a draft whose
+    target was at hand.
     """
 
     machine: str
     provider: str
-    draft_ms: float = Field(gt=0.0)
+    is_on_device: bool
+    context: Size
+    token_ms: float = Field(gt=0.0)
     extend_tokens: Size
     extend_ms: float = Field(gt=0.0)
-    step_ms: float = Field(ge=0.0, default=0.0)
-    extra_ms: float = Field(ge=0.0, default=0.0)
-    temperature: float = Field(ge=0.0, default=0.0)
-    predicted: tuple[AtRoundTrip, ...] = ()
-    fades_ms: float | None = None
-    breaks_even_ms: float | None = None
+    extra_ms: float | None = Field(ge=0.0, default=None)
+    forecast: Forecast | None = None
 
 
 class ExportReport(_Part):

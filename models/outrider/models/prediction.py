@@ -24,7 +24,7 @@ from typing import Final
 from outrider.models.errors import ConfigError
 from outrider.models.manifest import AtRoundTrip
 
-ROUND_TRIPS_MS: Final = (0.0, 5.0, 10.0, 25.0, 50.0, 75.0, 100.0, 150.0, 200.0, 300.0)
+ROUND_TRIPS_MS: Final = (0.0, 10.0, 25.0, 50.0, 75.0, 100.0, 150.0, 200.0, 300.0)
 """What a report card tells of."""
 
 MAX_DEPTH: Final = 32

@@ -1,0 +1,116 @@
+"""The report card as one HTML file that needs nothing else: no scripts, no links, no fonts; plots are part of it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Final
+
+import jinja2
+from markupsafe import Markup
+
+from outrider.export.card import DEPTH_OF_ALPHA, JUDGED_AT, ends_of, judged, label, tokens_per_pass, warnings_of
+from outrider.export.card_plots import Item, acceptance_plot, cost_plot, speed_up_plot
+from outrider.export.comparison import Comparison
+from outrider.models.manifest import Manifest
+
+TEMPLATE: Final = "report.html.j2"
+
+
+def write_card_html(
+    path: str | Path, drafts: Sequence[Manifest], target: Manifest | None = None, comparison: Comparison | None = None
+) -> Path:
+    """Writes the page for these drafts of one model, and their target if it is at hand; replaces a file at `path`.
+
+    Without drafts the page is the target's. The same figures give the same bytes.
+    """
+    text = card_html(drafts, target, comparison)
+    place = Path(path)
+    partial = place.with_name(f".{place.name}.partial-{secrets.token_hex(4)}")
+    try:
+        partial.write_text(text, encoding="utf-8", newline="\n")
+        partial.replace(place)
+    finally:
+        partial.unlink(missing_ok=True)
+    return place
+
+
+def card_html(drafts: Sequence[Manifest], target: Manifest | None = None, comparison: Comparison | None = None) -> str:
+    """The page; see `write_card_html`."""
+    assert drafts or target is not None, "a report card is of something"
+    items = [Item(label(draft), draft) for draft in drafts]
+    everything = items if target is None else [*items, Item(f"target, {label(target)}", target)]
+    first = comparison.best if comparison is not None else everything[0].manifest
+    judged_items = [item for item in items if judged(item.manifest.report.acceptance) is not None]
+    forecasts = [item for item in items if item.forecast is not None]
+    marks = comparison.round_trips_ms if comparison is not None else ()
+    shown = [item.manifest for item in everything if comparison is None or item.manifest in (first, target)]
+    return _template().render(
+        title=f"Report card: {first.role} {first.name}",
+        subtitle=_subtitle(first, target),
+        warnings=list(dict.fromkeys(warning for manifest in shown for warning in warnings_of(manifest))),
+        comparison=comparison,
+        tiles=_tiles(first),
+        depth=DEPTH_OF_ALPHA,
+        judged_at=f"{JUDGED_AT:g}",
+        temperatures=[f"{found.temperature:g}" for found in first.report.acceptance],
+        drafts=judged_items,
+        forecasts=forecasts,
+        everything=everything,
+        speed_ups=Markup(speed_up_plot(forecasts, marks)) if forecasts else None,
+        acceptance=Markup(acceptance_plot(judged_items)) if judged_items else None,
+        costs=Markup(cost_plot(everything)),
+        timed_on=_timed_on([item.manifest for item in everything]),
+        footer=_footer(first),
+        ends_of=ends_of,
+        tokens_per_pass=tokens_per_pass,
+    )
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    text = resources.files("outrider.export").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    return environment.from_string(text)
+
+
+def _subtitle(manifest: Manifest, target: Manifest | None) -> str:
+    shape = manifest.architecture
+    words = (
+        f"{shape.name}, {shape.parameters / 1e6:,.1f} million parameters, {shape.layers} layers; "
+        f"{manifest.runtime} on {manifest.device}, {manifest.precision}"
+    )
+    if target is None or target is manifest:
+        return words
+    words += f". Judged on {target.name}: {target.architecture.parameters / 1e6:,.1f} million parameters"
+    if target.widened is not None:
+        words += f", widened to {target.widened.fp32_megabytes:,.0f} MB for measurements without changing its function"
+    return words
+
+
+def _tiles(manifest: Manifest) -> list[tuple[str, str]]:
+    report, found = manifest.report, judged(manifest.report.acceptance)
+    tiles = [(f"{report.size_bytes / 1e6:,.1f} MB", "size")]
+    if report.timing is not None:
+        tiles.append((f"{report.timing.token_ms:.3g} ms", "a token"))
+    if report.agreement is not None:
+        tiles.append((f"{report.agreement.argmax:.1%}", "argmaxes as unquantized"))
+    if found is not None:
+        error = f"±\N{NO-BREAK SPACE}{found.error:.3f}"
+        tiles.append((f"{found.rate:.3f}", f"acceptance at temperature {JUDGED_AT:g} ({error})"))
+        tiles.append((f"{tokens_per_pass((found,)):.2f}", f"tokens a target pass, {DEPTH_OF_ALPHA} drafted"))
+    return tiles
+
+
+def _timed_on(manifests: Sequence[Manifest]) -> str:
+    timings = [manifest.report.timing for manifest in manifests]
+    places = dict.fromkeys(f"{timing.machine} ({timing.provider})" for timing in timings if timing is not None)
+    return f"Times are medians on {'; '.join(places)}." if places else ""
+
+
+def _footer(manifest: Manifest) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(manifest.report.versions.items()))
+    return f"Made by outrider-export. Source weights {manifest.source.weights_sha256[:12]}. {versions}."

@@ -1,0 +1,366 @@
+"""The report card: what is measured is what it says, and a draft that is not worth having is refused."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from rich.console import Console
+from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
+
+from outrider.export import timing
+from outrider.export.acceptance import NEW_TOKENS, Continuation, Rounds, measure_acceptance, play_rounds
+from outrider.export.agreement import measure_agreement
+from outrider.export.card import (
+    TargetTimes,
+    forecast_for,
+    judged,
+    require_acceptance,
+    tokens_per_pass,
+    warnings_of,
+)
+from outrider.export.display import print_report
+from outrider.export.pair import PairPaths, export_pair
+from outrider.export.recipes import ExportOptions
+from outrider.export.run_export import SequenceSteps, open_draft
+from outrider.models.bundle import Bundle
+from outrider.models.errors import ConfigError, ExportError
+from outrider.models.manifest import Acceptance, AtDepth, Manifest, Timing
+from outrider.models.prediction import Setting, stream
+from outrider.models.runtimes.base import ModelLimits, SequenceSlice
+from outrider.models.sampling import SamplingParams, pick
+
+
+def acceptance(rate: float, *, temperature: float = 0.8) -> Acceptance:
+    """A figure as it is measured of independent tokens, each right with chance `rate`."""
+    by_depth = tuple(
+        AtDepth(depth=depth, rate=rate, tokens_per_pass=sum(rate**i for i in range(depth + 1)))
+        for depth in (1, 2, 4, 8)
+    )
+    return Acceptance(target="a target", temperature=temperature, tested_tokens=640, rate=rate, by_depth=by_depth)
+
+
+def test_rounds_are_counted_only_where_they_could_run_in_full() -> None:
+    """Up to the first wrong token, past the target's own; one that the text's end would cut short is left out."""
+    matches = np.array([1, 1, 0, 0, 1, 1, 1, 1, 0, 1], dtype=np.bool_)
+    assert play_rounds(matches, 4) == Rounds(tested=8, accepted=6, rounds=3)
+    assert play_rounds(matches, 2) == Rounds(tested=7, accepted=5, rounds=4)
+    assert play_rounds(matches[:3], 4) == Rounds()
+
+
+def test_rounds_of_independent_tokens_are_as_long_as_theory_says() -> None:
+    """Mean tokens a pass against (1 - a^(k+1)) / (1 - a), and the rate of tested tokens against a."""
+    generator = np.random.default_rng(7)
+    texts = [generator.random(40) < 0.7 for _ in range(4000)]
+    for depth in (1, 2, 4, 8):
+        counts = sum((play_rounds(text, depth) for text in texts), Rounds())
+        assert counts.accepted / counts.tested == pytest.approx(0.7, abs=0.01)
+        assert (counts.accepted + counts.rounds) / counts.rounds == pytest.approx(
+            (1 - 0.7 ** (depth + 1)) / 0.3, rel=0.01
+        )
+
+
+class OneHot:
+    """A SequenceRuntime that is sure of one token at every position: `answers[position]`, [V] one-hot logits."""
+
+    def __init__(self, answers: Sequence[int], *, max_positions: int = 512) -> None:
+        self.limits = ModelLimits(16, max_positions)
+        self.length = 0
+        self.fed: list[int] = []
+        self._answers = answers
+
+    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Logits after the last token."""
+        self.length += len(tokens)
+        self.fed.append(len(tokens))
+        logits = np.zeros(16, np.float32)
+        logits[self._answers[self.length]] = 99.0
+        return logits
+
+    def truncate(self, length: int) -> None:
+        """Cuts back."""
+        self.length = length
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def continuation(prompt: tuple[int, ...], text: tuple[int, ...], temperature: float = 0.0) -> Continuation:
+    """What a target wrote."""
+    return Continuation(prompt, text, SamplingParams(temperature=temperature, seed=1))
+
+
+def test_acceptance_is_of_single_steps_along_the_targets_text() -> None:
+    """The prompt in one piece, then a token at a time, as drafting goes; matches at three of four positions."""
+    draft = OneHot([0, 0, 5, 6, 9, 8])
+    (measured,) = measure_acceptance(draft, [continuation((1, 2), (5, 6, 7, 8))], num_ids=16, target_name="t")
+    assert draft.fed == [2, 1, 1, 1]
+    assert (measured.rate, measured.tested_tokens, measured.target) == (0.75, 4, "t")
+    assert [(row.depth, row.rate) for row in measured.by_depth] == [(1, 0.6667), (2, 1.0), (4, 0.6667)]
+    assert [row.tokens_per_pass for row in measured.by_depth] == [1.667, 3.0, 3.0]
+
+
+def test_the_error_is_that_of_texts_which_differ() -> None:
+    """Two texts, one always and one never right: nothing is known of a third."""
+    draft = OneHot([0, 5, 5, 5])
+    texts = [continuation((1,), (5, 5)), continuation((1,), (6, 6))]
+    (measured,) = measure_acceptance(draft, texts, num_ids=16, target_name="t")
+    assert measured.rate == 0.5 and measured.error == pytest.approx(np.sqrt(2 * 1.0**2) / 4, abs=1e-4)
+
+
+def test_padding_columns_are_no_tokens() -> None:
+    """A padded vocabulary's columns beyond the tokenizer's ids are never picked."""
+    draft = OneHot([0, 15])
+    (measured,) = measure_acceptance(draft, [continuation((1,), (0,))], num_ids=8, target_name="t")
+    assert measured.rate == 1.0  # all real columns are equal, and ties go to the lowest id
+
+
+def test_texts_that_a_short_draft_cannot_hold_are_left_out() -> None:
+    """An NPU's draft may be made for short sequences; if nothing fits, that is said."""
+    texts = [continuation((1,), (5,)), continuation((1, 1, 1), (5, 5))]
+    (measured,) = measure_acceptance(OneHot([5] * 9, max_positions=3), texts, num_ids=16, target_name="t")
+    assert measured.tested_tokens == 1
+    with pytest.raises(ExportError, match=f"no prompt fits 1 positions with {NEW_TOKENS} new tokens"):
+        measure_acceptance(OneHot([5] * 9, max_positions=1), texts, num_ids=16, target_name="t")
+
+
+def test_an_export_in_full_precision_agrees_with_its_source(
+    tiny_model: Callable[[str], Path], tiny_ir: Callable[..., Path]
+) -> None:
+    """Every argmax and no divergence; INT8 has some; another model's logits have much."""
+    from outrider.export.torch_source import load_source_model, source_logits
+
+    model = load_source_model(tiny_model("qwen2"))
+    texts = [(3, 1, 4, 1, 5, 9, 2, 6), (2, 7, 1, 8)]
+    truth = [source_logits(model, text) for text in texts]
+    found = {}
+    for int8 in (False, True):
+        with closing(open_draft(tiny_ir("qwen2", int8=int8) / "openvino_model.xml", ExportOptions("draft"))) as draft:
+            found[int8] = measure_agreement(SequenceSteps(draft), texts, truth, num_ids=96)
+            stranger = measure_agreement(SequenceSteps(draft), texts, truth[::-1][:1] + truth[1:], num_ids=96)
+    assert (found[False].argmax, found[False].rows) == (1.0, 12) and found[False].mean_kl < 1e-6
+    assert 1e-6 < found[True].mean_kl < 0.1 < stranger.mean_kl
+
+
+class ClockedTarget:
+    """A BatchRuntime whose steps of n tokens take 5 + 0.7 n ms on a clock of its own."""
+
+    block_size, num_blocks, limits = 32, 8, ModelLimits(16, 256)
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.steps: list[SequenceSlice] = []
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+        """Takes its time."""
+        (piece,) = batch
+        assert len(piece.blocks) * self.block_size >= piece.past + len(piece.tokens)
+        self.steps.append(piece)
+        self.now_s += (5.0 + 0.7 * len(piece.tokens)) / 1e3
+        return np.zeros((piece.num_rows, 16), np.float32)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def test_a_targets_times_are_its_step_and_what_a_token_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that knows the answer; every step begins where the prompt ends."""
+    target = ClockedTarget()
+    monkeypatch.setattr(time, "perf_counter", lambda: target.now_s)
+    times = timing.time_target(target, [1] * 100)
+    assert times.token_ms == pytest.approx(5.7) and times.extra_ms == pytest.approx(0.7)
+    assert times.extend_tokens == 9 and times.extend_ms == pytest.approx(11.3)
+    assert {(piece.past, len(piece.tokens)) for piece in target.steps} == {
+        (0, 100),
+        *((100, n) for n in (1, 2, 3, 5, 9)),
+    }
+
+
+class ClockedDraft(OneHot):
+    """A SequenceRuntime whose steps of n tokens take 1 + 0.1 n ms on a clock of its own."""
+
+    def __init__(self) -> None:
+        super().__init__([0] * 512)
+        self.now_s = 0.0
+
+    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Takes its time."""
+        self.now_s += (1.0 + 0.1 * len(tokens)) / 1e3
+        return super().extend(tokens)
+
+
+def test_a_drafts_times_are_of_one_token_and_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Near the stated context, which is what is left in the cache."""
+    draft = ClockedDraft()
+    monkeypatch.setattr(time, "perf_counter", lambda: draft.now_s)
+    times = timing.time_draft(draft, [1] * 128)
+    assert times.token_ms == pytest.approx(1.1) and times.extend_ms == pytest.approx(1.8)
+    assert times.extend_tokens == 8 and draft.length == 128
+
+
+def test_a_slow_model_is_timed_fewer_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of seconds is not repeated as often as one of milliseconds."""
+    draft = ClockedDraft()
+    monkeypatch.setattr(time, "perf_counter", lambda: 2000.0 * draft.now_s)
+    timing.time_draft(draft, [1] * 8)
+    assert len(draft.fed) == 1 + 2 * (3 + 5)
+
+
+def test_the_machine_is_its_processor_not_its_name() -> None:
+    """Nothing in a manifest tells whose machine it was."""
+    import platform
+
+    words = timing.machine(3)
+    assert words.endswith(", 3 threads") and platform.node() not in words
+    assert timing.machine(1).endswith(", 1 thread")
+
+
+def test_timing_prompts_fit_short_models() -> None:
+    """Room for the steps is left where a model's longest sequence is short."""
+    assert len(timing.timing_prompt((1, 2, 3), 4096)) == timing.CONTEXT
+    assert timing.timing_prompt((1, 2, 3), 24) == (1, 2, 3, 1, 2, 3)
+
+
+def test_low_acceptance_is_refused_and_mediocre_acceptance_is_said() -> None:
+    """Judged at temperature 0.8, whatever greedy text flatters."""
+    greedy = acceptance(0.95, temperature=0.0)
+    with pytest.raises(ExportError, match=r"(?s)guesses 0\.29 of a target's tokens.*at least 0\.3.*distil.*--force"):
+        require_acceptance((greedy, acceptance(0.29)), "a draft")
+    require_acceptance((greedy, acceptance(0.3)), "a draft")
+    require_acceptance((), "a draft without a target")
+    assert judged((greedy,)) is None
+
+
+def test_the_targets_times_can_be_given(reference_pair: PairPaths) -> None:
+    """The build machine is seldom where the target runs; what is not given scales with what is."""
+    measured = Bundle.open(reference_pair.target).manifest.report.timing
+    assert measured is not None and measured.extra_ms is not None
+    assert TargetTimes.resolve(measured, None, None).step_ms == measured.token_ms
+    scaled = TargetTimes.resolve(measured, 2 * measured.token_ms, None)
+    assert scaled.extra_ms == pytest.approx(2 * measured.extra_ms) and "as given" in scaled.words
+    assert TargetTimes.resolve(None, 20.0, 0.5) == TargetTimes(20.0, 0.5, "as given")
+    with pytest.raises(ExportError, match="--step-ms"):
+        TargetTimes.resolve(None, None, 1.0)
+    with pytest.raises(ConfigError, match=r"step takes -1\.0 ms"):
+        TargetTimes.require_sense(-1.0, None)
+
+
+def test_a_forecast_is_the_prediction_from_the_measured_rounds() -> None:
+    """Independent tokens give their own rate back; the curve is that of `prediction`."""
+    found = forecast_for((acceptance(0.7),), 1.5, TargetTimes(40.0, 1.2, "as given"))
+    assert found is not None and found.alpha == pytest.approx(0.7, abs=1e-3)
+    at_50 = next(point for point in found.curve if point.rtt_ms == 50.0)
+    assert at_50.stream == pytest.approx(stream(Setting(0.7, 1.5, 40.0, 1.2, 50.0)).speed_up, rel=1e-3)
+    assert forecast_for((acceptance(0.7, temperature=0.0),), 1.5, TargetTimes(40.0, 1.2, "as given")) is None
+
+
+def test_the_reference_pairs_card_is_whole(reference_pair: PairPaths) -> None:
+    """Real acceptance near what its model card says, agreement, times, and a prediction; nothing to warn of."""
+    manifest = Bundle.open(reference_pair.draft).manifest
+    report = manifest.report
+    assert [found.temperature for found in report.acceptance] == [0.0, 0.5, 0.8]
+    assert all(0.6 < found.rate < 0.99 and found.tested_tokens > 600 for found in report.acceptance)
+    for found in report.acceptance:
+        lengths = [row.tokens_per_pass for row in found.by_depth]
+        assert [row.depth for row in found.by_depth] == [1, 2, 4, 8] and lengths == sorted(lengths)
+    assert report.agreement is not None and report.agreement.argmax > 0.95 and report.agreement.mean_kl < 0.01
+    timing = report.timing
+    assert timing is not None and timing.is_on_device and timing.forecast is not None
+    assert timing.forecast.draft_ms == timing.token_ms and timing.forecast.curve[0].stream > 1.0
+    assert tokens_per_pass(report.acceptance) > 2.0 and warnings_of(manifest) == ()
+
+
+def test_what_was_timed_is_no_part_of_a_bundles_identity(reference_pair: PairPaths) -> None:
+    """Another run has other times and the same digest; another acceptance is another digest."""
+    manifest = Bundle.open(reference_pair.draft).manifest
+    assert manifest.report.timing is not None
+    slower = manifest.report.timing.model_copy(update={"token_ms": 99.0})
+    report = manifest.report.model_copy(update={"timing": slower})
+    assert manifest.model_copy(update={"report": report}).digest == manifest.digest
+    report = manifest.report.model_copy(update={"acceptance": ()})
+    assert manifest.model_copy(update={"report": report}).digest != manifest.digest
+
+
+def judged_at(manifest: Manifest, rate: float, timing: Timing | None = None) -> Manifest:
+    """The same draft with another acceptance, and other times if given."""
+    report = manifest.report.model_copy(
+        update={"acceptance": (acceptance(rate),), "timing": timing or manifest.report.timing}
+    )
+    return manifest.model_copy(update={"report": report})
+
+
+def test_a_reader_is_warned(reference_pair: PairPaths) -> None:
+    """Of low acceptance, and of times that are not those of the device."""
+    manifest = Bundle.open(reference_pair.draft).manifest
+    assert manifest.report.timing is not None
+    assert warnings_of(judged_at(manifest, 0.61)) == ()
+    (warning,) = warnings_of(judged_at(manifest, 0.59))
+    assert "0.59" in warning and "distil" in warning
+    emulated = manifest.report.timing.model_copy(update={"is_on_device": False, "provider": "emulated"})
+    (warning,) = warnings_of(judged_at(manifest, 0.61, emulated))
+    assert "timed on emulated" in warning
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_the_card_in_a_terminal(reference_pair: PairPaths, columns: int) -> None:
+    """Figures with their units, nothing cut off, in a narrow terminal too."""
+    console = Console(width=columns, record=True, file=io.StringIO())
+    print_report(console, Bundle.open(reference_pair.draft))
+    text = console.export_text()
+    for words in ("ms a token", "agreement", "depth 8", "streamed", "stop-and-wait", "gain less than 5%", "KL"):
+        assert words in text
+    assert "…" not in text and max(map(len, text.splitlines())) <= columns
+
+
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
+    """Two random models with one tokenizer: they agree by chance only."""
+    root = tmp_path_factory.mktemp("strangers")
+    for name, seed in (("draft", 1), ("target", 2)):
+        make_tiny_tokenizer(root / name)
+        make_tiny_model("llama", root / name, vocab_size=320, seed=seed)
+    return PairPaths(root / "draft", root / "target")
+
+
+def test_a_pair_that_does_not_agree_is_not_written(strangers: PairPaths, tmp_path: Path) -> None:
+    """Unless forced; then the warning is in the report."""
+    out = tmp_path / "out"
+    export = functools.partial(
+        export_pair,
+        strangers.draft,
+        strangers.target,
+        out,
+        draft_options=ExportOptions("draft", "fp32"),
+        target_options=ExportOptions("target", "fp32"),
+    )
+    with pytest.raises(ExportError, match=r"expected at least 0\.3"):
+        export()
+    assert not any(out.iterdir())
+    draft, _ = export(is_forced=True, step_ms=20.0)
+    found = judged(draft.manifest.report.acceptance)
+    assert found is not None and found.rate < 0.3
+    assert "little" in warnings_of(Bundle.open(out / "draft").manifest)[0]
+    assert json.loads((out / "draft" / "manifest.json").read_text())["report"]["timing"]["forecast"]["step_ms"] == 20.0
+
+
+def test_picks_of_the_judge_are_those_of_the_sampler() -> None:
+    """What the draft is judged by is the pick that it would make: same seed, same position."""
+    params = SamplingParams(temperature=0.8, seed=1)
+    flat = OneHot([0] * 9)
+    flat.extend = lambda tokens: _flat(flat, tokens)  # type: ignore[method-assign]
+    wanted = tuple(pick(np.zeros(16, np.float32), params, position) for position in (2, 3, 4))
+    (measured,) = measure_acceptance(flat, [Continuation((1, 2), wanted, params)], num_ids=16, target_name="t")
+    assert measured.rate == 1.0 and len(set(wanted)) > 1
+
+
+def _flat(runtime: OneHot, tokens: Sequence[int]) -> NDArray[np.float32]:
+    runtime.length += len(tokens)
+    return np.zeros(16, np.float32)
