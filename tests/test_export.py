@@ -361,7 +361,7 @@ def test_inspect_shows_the_report_card(
     monkeypatch.setenv("COLUMNS", "160")
     assert run_cli(monkeypatch, "inspect", str(pair[0].path)) == 0
     text = capsys.readouterr().out
-    assert "parity, step after rollback" in text and "acceptance, T 0.8" in text and "int8" in text
+    assert "parity, step after rollback" in text and "acceptance by target" in text and "int8" in text
     assert run_cli(monkeypatch, "inspect", str(pair[0].path), "--json") == 0
     assert json.loads(capsys.readouterr().out)["role"] == "draft"
 

@@ -167,11 +167,11 @@ def _acceptance(found: tuple[Acceptance, ...]) -> Table:
 
 
 def _curve(forecast: Forecast) -> Table:
-    title = f"predicted speed-up over plain cloud streaming, by round trip in ms, temperature {forecast.temperature:g}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("")
+    title = f"predicted speed-up over plain cloud streaming, times (temperature {forecast.temperature:g})"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
+    table.add_column("round trip, ms", no_wrap=True)
     for point in forecast.curve:
         table.add_column(f"{point.rtt_ms:g}", justify="right")
-    table.add_row("streamed", *(f"{point.stream:.2f}x" for point in forecast.curve))
-    table.add_row("stop-and-wait", *(f"{point.stop_and_wait:.2f}x" for point in forecast.curve))
+    table.add_row("streamed", *(f"{point.stream:.2f}" for point in forecast.curve))
+    table.add_row("stop-and-wait", *(f"{point.stop_and_wait:.2f}" for point in forecast.curve))
     return table
