@@ -17,6 +17,7 @@ from openvino import opset13 as ops
 from tests.conftest import TINY_VOCAB
 
 from outrider.export import symmetric
+from outrider.export.calibration import NUM_TEXTS, TEXT_TOKENS, complete_texts, quantize_fully
 from outrider.export.openvino_ir import save_ir
 from outrider.export.symmetric import (
     SymmetricWeights,
@@ -31,6 +32,7 @@ from outrider.models.runtimes.openvino_graph import load_paged_model
 from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
 from outrider.models.runtimes.torch_reference import load_causal_lm
+from outrider.models.sampling import SamplingParams, pick
 
 XML = "openvino_model.xml"
 NPU = RuntimeOptions(
@@ -211,3 +213,79 @@ def test_int8_of_another_make_is_not_read_as_symmetric(tiny_ir: Callable[..., Pa
     """nncf's own keep their scale in FP16, so their integers mean something else."""
     with pytest.raises(ExportError, match="expected symmetric INT8 weights"):
         read_dequantized(tiny_ir("llama", int8=True) / XML)
+
+
+@pytest.fixture(scope="module")
+def fully_quantized(tiny_ir: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("w8a8")
+    quantize_fully(tiny_ir("qwen2"), directory, [TOKENS], "tiny")
+    shutil.copyfile(tiny_ir("qwen2") / "config.json", directory / "config.json")
+    return directory
+
+
+def test_weights_and_activations_are_int8(fully_quantized: Path) -> None:
+    """Every matrix is INT8, and what goes into every MatMul has a quantizer."""
+    nodes = ov.Core().read_model(fully_quantized / XML).get_ordered_ops()
+    matrices = [node for node in nodes if node.get_type_name() == "Constant" and len(node.get_output_shape(0)) == 2]
+    assert {node.get_element_type().get_type_name() for node in matrices if node.get_data().size >= 512} == {"i8"}
+    products = [node for node in nodes if node.get_type_name() == "MatMul" and node.get_attributes()["transpose_b"]]
+    assert len(products) == 15
+    for product in products:
+        assert product.input_value(0).get_node().get_type_name() == "FakeQuantize"
+
+
+def test_full_int8_runs_on_the_npus_path(fully_quantized: Path, tiny_model: Callable[[str], Path]) -> None:
+    """Prompt, cached steps and rollback, near transformers' FP32; the cache starts empty and is its own."""
+    model = load_causal_lm(tiny_model("qwen2"), torch.float32, "sdpa")
+    other = [*TOKENS[:50], *TOKENS[:10]]
+    with torch.inference_mode():
+        truth = model(torch.tensor([TOKENS, other]), use_cache=False).logits.numpy()
+    runtime = OpenVinoNpuRuntime(fully_quantized, NPU)
+    rows = [runtime.extend_rows(TOKENS[:40]), runtime.extend_rows(TOKENS[40:])]
+    runtime.truncate(50)
+    rows.append(runtime.extend_rows(other[50:]))
+    expected = np.concatenate([truth[0], truth[1, 50:]])
+    found = np.concatenate(rows)
+    runtime.close()
+    assert mean_kl(expected, found) < 0.01
+    assert np.abs(found - expected).max() < 0.5
+
+
+def mean_kl(expected: NDArray[np.float32], found: NDArray[np.float32]) -> float:
+    log_p, log_q = (torch.log_softmax(torch.from_numpy(rows), -1) for rows in (expected, found))
+    return float(torch.nn.functional.kl_div(log_q, log_p, log_target=True, reduction="batchmean"))
+
+
+def test_calibration_is_deterministic(fully_quantized: Path, tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
+    """The same model and texts give the same files."""
+    quantize_fully(tiny_ir("qwen2"), tmp_path, [TOKENS], "tiny")
+    for name in (XML, "openvino_model.bin"):
+        assert (tmp_path / name).read_bytes() == (fully_quantized / name).read_bytes()
+
+
+def test_missing_text_is_written_by_the_model(tiny_ir: Callable[..., Path]) -> None:
+    """Feeds are kept and continued, long ones cut; the rest begins all over the vocabulary; enough is left alone."""
+    core = ov.Core()
+    model = core.read_model(tiny_ir("llama") / XML)
+    long = RNG.integers(0, TINY_VOCAB, TEXT_TOKENS + 5).tolist()
+    texts = complete_texts(core, model, [TOKENS, long])
+    assert [len(text) for text in texts] == [TEXT_TOKENS] * NUM_TEXTS
+    assert texts[0][: len(TOKENS)] == TOKENS and texts[1] == long[:TEXT_TOKENS] and texts[2][:5] == long[TEXT_TOKENS:]
+    assert len({text[0] for text in texts[3:]}) == NUM_TEXTS - 3
+    assert all(0 <= token < TINY_VOCAB for text in texts for token in text)
+    assert complete_texts(core, model, [TOKENS, long]) == texts
+    assert complete_texts(core, model, texts) == texts
+
+
+def test_a_continuation_is_sampled_from_the_model(
+    tiny_ir: Callable[..., Path], tiny_model: Callable[[str], Path]
+) -> None:
+    """Each written token is the pick from transformers' logits of what stands before it."""
+    core = ov.Core()
+    text = complete_texts(core, core.read_model(tiny_ir("llama") / XML), [TOKENS])[0]
+    with torch.inference_mode():
+        model = load_causal_lm(tiny_model("llama"), torch.float32, "sdpa")
+        logits = model(torch.tensor([text]), use_cache=False).logits[0].numpy()
+    written = range(len(TOKENS), TEXT_TOKENS)
+    params = SamplingParams(temperature=1.0, seed=0)
+    assert [pick(logits[i - 1], params, i) for i in written] == [text[i] for i in written]

@@ -20,7 +20,8 @@ from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.manifest import StaticShapes
 from outrider.models.runtimes import open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
-from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime, compiled_shapes
+from outrider.models.runtimes.npu_compile import compiled_shapes
+from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime
 from outrider.models.runtimes.torch_reference import load_causal_lm
 
 # Weights and cache in f16, so 0.004 on logits of +-4 at most; a stale or shifted slot is off by 0.5 and more.
@@ -301,6 +302,15 @@ def test_bad_options_and_files_are_named(tiny_ir: Callable[..., Path], tmp_path:
             OpenVinoNpuRuntime(ir, replace(OPTIONS, **wrong))
     with pytest.raises(BundleError, match=r"no OpenVINO model at .*; expected openvino_model\.xml"):
         OpenVinoNpuRuntime(tmp_path, OPTIONS)
+    bloom = ov.Core().read_model(ir / "openvino_model.xml")
+    positions = bloom.input("position_ids")
+    counted = ops.add(ops.constant(np.zeros((1, 1), np.int64)), bloom.input("input_ids"))
+    for reader in positions.get_target_inputs():
+        reader.replace_source_output(counted.output(0))
+    bloom.remove_parameter(positions.get_node())
+    ov.save_model(bloom, tmp_path / "bloom.xml")
+    with pytest.raises(BundleError, match=r"takes no position_ids.* such as Bloom"):
+        OpenVinoNpuRuntime(tmp_path / "bloom.xml", replace(OPTIONS, max_positions=64))
     x = ops.parameter([-1, 4], np.float32, name="x")
     ov.save_model(ov.Model([ops.relu(x)], [x]), tmp_path / "openvino_model.xml")
     with pytest.raises(BundleError, match="keeps no cache of its own"):

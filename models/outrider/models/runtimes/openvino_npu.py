@@ -3,33 +3,27 @@
 An NPU runs static shapes only. The plugin makes two models of a stateful IR, one for a whole prompt and one for a few
 tokens on a cache, and tells them apart by the first position: several tokens from position 0 on are a prompt. Its cache
 is cut back by sending a smaller position; what lies beyond is ignored only if the attention mask says so, therefore
-every mask here spans the whole cache. Two things that the plugin (2026.4.1) does silently wrong are kept from the
-caller:
+every mask here spans the whole cache. One thing that the plugin (2026.4.1) does silently wrong is kept from the
+caller here: a cache that is cut back right after a prompt, before any cached step, keeps the *last* tokens of the
+prompt instead of the first. One cached step at the prompt's end moves the keys and values over in full; it is run, and
+forgotten, when such a cut is extended.
 
-* A cache that is cut back right after a prompt, before any cached step, keeps the *last* tokens of the prompt instead
-  of the first. One cached step at the prompt's end moves the keys and values over in full; it is run, and forgotten,
-  when such a cut is extended.
-* A cache in u8 or i8 gives wrong logits; it is refused.
-
-Knows nothing of weights: INT8, full INT8 and FP32 all run.
+Knows nothing of weights, INT8, full INT8 and FP32 all run, and nothing of compiling: see `npu_compile`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
-import openvino as ov
 from numpy.typing import NDArray
 
-from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
-from outrider.models.manifest import StaticShapes
+from outrider.models.errors import ConfigError
 from outrider.models.runtimes.base import ModelLimits, RuntimeOptions
-from outrider.models.runtimes.openvino_graph import failure_reason, find_ir, longest_sequence, shared_tensor
-
-_KV_PRECISIONS: Final = ("auto", "f16", "f32")
+from outrider.models.runtimes.npu_compile import compile_for_npu, compiled_shapes, port_names
+from outrider.models.runtimes.openvino_graph import find_ir, longest_sequence, shared_tensor
 
 
 class OpenVinoNpuRuntime:
@@ -51,11 +45,11 @@ class OpenVinoNpuRuntime:
         # The cached model's own tokens take the last of the positions, so these hold no past.
         self._capacity = shapes.max_positions - shapes.step_len
         longest = min(longest_sequence(xml, options), asked.max_positions, self._capacity)
-        compiled = _compile(xml, shapes, options)
+        compiled = compile_for_npu(xml, shapes, options)
         self._limits = ModelLimits(compiled.output("logits").partial_shape[-1].get_length(), longest)
         self._is_emulated = options.emulate_npu
         self._request: Any = compiled.create_infer_request()
-        self._has_beams = any("beam_idx" in port.get_names() for port in compiled.inputs)
+        self._has_beams = "beam_idx" in port_names(compiled.inputs)
         self._length = 0
         self._num_unmoved = 0  # tokens of a prompt that no cached step has followed yet
         self._mask = np.ones(self._capacity + self._step_len, np.int64)  # past, then a step's own tokens
@@ -154,7 +148,7 @@ class OpenVinoNpuRuntime:
 
     def _infer(self, tokens: Sequence[int], mask: NDArray[np.int64]) -> None:
         past, end = self._length, self._length + len(tokens)
-        tensors = {
+        tensors: dict[str, NDArray[Any]] = {
             "input_ids": np.array([tokens], np.int64),
             "position_ids": np.arange(past, end, dtype=np.int64)[None],
             "attention_mask": mask,
@@ -176,95 +170,3 @@ class OpenVinoNpuRuntime:
         """Releases model and cache; safe to call twice."""
         self._request = None
         self._bound = ()
-
-
-def compiled_shapes(shapes: StaticShapes) -> StaticShapes:
-    """What the plugin makes of the asked lengths: it rounds prompt and response up to 64, steps of several to 8.
-
-    Raises ConfigError when the response has no room for one step.
-    """
-    step_len = 1 if shapes.step_len == 1 else _up(shapes.step_len, 8)
-    rounded = StaticShapes(
-        prompt_len=_up(shapes.prompt_len, 64), response_len=_up(shapes.response_len, 64), step_len=step_len
-    )
-    if rounded.step_len >= rounded.response_len:
-        raise ConfigError(
-            f"a step of {rounded.step_len} tokens leaves no room in a response of {rounded.response_len}; expected a "
-            "step_len well below response_len"
-        )
-    return rounded
-
-
-def npu_properties(shapes: StaticShapes, options: RuntimeOptions) -> dict[str, str]:
-    """What an IR is compiled with for an NPU; `options.properties` has the last word. ConfigError for bad options."""
-    if options.kv_precision not in _KV_PRECISIONS:
-        raise ConfigError(
-            f"kv_precision is {options.kv_precision!r}; expected one of {', '.join(_KV_PRECISIONS)} on the NPU's path, "
-            "whose u8 cache gives wrong logits"
-        )
-    properties = {
-        "NPU_USE_NPUW": "YES",
-        "NPUW_LLM": "YES",
-        "NPUW_LLM_MAX_PROMPT_LEN": str(shapes.prompt_len),
-        "NPUW_LLM_MIN_RESPONSE_LEN": str(shapes.response_len),
-        "NPUW_LLM_MAX_GENERATION_TOKEN_LEN": str(shapes.step_len),
-        # One device, said outright: with a list the plugin would go on to the next in silence.
-        "NPUW_DEVICES": "CPU" if options.emulate_npu else "NPU",
-        # Compiled whole: slower to compile, quicker to run, and cut into repeated blocks, as is the default, some
-        # models fail ("Model references undeclared parameters"), the bundled draft among them.
-        "NPUW_ONLINE_PIPELINE": "NONE",
-    }
-    if options.kv_precision != "auto":
-        properties["KV_CACHE_PRECISION"] = options.kv_precision
-    if options.cache_dir is not None:
-        properties["CACHE_DIR"] = options.cache_dir
-    return properties | options.properties
-
-
-def npu_core(options: RuntimeOptions) -> Any:
-    """An OpenVINO core to compile for an NPU with, its own because the emulation changes how it treats the CPU.
-
-    Raises RuntimeUnavailable when there is no NPU and no emulation was asked for.
-    """
-    core = ov.Core()
-    if options.emulate_npu:
-        # Set on the device, because a model that comes from the cache has forgotten what it was compiled with; the
-        # default, bf16, is off by 0.04 where f32 is off by 0.001. Pinned threads of two processes would meet.
-        emulated: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "ENABLE_CPU_PINNING": "NO"}
-        if options.num_threads:
-            emulated["INFERENCE_NUM_THREADS"] = options.num_threads
-        core.set_property("CPU", emulated)
-    elif not any(device.split(".")[0] == "NPU" for device in core.available_devices):
-        raise RuntimeUnavailable(
-            f"OpenVINO finds no NPU on this machine, only {', '.join(core.available_devices) or 'no device'}; install "
-            "the NPU's driver (on Linux the user also needs access to /dev/accel), run the draft on the CPU "
-            "(--draft-device cpu), or try the NPU's path on the CPU with --emulate-npu"
-        )
-    return core
-
-
-def _compile(xml: Path, shapes: StaticShapes, options: RuntimeOptions) -> Any:
-    if options.num_threads < 0:
-        raise ConfigError(f"num_threads is {options.num_threads}; expected 0 (the runtime's choice) or more")
-    if options.device != "CPU" and options.device.split(".")[0] != "NPU":
-        raise ConfigError(f"device is {options.device!r}; expected NPU, or NPU.0 and the like where there are several")
-    properties = npu_properties(shapes, options)
-    core = npu_core(options)
-    model = core.read_model(xml)
-    if not model.get_variables():
-        raise BundleError(
-            f"{xml} keeps no cache of its own; expected the stateful decoder that `outrider-export` or optimum-intel's "
-            "default text-generation export writes"
-        )
-    device = "NPU" if options.device == "CPU" else options.device  # "CPU" is what nobody chose: the default
-    try:
-        return core.compile_model(model, device, properties)
-    except RuntimeError as error:
-        raise RuntimeUnavailable(
-            f"OpenVINO cannot compile {xml} for the NPU: {failure_reason(error)}; update the NPU's driver, or run the "
-            "draft on the CPU (--draft-device cpu)"
-        ) from error
-
-
-def _up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple

@@ -1,0 +1,128 @@
+"""Compiles a stateful IR for the NPU plugin's language-model path, on an NPU or emulated on the CPU.
+
+Knows shapes, properties and devices; what is done with the compiled model is `openvino_npu`'s business. What of the
+plugin (2026.4.1) is silently wrong is refused: a cache in u8 or i8. So is what it could not drive: a model without
+positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import openvino as ov
+
+from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
+from outrider.models.manifest import StaticShapes
+from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.runtimes.openvino_graph import failure_reason
+
+_KV_PRECISIONS: Final = ("auto", "f16", "f32")
+
+
+def compiled_shapes(shapes: StaticShapes) -> StaticShapes:
+    """What the plugin makes of the asked lengths: it rounds prompt and response up to 64, steps of several to 8.
+
+    Raises ConfigError when the response has no room for one step.
+    """
+    step_len = 1 if shapes.step_len == 1 else _up(shapes.step_len, 8)
+    rounded = StaticShapes(
+        prompt_len=_up(shapes.prompt_len, 64), response_len=_up(shapes.response_len, 64), step_len=step_len
+    )
+    if rounded.step_len >= rounded.response_len:
+        raise ConfigError(
+            f"a step of {rounded.step_len} tokens leaves no room in a response of {rounded.response_len}; expected a "
+            "step_len well below response_len"
+        )
+    return rounded
+
+
+def npu_properties(shapes: StaticShapes, options: RuntimeOptions) -> dict[str, str]:
+    """What an IR is compiled with for an NPU; `options.properties` has the last word. ConfigError for bad options."""
+    if options.kv_precision not in _KV_PRECISIONS:
+        raise ConfigError(
+            f"kv_precision is {options.kv_precision!r}; expected one of {', '.join(_KV_PRECISIONS)} on the NPU's path, "
+            "whose u8 cache gives wrong logits"
+        )
+    properties = {
+        "NPU_USE_NPUW": "YES",
+        "NPUW_LLM": "YES",
+        "NPUW_LLM_MAX_PROMPT_LEN": str(shapes.prompt_len),
+        "NPUW_LLM_MIN_RESPONSE_LEN": str(shapes.response_len),
+        "NPUW_LLM_MAX_GENERATION_TOKEN_LEN": str(shapes.step_len),
+        # One device, said outright: with a list the plugin would go on to the next in silence.
+        "NPUW_DEVICES": "CPU" if options.emulate_npu else "NPU",
+        # Compiled whole: slower to compile, quicker to run, and cut into repeated blocks, as is the default, some
+        # models fail ("Model references undeclared parameters"), the bundled draft among them.
+        "NPUW_ONLINE_PIPELINE": "NONE",
+    }
+    if options.kv_precision != "auto":
+        properties["KV_CACHE_PRECISION"] = options.kv_precision
+    if options.cache_dir is not None:
+        properties["CACHE_DIR"] = options.cache_dir
+    return properties | options.properties
+
+
+def npu_core(options: RuntimeOptions) -> Any:
+    """An OpenVINO core to compile for an NPU with, its own because the emulation changes how it treats the CPU.
+
+    Raises RuntimeUnavailable when there is no NPU and no emulation was asked for.
+    """
+    core = ov.Core()
+    if options.emulate_npu:
+        # Set on the device, because a model that comes from the cache has forgotten what it was compiled with; the
+        # default, bf16, is off by 0.04 where f32 is off by 0.001. Pinned threads of two processes would meet.
+        emulated: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "ENABLE_CPU_PINNING": "NO"}
+        if options.num_threads:
+            emulated["INFERENCE_NUM_THREADS"] = options.num_threads
+        core.set_property("CPU", emulated)
+    elif not any(device.split(".")[0] == "NPU" for device in core.available_devices):
+        raise RuntimeUnavailable(
+            f"OpenVINO finds no NPU on this machine, only {', '.join(core.available_devices) or 'no device'}; install "
+            "the NPU's driver (on Linux the user also needs access to /dev/accel), run the draft on the CPU "
+            "(--draft-device cpu), or try the NPU's path on the CPU with --emulate-npu"
+        )
+    return core
+
+
+def compile_for_npu(xml: Path, shapes: StaticShapes, options: RuntimeOptions) -> Any:
+    """The IR compiled for `shapes`, as `compiled_shapes` gives them: minutes on an NPU, the first time.
+
+    Raises BundleError for a model that the path cannot drive, ConfigError for an option out of range,
+    RuntimeUnavailable when there is no NPU and no emulation was asked for, or nothing that compiles for it.
+    """
+    if options.num_threads < 0:
+        raise ConfigError(f"num_threads is {options.num_threads}; expected 0 (the runtime's choice) or more")
+    if options.device != "CPU" and options.device.split(".")[0] != "NPU":
+        raise ConfigError(f"device is {options.device!r}; expected NPU, or NPU.0 and the like where there are several")
+    properties = npu_properties(shapes, options)
+    core = npu_core(options)
+    model = core.read_model(xml)
+    if not model.get_variables():
+        raise BundleError(
+            f"{xml} keeps no cache of its own; expected the stateful decoder that `outrider-export` or optimum-intel's "
+            "default text-generation export writes"
+        )
+    if missing := {"input_ids", "attention_mask", "position_ids"} - port_names(model.inputs):
+        raise BundleError(
+            f"{xml} takes no {', '.join(sorted(missing))}, by which the NPU's path tells a prompt from a cached step; "
+            "models without positions, such as Bloom, run on the CPU (--draft-device cpu)"
+        )
+    device = "NPU" if options.device == "CPU" else options.device  # "CPU" is what nobody chose: the default
+    try:
+        return core.compile_model(model, device, properties)
+    except RuntimeError as error:
+        raise RuntimeUnavailable(
+            f"OpenVINO cannot compile {xml} for the NPU: {failure_reason(error)}; update the NPU's driver, or run the "
+            "draft on the CPU (--draft-device cpu)"
+        ) from error
+
+
+def _up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def port_names(ports: Sequence[Any]) -> set[str]:
+    """All names of a model's inputs or outputs."""
+    return {name for port in ports for name in port.get_names()}
