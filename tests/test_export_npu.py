@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests.conftest import TINY_VOCAB
 
 from outrider.export import symmetric
 from outrider.export.calibration import NUM_TEXTS, TEXT_TOKENS, complete_texts, quantize_fully
+from outrider.export.npu import compile_ahead
 from outrider.export.openvino_ir import save_ir
 from outrider.export.symmetric import (
     SymmetricWeights,
@@ -25,7 +28,7 @@ from outrider.export.symmetric import (
     quantize_symmetric,
     read_dequantized,
 )
-from outrider.models.errors import ExportError
+from outrider.models.errors import BundleError, ExportError, RuntimeUnavailable
 from outrider.models.manifest import StaticShapes
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.openvino_graph import load_paged_model
@@ -289,3 +292,68 @@ def test_a_continuation_is_sampled_from_the_model(
     written = range(len(TOKENS), TEXT_TOKENS)
     params = SamplingParams(temperature=1.0, seed=0)
     assert [pick(logits[i - 1], params, i) for i in written] == [text[i] for i in written]
+
+
+def test_a_blob_made_ahead_is_taken_instead_of_the_ir(bundle: Path, tmp_path: Path) -> None:
+    """Compiled here, exported, and imported by the runtime from beside the IR, with the IR's own logits."""
+    for name in (XML, "openvino_model.bin", "config.json"):
+        shutil.copyfile(bundle / name, tmp_path / name)
+    assert NPU.static_shapes is not None
+    blob = compile_ahead(tmp_path, NPU.static_shapes, tmp_path, emulate_npu=True)
+    assert blob == tmp_path / "openvino_model.cpu-64-64-8.blob"
+    of_ir, of_blob = OpenVinoNpuRuntime(bundle, NPU), OpenVinoNpuRuntime(tmp_path, NPU)
+    assert of_ir.limits == of_blob.limits
+    assert np.array_equal(of_ir.extend(TOKENS[:40]), of_blob.extend(TOKENS[:40]))
+    assert np.array_equal(of_ir.extend_rows(TOKENS[40:45]), of_blob.extend_rows(TOKENS[40:45]))
+    # No graph to compile: what ran above cannot have been the IR.
+    (tmp_path / XML).write_text("<net/>")
+    OpenVinoNpuRuntime(tmp_path, NPU).close()
+    with pytest.raises(BundleError, match="cannot be read as an IR"):
+        OpenVinoNpuRuntime(tmp_path, replace(NPU, kv_precision="f32"))
+
+
+def test_a_blob_of_another_version_is_passed_over(
+    bundle: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be read as a blob is compiled anew from the IR, and the log says so."""
+    for name in (XML, "openvino_model.bin", "config.json"):
+        shutil.copyfile(bundle / name, tmp_path / name)
+    assert NPU.static_shapes is not None
+    blob = compile_ahead(tmp_path, NPU.static_shapes, tmp_path, emulate_npu=True)
+    raw = bytearray(blob.read_bytes())
+    raw[raw.index(b"npuwLLMCMO") + 10] ^= 1  # the major version
+    blob.write_bytes(raw)
+    with caplog.at_level(logging.WARNING, logger="outrider"):
+        runtime = OpenVinoNpuRuntime(tmp_path, NPU)
+    assert "not for this OpenVINO or driver" in caplog.text and "compiling anew" in caplog.text
+    assert np.isfinite(runtime.extend(TOKENS[:5])).all()
+    runtime.close()
+
+
+def test_without_the_npus_compiler_it_says_where_to_get_it(bundle: Path, tmp_path: Path) -> None:
+    """The pip package has none on Linux: the error names the library, where it comes from, and what happens without."""
+    assert NPU.static_shapes is not None
+    if npu_compiler_is_here():
+        pytest.skip("this machine has an NPU compiler")
+    with pytest.raises(RuntimeUnavailable, match=r"no NPU compiler: .*npu_compiler.*driver.*at its first run"):
+        compile_ahead(bundle, NPU.static_shapes, tmp_path, platform="NPU4000")
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_failure_is_told_as_it_is(tmp_path: Path) -> None:
+    """What OpenVINO says of a graph that is no language model, not that the compiler were missing."""
+    assert NPU.static_shapes is not None
+    inputs = [ops.parameter([-1, -1], np.int64, name=name) for name in ("input_ids", "attention_mask", "position_ids")]
+    for node in inputs:
+        node.output(0).set_names({node.get_friendly_name()})
+    kept = ops.read_value(ops.constant(np.zeros((1, 1), np.int64)), "kept")
+    total = ops.add(ops.add(inputs[0], inputs[1]), ops.add(inputs[2], kept))
+    model = ov.Model([ops.result(total)], [ops.assign(total, "kept")], inputs, "no language model")
+    ov.save_model(model, tmp_path / XML)
+    with pytest.raises(RuntimeUnavailable, match=r"cannot compile .* ahead of time: .*name the NPU to compile for"):
+        compile_ahead(tmp_path, NPU.static_shapes, tmp_path, emulate_npu=True)
+
+
+def npu_compiler_is_here() -> bool:
+    """Whether OpenVINO was installed with the NPU's compiler."""
+    return bool(list((Path(ov.__file__).parent / "libs").glob("*npu_compiler*")))

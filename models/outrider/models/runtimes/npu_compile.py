@@ -7,6 +7,7 @@ positions.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +18,8 @@ from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.manifest import StaticShapes
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.openvino_graph import failure_reason
+
+logger = logging.getLogger(__name__)
 
 _KV_PRECISIONS: Final = ("auto", "f16", "f32")
 
@@ -64,11 +67,16 @@ def npu_properties(shapes: StaticShapes, options: RuntimeOptions) -> dict[str, s
     return properties | options.properties
 
 
-def npu_core(options: RuntimeOptions) -> Any:
+def npu_core(options: RuntimeOptions, *, needs_device: bool = True) -> Any:
     """An OpenVINO core to compile for an NPU with, its own because the emulation changes how it treats the CPU.
 
-    Raises RuntimeUnavailable when there is no NPU and no emulation was asked for.
+    Raises ConfigError for an option out of range, RuntimeUnavailable when there is no NPU, none is emulated and one is
+    needed.
     """
+    if options.num_threads < 0:
+        raise ConfigError(f"num_threads is {options.num_threads}; expected 0 (the runtime's choice) or more")
+    if options.device != "CPU" and options.device.split(".")[0] != "NPU":
+        raise ConfigError(f"device is {options.device!r}; expected NPU, or NPU.0 and the like where there are several")
     core = ov.Core()
     if options.emulate_npu:
         # Set on the device, because a model that comes from the cache has forgotten what it was compiled with; the
@@ -77,7 +85,7 @@ def npu_core(options: RuntimeOptions) -> Any:
         if options.num_threads:
             emulated["INFERENCE_NUM_THREADS"] = options.num_threads
         core.set_property("CPU", emulated)
-    elif not any(device.split(".")[0] == "NPU" for device in core.available_devices):
+    elif needs_device and not any(device.split(".")[0] == "NPU" for device in core.available_devices):
         raise RuntimeUnavailable(
             f"OpenVINO finds no NPU on this machine, only {', '.join(core.available_devices) or 'no device'}; install "
             "the NPU's driver (on Linux the user also needs access to /dev/accel), run the draft on the CPU "
@@ -89,16 +97,34 @@ def npu_core(options: RuntimeOptions) -> Any:
 def compile_for_npu(xml: Path, shapes: StaticShapes, options: RuntimeOptions) -> Any:
     """The IR compiled for `shapes`, as `compiled_shapes` gives them: minutes on an NPU, the first time.
 
+    A blob beside the IR that was made for these shapes is taken instead, unless the options ask for something that it
+    was not made with; one that this OpenVINO or driver does not read is passed over, with a warning.
     Raises BundleError for a model that the path cannot drive, ConfigError for an option out of range,
     RuntimeUnavailable when there is no NPU and no emulation was asked for, or nothing that compiles for it.
     """
-    if options.num_threads < 0:
-        raise ConfigError(f"num_threads is {options.num_threads}; expected 0 (the runtime's choice) or more")
-    if options.device != "CPU" and options.device.split(".")[0] != "NPU":
-        raise ConfigError(f"device is {options.device!r}; expected NPU, or NPU.0 and the like where there are several")
-    properties = npu_properties(shapes, options)
     core = npu_core(options)
-    model = core.read_model(xml)
+    blob = blob_path(xml, shapes, emulated=options.emulate_npu)
+    if blob.is_file() and options.kv_precision == "auto" and not options.properties:
+        try:
+            return core.import_model(blob.read_bytes(), "NPU", {"WEIGHTS_PATH": str(xml.with_suffix(".bin"))})
+        except RuntimeError as error:
+            logger.warning("%s is not for this OpenVINO or driver (%s); compiling anew", blob, failure_reason(error))
+    try:
+        return compile_ir(core, xml, shapes, options)
+    except RuntimeError as error:
+        raise RuntimeUnavailable(
+            f"OpenVINO cannot compile {xml} for the NPU: {failure_reason(error)}; update the NPU's driver, or run the "
+            "draft on the CPU (--draft-device cpu)"
+        ) from error
+
+
+def compile_ir(core: Any, xml: Path, shapes: StaticShapes, options: RuntimeOptions) -> Any:
+    """As `compile_for_npu`, whether or not there is a device, and never from a blob; OpenVINO's own RuntimeError."""
+    properties = npu_properties(shapes, options)
+    try:
+        model = core.read_model(xml)
+    except RuntimeError as error:
+        raise BundleError(f"{xml} cannot be read as an IR ({failure_reason(error)}); export the model again") from error
     if not model.get_variables():
         raise BundleError(
             f"{xml} keeps no cache of its own; expected the stateful decoder that `outrider-export` or optimum-intel's "
@@ -109,14 +135,14 @@ def compile_for_npu(xml: Path, shapes: StaticShapes, options: RuntimeOptions) ->
             f"{xml} takes no {', '.join(sorted(missing))}, by which the NPU's path tells a prompt from a cached step; "
             "models without positions, such as Bloom, run on the CPU (--draft-device cpu)"
         )
-    device = "NPU" if options.device == "CPU" else options.device  # "CPU" is what nobody chose: the default
-    try:
-        return core.compile_model(model, device, properties)
-    except RuntimeError as error:
-        raise RuntimeUnavailable(
-            f"OpenVINO cannot compile {xml} for the NPU: {failure_reason(error)}; update the NPU's driver, or run the "
-            "draft on the CPU (--draft-device cpu)"
-        ) from error
+    # "CPU" is what nobody chose: the default.
+    return core.compile_model(model, "NPU" if options.device == "CPU" else options.device, properties)
+
+
+def blob_path(xml: Path, shapes: StaticShapes, *, emulated: bool) -> Path:
+    """Where the compiled form of an IR lies, if it was made ahead of time: beside it, named by what it is for."""
+    device = "cpu" if emulated else "npu"
+    return xml.with_name(f"{xml.stem}.{device}-{shapes.prompt_len}-{shapes.response_len}-{shapes.step_len}.blob")
 
 
 def _up(length: int, multiple: int) -> int:

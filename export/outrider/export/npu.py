@@ -1,0 +1,59 @@
+"""Compiling for an NPU ahead of time, on the build machine, where OpenVINO has the NPU's compiler.
+
+It comes with the NPU's driver and with OpenVINO's toolkit archive, not with the package that pip installs on Linux.
+Without it nothing is lost but the first run's minutes: a bundle holds IR, which the device compiles and keeps.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+from outrider.models.errors import RuntimeUnavailable
+from outrider.models.manifest import StaticShapes
+from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.runtimes.npu_compile import blob_path, compile_ir, compiled_shapes, npu_core
+from outrider.models.runtimes.openvino_graph import failure_reason, find_ir
+
+_COMPILER: Final = re.compile(r"[\w.-]*npu[\w-]*compiler[\w.-]*", re.IGNORECASE)
+_OTHERWISE: Final = "leave the bundle as it is: the device compiles it at its first run, and keeps the result"
+
+
+def compile_ahead(
+    xml: Path, shapes: StaticShapes, destination: Path, *, platform: str | None = None, emulate_npu: bool = False
+) -> Path:
+    """Compiles the stateful IR at `xml` and writes the blob to the directory `destination`; returns the blob's path.
+
+    `OpenVinoNpuRuntime` takes it when it lies beside the IR, for the same shapes. It holds no weights: the IR's `.bin`
+    stays needed. A blob is for one kind of NPU and one version of OpenVINO; elsewhere the IR is compiled.
+    platform: the NPU to compile for, as OpenVINO names it ("NPU4000"); None takes this machine's.
+    emulate_npu: for the emulation on the CPU instead: to try the way a blob goes.
+    Raises RuntimeUnavailable when there is no compiler, or it refuses; BundleError for an IR that an NPU cannot run.
+    """
+    xml = find_ir(xml)
+    lengths = compiled_shapes(shapes)
+    properties = {} if platform is None else {"NPU_PLATFORM": platform}
+    options = RuntimeOptions(device="NPU", static_shapes=shapes, emulate_npu=emulate_npu, properties=properties)
+    try:
+        compiled = compile_ir(npu_core(options, needs_device=False), xml, lengths, options)
+        blob = compiled.export_model()
+    except RuntimeError as error:
+        raise _unavailable(xml, platform, str(error), failure_reason(error)) from error
+    path = destination / blob_path(xml, lengths, emulated=emulate_npu).name
+    path.write_bytes(blob.getbuffer())
+    return path
+
+
+def _unavailable(xml: Path, platform: str | None, message: str, reason: str) -> RuntimeUnavailable:
+    """What a failed compilation means: OpenVINO has one kind of error for all of them."""
+    library = _COMPILER.search(message)
+    if library and ("Cannot load library" in message or "compiler loading failed" in message):
+        return RuntimeUnavailable(
+            f"this machine has no NPU compiler: OpenVINO finds no {library[0]}. It comes with the NPU's driver and "
+            f"with OpenVINO's toolkit archive, not with the pip package; install one of these, or {_OTHERWISE}"
+        )
+    which = "name the NPU to compile for (such as NPU4000)" if platform is None else f"see that {platform} is an NPU"
+    return RuntimeUnavailable(
+        f"OpenVINO cannot compile {xml} ahead of time: {reason}; {which} and update the NPU's driver, or {_OTHERWISE}"
+    )
