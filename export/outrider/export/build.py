@@ -127,7 +127,6 @@ def _build_onnx(job: Job) -> Quantization | None:
         place_files(job.store.get(job.key("genai", precision=precision, on=provider), build), job.directory)
         return _onnx_quantization(precision, "onnxruntime-genai")
     from outrider.export.onnx_dynamo import export_with_dynamo
-
     from outrider.export.onnx_quantize import quantize_weights
 
     def export(directory: Path) -> None:

@@ -18,7 +18,7 @@ MODEL_FILE: Final = "model.onnx"
 FIRST_ROW: Final = "first_row"
 # Between the LM head and the logits only these may stand: each works row by row, so it commutes with a choice of rows.
 _ROW_WISE: Final = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Sub", "Tanh"})
-_PRODUCTS: Final = frozenset({"MatMul", "MatMulNBits", "FusedMatMul"})
+_PRODUCTS: Final = frozenset({"MatMul", "MatMulNBits", "FusedMatMul", "Gemm"})
 _LOGGERS: Final = ("onnxruntime", "onnxscript", "onnx_ir", "torch.onnx")
 _TO_THE_END: Final = 2**63 - 1
 

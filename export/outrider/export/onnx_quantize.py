@@ -8,6 +8,7 @@ INT8 of ONNX Runtime, took 1.6 times as long a token. Everything but these matri
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -34,7 +35,7 @@ def quantize_weights(src_onnx: Path, destination: Path, bits: Literal[8, 4]) -> 
         model: Any = ir.load(src_onnx)
         graph = model.graph
         head = find_lm_head(graph)
-        products = [node for node in graph if node.op_type == "MatMul" and _matrix(node.inputs[1]) is not None]
+        products = [node for node in graph if _matrix(node) is not None]
         if not products:
             raise ExportError(f"{src_onnx} has no product with a constant matrix; there is nothing to quantize")
         matrices: dict[tuple[str, int], tuple[Any, Any]] = {}
@@ -46,24 +47,42 @@ def quantize_weights(src_onnx: Path, destination: Path, bits: Literal[8, 4]) -> 
         save_model(model, destination)
 
 
-def _matrix(value: Any) -> tuple[Any, bool] | None:
-    """The constant [K, N] behind a product's second input, and whether it is held transposed; None if there is none."""
-    if value.is_initializer() and len(value.shape) == 2:
-        return value, False
-    node = value.producer()
-    if node is not None and node.op_type == "Transpose" and node.inputs[0].is_initializer():
-        return node.inputs[0], True
-    return None
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A product's constant: [N, K] if transposed, else [K, N]. alpha: what the product is multiplied with."""
+
+    value: Any
+    is_transposed: bool
+    alpha: float = 1.0
+
+
+def _matrix(node: Any) -> _Matrix | None:
+    """The constant of a product worth quantizing; None for other nodes."""
+    if node.op_type not in ("MatMul", "FusedMatMul", "Gemm"):
+        return None
+    flags = {name: attribute.value for name, attribute in node.attributes.items()}
+    alpha = float(flags.get("alpha", 1.0))
+    if any(flags.get(name) for name in ("transA", "transBatchA", "transBatchB")) or flags.get("beta", 1.0) != 1.0:
+        return None
+    value, is_transposed = node.inputs[1], bool(flags.get("transB"))
+    before = value.producer()
+    if before is not None and before.op_type == "Transpose" and len(before.inputs[0].shape or ()) == 2:
+        value, is_transposed = before.inputs[0], not is_transposed
+    if not value.is_initializer() or value.const_value is None or len(value.shape) != 2:
+        return None
+    if value.shape[1 if is_transposed else 0] < BLOCK_SIZE or (node.op_type == "Gemm" and alpha != 1.0):
+        return None  # shorter than a block: frequencies of rotary embedding, no layer of the model
+    return _Matrix(value, is_transposed, alpha)
 
 
 def _quantize_product(graph: Any, node: Any, bits: int, matrices: dict[tuple[str, int], tuple[Any, Any]]) -> None:
     import onnx_ir as ir
 
-    found = _matrix(node.inputs[1])
+    found = _matrix(node)
     assert found is not None
-    value, is_transposed = found
+    value = found.value
     weights = value.const_value.numpy()
-    weights = weights.T if is_transposed else weights
+    weights = weights.T if found.is_transposed else weights
     if (value.name, bits) not in matrices:
         packed, scales = quantize_blocks(weights, bits)
         matrices[value.name, bits] = (
@@ -78,7 +97,13 @@ def _quantize_product(graph: Any, node: Any, bits: int, matrices: dict[tuple[str
         domain=_CONTRIB,
         name=f"{node.name}_Q{bits}",
     )
-    swap_node(graph, node, [product])
+    nodes = [product]
+    if found.alpha != 1.0:
+        alpha = add_initializer(graph, f"{node.name}_alpha", np.array(found.alpha, np.float32))
+        nodes.append(ir.node("Mul", [product.outputs[0], alpha], name=f"{node.name}_scaled"))
+    if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
+        nodes.append(ir.node("Add", [product.outputs[0], node.inputs[2]], name=f"{node.name}_bias"))
+    swap_node(graph, node, nodes)
 
 
 def quantize_embedding(model: Any) -> None:
