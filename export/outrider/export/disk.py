@@ -1,6 +1,6 @@
 """Disks that are full or may not be written to: known before the work where it can be, told in one message where not.
 
-Python's own writers raise OSError; safetensors and OpenVINO raise errors of their own, of which only the words tell.
+Python's own writers raise OSError with a number; of what safetensors, numpy and OpenVINO raise, only the words tell.
 Knows nothing of models.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,10 +18,13 @@ from typing import Final
 from outrider.models.errors import DiskFull, ExportError
 
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
-# Of safetensors (Rust's words for the system's error) on Linux and macOS, and on Windows.
-_NO_ROOM_WORDS: Final = ("no space left on device", "quota exceeded", "not enough space on the disk")
-# All that OpenVINO says, and it removes what it had written: how full the disk was cannot be seen afterwards.
-_STREAM_WORDS: Final = "iostream error"
+# Of writers that raise no OSError with a number: safetensors (Rust's words for the system's error, on Linux and macOS,
+# and on Windows), numpy's `tofile`, through which onnx_ir writes ("32768 requested and 4096 written"), and OpenVINO,
+# which says no more than this and removes what it had written, so that how full the disk was cannot be seen afterwards.
+_NO_ROOM_WORDS: Final = re.compile(
+    r"no space left on device|quota exceeded|not enough space on the disk|\d+ requested and \d+ written|iostream error",
+    re.IGNORECASE,
+)
 _NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 
 
@@ -95,10 +99,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _says_no_room(error: BaseException) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in _NO_ROOM
-    said = str(error).lower()
-    return any(words in said for words in _NO_ROOM_WORDS) or _STREAM_WORDS in said
+    number = error.errno if isinstance(error, OSError) else None
+    return number in _NO_ROOM if number is not None else _NO_ROOM_WORDS.search(str(error)) is not None
 
 
 def _is_refusal(error: OSError, places: tuple[Path, ...]) -> bool:

@@ -20,8 +20,8 @@ _BYTES_A_WEIGHT: Final[dict[Precision, float]] = {
     "int4": 0.5,
 }
 _GRAPH_AND_TOKENIZER: Final = 1 << 20
-# Rows of logits that `truth` keeps: two texts of the parity check and up to six held-out ones.
-_TRUTH_ROWS: Final = 64 + 57 + 6 * 24
+# Rows of logits that `truth` keeps: of the parity check's passages, about 70 each, and of six held-out texts.
+_TRUTH_ROWS: Final = 2 * 70 + 6 * 24
 
 
 def finished_bytes(source: SourceModel, options: ExportOptions) -> float:

@@ -1,0 +1,388 @@
+"""What goes wrong around an export: full disks, kills, other exports. The destination stays what it was, and the next
+try goes on where the last one was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
+
+from outrider.export.disk import require_room, telling_of_full_disks
+from outrider.export.openvino_ir import finish_ir
+from outrider.export.parity import ParityReference, Passage
+from outrider.export.pipeline import export_model
+from outrider.export.progress import StageEvent
+from outrider.export.recipes import ExportOptions, RuntimeName
+from outrider.export.safetensors_cast import cast_weights
+from outrider.export.truth import Truth
+from outrider.export.work_store import WorkStore
+from outrider.models.bundle import Bundle
+from outrider.models.errors import DiskFull, ExportError
+from outrider.models.manifest import Precision
+
+MB = 1 << 20
+needs_posix = pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL and no fork on Windows")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen2-type model with its tokenizer, about 200 kB."""
+    directory = tmp_path_factory.mktemp("source") / "tiny"
+    make_tiny_tokenizer(directory)
+    return make_tiny_model("qwen2", directory, vocab_size=320)
+
+
+@pytest.fixture(scope="module")
+def old_bundle(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """What is at the destination already."""
+    return export_model(source, tmp_path_factory.mktemp("old") / "bundle", ExportOptions("target", "fp32", "torch"))
+
+
+class SmallDisk:
+    """A disk of its own, `size` bytes. fill: another program takes all of it but so many bytes."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def fill(self, left: int = 0) -> None:
+        free = shutil.disk_usage(self.place).free
+        with (self.place / "other-program").open("ab") as file:
+            file.write(bytes(max(0, free - left)))
+
+    def contents(self) -> list[str]:
+        """Names of what is on it besides the other program's file."""
+        return sorted(path.name for path in self.place.iterdir() if path.name != "other-program")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """A real file system of 8 MB in memory; where the system does not let us mount one, the test is skipped."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = shutil.which("mount")
+    if mount is None or not hasattr(os, "geteuid") or os.geteuid() != 0:
+        pytest.skip("a small disk can be mounted by root on Linux only")
+    done = subprocess.run([mount, "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+    try:
+        yield SmallDisk(place)
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def save_ir_there(source: Path, place: Path) -> None:
+    """OpenVINO's own writer: what it raises says nothing of the disk."""
+    finish_ir(source, place, "tiny", "int8", "cpu")
+
+
+def cast_there(source: Path, place: Path) -> None:
+    """safetensors' own writer, in Rust."""
+    cast_weights([source / "model.safetensors"], place, "bf16")
+
+
+def copy_there(source: Path, place: Path) -> None:
+    """Weights that have the precision already."""
+    cast_weights([source / "model.safetensors"], place, "fp32")
+
+
+def save_truth_there(source: Path, place: Path) -> None:
+    """numpy's writer."""
+    logits = np.zeros((100, 320), np.float32)
+    Truth(ParityReference(Passage(1, (1, 2), (1, 3), logits, logits)), (), ()).save(place)
+
+
+def save_onnx_there(source: Path, place: Path) -> None:
+    """onnx_ir's writer of external data."""
+    import onnx_ir as ir
+
+    from outrider.export.onnx_graph import add_initializer, save_model
+
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 20}, name="tiny")
+    add_initializer(graph, "weights", np.ones((128, 256), np.float32))
+    save_model(ir.Model(graph, ir_version=10), place)
+
+
+@pytest.mark.parametrize("write", [save_ir_there, cast_there, copy_there, save_truth_there, save_onnx_there])
+@pytest.mark.parametrize("left", [0, 16 << 10])
+def test_every_writer_tells_of_a_full_disk(
+    write: Callable[[Path, Path], None],
+    left: int,
+    small_disk: SmallDisk,
+    source: Path,
+    tiny_ir: Callable[..., Path],
+) -> None:
+    """One error for all of them, whatever the writer raises itself: where, how much is free, and what would help."""
+    place = small_disk.place / "out"
+    place.mkdir()
+    small_disk.fill(left)
+    with (
+        pytest.raises(DiskFull, match=r"the disk is full.* MB for .*--out.*OUTRIDER_CACHE"),
+        telling_of_full_disks(place),
+    ):
+        write(tiny_ir("qwen2") if write is save_ir_there else source, place)
+    (small_disk.place / "other-program").unlink()
+    with telling_of_full_disks(place):
+        write(tiny_ir("qwen2") if write is save_ir_there else source, place)  # and with room it works
+    assert any(place.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("precision", "stage", "left"),
+    [("bf16", "convert", 0), ("bf16", "check", 0), ("bf16", "write", 0), ("int8", "quantize", 64 << 10)],
+)
+def test_a_disk_that_fills_up_leaves_the_destination_as_it_was(
+    small_disk: SmallDisk,
+    source: Path,
+    old_bundle: Bundle,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    precision: Precision,
+    stage: str,
+    left: int,
+) -> None:
+    """Whichever stage finds no room: the old bundle is there, whole, and nothing is beside it."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    place = small_disk.place / "bundle"
+    shutil.copytree(old_bundle.path, place)
+
+    def fill(event: StageEvent) -> None:
+        if event.stage == stage:
+            small_disk.fill(left)
+
+    with pytest.raises(DiskFull, match="the disk is full"):
+        export_model(source, place, options_for(precision), fill)
+    assert Bundle.open(place).manifest == old_bundle.manifest
+    assert small_disk.contents() == ["bundle"]
+    assert results(tmp_path / "cache")  # for the next try
+
+
+def options_for(precision: Precision) -> ExportOptions:
+    """A target, by the torch runtime for BF16, which is quickest, else by OpenVINO."""
+    runtime: RuntimeName = "torch" if precision == "bf16" else "openvino"
+    return ExportOptions("target", precision, runtime, num_threads=1, overwrite=True)
+
+
+@pytest.mark.parametrize(("precision", "stage", "left"), [("bf16", "load", 0), ("int8", "convert", 64 << 10)])
+def test_a_cache_that_fills_up_is_told_of(
+    small_disk: SmallDisk,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    precision: Precision,
+    stage: str,
+    left: int,
+) -> None:
+    """What is made on the way has its own place, and may be what does not fit."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(small_disk.place / "cache"))
+
+    def fill(event: StageEvent) -> None:
+        if event.stage == stage:
+            small_disk.fill(left)
+
+    with pytest.raises(DiskFull, match=f"{small_disk.place}/cache"):
+        export_model(source, tmp_path / "out" / "bundle", options_for(precision), fill)
+    assert not (tmp_path / "out").exists()
+    assert not [name for name in results(small_disk.place / "cache") if "partial" in name]
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_work(
+    small_disk: SmallDisk, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The destination's, the cache's, or one that both are on: with what is needed and what is free."""
+    stages: list[str] = []
+
+    def export(cache: Path, place: Path) -> None:
+        monkeypatch.setenv("OUTRIDER_CACHE", str(cache))
+        export_model(source, place, ExportOptions("draft", "int8"), lambda event: stages.append(event.stage))
+
+    small_disk.fill(left=MB // 2)
+    for cache, place in (
+        (tmp_path / "cache", small_disk.place / "bundle"),
+        (small_disk.place / "cache", tmp_path / "bundle"),
+    ):
+        with pytest.raises(DiskFull, match=rf"needs about [\d.]+ MB at {small_disk.place}.*0\.5 MB are free"):
+            export(cache, place)
+    assert set(stages) == {"read"}
+    room = shutil.disk_usage(small_disk.place).free
+    require_room((small_disk.place / "a", room), (tmp_path, 1.0))
+    with pytest.raises(DiskFull, match="needs about"):
+        require_room((small_disk.place / "a", 0.6 * room), (small_disk.place / "b", 0.6 * room))
+
+
+def test_a_place_that_cannot_be_written_is_named(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file where a directory should be, for the bundle or for the cache."""
+    (tmp_path / "file").write_text("not a directory")
+    with pytest.raises(ExportError, match=r"file.* cannot be written.*--out"):
+        export_model(source, tmp_path / "file" / "bundle", ExportOptions("target", "bf16", "torch"))
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ExportError, match=r"file.* cannot be written.*OUTRIDER_CACHE"):
+        export_model(source, tmp_path / "bundle", ExportOptions("target", "bf16", "torch"))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_other_errors_are_not_taken_for_full_disks(tmp_path: Path) -> None:
+    """Neither one of the source's files nor one of ours."""
+    with pytest.raises(PermissionError), telling_of_full_disks(tmp_path / "out"):
+        raise PermissionError(13, "Permission denied", str(tmp_path / "source" / "model.safetensors"))
+    with pytest.raises(ValueError, match="no such operator"), telling_of_full_disks(tmp_path / "out"):
+        raise ValueError("no such operator")
+
+
+# Imports once and forks for every export, which SIGKILL then ends in the stage that is named.
+EXPORTS_TO_KILL = """
+import json, os, signal, sys
+import openvino, torch, transformers, optimum.exporters.openvino, optimum.intel, nncf
+from outrider.export.pipeline import export_model
+from outrider.export.recipes import ExportOptions
+
+def export(order):
+    stages = []
+    def progress(event):
+        stages.append(event.stage)
+        if event.stage == order["until"]:
+            print(json.dumps({"pid": os.getpid(), "stages": stages}), flush=True)
+            signal.pause()
+    export_model(order["source"], order["out"], ExportOptions("draft", "int8", overwrite=True, num_threads=1), progress)
+    print(json.dumps({"pid": os.getpid(), "stages": stages}), flush=True)
+
+for line in sys.stdin:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            export(json.loads(line))
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    print(json.dumps({"pid": pid, "ended": True}), flush=True)
+"""
+
+
+@needs_posix
+def test_an_export_killed_in_any_stage_leaves_the_destination_and_is_taken_up_again(
+    source: Path, old_bundle: Bundle, tmp_path: Path
+) -> None:
+    """The old bundle stays; what was loaded and converted is not loaded and converted again."""
+    place, cache, errors = tmp_path / "out" / "bundle", tmp_path / "cache", tmp_path / "errors.txt"
+    shutil.copytree(old_bundle.path, place)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OUTRIDER_CACHE": str(cache),
+        "OMP_NUM_THREADS": "1",
+    }
+    with (
+        errors.open("w") as heard,
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", EXPORTS_TO_KILL],
+            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=heard, text=True,
+        ) as process,
+    ):  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+
+        def export(until: str) -> list[str]:
+            assert process.stdin is not None and process.stdout is not None
+            order = {"source": str(source), "out": str(place), "until": until}
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+            told = json.loads(process.stdout.readline() or f'{{"stages": ["failed", {errors.read_text()!r}]}}')
+            if until != "never":
+                os.kill(told["pid"], signal.SIGKILL)
+            assert json.loads(process.stdout.readline())["ended"]
+            return list(told["stages"])
+
+        expected = {
+            "read": ["read"],
+            "load": ["read", "load"],
+            "convert": ["read", "load", "convert"],
+            "quantize": ["read", "load", "convert", "quantize"],  # the load was for `convert`: the truth was kept
+            "check": ["read", "quantize", "check"],
+            "write": ["read", "quantize", "check", "write"],
+        }
+        for until, stages in expected.items():
+            assert export(until) == stages
+            assert Bundle.open(place).manifest == old_bundle.manifest
+            assert len(list(place.parent.glob(".bundle.partial-*"))) == 1  # and the next export removes it
+        assert len(results(cache)) == 2  # the truth and the FP32 IR, which only the first three made
+        assert export("never") == ["read", "quantize", "check", "write"]
+        process.stdin.close()
+    assert Bundle.open(place).manifest.precision == "int8"
+    assert [path.name for path in place.parent.iterdir()] == ["bundle"]
+    assert results(cache) == []
+
+
+def results(cache: Path) -> list[str]:
+    """What a cache holds of stages, locks aside."""
+    work = cache / "work"
+    return sorted(path.name for path in work.iterdir() if path.is_dir()) if work.is_dir() else []
+
+
+def fill(directory: Path) -> None:
+    (directory / "result").write_text("made", encoding="utf-8")
+
+
+def never(directory: Path) -> None:
+    raise AssertionError("this was made already")
+
+
+def test_a_result_that_another_export_uses_stays(tmp_path: Path) -> None:
+    """Two precisions of one model at a time: who ends first does not take the other's files away."""
+    first, second = WorkStore(tmp_path), WorkStore(tmp_path)
+    place = first.get({"stage": "ir"}, fill)
+    assert second.get({"stage": "ir"}, never) == place
+    first.release()
+    assert (place / "result").read_text() == "made"
+    second.release()
+    assert not place.exists()
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == []
+
+
+USE_AND_WAIT = """
+import signal, sys
+from pathlib import Path
+from outrider.export.work_store import WorkStore
+store = WorkStore(Path(sys.argv[1]))
+store.get({"stage": "ir"}, lambda directory: (directory / "result").write_text("made"))
+print("got", flush=True)
+signal.pause()
+"""
+
+
+@needs_posix
+def test_a_killed_user_of_a_result_is_forgotten(tmp_path: Path) -> None:
+    """Its result serves the next export, which then removes it."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", USE_AND_WAIT, str(tmp_path)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "got\n"
+        process.send_signal(signal.SIGKILL)
+    store = WorkStore(tmp_path)
+    place = store.get({"stage": "ir"}, never)
+    store.release()
+    assert not place.exists()
+    assert not list(tmp_path.glob("*.user-*"))
+
+
+def test_a_result_is_never_half_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is stopped while removing leaves something that no export takes for a result."""
+    store = WorkStore(tmp_path)
+    place = store.get({"stage": "ir"}, fill)
+
+    def stop(path: Path, ignore_errors: bool) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(shutil, "rmtree", stop)
+        store.release()
+    assert not place.exists()
+    assert WorkStore(tmp_path).get({"stage": "ir"}, fill) == place  # made anew
+    assert [path for path in tmp_path.iterdir() if "partial" in path.name] == []
