@@ -104,7 +104,9 @@ def _build_openvino(job: Job) -> Quantization | None:
         from outrider.export.calibration import quantize_fully
 
         job.tell("calibrate")
-        quantize_fully(ir, job.directory, held_out_texts(job.source), job.source.name)
+        # The model writes the text itself, so that none of the held-out texts is spent on what they are to judge.
+        bos = job.source.tokenizer.bos_token_id
+        quantize_fully(ir, job.directory, [] if bos is None else [[bos]], job.source.name)
         return Quantization(tool=_tool("nncf"), scheme="w8a8", granularity="row, activations per tensor")
     if options.resolved_precision not in ("fp32", "fp16"):
         job.tell("quantize")
