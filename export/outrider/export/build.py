@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from outrider.export.disk import require_room
 from outrider.export.openvino_ir import convert_to_ir, finish_ir
-from outrider.export.parity import PARITY_TEXT
+from outrider.export.parity import PARITY_TEXT, QUANTIZED
 from outrider.export.progress import Progress, StageEvent
 from outrider.export.recipes import ExportOptions
 from outrider.export.safetensors_cast import cast_weights
@@ -90,7 +90,28 @@ def build(job: Job) -> tuple[Truth, Quantization | None]:
     return Truth.load(place), quantization
 
 
-def _build_openvino(job: Job) -> Quantization | None:
+def build_twin(job: Job) -> Path | None:
+    """The same graph unquantized, in a folder of its own: it shows errors that hide in the noise of quantization.
+
+    None where nothing is quantized.
+    """
+    if job.options.resolved_precision not in QUANTIZED:
+        return None
+    if job.options.resolved_runtime == "openvino":
+        graph = _ir(job)
+    else:
+        from outrider.export.onnx_builder import supports
+
+        graph = _genai_graph(job, "fp32", "cpu") if supports(job.source.config) else _dynamo_graph(job)
+    twin = job.scratch / "twin"
+    twin.mkdir()
+    place_files(graph, twin)
+    return twin
+
+
+def _ir(job: Job) -> Path:
+    """The FP32 IR."""
+
     def convert(directory: Path) -> None:
         job.require_room(directory)
         model = job.loaded.model()
@@ -99,6 +120,11 @@ def _build_openvino(job: Job) -> Quantization | None:
 
     ir = job.store.get(job.key("ir"), convert)
     job.loaded.let_go()
+    return ir
+
+
+def _build_openvino(job: Job) -> Quantization | None:
+    ir = _ir(job)
     options = job.options
     if options.resolved_precision == "w8a8":
         from outrider.export.calibration import quantize_fully
@@ -114,22 +140,43 @@ def _build_openvino(job: Job) -> Quantization | None:
 
 
 def _build_onnx(job: Job) -> Quantization | None:
-    from outrider.export.onnx_builder import build_with_genai, supports
+    from outrider.export.onnx_builder import supports
 
     precision = job.options.resolved_precision
     assert precision in ("fp32", "fp16", "int8", "int4")
     if supports(job.source.config):
         provider: Literal["cpu", "cuda"] = "cuda" if job.options.device == "gpu" else "cpu"
-
-        def build(directory: Path) -> None:
-            job.tell("convert")
-            build_with_genai(job.source.path, directory, precision, provider, job.scratch, job.source.name)
-
-        job.loaded.let_go()  # the builder loads the source by itself
-        place_files(job.store.get(job.key("genai", precision=precision, on=provider), build), job.directory)
+        place_files(_genai_graph(job, precision, provider), job.directory)
         return _onnx_quantization(precision, "onnxruntime-genai")
-    from outrider.export.onnx_dynamo import export_with_dynamo
+    graph = _dynamo_graph(job)
+    if precision == "fp32":
+        place_files(graph, job.directory)
+        return None
     from outrider.export.onnx_quantize import quantize_weights
+
+    job.tell("quantize")
+    quantize_weights(graph / "model.onnx", job.directory, 8 if precision == "int8" else 4)
+    return _onnx_quantization(precision, "onnxruntime")
+
+
+def _genai_graph(
+    job: Job, precision: Literal["fp32", "fp16", "int8", "int4"], provider: Literal["cpu", "cuda"]
+) -> Path:
+    """What onnxruntime-genai's builder makes of the source, which it loads by itself."""
+    from outrider.export.onnx_builder import build_with_genai
+
+    def build(directory: Path) -> None:
+        job.require_room(directory)
+        job.tell("convert")
+        build_with_genai(job.source.path, directory, precision, provider, job.scratch, job.source.name)
+
+    job.loaded.let_go()
+    return job.store.get(job.key("genai", precision=precision, on=provider), build)
+
+
+def _dynamo_graph(job: Job) -> Path:
+    """The FP32 graph that torch's exporter makes."""
+    from outrider.export.onnx_dynamo import export_with_dynamo
 
     def export(directory: Path) -> None:
         job.require_room(directory)
@@ -139,12 +186,7 @@ def _build_onnx(job: Job) -> Quantization | None:
 
     graph = job.store.get(job.key("onnx"), export)
     job.loaded.let_go()
-    if precision == "fp32":
-        place_files(graph, job.directory)
-        return None
-    job.tell("quantize")
-    quantize_weights(graph / "model.onnx", job.directory, 8 if precision == "int8" else 4)
-    return _onnx_quantization(precision, "onnxruntime")
+    return graph
 
 
 def _onnx_quantization(precision: str, package: str) -> Quantization | None:

@@ -82,8 +82,8 @@ class Thresholds:
 # relative delta and KL of INT8 0.15 and 0.004 (the pair: 0.02 and 0.001), of INT4 0.8 and 0.3 (0.2 and 0.2).
 # Structural errors on the same models: a window ignored 0.3-0.9 and 0.08-0.4, soft-capping left out 0.4 and 0.07,
 # positions off by one 0.7-1.3 and 0.1-1; one token of the past unseen or stale 0.08-0.6 and 0.0005-0.05, which only
-# `max_own_delta` tells from INT8 (0.004 at most). INT4 hides the mild ones of the first kind; but what is wrong in the
-# graph is wrong in FP32 too.
+# `max_own_delta` tells from INT8 (0.004 at most). INT4 hides the mild ones of the first kind, INT8 the mildest: hence
+# `QUANTIZED`.
 THRESHOLDS: Final = {
     "fp32": Thresholds(1e-4, 1e-6, 0.98, 1e-4),
     "fp16": Thresholds(0.03, 5e-3, 0.90, 0.01),
@@ -92,6 +92,10 @@ THRESHOLDS: Final = {
     "w8a8": Thresholds(0.5, 0.1, 0.5, 0.05),
     "int4": Thresholds(1.0, 0.6, 0.25, 0.03),
 }
+
+
+QUANTIZED: Final = ("int8", "int4", "w8a8")
+"""Precisions in whose noise an error of the graph may hide: the same graph is checked unquantized before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,12 +270,12 @@ def _require_parity(parity: Parity, precision: str) -> None:
     for stage in parity.stages:
         relative = stage.max_delta / stage.scale
         if relative > parity.max_relative_delta or stage.mean_kl > parity.max_mean_kl:
+            advice = "another runtime" if precision == "fp32" else "--precision fp32, or another runtime"
             raise ParityFailure(
                 f"parity check failed, {stage.name}: largest difference {stage.max_delta:.3g} on logits up "
                 f"to {stage.scale:.3g} ({relative:.2g} relative, at most {parity.max_relative_delta:g} for "
                 f"{precision}), mean KL {stage.mean_kl:.3g} (at most {parity.max_mean_kl:g}); nothing was "
-                "written. The converter or the runtime is wrong for this model: try --precision fp32, or "
-                "another runtime",
+                f"written. The converter or the runtime is wrong for this model: try {advice}",
                 worst,
             )
     if parity.own_delta > parity.max_own_delta:

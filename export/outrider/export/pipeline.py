@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from outrider.export.build import Job, build, package_versions
+from outrider.export.build import Job, build, build_twin, package_versions
 from outrider.export.card import TargetTimes, forecast_for
 from outrider.export.disk import require_room, telling_of_full_disks
 from outrider.export.known_families import require_runtime
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import ExportOptions
-from outrider.export.run_export import check_export, model_file
+from outrider.export.run_export import check_export, check_twin, model_file
 from outrider.export.safetensors_cast import config_for
 from outrider.export.sizes import finished_bytes, widened_bytes
 from outrider.export.source import SourceModel, read_source
@@ -119,11 +119,16 @@ def stage_export(
             # The widened files go away before the manifest is written; names and tokenizer are the original's anyway.
             built = replace(widened, name=source.name, revision=source.revision, tokenizer=source.tokenizer)
         of_built = origin if built is source else built.describe()
-        truth, quantization = build(Job(built, of_built, writer.directory, scratch, options, store, progress))
+        job = Job(built, of_built, writer.directory, scratch, options, store, progress)
+        truth, quantization = build(job)
+        twin = build_twin(job)
         _copy_texts(built, writer.directory, options)
-        shutil.rmtree(scratch)
         progress(StageEvent(options.role, "check"))
         try:
+            if twin is not None:
+                _copy_texts(built, twin, options)
+                check_twin(twin, options, truth)
+            shutil.rmtree(scratch)
             examined = check_export(writer.directory, options, truth, num_ids=source.tokenizer.size)
         except ExportError:
             store.release()  # what was made on the way may be what is wrong

@@ -6,8 +6,8 @@ sequence, which is what the parity check drives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol, cast
@@ -118,15 +118,35 @@ def check_export(directory: Path, options: ExportOptions, truth: Truth, *, num_i
 
     num_ids: ids that the tokenizer knows. Raises ExportError if they fail the check, or the runtime refuses them.
     """
+    with _opened(directory, options, truth) as (steps, runtime):
+        return _examine(steps, runtime, options, truth, num_ids)
+
+
+def check_twin(directory: Path, options: ExportOptions, truth: Truth) -> None:
+    """The parity check of the same graph unquantized, in the runtime that will run it quantized.
+
+    Raises ExportError as `check_export` does.
+    """
+    place = where_to_check(options)
+    computes_fp32 = place.device == "CPU"  # emulated or not, an NPU's path computes in FP16, and so does a GPU
+    with _opened(directory, options, truth) as (steps, runtime):
+        check_parity(steps, truth.reference, "fp32" if computes_fp32 else "fp16", type(runtime).__name__)
+
+
+@contextmanager
+def _opened(
+    directory: Path, options: ExportOptions, truth: Truth
+) -> Iterator[tuple[SequenceSteps | BatchSteps, RowsRuntime | BatchRuntime]]:
     path = model_file(directory, options)
     try:
         if options.role == "draft":
             with closing(open_draft(path, options)) as draft:
-                return _examine(SequenceSteps(draft), draft, options, truth, num_ids)
+                yield SequenceSteps(draft), draft
+            return
         # Beyond a window there are more tokens than the cache would hold of a large model by default.
         kv_cache_bytes = _FAR_CACHE_BYTES if truth.reference.far is not None else 0
         with closing(open_target(path, options, kv_cache_bytes=kv_cache_bytes)) as target:
-            return _examine(BatchSteps(target), target, options, truth, num_ids)
+            yield BatchSteps(target), target
     except (BundleError, ModelFault) as error:
         raise ExportError(
             f"{options.resolved_runtime} cannot run what was exported: {error}; nothing was written. Try another "
