@@ -1,0 +1,219 @@
+"""The draft loop beside its bare runtime, and beside the loops of the runtimes' own packages on the same files.
+
+    pip install openvino-genai==2026.4.1
+    python -m bench.draft_loop
+
+A random model of Qwen2's kind with 88M parameters (768 x 12, vocabulary 16k) is exported to INT8 for OpenVINO and for
+ONNX Runtime. All contestants run in one process, in turns, greedy and with two threads, from the same prompt:
+
+  bare      the runtime's `extend` alone, one known token a time, at the lengths that the loop has
+  loop      the agent's drafter: noise, pick, confidence, and a rollback of three tokens every eight
+  straight  the loop without rollbacks, so that its contexts are the peer's
+  peer      onnxruntime-genai's generator, openvino_genai's pipeline
+
+Exits 1 where the loop takes more than 1.15 of the bare step, or straight on more than the peer (beyond 2 %, the noise
+of a quiet machine).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any, Final
+
+import typer
+from bench.report import write_json
+from rich.console import Console
+from rich.table import Table
+
+from outrider.edge.drafter import ModelDrafter
+from outrider.export.pipeline import export_model
+from outrider.export.recipes import ExportOptions, RuntimeName
+from outrider.export.tiny import make_tiny_model, make_tiny_tokenizer
+from outrider.models.bundle import Bundle
+from outrider.models.runtimes import open_sequence_runtime
+from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
+from outrider.models.sampling import SamplingParams
+
+THREADS = 2
+CONTEXT = 128
+ROUND = 8
+ROLLED = 3
+MOST_OF_BARE = 1.15
+MOST_OF_PEER = 1.02
+SIZES: Final[dict[str, Any]] = {
+    "vocab_size": 16384,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+}
+console = Console()
+
+Round = Callable[[Sequence[int], int], float]
+"""Generates so many tokens after a prompt; gives milliseconds a token, the prompt's own time left out."""
+
+
+def bare(runtime: SequenceRuntime, prompt: Sequence[int], num_tokens: int) -> float:
+    """One `extend` a token, the tokens known beforehand; nothing else is timed."""
+    runtime.truncate(0)
+    runtime.extend(prompt)
+    spent = 0.0
+    for index in range(num_tokens):
+        if index % ROUND == ROUND - 1:
+            runtime.truncate(runtime.length - ROLLED + 1)
+        began = time.perf_counter()
+        runtime.extend([index + 300])
+        spent += time.perf_counter() - began
+    return spent * 1e3 / num_tokens
+
+
+def loop(
+    runtime: SequenceRuntime, prompt: Sequence[int], num_tokens: int, temperature: float, num_rolled: int = ROLLED
+) -> float:
+    """What the agent does: proposals, and once a round some of them turn out wrong."""
+    runtime.truncate(0)
+    drafter = ModelDrafter(runtime)
+    drafter.begin(prompt, SamplingParams(temperature=temperature))
+    drafter.propose()
+    began = time.perf_counter()
+    for index in range(num_tokens):
+        if num_rolled and index % ROUND == ROUND - 1:
+            drafter.rewind(drafter.length - num_rolled)
+            drafter.extend([index + 300])  # the target's correction
+        drafter.propose()
+    return (time.perf_counter() - began) * 1e3 / num_tokens
+
+
+def onnxruntime_genai_round(directory: Path, copy: Path) -> Round:
+    """onnxruntime-genai's own loop over links to a bundle's files in `copy`."""
+    import onnxruntime_genai as og
+
+    config = json.loads((directory / "genai_config.json").read_text(encoding="utf-8"))
+    threads = {"intra_op_num_threads": THREADS}
+    config["model"]["decoder"]["session_options"] = config["model"]["decoder"].get("session_options", {}) | threads
+    for path in directory.iterdir():
+        if path.name != "genai_config.json":
+            (copy / path.name).symlink_to(path)
+    (copy / "genai_config.json").write_text(json.dumps(config), encoding="utf-8")
+    model = og.Model(str(copy))
+
+    def generate(prompt: Sequence[int], num_tokens: int) -> float:
+        params = og.GeneratorParams(model)
+        total = len(prompt) + num_tokens + 1
+        params.set_search_options(do_sample=False, max_length=total, min_length=total)
+        generator = og.Generator(model, params)
+        generator.append_tokens(list(prompt))
+        generator.generate_next_token()
+        began = time.perf_counter()
+        for _ in range(num_tokens):
+            generator.generate_next_token()
+        return (time.perf_counter() - began) * 1e3 / num_tokens
+
+    return generate
+
+
+def openvino_genai_round(directory: Path, copy: Path) -> Round:
+    """openvino_genai's own loop over links to a bundle's files in `copy`, timed by its own metrics."""
+    import numpy as np
+    import openvino as ov
+    import openvino_genai
+    import openvino_tokenizers
+    from transformers import AutoTokenizer
+
+    for path in directory.iterdir():
+        (copy / path.name).symlink_to(path)
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    for model, name in zip(
+        openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True),
+        ("openvino_tokenizer", "openvino_detokenizer"),
+        strict=True,
+    ):
+        ov.save_model(model, copy / f"{name}.xml")
+    # Its own choices but for the threads, and for the arithmetic: the default, bf16, is slower with INT8 weights.
+    properties = {"INFERENCE_NUM_THREADS": THREADS, "INFERENCE_PRECISION_HINT": "f32"}
+    pipeline = openvino_genai.LLMPipeline(str(copy), "CPU", **properties)
+
+    def generate(prompt: Sequence[int], num_tokens: int) -> float:
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = num_tokens + 1, True, False
+        ids = ov.Tensor(np.array([prompt], np.int64))
+        result = pipeline.generate(openvino_genai.TokenizedInputs(ids, ov.Tensor(np.ones_like(ids.data))), config)
+        return float(result.perf_metrics.get_tpot().mean)
+
+    return generate
+
+
+PEERS: dict[RuntimeName, Callable[[Path, Path], Round]] = {
+    "openvino": openvino_genai_round,
+    "onnxruntime": onnxruntime_genai_round,
+}
+
+
+def measure(bundle: Bundle, peer: Round, runs: int, num_tokens: int) -> dict[str, float]:
+    """Median ms a token of each contestant, in turns."""
+    prompt = [(7 * i) % 250 + 2 for i in range(CONTEXT)]
+    options = RuntimeOptions(num_threads=THREADS)
+    found: dict[str, list[float]] = {"bare": [], "loop": [], "loop, T 0.8": [], "straight": [], "peer": []}
+    with closing(open_sequence_runtime(bundle.manifest.runtime, bundle.model_file, options)) as runtime:
+        for _ in range(runs + 1):
+            found["bare"].append(bare(runtime, prompt, num_tokens))
+            found["loop"].append(loop(runtime, prompt, num_tokens, 0.0))
+            found["loop, T 0.8"].append(loop(runtime, prompt, num_tokens, 0.8))
+            found["straight"].append(loop(runtime, prompt, num_tokens, 0.0, num_rolled=0))
+            found["peer"].append(peer(prompt, num_tokens))
+    return {name: median(times[1:]) for name, times in found.items()}  # the first round warms up
+
+
+def main(
+    runs: Annotated[int, typer.Option(min=1, help="rounds of every contestant, in turns")] = 15,
+    tokens: Annotated[int, typer.Option(min=16, help="tokens a round")] = 128,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
+) -> None:
+    """Measures; exits 1 where a bound is missed."""
+    rows: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as root:
+        source = Path(root) / "model"
+        make_tiny_tokenizer(source)
+        make_tiny_model("qwen2", source, **SIZES)
+        for kind, peer in PEERS.items():
+            options = ExportOptions("draft", "int8", kind, num_threads=THREADS)
+            bundle = export_model(source, Path(root) / kind, options)
+            copy = Path(root) / f"{kind}-peer"
+            copy.mkdir()
+            rows[kind] = measure(bundle, peer(bundle.path, copy), runs, tokens)
+    table = Table(
+        "runtime", "bare ms", "loop ms", "of bare", "loop, T 0.8", "of bare", "straight ms", "peer ms", "of peer"
+    )
+    is_fine = True
+    for runtime, ms in rows.items():
+        greedy, sampled = ms["loop"] / ms["bare"], ms["loop, T 0.8"] / ms["bare"]
+        beside = ms["straight"] / ms["peer"]
+        is_fine = is_fine and max(greedy, sampled) <= MOST_OF_BARE and beside <= MOST_OF_PEER
+        table.add_row(
+            runtime,
+            f"{ms['bare']:.2f}",
+            f"{ms['loop']:.2f}",
+            f"{greedy:.2f}",
+            f"{ms['loop, T 0.8']:.2f}",
+            f"{sampled:.2f}",
+            f"{ms['straight']:.2f}",
+            f"{ms['peer']:.2f}",
+            f"{beside:.2f}",
+        )
+    console.print(table)
+    write_json(json_path, {"threads": THREADS, "context": CONTEXT, "ms_per_token": rows})
+    raise typer.Exit(0 if is_fine else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
