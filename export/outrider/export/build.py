@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from outrider.export.disk import require_room
-from outrider.export.openvino_ir import convert_to_ir, finish_ir
+from outrider.export.openvino_ir import IR_NAME, convert_to_ir, finish_ir
 from outrider.export.parity import PARITY_TEXT, QUANTIZED
 from outrider.export.progress import Progress, StageEvent
 from outrider.export.recipes import ExportOptions
@@ -80,6 +80,7 @@ def build(job: Job) -> tuple[Truth, Quantization | None]:
     match job.options.resolved_runtime:
         case "openvino":
             quantization = _build_openvino(job)
+            _compile_ahead(job)
         case "onnxruntime":
             quantization = _build_onnx(job)
         case "torch":
@@ -137,6 +138,17 @@ def _build_openvino(job: Job) -> Quantization | None:
     if options.resolved_precision not in ("fp32", "fp16"):
         job.tell("quantize")
     return finish_ir(ir, job.directory, job.source.name, options.resolved_precision, options.device)
+
+
+def _compile_ahead(job: Job) -> None:
+    """Puts an NPU's blob beside the IR, if it was asked for."""
+    shapes = job.options.resolved_shapes
+    if not job.options.compiles_ahead or shapes is None:
+        return
+    from outrider.export.npu import compile_ahead
+
+    job.tell("compile")
+    compile_ahead(job.directory / f"{IR_NAME}.xml", shapes, job.directory, platform=job.options.npu_platform)
 
 
 def _build_onnx(job: Job) -> Quantization | None:

@@ -15,6 +15,7 @@ from rich.markup import escape
 from outrider.export.card import warnings_of
 from outrider.export.display import print_report, print_warnings, show_progress
 from outrider.export.distill_cli import distill
+from outrider.export.families_cli import families
 from outrider.export.pair import REFERENCE, export_pair, reference_directories
 from outrider.export.pipeline import export_model
 from outrider.export.prompts import load_prompts
@@ -42,6 +43,10 @@ PromptLen = Annotated[
 ]
 ResponseLen = Annotated[int | None, typer.Option(min=1, help="NPU only: positions kept for what follows the prompt.")]
 StepLen = Annotated[int | None, typer.Option(min=1, help="NPU only: most tokens of one cached step.")]
+AheadOfTime = Annotated[
+    bool, typer.Option("--ahead-of-time", help="NPU only: compile here, where its compiler is; else the device does.")
+]
+Platform = Annotated[str | None, typer.Option(help="With --ahead-of-time: the NPU to compile for, such as NPU4000.")]
 Name = Annotated[str | None, typer.Option(help="What the bundle is called; the source's name if not given.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing bundles.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the manifest as JSON, and no progress.")]
@@ -124,6 +129,8 @@ def draft(
     prompt_len: PromptLen = None,
     response_len: ResponseLen = None,
     step_len: StepLen = None,
+    ahead_of_time: AheadOfTime = False,
+    npu_platform: Platform = None,
     name: Name = None,
     threads: Threads = 0,
     overwrite: Overwrite = False,
@@ -140,6 +147,8 @@ def draft(
         overwrite=overwrite,
         device=device,
         static_shapes=_shapes(prompt_len, response_len, step_len),
+        compiles_ahead=ahead_of_time,
+        npu_platform=npu_platform,
     )
     with show_progress(is_quiet=as_json) as progress:
         bundle = export_model(directory, out, options, progress)
@@ -169,6 +178,9 @@ def target(
     with show_progress(is_quiet=as_json) as progress:
         bundle = export_model(directory, out, options, progress)
     _report((bundle,), as_json=as_json)
+
+
+app.command()(families)
 
 
 @app.command()

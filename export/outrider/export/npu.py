@@ -17,7 +17,7 @@ from outrider.models.runtimes.npu_compile import blob_path, compile_ir, compiled
 from outrider.models.runtimes.openvino_graph import failure_reason, find_ir
 
 _COMPILER: Final = re.compile(r"[\w.-]*npu[\w-]*compiler[\w.-]*", re.IGNORECASE)
-_OTHERWISE: Final = "leave the bundle as it is: the device compiles it at its first run, and keeps the result"
+_OTHERWISE: Final = "export without --ahead-of-time: the device compiles it at its first run, and keeps the result"
 
 
 def compile_ahead(

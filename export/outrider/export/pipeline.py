@@ -104,6 +104,7 @@ def stage_export(
     What expensive stages made stays in `store`: release it when nothing needs it again.
     """
     place = Path(destination)
+    options = options.fitting(source.architecture.max_positions)
     require_runtime(source.config, source.name, options.resolved_runtime, options.device)
     with telling_of_full_disks(place, default_cache_dir()), BundleWriter(place, overwrite=options.overwrite) as writer:
         progress(StageEvent(options.role, "read"))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-STAGES: Final = ("read", "widen", "load", "convert", "quantize", "calibrate", "check", "measure", "write")
+STAGES: Final = ("read", "widen", "load", "convert", "quantize", "calibrate", "compile", "check", "measure", "write")
 """Every stage that an export can go through, in order; an export skips what it does not need."""
 
 _WORDS: Final = {
@@ -18,6 +18,7 @@ _WORDS: Final = {
     "convert": "converting",
     "quantize": "quantizing the weights",
     "calibrate": "calibrating and quantizing weights and activations",
+    "compile": "compiling for the NPU ahead of time",
     "check": "checking against the source, in the runtime that will run it",
     "measure": "measuring the acceptance rate",
     "write": "hashing and writing the bundle",

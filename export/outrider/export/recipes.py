@@ -6,7 +6,7 @@ making it and checking it; what is known of families beforehand is `families`' b
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from outrider.models.errors import ConfigError
@@ -41,7 +41,8 @@ class ExportOptions:
 
     precision, runtime: None takes the default of RECIPES. widen_mb: widen the target to this many MB in FP32 first.
     name: what the bundle is called; None takes the source's. num_threads: for the check; 0 leaves it to the runtime.
-    static_shapes: of a draft for an NPU; None takes their defaults.
+    static_shapes: of a draft for an NPU; None takes their defaults. compiles_ahead: also make the NPU's blob, for
+    npu_platform ("NPU4000"; None is this machine's own).
     Raises ConfigError for what cannot be made.
     """
 
@@ -53,7 +54,9 @@ class ExportOptions:
     num_threads: int = 0
     overwrite: bool = False
     device: Device = "cpu"
-    static_shapes: StaticShapes | None = field(default=None)
+    static_shapes: StaticShapes | None = None
+    compiles_ahead: bool = False
+    npu_platform: str | None = None
 
     def __post_init__(self) -> None:
         runtimes = runtimes_for(self.role, self.device)
@@ -75,6 +78,10 @@ class ExportOptions:
             raise ConfigError("only targets are widened, and to a positive number of megabytes")
         if self.static_shapes is not None and self.device != "npu":
             raise ConfigError(f"lengths are chosen at export for an NPU only; a {self.device} runs any")
+        if self.compiles_ahead and self.device != "npu":
+            raise ConfigError(f"only an NPU's model is compiled ahead of time, not one for a {self.device}")
+        if self.npu_platform is not None and not self.compiles_ahead:
+            raise ConfigError("an NPU's platform is named for compiling ahead of time; say --ahead-of-time as well")
 
     @property
     def resolved_runtime(self) -> RuntimeName:
@@ -90,6 +97,15 @@ class ExportOptions:
     def resolved_shapes(self) -> StaticShapes | None:
         """The lengths that an NPU's model is made for; None for other devices."""
         return (self.static_shapes or StaticShapes()) if self.device == "npu" else None
+
+    def fitting(self, max_positions: int) -> ExportOptions:
+        """The same, an NPU's default lengths cut to a model's positions: more would be compiled for nothing."""
+        default = StaticShapes()
+        if self.device != "npu" or self.static_shapes is not None or max_positions >= default.max_positions:
+            return self
+        prompt_len = max(1, 2 * max_positions // 3)
+        shapes = StaticShapes(prompt_len=prompt_len, response_len=max(1, max_positions - prompt_len))
+        return replace(self, static_shapes=shapes)
 
     @property
     def format(self) -> Format:

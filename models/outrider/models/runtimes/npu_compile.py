@@ -88,8 +88,8 @@ def npu_core(options: RuntimeOptions, *, needs_device: bool = True) -> Any:
     elif needs_device and not any(device.split(".")[0] == "NPU" for device in core.available_devices):
         raise RuntimeUnavailable(
             f"OpenVINO finds no NPU on this machine, only {', '.join(core.available_devices) or 'no device'}; install "
-            "the NPU's driver (on Linux the user also needs access to /dev/accel), run the draft on the CPU "
-            "(--draft-device cpu), or try the NPU's path on the CPU with --emulate-npu"
+            "the NPU's driver (on Linux the user also needs access to /dev/accel), export a draft for the "
+            "CPU (outrider-export draft --device cpu), or try the NPU's path on the CPU with --emulate-npu"
         )
     return core
 
@@ -113,8 +113,8 @@ def compile_for_npu(xml: Path, shapes: StaticShapes, options: RuntimeOptions) ->
         return compile_ir(core, xml, shapes, options)
     except RuntimeError as error:
         raise RuntimeUnavailable(
-            f"OpenVINO cannot compile {xml} for the NPU: {failure_reason(error)}; update the NPU's driver, or run the "
-            "draft on the CPU (--draft-device cpu)"
+            f"OpenVINO cannot compile {xml} for the NPU: {failure_reason(error)}; update the NPU's driver, or "
+            "export a draft for the CPU (outrider-export draft --device cpu)"
         ) from error
 
 
@@ -133,7 +133,7 @@ def compile_ir(core: Any, xml: Path, shapes: StaticShapes, options: RuntimeOptio
     if missing := {"input_ids", "attention_mask", "position_ids"} - port_names(model.inputs):
         raise BundleError(
             f"{xml} takes no {', '.join(sorted(missing))}, by which the NPU's path tells a prompt from a cached step; "
-            "models without positions, such as Bloom, run on the CPU (--draft-device cpu)"
+            "models without positions, such as Bloom, are exported for the CPU (--device cpu)"
         )
     # "CPU" is what nobody chose: the default.
     return core.compile_model(model, "NPU" if options.device == "CPU" else options.device, properties)

@@ -166,7 +166,7 @@ def check_provider(session: Any, choice: ProviderChoice) -> str:
         raise RuntimeUnavailable(
             f"{choice.asked}: {wanted} took {counts[wanted]} of the model's {total} matrix products, {ran} {share}; "
             "the driver or a library of the provider is missing, or it cannot run this precision. Use a bundle made "
-            f"for that device, or --draft-device cpu; providers here: {', '.join(available_providers())}"
+            f"for that device, or export a draft for the CPU; providers here: {', '.join(available_providers())}"
         )
     return wanted
 
