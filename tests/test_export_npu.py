@@ -16,6 +16,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from openvino import opset13 as ops
+from safetensors.numpy import load_file
 from tests.conftest import TINY_VOCAB
 
 from outrider.export import symmetric
@@ -235,6 +236,33 @@ def test_weights_and_activations_are_int8(fully_quantized: Path) -> None:
     assert len(products) == 15
     for product in products:
         assert product.input_value(0).get_node().get_type_name() == "FakeQuantize"
+
+
+def test_every_weight_of_full_int8_keeps_its_bound(fully_quantized: Path, tiny_model: Callable[[str], Path]) -> None:
+    """Half of absmax / 127 of what smooth quantization made of the source: each column over what its activations are
+    multiplied by. Activations have 256 levels over one range a tensor (docs/numerics.md).
+    """
+    source = load_file(tiny_model("qwen2") / "model.safetensors")
+    source["lm_head.weight"] = source["model.embed_tokens.weight"]  # tied
+    num_seen = num_smoothed = 0
+    for node in ov.Core().read_model(fully_quantized / XML).get_ordered_ops():
+        name = node.get_friendly_name().removeprefix("__module.").removesuffix("/aten::linear/MatMul") + ".weight"
+        if node.get_type_name() != "MatMul" or name not in source:
+            continue
+        quantizer, product = (node.input_value(port).get_node() for port in (0, 1))
+        low, high, *out = (quantizer.input_value(port).get_node().get_data() for port in range(1, 5))
+        assert quantizer.get_attributes()["levels"] == 256 and low < high and [low, high] == out
+        smoothing, columns = quantizer.input_value(0).get_node(), np.ones(1)
+        if smoothing.get_friendly_name().endswith("nncf_smooth_quant"):  # not where a weight is read twice
+            columns = smoothing.input_value(1).get_node().get_data().astype(np.float64).ravel()
+            num_smoothed += 1
+        smoothed = source[name].astype(np.float64) / columns
+        integers, scale = (product.input_value(port).get_node() for port in (0, 1))
+        stored = integers.input_value(0).get_node().get_data().astype(np.float64) * scale.get_data()
+        step = np.abs(smoothed).max(axis=1, keepdims=True) / 127
+        assert (np.abs(stored - smoothed) <= (0.5 + 2.0**-12) * step).all(), name
+        num_seen += 1
+    assert num_seen == num_smoothed + 1 == 15
 
 
 def test_full_int8_runs_on_the_npus_path(fully_quantized: Path, tiny_model: Callable[[str], Path]) -> None:

@@ -9,21 +9,25 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+import onnx
 import openvino as ov
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
 from openvino import opset13 as ops
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
 from tests.stored_weights import Stored, Wide, read_ir
 
+from outrider.export.onnx_blocks import BLOCK_SIZE, Blocks, read_dequantized
+from outrider.export.onnx_quantize import quantize_weights
 from outrider.export.openvino_ir import IR_NAME, finish_ir
 from outrider.export.pair import PairPaths, reference_directories
 from outrider.export.safetensors_cast import cast_weights
@@ -64,6 +68,22 @@ def symmetric_bound(weights: Wide) -> Wide:
     largest = np.abs(weights).max(axis=1, keepdims=True)
     bound = (0.5 + 2.0**-23) * largest / 127
     return np.broadcast_to(np.where(largest < 127 * np.finfo(np.float32).tiny, largest, bound), weights.shape)
+
+
+def block_bound(weights: Wide, integers: Wide, bits: int) -> Wide:
+    """Of ONNX Runtime's blocks of 32: half a step, a whole one where the top integer is too small by one.
+
+    The step is the block's largest magnitude over 2**(bits - 1), and its sign makes that weight the lowest integer. Of
+    steps below the normal numbers the reciprocal is not finite: then all of a weight may be lost, and its double.
+    """
+    rows, columns = weights.shape
+    grouped = np.pad(weights, ((0, 0), (0, -columns % BLOCK_SIZE))).reshape(rows, -1, BLOCK_SIZE)
+    largest = np.abs(grouped).max(-1, keepdims=True)
+    step = np.broadcast_to(largest / 2 ** (bits - 1), grouped.shape).reshape(rows, -1)[:, :columns]
+    is_top = integers == 2**bits - 1
+    bound = np.where(is_top, 1.0, 0.5 + 2.0 ** (bits - 23)) * step
+    lost: Wide = np.where(step < 2.0**-126, 2.0 * step * 2 ** (bits - 1), bound)
+    return lost
 
 
 @st.composite
@@ -313,3 +333,51 @@ def _constants(directory: Path) -> dict[str, NDArray[Any]]:
         for node in constants
         if node.get_output_element_type(0).is_real()
     }
+
+
+def write_onnx(matrices: dict[str, Matrix], directory: Path) -> Path:
+    """The graph of `write_ir`."""
+    initializers = [
+        numpy_helper.from_array(matrix if name == "embedding" else np.ascontiguousarray(matrix.T), name)
+        for name, matrix in matrices.items()
+    ]
+    nodes = [
+        helper.make_node("Gather", ["embedding", "input_ids"], ["embedded"], name="gather"),
+        helper.make_node("MatMul", ["embedded", "middle"], ["hidden"], name="product"),
+        helper.make_node("MatMul", ["hidden", "head"], ["logits"], name="head_product"),
+    ]
+    ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, [1, "n"])
+    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, [1, "n", len(matrices["head"])])
+    graph = helper.make_graph(nodes, "small", [ids], [logits], initializers)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save(onnx.shape_inference.infer_shapes(model), directory / "in.onnx")
+    return directory / "in.onnx"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@settings(max_examples=25, deadline=None)
+@given(matrices=small_models())
+def test_every_weight_of_an_onnx_graph_keeps_its_bound(bits: Literal[8, 4], matrices: dict[str, Matrix]) -> None:
+    """Blocks of 32; the embedding and the LM head have 8 bits in any case."""
+    with tempfile.TemporaryDirectory() as root:
+        quantize_weights(write_onnx(matrices, Path(root)), Path(root), bits)
+        found = read_dequantized(Path(root) / "model.onnx")
+    assert found.keys() == matrices.keys()
+    for name, weights in matrices.items():
+        require_block_bound(name, found[name], weights, 8 if name != "middle" else bits)
+
+
+def require_block_bound(name: str, blocks: Blocks, weights: Matrix, bits: int) -> float:
+    """As `require_bound`, of one matrix of an ONNX graph."""
+    assert (blocks.bits, blocks.block_size, blocks.scales.dtype.name) == (bits, BLOCK_SIZE, "float32")
+    exact, integers, zeros, scales = (
+        part.astype(np.float64) for part in (weights, blocks.integers, blocks.zero_points, blocks.scales)
+    )
+    zeros, scales = (np.repeat(part, BLOCK_SIZE, axis=1) for part in (zeros, scales))
+    # The embedding's rows are stored with the last block whole.
+    integers, zeros, scales = (part[:, : exact.shape[1]] for part in (integers, zeros, scales))
+    error = np.abs((integers - zeros) * scales - exact)
+    bound = block_bound(exact, integers, bits)
+    worst = np.unravel_index(np.argmax(error - bound), error.shape)
+    assert error[worst] <= bound[worst], f"{name}{worst}: {exact[worst]} is off by {error[worst]}, bound {bound[worst]}"
+    return float(np.divide(error, bound, out=np.zeros_like(error), where=bound > 0).max())

@@ -156,5 +156,7 @@ def _is_same(head: Any, packed: Any, scales: Any) -> bool:
         return False
     if head.attributes["block_size"].as_int() != BLOCK_SIZE or (len(head.inputs) > 3 and head.inputs[3] is not None):
         return False
-    own = head.inputs[1].const_value.numpy(), head.inputs[2].const_value.numpy().reshape(scales.shape)
-    return own[0].shape == packed.shape and np.array_equal(own[0], packed) and np.array_equal(own[1], scales)
+    own, own_scales = (head.inputs[index].const_value.numpy() for index in (1, 2))
+    if own.shape != packed.shape or own_scales.size != scales.size:
+        return False
+    return np.array_equal(own, packed) and np.array_equal(own_scales.reshape(scales.shape), scales)
