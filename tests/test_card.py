@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import io
 import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,7 @@ from outrider.export.card import (
     tokens_per_pass,
     warnings_of,
 )
+from outrider.export.card_html import card_html, write_card_html
 from outrider.export.display import print_report
 from outrider.export.pair import PairPaths, export_pair
 from outrider.export.recipes import ExportOptions
@@ -321,6 +324,104 @@ def test_the_card_in_a_terminal(reference_pair: PairPaths, columns: int) -> None
     assert max(map(len, text.splitlines())) <= columns
 
 
+class Page(HTMLParser):
+    """Reads a page strictly: tags must be closed in order; keeps what it names and what it says."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Opens."""
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Opens and closes, as SVG does."""
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        """Closes the last opened."""
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        """Text."""
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        """All that it says."""
+        return " ".join(" ".join(self.words).split())
+
+
+def pages_of(pair: PairPaths) -> dict[str, str]:
+    """The page of a pair, of a draft alone without a target, and of a target alone."""
+    draft, target = (Bundle.open(path).manifest for path in (pair.draft, pair.target))
+    assert draft.report.timing is not None
+    timing = draft.report.timing.model_copy(update={"forecast": None})
+    alone = draft.model_copy(update={"report": draft.report.model_copy(update={"acceptance": (), "timing": timing})})
+    return {"pair": card_html([draft], target), "draft": card_html([alone]), "target": card_html([], target)}
+
+
+def test_the_page_needs_nothing_else(reference_pair: PairPaths) -> None:
+    """Well-formed, without scripts, and without anything to fetch; all of its links stay inside it."""
+    for page in map(Page, pages_of(reference_pair).values()):
+        assert "script" not in page.tags and "link" not in page.tags and "img" not in page.tags
+        for name, value in page.attributes:
+            assert not name.startswith("on")
+            if name in ("href", "src", "xlink:href") or "url(" in value:
+                assert value.startswith("#") or value.startswith("url(#")
+            elif not name.startswith("xmlns"):
+                assert "://" not in value
+
+
+def test_the_page_shows_what_was_measured(reference_pair: PairPaths) -> None:
+    """Plots and tables of a pair; a draft without a target has no acceptance to show, nor what follows from it."""
+    pages = {name: Page(text) for name, text in pages_of(reference_pair).items()}
+    assert [pages[name].tags.count("svg") for name in ("pair", "draft", "target")] == [3, 1, 1]
+    manifest = Bundle.open(reference_pair.draft).manifest
+    found = judged(manifest.report.acceptance)
+    assert found is not None and manifest.report.timing is not None and manifest.report.timing.forecast is not None
+    even_ms = manifest.report.timing.forecast.breaks_even_ms
+    for words in (f"{found.rate:.3f}", "Predicted speed-up", "stop-and-wait", f"breaks even at {even_ms:.0f} ms"):
+        assert words in pages["pair"].text
+        assert words not in pages["draft"].text
+    assert "step after rollback" in pages["draft"].text and "argmaxes as unquantized" in pages["target"].text
+
+
+def test_the_same_figures_give_the_same_page(reference_pair: PairPaths, tmp_path: Path) -> None:
+    """Byte for byte, and without the day; a page that is there is replaced, and nothing is left beside it."""
+    draft, target = (Bundle.open(path).manifest for path in (reference_pair.draft, reference_pair.target))
+    place = tmp_path / "report.html"
+    place.write_text("old")
+    assert write_card_html(place, [draft], target) == place
+    assert place.read_text(encoding="utf-8") == card_html([draft], target)
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    assert datetime.date.today().isoformat() not in place.read_text(encoding="utf-8")
+
+
+def test_names_are_text_on_the_page(reference_pair: PairPaths) -> None:
+    """A model may be called anything; the page is not what it says."""
+    draft = Bundle.open(reference_pair.draft).manifest.model_copy(update={"name": "<script>alert(1)</script>"})
+    page = Page(card_html([draft]))
+    assert "script" not in page.tags and "<script>alert(1)</script>" in page.text
+
+
+def test_the_page_warns(reference_pair: PairPaths) -> None:
+    """As the terminal does."""
+    page = Page(card_html([judged_at(Bundle.open(reference_pair.draft).manifest, 0.45)]))
+    assert "Warning: acceptance is 0.45" in page.text
+
+
 @pytest.fixture(scope="module")
 def strangers(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
     """Two random models with one tokenizer: they agree by chance only."""
@@ -339,8 +440,8 @@ def test_a_pair_that_does_not_agree_is_not_written(strangers: PairPaths, tmp_pat
         strangers.draft,
         strangers.target,
         out,
-        draft_options=ExportOptions("draft", "fp32"),
-        target_options=ExportOptions("target", "fp32"),
+        draft_options=ExportOptions("draft", "fp32", "onnxruntime", num_threads=1),
+        target_options=ExportOptions("target", "fp32", "torch", num_threads=1),
     )
     with pytest.raises(ExportError, match=r"expected at least 0\.3"):
         export()

@@ -124,10 +124,9 @@ def tokens_per_pass(measured: Sequence[Acceptance]) -> float:
     return next((row.tokens_per_pass for row in found.by_depth if row.depth == DEPTH_OF_ALPHA), 1.0 + found.rate)
 
 
-def ends_of(forecast: Forecast) -> tuple[str, ...]:
-    """Where drafting ends to pay, and what the prediction rests on, in words."""
-    last_ms = forecast.curve[-1].rtt_ms
-    gain = f"{WORTH_IT - 1.0:.0%}"
+def ends_of(forecast: Forecast) -> tuple[str, str]:
+    """Where drafting ends to pay, streamed and stop-and-wait, in words."""
+    last_ms, gain = forecast.curve[-1].rtt_ms, f"{WORTH_IT - 1.0:.0%}"
     fades, even = forecast.fades_ms, forecast.breaks_even_ms
     return (
         f"streamed drafts gain less than {gain} from {fades:g} ms"
@@ -136,8 +135,14 @@ def ends_of(forecast: Forecast) -> tuple[str, ...]:
         f"stop-and-wait is slower than no draft from {even:g} ms"
         if even is not None
         else f"stop-and-wait is faster than no draft up to {last_ms:g} ms",
-        f"for a draft of {forecast.draft_ms:.3g} ms a token, right {forecast.alpha:.2f} times in one, and a target's "
-        f"step of {forecast.step_ms:.3g} ms + {forecast.extra_ms:.3g} ms a drafted token ({forecast.step_from})",
+    )
+
+
+def step_of(forecast: Forecast) -> str:
+    """The target that a prediction is for, in words."""
+    return (
+        f"for a target's step of {forecast.step_ms:.3g} ms + {forecast.extra_ms:.3g} ms a drafted token "
+        f"({forecast.step_from})"
     )
 
 

@@ -11,12 +11,14 @@ from typing import Final
 import jinja2
 from markupsafe import Markup
 
-from outrider.export.card import DEPTH_OF_ALPHA, JUDGED_AT, ends_of, judged, label, tokens_per_pass, warnings_of
+from outrider.export.card import DEPTH_OF_ALPHA, JUDGED_AT, judged, label, step_of, tokens_per_pass, warnings_of
 from outrider.export.card_plots import Item, acceptance_plot, cost_plot, speed_up_plot
 from outrider.export.comparison import Comparison
 from outrider.models.manifest import Manifest
 
 TEMPLATE: Final = "report.html.j2"
+REPORT_NAME: Final = "report.html"
+"""What the page is called beside a pair's bundles."""
 
 
 def write_card_html(
@@ -64,7 +66,7 @@ def card_html(drafts: Sequence[Manifest], target: Manifest | None = None, compar
         costs=Markup(cost_plot(everything)),
         timed_on=_timed_on([item.manifest for item in everything]),
         footer=_footer(first),
-        ends_of=ends_of,
+        rests_on=_rests_on(forecasts),
         tokens_per_pass=tokens_per_pass,
     )
 
@@ -103,6 +105,18 @@ def _tiles(manifest: Manifest) -> list[tuple[str, str]]:
         tiles.append((f"{found.rate:.3f}", f"acceptance at temperature {JUDGED_AT:g} ({error})"))
         tiles.append((f"{tokens_per_pass((found,)):.2f}", f"tokens a target pass, {DEPTH_OF_ALPHA} drafted"))
     return tiles
+
+
+def _rests_on(items: Sequence[Item]) -> str:
+    """What the predictions take the target to be, in words; one target, whatever the number of drafts."""
+    targets = [forecast for item in items if (forecast := item.forecast) is not None]
+    if not targets:
+        return ""
+    words = step_of(targets[0])
+    return (
+        f"{words[0].upper()}{words[1:]}, each draft's own time a token, and its own acceptance at temperature "
+        f"{targets[0].temperature:g}."
+    )
 
 
 def _timed_on(manifests: Sequence[Manifest]) -> str:

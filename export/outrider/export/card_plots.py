@@ -21,6 +21,7 @@ from outrider.models.prediction import Setting, stop_and_wait, stream
 COLOURS: Final = ("#1f83c4", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a8a8a")
 _INK: Final = "#010203"  # a colour that nothing else has; becomes the page's
 _NUM_POINTS: Final = 301
+_LEGEND_COLUMNS: Final = 3
 _STYLE: Final = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -116,8 +117,13 @@ def acceptance_plot(drafts: Sequence[Item]) -> str:
         right.set_title("tokens per target pass" + (f", T {JUDGED_AT:g}" if len(drafts) > 1 else ""))
         right.set_xticks([1, 2, 4, 8])
         right.grid(visible=True)
-        right.legend(loc="upper left")
-        drawn.figure.tight_layout(w_pad=2.5)
+        below = 0.0
+        if len(drafts) == 1:
+            right.legend(loc="lower right")
+        else:
+            drawn.figure.legend(*left.get_legend_handles_labels(), loc="lower center", ncols=_LEGEND_COLUMNS)
+            below = 0.02 + 0.06 * -(-len(drafts) // _LEGEND_COLUMNS)
+        drawn.figure.tight_layout(w_pad=2.5, rect=(0.0, below, 1.0, 1.0))
     return drawn.svg
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from pathlib import Path
@@ -12,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from outrider.export.card import warnings_of
-from outrider.export.display import print_report, print_warnings, show_progress
+from outrider.export.card_html import REPORT_NAME, write_card_html
+from outrider.export.display import show_progress
 from outrider.export.distill_cli import distill
 from outrider.export.families_cli import families
 from outrider.export.pair import REFERENCE, export_pair, reference_directories
@@ -21,6 +20,8 @@ from outrider.export.pipeline import export_model
 from outrider.export.prompts import load_prompts
 from outrider.export.quiet import missing_extra
 from outrider.export.recipes import ExportOptions
+from outrider.export.reporting import report, report_sweep
+from outrider.export.sweep import DEFAULT_RTT_MS, sweep_pair
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError, OutriderError
 from outrider.models.manifest import Device, Precision, StaticShapes
@@ -51,6 +52,10 @@ Name = Annotated[str | None, typer.Option(help="What the bundle is called; the s
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing bundles.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the manifest as JSON, and no progress.")]
 Threads = Annotated[int, typer.Option(min=0, help="Threads for the checks; 0 leaves it to the runtime.")]
+RttMs = Annotated[
+    list[float] | None,
+    typer.Option(min=0.0, help="With --sweep: a round trip, in ms, at which drafts are compared; may be repeated."),
+]
 StepMs = Annotated[
     float | None,
     typer.Option(help="One token of the target, in ms, where it will run; as measured here if not given."),
@@ -80,43 +85,72 @@ def pair(
     prompts: Annotated[Path | None, typer.Option(help="JSON list of prompts for the acceptance rate.")] = None,
     step_ms: StepMs = None,
     extra_ms: ExtraMs = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Make the draft in every way that fits its device; keep the best.")
+    ] = False,
+    rtt_ms: RttMs = None,
+    keep: Annotated[bool, typer.Option("--keep", help="With --sweep: keep the others, in OUT/sweep.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Write a pair whose draft is accepted too rarely.")] = False,
     threads: Threads = 0,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Export draft and target together, checked against each other."""
+    """Export draft and target together, checked against each other; OUT/report.html shows how they do."""
     draft_dir, target_dir = _pair_directories(draft, target)
+    draft_options = ExportOptions(
+        "draft",
+        draft_precision,
+        draft_runtime,
+        num_threads=threads,
+        overwrite=overwrite,
+        device=draft_device,
+        static_shapes=_shapes(prompt_len, response_len, step_len),
+    )
+    target_options = ExportOptions(
+        "target",
+        target_precision,
+        target_runtime,
+        widen,
+        num_threads=threads,
+        overwrite=overwrite,
+        device=target_device,
+    )
+    texts = load_prompts(prompts) if prompts is not None else None
+    if not sweep:
+        with show_progress(is_quiet=as_json) as progress:
+            bundles = export_pair(
+                draft_dir,
+                target_dir,
+                out,
+                draft_options=draft_options,
+                target_options=target_options,
+                prompts=texts,
+                step_ms=step_ms,
+                extra_ms=extra_ms,
+                is_forced=force,
+                progress=progress,
+            )
+        write_card_html(out / REPORT_NAME, [bundles[0].manifest], bundles[1].manifest)
+        report(bundles, as_json=as_json)
+        return
     with show_progress(is_quiet=as_json) as progress:
-        bundles = export_pair(
+        swept = sweep_pair(
             draft_dir,
             target_dir,
             out,
-            draft_options=ExportOptions(
-                "draft",
-                draft_precision,
-                draft_runtime,
-                num_threads=threads,
-                overwrite=overwrite,
-                device=draft_device,
-                static_shapes=_shapes(prompt_len, response_len, step_len),
-            ),
-            target_options=ExportOptions(
-                "target",
-                target_precision,
-                target_runtime,
-                widen,
-                num_threads=threads,
-                overwrite=overwrite,
-                device=target_device,
-            ),
-            prompts=load_prompts(prompts) if prompts is not None else None,
+            draft_options=draft_options,
+            target_options=target_options,
+            prompts=texts,
+            round_trips_ms=rtt_ms or (DEFAULT_RTT_MS,),
             step_ms=step_ms,
             extra_ms=extra_ms,
+            keeps_all=keep,
             is_forced=force,
             progress=progress,
         )
-    _report(bundles, as_json=as_json)
+    drafts = [row.manifest for row in swept.comparison.rows]
+    write_card_html(out / REPORT_NAME, drafts, swept.target.manifest, swept.comparison)
+    report_sweep(swept, as_json=as_json)
 
 
 @app.command()
@@ -152,7 +186,7 @@ def draft(
     )
     with show_progress(is_quiet=as_json) as progress:
         bundle = export_model(directory, out, options, progress)
-    _report((bundle,), as_json=as_json)
+    report((bundle,), as_json=as_json)
 
 
 @app.command()
@@ -177,7 +211,7 @@ def target(
     )
     with show_progress(is_quiet=as_json) as progress:
         bundle = export_model(directory, out, options, progress)
-    _report((bundle,), as_json=as_json)
+    report((bundle,), as_json=as_json)
 
 
 app.command()(families)
@@ -186,10 +220,15 @@ app.command()(families)
 @app.command()
 def inspect(
     bundle: Annotated[Path, typer.Argument(help="Bundle directory.")],
+    html: Annotated[Path | None, typer.Option(help="Also write the report card to this file, as a web page.")] = None,
     as_json: Json = False,
 ) -> None:
     """Verify a bundle's files and show its report card."""
-    _report((Bundle.open(bundle),), as_json=as_json)
+    opened = Bundle.open(bundle)
+    if html is not None:
+        is_draft = opened.manifest.role == "draft"
+        write_card_html(html, [opened.manifest] if is_draft else [], None if is_draft else opened.manifest)
+    report((opened,), as_json=as_json)
 
 
 app.command()(distill)
@@ -209,30 +248,6 @@ def _pair_directories(draft: str, target: str | None) -> tuple[str | Path, str |
         found = reference_directories()
         return found.draft, found.target
     raise ConfigError(f"only one model was given ({draft}); name draft and target, or '{REFERENCE}'")
-
-
-def _report(bundles: tuple[Bundle, ...], *, as_json: bool) -> None:
-    for bundle in bundles:
-        print_warnings(Console(stderr=True), bundle.manifest)
-    if as_json:
-        found = [
-            {
-                "path": str(bundle.path),
-                **bundle.manifest.model_dump(mode="json"),
-                "warnings": warnings_of(bundle.manifest),
-            }
-            for bundle in bundles
-        ]
-        typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2))
-        return
-    console = Console()
-    for bundle in bundles:
-        print_report(console, bundle)
-
-
-def _as_json(bundle: Bundle) -> dict[str, Any]:
-    manifest = bundle.manifest
-    return {"path": str(bundle.path), **manifest.model_dump(mode="json"), "warnings": warnings_of(manifest)}
 
 
 def main() -> None:

@@ -70,9 +70,9 @@ def compare(
     Where any was timed on another device than its own, all are taken to be as slow as the slowest.
     """
     are_times_real = all(draft.report.timing is not None and draft.report.timing.is_on_device for draft in drafts)
-    slowest_ms = max(_forecast(draft).draft_ms for draft in drafts)
+    slowest_ms = max(forecast_of(draft).draft_ms for draft in drafts)
     rows = tuple(_row(draft, round_trips_ms, None if are_times_real else slowest_ms) for draft in drafts)
-    worthy = [row for row in rows if is_forced or _acceptance(row.manifest) >= REFUSED_UNDER]
+    worthy = [row for row in rows if is_forced or acceptance_of(row.manifest) >= REFUSED_UNDER]
     if not worthy:
         return None
     fastest = max(worthy, key=lambda row: mean(row.tokens_per_s))
@@ -83,7 +83,7 @@ def compare(
 
 
 def _row(draft: Manifest, round_trips_ms: Sequence[float], draft_ms: float | None) -> Row:
-    forecast = _forecast(draft)
+    forecast = forecast_of(draft)
     speed_ups = tuple(
         stream(
             Setting(
@@ -111,13 +111,15 @@ def _reason(best: Row, as_good: Sequence[Row], round_trips_ms: Sequence[float], 
     return words
 
 
-def _forecast(draft: Manifest) -> Forecast:
+def forecast_of(draft: Manifest) -> Forecast:
+    """What a draft that was judged is expected to be worth."""
     timing = draft.report.timing
     assert timing is not None and timing.forecast is not None, "a comparison is of drafts judged on a target"
     return timing.forecast
 
 
-def _acceptance(draft: Manifest) -> float:
+def acceptance_of(draft: Manifest) -> float:
+    """The rate that decides, of a draft that was judged."""
     found = judged(draft.report.acceptance)
     assert found is not None, "a comparison is of drafts judged on a target"
     return found.rate

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from outrider.export.card import DEPTH_OF_ALPHA, JUDGED_AT, ends_of, tokens_per_pass, warnings_of
-from outrider.export.comparison import Comparison
+from outrider.export.card import DEPTH_OF_ALPHA, JUDGED_AT, ends_of, step_of, tokens_per_pass, warnings_of
+from outrider.export.comparison import Comparison, forecast_of
 from outrider.export.progress import Progress, StageEvent
 from outrider.models.bundle import Bundle
 from outrider.models.manifest import Acceptance, Forecast, Manifest
@@ -57,7 +57,8 @@ def print_report(console: Console, bundle: Bundle) -> None:
     timing = manifest.report.timing
     if timing is not None and timing.forecast is not None:
         console.print(_curve(timing.forecast))
-        for line in ends_of(timing.forecast):
+        draft = f"a draft of {timing.forecast.draft_ms:.3g} ms a token, right {timing.forecast.alpha:.2f} times in one"
+        for line in (*ends_of(timing.forecast), f"{step_of(timing.forecast)}, {draft}"):
             console.print(f"  {line}", highlight=False)
 
 
@@ -100,6 +101,7 @@ def print_comparison(console: Console, found: Comparison) -> None:
         console.print(
             f"  [yellow]not made:[/yellow] {escape(skipped.label)}: {escape(skipped.reason)}", highlight=False
         )
+    console.print(f"  {step_of(forecast_of(found.best))}", highlight=False)
     console.print(f"[bold]recommended: {escape(found.recommended)}[/bold]: {escape(found.reason)}", highlight=False)
 
 

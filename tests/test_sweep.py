@@ -1,0 +1,281 @@
+"""The sweep: every draft that fits the device on one target's text, one recommended, nothing else left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
+
+from outrider.export import cli, sweep
+from outrider.export.comparison import NotMade, compare
+from outrider.export.pair import PairPaths
+from outrider.export.pipeline import StagedExport, stage_export
+from outrider.export.recipes import ExportOptions
+from outrider.export.sweep import recipes_for, sweep_pair
+from outrider.models.bundle import Bundle
+from outrider.models.errors import BundleError, ConfigError, ExportError, RuntimeUnavailable
+from outrider.models.manifest import Acceptance, AtDepth, Forecast, Manifest
+from outrider.models.prediction import predict
+
+
+def candidate(
+    like: Manifest, precision: str, *, rate: float, draft_ms: float, size: int, is_on_device: bool = True
+) -> Manifest:
+    """A draft with these figures, for a target of 20 ms + 0.5 ms a drafted token."""
+    lengths = tuple(
+        AtDepth(depth=depth, rate=rate, tokens_per_pass=sum(rate**i for i in range(depth + 1)))
+        for depth in (1, 2, 4, 8)
+    )
+    found = predict(rate, draft_ms=draft_ms, step_ms=20.0, extra_ms=0.5)
+    forecast = Forecast(
+        temperature=0.8,
+        alpha=rate,
+        draft_ms=draft_ms,
+        step_ms=20.0,
+        extra_ms=0.5,
+        step_from="as given",
+        curve=found.curve,
+    )
+    assert like.report.timing is not None
+    timing = like.report.timing.model_copy(
+        update={"token_ms": draft_ms, "forecast": forecast, "is_on_device": is_on_device}
+    )
+    acceptance = Acceptance(target="t", temperature=0.8, tested_tokens=640, rate=rate, by_depth=lengths)
+    report = like.report.model_copy(update={"acceptance": (acceptance,), "timing": timing, "size_bytes": size})
+    return like.model_copy(update={"report": report, "precision": precision})
+
+
+@pytest.fixture
+def like(reference_pair: PairPaths) -> Manifest:
+    """A real draft's manifest, for those of the candidates."""
+    return Bundle.open(reference_pair.draft).manifest
+
+
+def test_the_prediction_decides_not_the_size(like: Manifest) -> None:
+    """A quicker INT4 draft that is guessed right less often is not worth it where drafting is cheap anyway."""
+    drafts = [
+        candidate(like, "fp32", rate=0.75, draft_ms=2.0, size=400),
+        candidate(like, "int8", rate=0.75, draft_ms=1.0, size=100),
+        candidate(like, "int4", rate=0.65, draft_ms=0.7, size=50),
+    ]
+    found = compare(drafts, [25.0])
+    assert found is not None and found.recommended == "openvino int8" and found.best is drafts[1]
+    assert [len(row.tokens_per_s) for row in found.rows] == [1, 1, 1]
+    best = found.rows[1]
+    assert best.tokens_per_s[0] == pytest.approx(50.0 * best.speed_ups[0])  # 1000 ms / 20 ms
+    assert f"{best.tokens_per_s[0]:.1f} tokens/s" in found.reason and "25 ms" in found.reason
+
+
+def test_where_drafting_is_slow_the_quicker_precision_wins(like: Manifest) -> None:
+    """The same acceptances, a device ten times as slow."""
+    drafts = [
+        candidate(like, "int8", rate=0.75, draft_ms=18.0, size=100),
+        candidate(like, "int4", rate=0.70, draft_ms=7.0, size=50),
+    ]
+    found = compare(drafts, [10.0])
+    assert found is not None and found.recommended == "openvino int4" and "no other comes near" in found.reason
+
+
+def test_equally_good_drafts_are_told_apart_by_size(like: Manifest) -> None:
+    """Within a hundredth of the highest the smallest is taken, whatever the order."""
+    drafts = [
+        candidate(like, "fp32", rate=0.751, draft_ms=1.0, size=400),
+        candidate(like, "int8", rate=0.75, draft_ms=1.0, size=100),
+    ]
+    for order in (drafts, drafts[::-1]):
+        found = compare(order, [25.0, 50.0])
+        assert found is not None and found.recommended == "openvino int8"
+        assert "smallest of the 2 within 1%" in found.reason and "on average" in found.reason
+
+
+def test_a_draft_that_would_be_refused_is_not_recommended(like: Manifest) -> None:
+    """None of them: no recommendation; unless it is forced."""
+    bad = candidate(like, "int4", rate=0.2, draft_ms=0.1, size=10)
+    good = candidate(like, "int8", rate=0.5, draft_ms=19.0, size=100)
+    assert compare([bad], [50.0]) is None
+    found = compare([bad, good], [50.0])
+    assert found is not None and found.recommended == "openvino int8"
+    forced = compare([bad], [50.0], is_forced=True)
+    assert forced is not None and forced.recommended == "openvino int4"
+
+
+def test_times_of_another_device_decide_nothing(like: Manifest) -> None:
+    """An emulated NPU's slowest precision may be the real one's quickest: acceptance and size are what is left."""
+    drafts = [
+        candidate(like, "int8", rate=0.75, draft_ms=9.0, size=100, is_on_device=False),
+        candidate(like, "w8a8", rate=0.70, draft_ms=1.0, size=90, is_on_device=False),
+    ]
+    found = compare(drafts, [10.0], [NotMade("x", "y")])
+    assert found is not None and found.recommended == "openvino int8" and "lacks the device" in found.reason
+    assert found.not_made == (NotMade("x", "y"),)
+
+
+def test_a_sweep_is_of_all_that_fits_the_device() -> None:
+    """And of no more than was asked for."""
+    every = recipes_for(ExportOptions("draft"))
+    assert {(options.runtime, options.precision) for options in every} == {
+        (runtime, precision) for runtime in ("openvino", "onnxruntime") for precision in ("int8", "int4", "fp32")
+    }
+    assert len(recipes_for(ExportOptions("draft", "int8"))) == 2
+    assert len(recipes_for(ExportOptions("draft", runtime="onnxruntime"))) == 3
+    assert {options.precision for options in recipes_for(ExportOptions("draft", device="npu"))} == {"int8", "w8a8"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model, its own perfect draft."""
+    directory = tmp_path_factory.mktemp("sources") / "itself"
+    make_tiny_tokenizer(directory)
+    return make_tiny_model("llama", directory, vocab_size=320)
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model with the same tokenizer."""
+    directory = tmp_path_factory.mktemp("sources") / "stranger"
+    make_tiny_tokenizer(directory)
+    return make_tiny_model("llama", directory, vocab_size=320, seed=5)
+
+
+TARGET = ExportOptions("target", "fp32", "torch", num_threads=1)
+"""The quickest to make."""
+
+
+def test_a_sweep_from_the_command_line(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every row in the JSON and on the page; the recommended draft in its place, the others kept, all of them whole."""
+    out = tmp_path / "out"
+    arguments = ["pair", str(model), str(model), "--out", str(out), "--sweep", "--keep", "--json"]
+    arguments += ["--draft-runtime", "onnxruntime", "--target-runtime", "torch", "--rtt-ms", "10", "--rtt-ms", "50"]
+    arguments += ["--threads", "1"]
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(sys, "argv", ["outrider-export", *arguments, "--step-ms", "30", "--extra-ms", "0.5"])
+    try:
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not exit.value.code
+    found = json.loads(capsys.readouterr().out)
+    labels = [row["label"] for row in found["rows"]]
+    assert labels == ["onnxruntime int8", "onnxruntime int4", "onnxruntime fp32"] and not found["not_made"]
+    assert found["round_trips_ms"] == [10.0, 50.0] and all(len(row["tokens_per_s"]) == 2 for row in found["rows"])
+    for row in found["rows"]:
+        assert row["report"]["timing"]["forecast"]["step_ms"] == 30.0
+        assert row["report"]["acceptance"][2]["rate"] > (0.99 if row["precision"] == "fp32" else 0.3)
+        bundle = Bundle.open(row["path"])
+        assert bundle.manifest.precision == row["precision"]
+        is_best = row["label"] == found["recommended"]
+        assert bundle.path == (out / "draft" if is_best else out / "sweep" / row["label"].replace(" ", "-"))
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert all(label in page for label in labels) and f"Recommended: {found['recommended']}." in page
+    assert sorted(path.name for path in out.iterdir()) == ["draft", "report.html", "sweep", "target"]
+    assert len(list((out / "sweep").iterdir())) == 2
+
+
+class Failing:
+    """`stage_export` that fails for drafts of some precisions, as a missing package or a failed check would."""
+
+    def __init__(self, *precisions: str) -> None:
+        self.precisions = precisions
+
+    def __call__(
+        self, source: Any, place: Path, options: ExportOptions, *rest: Any
+    ) -> AbstractContextManager[StagedExport]:
+        """Stages, or raises."""
+        if options.role == "draft" and options.precision in self.precisions:
+            kind = RuntimeUnavailable if options.precision == "int8" else ExportError
+            raise kind(f"no {options.precision} today")
+        return stage_export(source, place, options, *rest)
+
+
+def test_what_cannot_be_made_is_listed_with_its_reason(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are compared all the same, and without --keep only one is left."""
+    monkeypatch.setattr(sweep, "stage_export", Failing("int8", "int4"))
+    drafts = ExportOptions("draft", runtime="onnxruntime", num_threads=1)
+    swept = sweep_pair(model, model, tmp_path / "out", draft_options=drafts, target_options=TARGET)
+    assert swept.comparison.recommended == "onnxruntime fp32" and not swept.kept
+    assert [(skipped.label, skipped.reason) for skipped in swept.comparison.not_made] == [
+        ("onnxruntime int8", "no int8 today"),
+        ("onnxruntime int4", "no int4 today"),
+    ]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["draft", "target"]
+
+
+def test_where_nothing_can_be_made_every_reason_is_told(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is left, the target neither."""
+    monkeypatch.setattr(sweep, "stage_export", Failing("int8", "int4"))
+    with pytest.raises(ExportError, match=r"no draft could be made\. onnxruntime int4: no int4 today$"):
+        sweep_pair(
+            model,
+            model,
+            tmp_path / "out",
+            draft_options=ExportOptions("draft", "int4", "onnxruntime"),
+            target_options=TARGET,
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sweep_of_drafts_that_do_not_agree_is_refused(stranger: Path, model: Path, tmp_path: Path) -> None:
+    """With the best of their figures; nothing is written, also nothing of what would have been kept."""
+    drafts = ExportOptions("draft", "fp32", "onnxruntime", num_threads=1)
+    with pytest.raises(ExportError, match=r"onnxruntime fp32, the best of 1\).*expected at least 0\.3"):
+        sweep_pair(stranger, model, tmp_path / "out", draft_options=drafts, target_options=TARGET, keeps_all=True)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def untouched(tmp_path: Path) -> Iterator[Path]:
+    """A directory in which nothing may have changed."""
+    yield tmp_path
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"round_trips_ms": ()}, "at least one"),
+        ({"round_trips_ms": (-1.0,)}, r"round trip time is -1\.0 ms"),
+        ({"step_ms": 0.0}, r"step takes 0\.0 ms"),
+        ({"draft_options": TARGET}, "a sweep is of drafts for a target"),
+    ],
+)
+def test_senseless_options_are_refused_before_any_work(
+    model: Path, untouched: Path, options: dict[str, Any], message: str
+) -> None:
+    """By name."""
+    with pytest.raises(ConfigError, match=message):
+        sweep_pair(model, model, untouched / "out", **options)
+
+
+def test_what_is_in_the_way_is_told_before_the_work(model: Path, tmp_path: Path) -> None:
+    """A kept draft's place may be taken; the one that is there stays as it is."""
+    taken = tmp_path / "sweep" / "onnxruntime-int4"
+    taken.mkdir(parents=True)
+    (taken / "mine").write_text("mine")
+    told: list[str] = []
+    drafts = ExportOptions("draft", runtime="onnxruntime")
+    with pytest.raises(BundleError, match="onnxruntime-int4"):
+        sweep_pair(
+            model,
+            model,
+            tmp_path,
+            draft_options=drafts,
+            target_options=TARGET,
+            keeps_all=True,
+            progress=lambda event: told.append(event.stage),
+        )
+    assert not told and [path.name for path in taken.iterdir()] == ["mine"]
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep"]
