@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.tiny_models import make_unknown
 
 from outrider.export import openvino_ir, upstream_repairs
 from outrider.export.pipeline import export_model, stage_export
 from outrider.export.progress import silent
 from outrider.export.recipes import ExportOptions
 from outrider.export.source import read_source
-from outrider.export.tiny import FAMILIES, make_tiny_source, make_tiny_tokenizer
+from outrider.export.tiny import FAMILIES, make_tiny_source
 from outrider.export.work_store import WorkStore
 from outrider.models.errors import ExportError, ParityFailure
 from outrider.models.manifest import Parity, Precision, Role
@@ -121,21 +122,6 @@ def test_gpt_neo_as_upstream_converts_it_is_refused_by_the_check(
         stage(source, tmp_path / "out", tmp_path / "store", "draft", precision)
     assert failure.value.relative_delta > 0.2
     assert not (tmp_path / "out").exists()
-
-
-def make_unknown(directory: Path, model_type: str, **fields: Any) -> Path:
-    """A tiny model of a family that nothing is known of."""
-    import torch
-    import transformers
-
-    size = make_tiny_tokenizer(directory)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.AutoConfig.for_model(
-        model_type, vocab_size=size, bos_token_id=None, eos_token_id=None, pad_token_id=None, **(sizes | fields)
-    )
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    return directory
 
 
 def test_an_unknown_family_is_tried_and_what_is_right_is_exported(tmp_path: Path) -> None:

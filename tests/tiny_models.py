@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 from outrider.export.tiny import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
 
@@ -15,6 +16,21 @@ __all__ = ["FAMILIES", "SAMPLE_TEXT", "compress_int8", "export_openvino", "make_
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Those that runtimes' own tests run; all of `outrider.export.tiny` are exported in test_export_families."""
+
+
+def make_unknown(directory: Path, model_type: str, **fields: Any) -> Path:
+    """A tiny whole source of a family that `outrider.export.known_families` does not know."""
+    import torch
+    import transformers
+
+    size = make_tiny_tokenizer(directory)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.AutoConfig.for_model(
+        model_type, vocab_size=size, bos_token_id=None, eos_token_id=None, pad_token_id=None, **(sizes | fields)
+    )
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    return directory
 
 
 def export_openvino(model_dir: Path, directory: Path) -> Path:

@@ -17,6 +17,7 @@ from outrider.export.known_families import FAMILIES, SHAPES
 from outrider.models.errors import ExportError
 
 _INDEX: Final = "model.safetensors.index.json"
+_SINGLE: Final = "model.safetensors"
 _PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _MAX_HEADER_BYTES: Final = 100 << 20
 _LAYER: Final = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -27,16 +28,23 @@ _UNIVERSAL: Final = ("embed_tokens.weight", "word_embeddings.weight", "wte.weigh
 
 def find_weight_files(path: Path) -> tuple[Path, ...]:
     """The safetensors of a model directory, sorted. Raises ExportError if some or all are missing."""
-    index = path / _INDEX
+    index, single = path / _INDEX, path / _SINGLE
     if index.is_file():
         wanted = _indexed(index)
         missing = [name for name in wanted if not (path / name).is_file()]
         if missing:
             raise ExportError(f"{path} lacks {missing[0]}, which {_INDEX} names; download the model again")
+        if single.is_file() and wanted != [_SINGLE]:
+            raise ExportError(f"{path} has {_SINGLE} and an index of other files; remove one or the other")
         return tuple(path / name for name in wanted)
-    found = tuple(sorted(path.glob("*.safetensors")))
-    if found:
-        return found
+    if single.is_file():
+        return (single,)
+    others = sorted(file.name for file in path.glob("*.safetensors"))
+    if others:
+        raise ExportError(
+            f"{path} has {others[0]}, but neither {_SINGLE} nor {_INDEX}; rename it if it is the whole model, or "
+            "download the model again"
+        )
     pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
     if pickles:
         raise ExportError(

@@ -1,0 +1,251 @@
+"""Sources looked at: every family's shape, windows, and files that are cut short or do not belong together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.tiny_models import make_unknown
+
+from outrider.export import config_reader
+from outrider.export.config_reader import read_shape
+from outrider.export.pipeline import export_model
+from outrider.export.progress import StageEvent
+from outrider.export.recipes import ExportOptions
+from outrider.export.source import read_source
+from outrider.export.tiny import FAMILIES, WINDOW, make_tiny_source
+from outrider.export.torch_source import load_source_model
+from outrider.export.weight_files import find_weight_files
+from outrider.models.errors import ExportError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny_source("phi3")` is a whole source of that family, made once."""
+    root = tmp_path_factory.mktemp("sources")
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            made[family] = make_tiny_source(family, root / family)
+        return made[family]
+
+    return make
+
+
+def altered(source: Path, target: Path, **config: Any) -> Path:
+    """A copy whose config.json has other values (None removes one)."""
+    shutil.copytree(source, target)
+    raw = json.loads((target / "config.json").read_text(encoding="utf-8")) | config
+    kept = {key: value for key, value in raw.items() if value is not None}
+    (target / "config.json").write_text(json.dumps(kept), encoding="utf-8")
+    return target
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_familys_shape_is_read_from_its_own_names(
+    family: str, tiny_source: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without transformers, and as transformers counts it."""
+
+    def ask(path: Path) -> dict[str, Any]:
+        raise AssertionError(f"transformers was asked about {path}")
+
+    monkeypatch.setattr(config_reader, "_with_defaults", ask)
+    source = read_source(tiny_source(family))
+    shape = source.architecture
+    has_groups = family not in ("gpt_neox", "bloom", "gpt_neo")
+    assert (shape.name, shape.layers, shape.hidden_size, shape.heads, shape.head_size) == (family, 2, 64, 4, 16)
+    assert (shape.kv_heads, shape.vocab_size, shape.tokenizer_size) == (2 if has_groups else 4, 320, 300)
+    assert shape.intermediate_size == (256 if family == "bloom" else 128)
+    assert shape.max_positions == (2048 if family == "bloom" else 512)
+    slides = family in ("gemma2", "gemma3_text", "gpt_neo", "mistral", "phi3")
+    assert source.window == (WINDOW if slides else None) and not source.notes
+    assert shape.parameters == sum(parameter.numel() for parameter in load_source_model(source.path).parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "window", "positions"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, None, 4096),
+        ({"model_type": "mistral", "sliding_window": 1024}, 1024, 32768),
+        ({"model_type": "mistral", "sliding_window": None}, None, 32768),
+        ({"model_type": "mistral", "sliding_window": 40000}, None, 32768),
+        ({"model_type": "qwen2", "sliding_window": 512}, None, 32768),
+        ({"model_type": "qwen2", "sliding_window": 512, "use_sliding_window": True}, 512, 32768),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 9000}, None, 9000),
+        (
+            {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 512, "layer_types": ["full_attention"] * 2},
+            None,
+            32768,
+        ),
+    ],
+)
+def test_a_window_is_checked_beyond_or_ends_the_sequence(
+    config: dict[str, Any], window: int | None, positions: int, tmp_path: Path
+) -> None:
+    """Up to 1024 tokens the first, above the second; a window that no layer uses is none."""
+    common = {
+        "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 32768, "num_attention_heads": 4,
+        "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 320,
+    }  # fmt: skip
+    shape = read_shape(tmp_path, common | config)
+    assert (shape.checked_window, shape.max_positions) == (window, positions)
+
+
+def test_what_a_config_leaves_out_is_transformers_default(tiny_source: Callable[[str], Path], tmp_path: Path) -> None:
+    """Gemma's head size is 256 unless told, not hidden size over heads; then the weights do not fit."""
+    path = altered(tiny_source("gemma3_text"), tmp_path / "model", head_dim=None)
+    assert read_shape(path, json.loads((path / "config.json").read_text())).head_size == 256
+    with pytest.raises(ExportError, match=r"has the shape \[16\], config\.json makes it \[256\]"):
+        read_source(path)
+
+
+def test_the_decoder_of_a_model_with_several_parts_is_nested(tiny_source: Callable[[str], Path]) -> None:
+    """Its shape is that of `text_config`."""
+    path = tiny_source("gemma3_text")
+    text = json.loads((path / "config.json").read_text())
+    assert read_shape(path, {"model_type": "gemma3", "text_config": text}) == read_shape(path, text)
+
+
+def test_sizes_that_are_none_are_named(tiny_source: Callable[[str], Path], tmp_path: Path) -> None:
+    """A text, a truth, a zero: what was found and expected."""
+    for index, value in enumerate(("64", True, 0)):
+        path = altered(tiny_source("llama"), tmp_path / str(index), hidden_size=value)
+        with pytest.raises(ExportError, match=rf"hidden_size is {value!r}; expected a positive whole number"):
+            read_source(path)
+
+
+LIES = [
+    (
+        "llama",
+        {"hidden_size": 128},
+        r"\.weight has the shape \[320, 64\], config\.json makes it \[320, 128\]",
+    ),
+    (
+        "llama",
+        {"vocab_size": 384},
+        r"\.weight has the shape \[320, 64\], config\.json makes it \[384, 64\]",
+    ),
+    ("llama", {"num_hidden_layers": 3}, r"2 layers \(the last has the tensor .*layers\.1\..*config\.json says 3"),
+    ("llama", {"num_hidden_layers": 1}, r"2 layers .*config\.json says 1"),
+    ("llama", {"num_key_value_heads": 4}, r"k_proj\.weight has the shape \[32, 64\], config\.json makes it \[64, 64\]"),
+    ("qwen3", {"head_dim": 32}, r"_norm\.weight has the shape \[16\], config\.json makes it \[32\]"),
+    (
+        "phi3",
+        {"intermediate_size": 64},
+        r"down_proj\.weight has the shape \[64, 128\], .* \[64, 64\]",
+    ),
+    ("phi3", {"num_key_value_heads": 4}, r"qkv_proj\.weight has the shape \[128, 64\], .* \[192, 64\]"),
+    ("gpt_neox", {"hidden_size": 32}, r"has the shape .*64.*, config\.json makes it .*32"),
+    ("bloom", {"n_layer": 4}, r"2 layers .*config\.json says 4"),
+    ("gpt_neo", {"max_position_embeddings": 1024}, r"wpe\.weight has the shape \[512, 64\], .* \[1024, 64\]"),
+]
+
+
+@pytest.mark.parametrize(("family", "lie", "message"), LIES, ids=[f"{family}-{lie}" for family, lie, _ in LIES])
+def test_a_config_that_lies_about_its_shapes_is_told_from_the_headers(
+    family: str, lie: dict[str, Any], message: str, tiny_source: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Before anything is loaded: the tensor, its shape, what it should be; the destination is left alone."""
+    path = altered(tiny_source(family), tmp_path / "model", **lie)
+    events: list[StageEvent] = []
+    with pytest.raises(ExportError, match=message):
+        export_model(path, tmp_path / "out", ExportOptions("target", "fp32"), events.append)
+    assert not events and [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_what_headers_cannot_tell_loading_does(tiny_source: Callable[[str], Path], tmp_path: Path) -> None:
+    """An unknown family's other tensors, and weights that are not there, which transformers would make up."""
+    unknown = altered(
+        make_unknown(tmp_path / "made", "olmo2", num_key_value_heads=2), tmp_path / "olmo2", intermediate_size=256
+    )
+    message = r"mlp\.\w+_proj\.weight has the shape \[\d+, \d+\], config\.json makes it \[(256, 64|64, 256)\]"
+    with pytest.raises(ExportError, match=message):
+        export_model(unknown, tmp_path / "out", ExportOptions("target", "fp32"))
+    untied = altered(tiny_source("gpt_neo"), tmp_path / "untied", tie_word_embeddings=False)
+    with pytest.raises(ExportError, match=r"the weights lack the tensor lm_head\.weight \(1 in all\)"):
+        export_model(untied, tmp_path / "out", ExportOptions("target", "fp32"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kept", [0, 7, 100, 0.5, -1])
+def test_a_file_that_is_cut_short_is_never_loaded(
+    kept: float, tiny_source: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Wherever it ends, also by one byte; told from its header."""
+    path = altered(tiny_source("llama"), tmp_path / "model")
+    content = (path / SINGLE).read_bytes()
+    (path / SINGLE).write_bytes(content[: int(kept * len(content)) if 0 < kept < 1 else int(kept)])
+    with pytest.raises(ExportError, match=r"model\.safetensors .*truncated.*download it again"):
+        export_model(path, tmp_path / "out", ExportOptions("target", "fp32"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{}",
+        b"[]",
+        b'{"x": 3}',
+        b'{"x": {"shape": [-2], "dtype": "F32", "data_offsets": [0, 0]}}',
+        b"\xff\xfe",
+        b"null",
+    ],
+)
+def test_a_header_that_says_nothing_is_refused(
+    header: bytes, tiny_source: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Whatever JSON it is, or is not."""
+    path = altered(tiny_source("llama"), tmp_path / "model")
+    (path / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ExportError, match=r"truncated|no tensors"):
+        read_source(path)
+
+
+def test_which_files_are_the_model(tiny_source: Callable[[str], Path], tmp_path: Path) -> None:
+    """Those that transformers would load, no others; where that is in doubt, none."""
+    path = altered(tiny_source("llama"), tmp_path / "model")
+    shutil.copyfile(path / SINGLE, path / "consolidated.safetensors")
+    assert find_weight_files(path) == (path / SINGLE,)
+
+    def index(*names: str) -> None:
+        (path / INDEX).write_text(json.dumps({"weight_map": dict(enumerate(names))}), encoding="utf-8")
+
+    index("consolidated.safetensors")
+    with pytest.raises(ExportError, match=r"has model\.safetensors and an index of other files"):
+        find_weight_files(path)
+    (path / SINGLE).unlink()
+    assert find_weight_files(path) == (path / "consolidated.safetensors",)
+    index("../model/consolidated.safetensors")
+    with pytest.raises(ExportError, match="is not an index of safetensors files beside it"):
+        find_weight_files(path)
+    (path / INDEX).write_text("[]", encoding="utf-8")
+    with pytest.raises(ExportError, match="is not an index"):
+        find_weight_files(path)
+    (path / INDEX).unlink()
+    with pytest.raises(ExportError, match=r"neither model\.safetensors nor"):
+        find_weight_files(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"is_encoder_decoder": True}, "only decoders"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "longrope rotary scaling"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic rotary scaling"),
+    ],
+)
+def test_what_no_runtime_does_rightly_is_refused(
+    config: dict[str, Any], message: str, tiny_source: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Also where it is said for one kind of layer only."""
+    with pytest.raises(ExportError, match=message):
+        read_source(altered(tiny_source("llama"), tmp_path / "model", **config))
