@@ -1,0 +1,238 @@
+"""Hub ids: the cache, offline mode and tokens respected, against a cache laid out by hand and a hub on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+
+from outrider.export.hub import resolve_model
+from outrider.export.quiet import quiet_upstream
+from outrider.export.source import read_source
+from outrider.export.tiny import make_tiny_source
+from outrider.models.errors import ExportError
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+TOKEN = "hf_forTestsOnly"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_source("llama", tmp_path_factory.mktemp("hub") / "tiny")
+
+
+@pytest.fixture
+def cache(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A hub cache with org/tiny at SHA, which is its branch main."""
+    root = tmp_path / "cache"
+    repo = root / "models--org--tiny"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(SHA)
+    (repo / "snapshots").mkdir()
+    _copy(source, repo / "snapshots" / SHA)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(root))
+    return root
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.mkdir()
+    for path in source.iterdir():
+        (target / path.name).symlink_to(path)  # as the hub's cache does
+
+
+@pytest.mark.parametrize("model", ["org/tiny", "org/tiny@main", f"org/tiny@{SHA}"])
+def test_what_the_cache_has_needs_no_network(model: str, cache: Path) -> None:
+    """By branch, tag or commit; name and commit go into the manifest."""
+    found = read_source(model)
+    assert found.path == cache / "models--org--tiny" / "snapshots" / SHA
+    assert (found.name, found.revision) == ("org/tiny", SHA)
+    assert found.describe().name == "org/tiny"
+
+
+def test_what_the_cache_lacks_is_said_in_offline_mode(cache: Path) -> None:
+    """The model, the revision, the cache, and what to change."""
+    with pytest.raises(ExportError, match=r"org/other is not in the cache \(.*\), and offline mode is on"):
+        resolve_model("org/other")
+    with pytest.raises(ExportError, match=r"org/tiny at revision v2 is not in the cache"):
+        resolve_model("org/tiny", "v2")
+
+
+def test_directories_come_first(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub id is told from a path: a directory that is there is one, and where its parent is there, it was meant."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "here").mkdir(parents=True)
+    assert resolve_model("org/here") == tmp_path / "org" / "here"
+    for wrong in ("org/gone", "gone", "./gone/too", str(tmp_path / "gone"), "a/b/c"):
+        with pytest.raises(ExportError, match="is not a directory"):
+            resolve_model(wrong)
+    with pytest.raises(ExportError, match="has no revision 'main'"):
+        resolve_model(source, "main")
+    with pytest.raises(ExportError, match="names another revision than v2"):
+        resolve_model("else/where@v1", "v2")
+    with pytest.raises(ExportError, match="neither a directory nor a hub id"):
+        resolve_model("else/where..not")
+
+
+def test_conversions_stay_off_the_network_and_downloads_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upstream code runs offline, and its subprocesses do; afterwards the user's own setting holds again."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with quiet_upstream("a"):
+        assert huggingface_hub.is_offline_mode() and os.environ["HF_HUB_OFFLINE"] == "1"
+        with quiet_upstream("b"):
+            pass
+        assert huggingface_hub.is_offline_mode()
+        with pytest.raises(ConnectionError, match="offline mode is enabled"):
+            huggingface_hub.model_info("org/tiny")
+    assert not huggingface_hub.is_offline_mode() and "HF_HUB_OFFLINE" not in os.environ
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's API as a download takes. Knows org/tiny, org/gated (with TOKEN only) and org/broken."""
+
+    directory: Path
+    asked: list[tuple[str, str | None]]
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+    def _answer(self, *, with_body: bool) -> None:
+        token = self.headers.get("Authorization")
+        parts = self.path.strip("/").split("/")
+        if parts[0] == "api" and parts[1] != "models":  # lists that the library keeps for itself
+            self._send(404, b"", {})
+            return
+        self.asked.append((self.path, token))
+        name = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
+        if name == "org/broken":
+            self._send(503, b"", {})
+        elif name not in ("org/tiny", "org/gated"):
+            self._send(401 if token is None else 404, b"", {"X-Error-Code": "RepoNotFound"})
+        elif parts[0] == "api" and parts[-1] not in ("main", SHA):
+            self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
+        elif parts[0] == "api":
+            files = sorted(path.name for path in self.directory.iterdir())
+            listed = [*files, "pytorch_model.bin", "modeling_own.py", "onnx/config.json", "consolidated.safetensors"]
+            answer = {"id": name, "sha": SHA, "siblings": [{"rfilename": file} for file in listed]}
+            self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"}, with_body=with_body)
+        elif name == "org/gated" and token != f"Bearer {TOKEN}":
+            self._send(401 if token is None else 403, b"", {"X-Error-Code": "GatedRepo"})
+        else:
+            content = (self.directory / parts[-1]).read_bytes()
+            headers = {"X-Repo-Commit": SHA, "ETag": f'"{hash(content)}"', "Accept-Ranges": "bytes"}
+            self._send(200, content, headers, with_body=with_body)
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str], *, with_body: bool = True) -> None:
+        self.send_response(status)
+        for key, value in (headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(key, value)
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def hub(source: Path) -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
+    """Its endpoint, and the paths and tokens that it was asked for."""
+    asked: list[tuple[str, str | None]] = []
+    handler = type("BoundHub", (Hub,), {"directory": source, "asked": asked})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        server.shutdown()
+        thread.join()
+
+
+RESOLVE = """
+import json, sys
+from outrider.export.source import read_source
+from outrider.models.errors import ExportError
+
+found = {}
+for model in sys.argv[1:]:
+    try:
+        source = read_source(model)
+        found[model] = [source.name, source.revision, sorted(path.name for path in source.path.iterdir())]
+    except ExportError as error:
+        found[model] = str(error)
+print(json.dumps(found))
+"""
+
+
+def resolve_in_process(home: Path, endpoint: str, *models: str, **environment: str) -> dict[str, Any]:
+    """What a process of its own makes of models, with the hub's settings as a user would set them."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    own = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", RESOLVE, *models]
+    done = subprocess.run(command, env=inherited | own | environment, capture_output=True, text=True, check=True)
+    answer: dict[str, Any] = json.loads(done.stdout)
+    return answer
+
+
+def test_a_download_takes_safe_files_only_and_is_kept(
+    hub: tuple[str, list[tuple[str, str | None]]], source: Path, tmp_path: Path
+) -> None:
+    """Nothing that executes code is even asked for; the second time, offline, the cache is enough."""
+    endpoint, asked = hub
+    files = sorted(path.name for path in source.iterdir())
+    assert resolve_in_process(tmp_path, endpoint, "org/tiny")["org/tiny"] == ["org/tiny", SHA, files]
+    assert {Path(path).name for path, _ in asked} == {*files, "main"} and len(asked) > len(files)
+    assert {token for _, token in asked} == {None}
+    asked.clear()
+    again = resolve_in_process(tmp_path, endpoint, "org/tiny", "org/other", HF_HUB_OFFLINE="1")
+    assert again["org/tiny"] == ["org/tiny", SHA, files] and "offline mode is on" in again["org/other"]
+    assert not asked
+
+
+def test_a_hub_that_is_out_of_reach_is_made_up_for_by_the_cache(
+    hub: tuple[str, list[tuple[str, str | None]]], tmp_path: Path
+) -> None:
+    """What was fetched before is used; what was not is an error that says whom it could not reach."""
+    resolve_in_process(tmp_path, hub[0], "org/tiny")
+    nobody = "http://127.0.0.1:9"
+    found = resolve_in_process(tmp_path, nobody, "org/tiny", "org/other")
+    assert found["org/tiny"][:2] == ["org/tiny", SHA]
+    assert f"the hub at {nobody} cannot be reached" in found["org/other"]
+    assert "org/other is not in the cache" in found["org/other"]
+
+
+def test_the_hubs_refusals_are_told_apart(hub: tuple[str, list[tuple[str, str | None]]], tmp_path: Path) -> None:
+    """Not there, no such revision, gated, broken: each with what to do, without a token and with one."""
+    endpoint, asked = hub
+    models = ("org/gone", "org/tiny@v9", "org/gated", "org/broken")
+    without = resolve_in_process(tmp_path / "a", endpoint, *models)
+    assert "shows no model org/gone" in without["org/gone"] and "hf auth login" in without["org/gone"]
+    assert "org/tiny has no revision 'v9' on the hub" in without["org/tiny@v9"]
+    assert "org/gated is gated" in without["org/gated"] and "set HF_TOKEN" in without["org/gated"]
+    assert "org/broken" in without["org/broken"] and "503" in without["org/broken"]
+    asked.clear()
+    refused = resolve_in_process(tmp_path / "b", endpoint, *models, HF_TOKEN="hf_another")
+    assert "Your token was sent" in refused["org/gone"] and "Your token was sent" in refused["org/gated"]
+    assert {token for _, token in asked} == {"Bearer hf_another"}
+    granted = resolve_in_process(tmp_path / "c", endpoint, "org/gated", HF_TOKEN=TOKEN)
+    assert granted["org/gated"][:2] == ["org/gated", SHA]
+
+
+def test_a_saved_login_is_used(hub: tuple[str, list[tuple[str, str | None]]], tmp_path: Path) -> None:
+    """The file that `hf auth login` writes."""
+    tmp_path.joinpath("token").write_text(TOKEN)
+    found = resolve_in_process(tmp_path, hub[0], "org/gated")
+    assert found["org/gated"][:2] == ["org/gated", SHA]
+    assert {token for _, token in hub[1]} == {f"Bearer {TOKEN}"}
