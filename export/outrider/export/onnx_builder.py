@@ -139,9 +139,10 @@ def _run_builder(view: Path, built: Path, precision: str, execution_provider: st
         "hf_token": "false",  # nothing to authenticate: the directory is local
         "hf_remote": "false",
         "windowed_kv_cache": "false",  # a cache that forgets cannot be rolled back
-        "shared_embeddings": "false",  # shared afterwards, with 8 bits
         "fuse_qk_norm_gqa": "false",  # only CUDA's kernel has it, and then nothing else could check the graph
     }
+    if precision in ("int8", "int4"):
+        options["shared_embeddings"] = "false"  # shared afterwards, with 8 bits, which the builder cannot
     if precision == "int4":
         options["matmul_mixed_precision"] = "last_matmul:int8"
     cache = built / "cache"
