@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from outrider.export.onnx_attention import Recording, recording_attention
 from outrider.export.onnx_graph import add_initializer, drop_unused, quiet_onnx, save_model, select_rows, strip_origins
@@ -22,14 +22,15 @@ _OPSET: Final = 21
 _CONTROLS: Final = ("input_ids", "position_ids", "seqlens_k", "total_sequence_length")
 
 
-def export_with_dynamo(model: Any, destination: Path, name: str) -> None:
-    """Writes model.onnx and model.onnx.data, FP32, of a transformers model to `destination`; deterministic.
+def export_with_dynamo(model: Any, destination: Path, name: str, precision: Literal["fp32", "fp16"] = "fp32") -> None:
+    """Writes model.onnx and model.onnx.data of a transformers model to `destination`; deterministic.
 
-    The model is left as it was. Raises ExportError for attention that cannot be put on the operator, or where torch's
+    precision: of weights, activations and cache; FP16 is for CUDA, whose attention kernel takes nothing wider. The model
+    is converted to it, and otherwise left as it was. Raises ExportError for attention that cannot be put on the operator, or where torch's
     exporter fails.
     """
     with quiet_upstream(f"exporting {name} to ONNX"), quiet_onnx():
-        graph = _fuse(_export(model.eval()))
+        graph = _fuse(_export((model.half() if precision == "fp16" else model).eval()))
         drop_unused(graph)
         _name_weights(graph.graph, model)
         strip_origins(graph, f"torch {importlib.metadata.version('torch')}")
@@ -58,6 +59,7 @@ def _export(model: Any) -> Any:
                 logits = self.model(input_ids=ids, use_cache=False, **more).logits
             return logits, recording.presents
 
+    dtype = next(model.parameters()).dtype
     num_new, positions = 3, 13  # all sizes differ, or the exporter would take two for one
     dynamic = torch.export.Dim.DYNAMIC
     arguments = (
@@ -65,7 +67,7 @@ def _export(model: Any) -> Any:
         torch.arange(5, 5 + num_new)[None],
         torch.tensor([7], dtype=torch.int32),
         torch.tensor([8], dtype=torch.int32),
-        [tuple(torch.zeros(1, heads, positions, size) for _ in "kv") for heads, size in shapes],
+        [tuple(torch.zeros(1, heads, positions, size, dtype=dtype) for _ in "kv") for heads, size in shapes],
     )
     slots = [f"{index}.{kind}" for index in range(len(shapes)) for kind in ("key", "value")]
     with torch.no_grad():
@@ -146,7 +148,21 @@ def _fuse(model: Any) -> Any:
 
     fused, _ = optimize_for_ort(model)
     _rotate_new_positions_only(fused)
+    _unify_norms(fused.graph)
     return fused
+
+
+def _unify_norms(graph: Any) -> None:
+    """Gemma's norms scale in FP32 whatever the model's type; the operator that they became has one type for all."""
+    for node in graph:
+        if node.op_type != "SkipSimplifiedLayerNormalization":
+            continue
+        gamma, dtype = node.inputs[2], node.inputs[0].dtype
+        if dtype is not None and gamma.dtype not in (None, dtype) and gamma.const_value is not None:
+            values = gamma.const_value.numpy().astype(dtype.numpy())
+            name = f"{node.name}_gamma"
+            node.replace_input_with(2, add_initializer(graph, name, values))
+            node.outputs[0].dtype = dtype  # what casts it next has nothing left to do
 
 
 def _rotate_new_positions_only(model: Any) -> None:

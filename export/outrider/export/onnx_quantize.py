@@ -87,7 +87,7 @@ def _quantize_product(graph: Any, node: Any, bits: int, matrices: dict[tuple[str
         packed, scales = quantize_blocks(weights, bits)
         matrices[value.name, bits] = (
             add_initializer(graph, f"{value.name}_Q{bits}", packed),
-            add_initializer(graph, f"{value.name}_scales", scales),
+            add_initializer(graph, f"{value.name}_scales", scales.astype(weights.dtype)),
         )
     columns, rows = weights.shape
     product = ir.node(
@@ -99,7 +99,7 @@ def _quantize_product(graph: Any, node: Any, bits: int, matrices: dict[tuple[str
     )
     nodes = [product]
     if found.alpha != 1.0:
-        alpha = add_initializer(graph, f"{node.name}_alpha", np.array(found.alpha, np.float32))
+        alpha = add_initializer(graph, f"{node.name}_alpha", np.array(found.alpha, weights.dtype))
         nodes.append(ir.node("Mul", [product.outputs[0], alpha], name=f"{node.name}_scaled"))
     if node.op_type == "Gemm" and len(node.inputs) > 2 and node.inputs[2] is not None:
         nodes.append(ir.node("Add", [product.outputs[0], node.inputs[2]], name=f"{node.name}_bias"))
