@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ OPTIONS = RuntimeOptions(num_threads=1, max_positions=128)
 # Odd sizes: heads of 20 and 12, widths that no block divides.
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {},
-    "gpt_neox": {},
-    "bloom": {"hidden_size": 36, "num_attention_heads": 3},
+    "gpt_neox": {"num_hidden_layers": 1},
+    "bloom": {"num_hidden_layers": 1, "hidden_size": 36, "num_attention_heads": 3},
     "gpt_neo": {"hidden_size": 60, "num_attention_heads": 3},
 }
 
@@ -89,12 +90,29 @@ def test_quantized_graphs_compute_with_the_weights_that_they_hold(
     """Against transformers with the dequantized weights only the kernel's INT8 activations are left as a difference."""
     quantize_weights(graph(family) / "model.onnx", tmp_path, bits)  # type: ignore[arg-type]
     blocks = read_dequantized(tmp_path / "model.onnx")
-    assert sum(part.bits == bits for part in blocks.values()) >= 8
+    assert sum(part.bits == bits for part in blocks.values()) >= 4
     head = [part for part in blocks.values() if part.values.shape[0] == VOCAB]
     assert head and {part.bits for part in head} == {8}
     expected = truth_of(put_back(load_fp32(source(family)), tmp_path / "model.onnx"))
     assert worst_delta(OnnxRuntimeSequence(tmp_path, OPTIONS), expected) < 0.8
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
+
+
+def test_half_precision_graphs_are_for_cuda_and_run_here(tmp_path: Path) -> None:
+    """Gemma 3 in FP16, norms that scale in FP32 included, and quantized from there: weights, cache and logits."""
+    small = make_tiny_model("gemma3_text", tmp_path / "small", vocab_size=VOCAB, num_hidden_layers=1)
+    wide, narrow = tmp_path / "wide", tmp_path / "narrow"
+    wide.mkdir()
+    narrow.mkdir()
+    export_with_dynamo(load_fp32(small), wide, "gemma3", "fp16")
+    quantize_weights(wide / "model.onnx", narrow, 8)
+    truth = truth_of(load_fp32(small))
+    options = replace(OPTIONS, kv_precision="f16")
+    assert worst_delta(OnnxRuntimeSequence(wide, options), truth) < 0.05
+    assert worst_delta(OnnxRuntimeSequence(narrow, options), truth) < 0.5
+    graph = onnx.load(narrow / "model.onnx", load_external_data=False).graph
+    floats = [tensor.name for tensor in graph.initializer if tensor.data_type == onnx.TensorProto.FLOAT]
+    assert not [name for name in floats if name.endswith(("weight", "scales"))]
 
 
 def test_the_graph_takes_what_its_docstring_says(graph: Callable[[str], Path]) -> None:
@@ -132,7 +150,7 @@ def test_rotation_is_computed_for_new_tokens_only(graph: Callable[[str], Path]) 
     """A step's cost does not grow with cosines of positions that were rotated long ago."""
     nodes = onnx.load(graph("gpt_neox") / "model.onnx", load_external_data=False).graph.node
     kinds = [node.op_type for node in nodes]
-    assert kinds.count("RotaryEmbedding") == 4 and kinds.count("Cos") == 1
+    assert kinds.count("RotaryEmbedding") == 2 and kinds.count("Cos") == 1
     assert "Range" not in kinds and "ReduceMax" not in kinds
 
 
@@ -178,7 +196,7 @@ def test_the_model_is_left_as_it_was(source: Callable[[str], Path]) -> None:
         before = model(tokens).logits
         with recording_attention(model, Recording()) as recording:
             assert not torch.equal(model(tokens).logits, before)  # zeros in place of attention
-        assert recording.shapes == [(3, 16)] * 2  # heads of 12, padded
+        assert recording.shapes == [(3, 16)]  # heads of 12, padded
         assert model.config._attn_implementation == "eager"
         assert torch.equal(model(tokens).logits, before)
 

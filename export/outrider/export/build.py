@@ -160,8 +160,9 @@ def _build_onnx(job: Job) -> Quantization | None:
         provider: Literal["cpu", "cuda"] = "cuda" if job.options.device == "gpu" else "cpu"
         place_files(_genai_graph(job, precision, provider), job.directory)
         return _onnx_quantization(precision, "onnxruntime-genai")
-    graph = _dynamo_graph(job)
-    if precision == "fp32":
+    wide: Literal["fp32", "fp16"] = "fp16" if job.options.device == "gpu" else "fp32"
+    graph = _dynamo_graph(job, wide)
+    if precision == wide:
         place_files(graph, job.directory)
         return None
     from outrider.export.onnx_quantize import quantize_weights
@@ -186,17 +187,17 @@ def _genai_graph(
     return job.store.get(job.key("genai", precision=precision, on=provider), build)
 
 
-def _dynamo_graph(job: Job) -> Path:
-    """The FP32 graph that torch's exporter makes."""
+def _dynamo_graph(job: Job, precision: Literal["fp32", "fp16"] = "fp32") -> Path:
+    """The unquantized graph that torch's exporter makes."""
     from outrider.export.onnx_dynamo import export_with_dynamo
 
     def export(directory: Path) -> None:
         job.require_room(directory)
         model = job.loaded.model()
         job.tell("convert")
-        export_with_dynamo(model, directory, job.source.name)
+        export_with_dynamo(model, directory, job.source.name, precision)
 
-    graph = job.store.get(job.key("onnx"), export)
+    graph = job.store.get(job.key("onnx", precision=precision), export)
     job.loaded.let_go()
     return graph
 
@@ -204,7 +205,8 @@ def _dynamo_graph(job: Job) -> Path:
 def _onnx_quantization(precision: str, package: str) -> Quantization | None:
     if precision not in ("int8", "int4"):
         return None
-    return Quantization(tool=_tool(package), scheme=f"{precision} symmetric", granularity="block of 32")
+    granularity = "block of 32" if precision == "int8" else "block of 32, LM head in int8"
+    return Quantization(tool=_tool(package), scheme=f"{precision} symmetric", granularity=granularity)
 
 
 def place_files(source: Path, destination: Path) -> None:

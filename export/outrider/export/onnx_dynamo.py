@@ -25,9 +25,9 @@ _CONTROLS: Final = ("input_ids", "position_ids", "seqlens_k", "total_sequence_le
 def export_with_dynamo(model: Any, destination: Path, name: str, precision: Literal["fp32", "fp16"] = "fp32") -> None:
     """Writes model.onnx and model.onnx.data of a transformers model to `destination`; deterministic.
 
-    precision: of weights, activations and cache; FP16 is for CUDA, whose attention kernel takes nothing wider. The model
-    is converted to it, and otherwise left as it was. Raises ExportError for attention that cannot be put on the operator, or where torch's
-    exporter fails.
+    precision: of weights, activations and cache; FP16 is for CUDA, whose attention kernel takes nothing wider. The
+    model is converted to it, and otherwise left as it was. Raises ExportError for attention that cannot be put on the
+    operator, or where torch's exporter fails.
     """
     with quiet_upstream(f"exporting {name} to ONNX"), quiet_onnx():
         graph = _fuse(_export((model.half() if precision == "fp16" else model).eval()))
