@@ -1,10 +1,10 @@
 """INT8 and INT4 weights for ONNX graphs: MatMulNBits for the matrices, GatherBlockQuantized for the token embedding.
 
-Weight-only, symmetric, in blocks of 32 (`onnx_blocks`), activations quantized on the fly to INT8 by the kernel: accuracy
-level 4, because at level 1, FP32, the 8-bit kernel is some thirty times slower. Of an INT4 model the LM head and the
-embedding have 8 bits: on the reference draft the divergence from FP32 is 0.055 nats with that and 0.077 without.
-MatMulInteger (`quantize_dynamic`), the other INT8 of ONNX Runtime, took 1.6 times as long a token. Everything but these
-matrices stays as it is.
+Weight-only, symmetric, in blocks of 32 (`onnx_blocks`), activations quantized on the fly to INT8 by the kernel:
+accuracy level 4, because at level 1, FP32, the 8-bit kernel is some thirty times slower. Of an INT4 model the LM head
+and the embedding have 8 bits: on the reference draft the divergence from FP32 is 0.055 nats with that and 0.077
+without. MatMulInteger (`quantize_dynamic`), the other INT8 of ONNX Runtime, took 1.6 times as long a token. Everything
+but these matrices stays as it is.
 """
 
 from __future__ import annotations
