@@ -9,116 +9,40 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import onnx
 import openvino as ov
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
 from openvino import opset13 as ops
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
-from tests.stored_weights import Stored, Wide, read_ir
+from tests.stored_weights import Stored, read_ir
+from tests.weight_bounds import (
+    BF16,
+    FP16,
+    SHAPES,
+    SMALLEST_BF16,
+    SMALLEST_FP16,
+    Matrix,
+    asymmetric_bound,
+    drawn,
+    rounding_bound,
+    small_models,
+    symmetric_bound,
+)
 
-from outrider.export.onnx_blocks import BLOCK_SIZE, Blocks, read_dequantized
-from outrider.export.onnx_quantize import quantize_weights
 from outrider.export.openvino_ir import IR_NAME, finish_ir
 from outrider.export.pair import PairPaths, reference_directories
 from outrider.export.safetensors_cast import cast_weights
 from outrider.export.weight_range import BF16_MAX, FP16_MAX, require_range
 from outrider.models.errors import ExportError
 from outrider.models.manifest import Device, Precision
-
-Matrix = NDArray[np.float32]
-FP16, BF16 = 2.0**-11, 2.0**-8
-"""Unit roundoffs: half the distance of two neighbours, over the smaller one."""
-SMALLEST_FP16, SMALLEST_BF16 = 2.0**-24, 2.0**-133
-EPSILON = 2.0**-23
-"""The smallest scale that nncf takes."""
-
-
-def rounding_bound(weights: Wide, unit: float, smallest: float) -> Wide:
-    """Of a cast, rounded to nearest: relative, and half the smallest number where that is more."""
-    bound: Wide = np.maximum(np.abs(weights) * unit, smallest / 2)
-    return bound
-
-
-def asymmetric_bound(weights: Wide, group: int, levels: int) -> Wide:
-    """Of nncf's asymmetric integers: half a step, and the FP16 scale's own rounding times the steps from zero.
-
-    The step reaches over the group's weights and zero. 2**-12 of a step is what FP32 arithmetic loses on the way.
-    """
-    grouped = weights.reshape(len(weights), -1, group)
-    reach = np.maximum(grouped.max(-1, keepdims=True), 0) - np.minimum(grouped.min(-1, keepdims=True), 0)
-    step = np.maximum(reach / levels, EPSILON)
-    of_scale = np.maximum(FP16 * step, SMALLEST_FP16 / 2)
-    bound = (0.5 + 2.0**-12) * step + (np.abs(grouped) / step + 0.5) * of_scale
-    of_each: Wide = bound.reshape(weights.shape)
-    return of_each
-
-
-def symmetric_bound(weights: Wide) -> Wide:
-    """Of our symmetric integers: half of absmax / 127, whose FP32 rounding is 2**-24 of it; rows of nothing are 0."""
-    largest = np.abs(weights).max(axis=1, keepdims=True)
-    bound = (0.5 + 2.0**-23) * largest / 127
-    return np.broadcast_to(np.where(largest < 127 * np.finfo(np.float32).tiny, largest, bound), weights.shape)
-
-
-def block_bound(weights: Wide, integers: Wide, bits: int) -> Wide:
-    """Of ONNX Runtime's blocks of 32: half a step, a whole one where the top integer is too small by one.
-
-    The step is the block's largest magnitude over 2**(bits - 1), and its sign makes that weight the lowest integer. Of
-    steps below the normal numbers the reciprocal is not finite: then all of a weight may be lost, and its double.
-    """
-    rows, columns = weights.shape
-    grouped = np.pad(weights, ((0, 0), (0, -columns % BLOCK_SIZE))).reshape(rows, -1, BLOCK_SIZE)
-    largest = np.abs(grouped).max(-1, keepdims=True)
-    step = np.broadcast_to(largest / 2 ** (bits - 1), grouped.shape).reshape(rows, -1)[:, :columns]
-    is_top = integers == 2**bits - 1
-    bound = np.where(is_top, 1.0, 0.5 + 2.0 ** (bits - 23)) * step
-    lost: Wide = np.where(step < 2.0**-126, 2.0 * step * 2 ** (bits - 1), bound)
-    return lost
-
-
-@st.composite
-def drawn(draw: st.DrawFn, rows: int, columns: int) -> Matrix:
-    """A matrix whose rows are of kinds that quantizers have trouble with; every magnitude that FP16 can hold."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    matrix = rng.standard_normal((rows, columns)) * 10.0 ** draw(st.integers(-7, 3))
-    kinds = draw(st.lists(st.sampled_from(sorted(KINDS)), min_size=8, max_size=8))
-    for row in range(rows):
-        matrix[row] = KINDS[kinds[row % len(kinds)]](matrix[row], rng)
-    place = st.tuples(st.integers(0, rows - 1), st.integers(0, columns - 1))
-    for at, value in draw(st.dictionaries(place, st.floats(-FP16_MAX, FP16_MAX, width=32), max_size=8)).items():
-        matrix[at] = value
-    return np.clip(matrix, -FP16_MAX, FP16_MAX).astype(np.float32)
-
-
-def one_huge(row: Wide, rng: np.random.Generator) -> Wide:
-    """An outlier: the others share what is left of the steps."""
-    row[rng.integers(len(row))] = rng.choice([-1, 1]) * FP16_MAX * 0.99
-    return row
-
-
-KINDS: dict[str, Callable[[Wide, np.random.Generator], Wide]] = {
-    "as drawn": lambda row, rng: row,
-    "zeros": lambda row, rng: row * 0,
-    "negative only": lambda row, rng: -np.abs(row),
-    "positive only": lambda row, rng: np.abs(row),
-    "constant": lambda row, rng: np.full_like(row, row[0]),
-    "one huge": one_huge,
-    "one weight": lambda row, rng: np.where(np.arange(len(row)) == rng.integers(len(row)), row, 0),
-    "denormal": lambda row, rng: row / np.abs(row).max() * 1e-40,
-    "far from zero": lambda row, rng: row * 1e-3 + 1,
-    "scale below FP16": lambda row, rng: row / np.abs(row).max() * 1e-3,
-    "two values": lambda row, rng: np.where(row > 0, 1.0, -1.0) * np.abs(row).max(),
-}
 
 
 def write_ir(matrices: dict[str, Matrix], directory: Path) -> None:
@@ -140,22 +64,6 @@ def through_ir(matrices: dict[str, Matrix], precision: Precision, device: Device
         write_ir(matrices, source)
         finish_ir(source, exported, "small", precision, device)
         return read_ir(exported / f"{IR_NAME}.xml")
-
-
-# Vocabulary, width, inner width. nncf computes matrices of more than 10,000 weights another way; a width of 96 has
-# groups of 32, not 64; one of 48 has none, so that INT4 becomes INT8 there.
-SHAPES = {"large": (96, 192, 128), "groups of 32": (16, 96, 32), "no groups": (16, 48, 32)}
-
-
-@st.composite
-def small_models(draw: st.DrawFn) -> dict[str, Matrix]:
-    """The three matrices of `write_ir`."""
-    vocab, width, inner = SHAPES[draw(st.sampled_from(sorted(SHAPES)))]
-    return {
-        "embedding": draw(drawn(vocab, width)),
-        "middle": draw(drawn(inner, width)),
-        "head": draw(drawn(vocab, inner)),
-    }
 
 
 def require_bound(name: str, stored: Stored, weights: Matrix) -> float:
@@ -333,51 +241,3 @@ def _constants(directory: Path) -> dict[str, NDArray[Any]]:
         for node in constants
         if node.get_output_element_type(0).is_real()
     }
-
-
-def write_onnx(matrices: dict[str, Matrix], directory: Path) -> Path:
-    """The graph of `write_ir`."""
-    initializers = [
-        numpy_helper.from_array(matrix if name == "embedding" else np.ascontiguousarray(matrix.T), name)
-        for name, matrix in matrices.items()
-    ]
-    nodes = [
-        helper.make_node("Gather", ["embedding", "input_ids"], ["embedded"], name="gather"),
-        helper.make_node("MatMul", ["embedded", "middle"], ["hidden"], name="product"),
-        helper.make_node("MatMul", ["hidden", "head"], ["logits"], name="head_product"),
-    ]
-    ids = helper.make_tensor_value_info("input_ids", TensorProto.INT64, [1, "n"])
-    logits = helper.make_tensor_value_info("logits", TensorProto.FLOAT, [1, "n", len(matrices["head"])])
-    graph = helper.make_graph(nodes, "small", [ids], [logits], initializers)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    onnx.save(onnx.shape_inference.infer_shapes(model), directory / "in.onnx")
-    return directory / "in.onnx"
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-@settings(max_examples=25, deadline=None)
-@given(matrices=small_models())
-def test_every_weight_of_an_onnx_graph_keeps_its_bound(bits: Literal[8, 4], matrices: dict[str, Matrix]) -> None:
-    """Blocks of 32; the embedding and the LM head have 8 bits in any case."""
-    with tempfile.TemporaryDirectory() as root:
-        quantize_weights(write_onnx(matrices, Path(root)), Path(root), bits)
-        found = read_dequantized(Path(root) / "model.onnx")
-    assert found.keys() == matrices.keys()
-    for name, weights in matrices.items():
-        require_block_bound(name, found[name], weights, 8 if name != "middle" else bits)
-
-
-def require_block_bound(name: str, blocks: Blocks, weights: Matrix, bits: int) -> float:
-    """As `require_bound`, of one matrix of an ONNX graph."""
-    assert (blocks.bits, blocks.block_size, blocks.scales.dtype.name) == (bits, BLOCK_SIZE, "float32")
-    exact, integers, zeros, scales = (
-        part.astype(np.float64) for part in (weights, blocks.integers, blocks.zero_points, blocks.scales)
-    )
-    zeros, scales = (np.repeat(part, BLOCK_SIZE, axis=1) for part in (zeros, scales))
-    # The embedding's rows are stored with the last block whole.
-    integers, zeros, scales = (part[:, : exact.shape[1]] for part in (integers, zeros, scales))
-    error = np.abs((integers - zeros) * scales - exact)
-    bound = block_bound(exact, integers, bits)
-    worst = np.unravel_index(np.argmax(error - bound), error.shape)
-    assert error[worst] <= bound[worst], f"{name}{worst}: {exact[worst]} is off by {error[worst]}, bound {bound[worst]}"
-    return float(np.divide(error, bound, out=np.zeros_like(error), where=bound > 0).max())
