@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import mmap
 import shutil
 import sys
 import threading
@@ -160,6 +162,28 @@ def test_the_caches_memory_is_what_was_reached(graph: Callable[..., Path]) -> No
     runtime.extend(FIRST[50:53])
     assert np.array_equal(key[0, :, :30], before[0, :, :30]) and not key[0, :, 40:].any()
     assert not np.array_equal(key[0, :, 30:33], before[0, :, 30:33])
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_NOHUGEPAGE"), reason="how much memory an array has is known on Linux")
+def test_positions_that_no_token_reached_take_no_memory(graph: Callable[..., Path]) -> None:
+    """Of a cache for very many positions only the pages that were written are there."""
+    options = replace(OPTIONS, max_positions=1 << 20)
+    path = graph("qwen2", "fp32")
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1 << 20}), encoding="utf-8")
+    try:
+        runtime = OnnxRuntimeSequence(path, options)
+    finally:
+        (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    before = resident_bytes()
+    runtime.extend(FIRST)
+    reserved = sum(cache.numpy().nbytes for cache in runtime._caches)
+    assert reserved == 4 * 2 * (1 << 20) * 16 * 4  # keys and values of two layers, two heads of 16
+    assert resident_bytes() - before < 32 << 20
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
 
 
 def test_close_can_be_called_twice(graph: Callable[..., Path]) -> None:

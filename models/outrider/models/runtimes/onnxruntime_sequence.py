@@ -7,6 +7,8 @@ of new tokens binds anew (and the attention mask of an onnxruntime-genai graph, 
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +28,20 @@ ort.disable_telemetry_events()  # Windows builds report their use otherwise
 _MAX_STEP: Final = 256
 # Where caches live, as ONNX Runtime names memory; providers that are not here work on the host's.
 _CACHE_DEVICES: Final = {CUDA: "cuda", DIRECTML: "dml"}
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Zeroed by the operating system page by page as it is touched: an unused part costs no memory.
+
+    In small pages: every head has a stretch of its own, of which a huge page would take two megabytes for the first
+    token, as many times as there are heads and layers.
+    """
+    if not hasattr(mmap, "MADV_NOHUGEPAGE"):
+        return np.zeros(shape, dtype)
+    memory = mmap.mmap(-1, int(np.prod(shape)) * dtype.itemsize)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype).reshape(shape)
 
 
 class OnnxRuntimeSequence:
@@ -69,8 +85,7 @@ class OnnxRuntimeSequence:
         for cache in model.caches:
             shape = (1, cache.heads, model.limits.max_positions, cache.head_size)
             if device is None:
-                # Zeroed by the operating system page by page as it is touched: an unused part costs no memory.
-                value = ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, model.dtype))
+                value = ort.OrtValue.ortvalue_from_numpy(_lazy_zeros(shape, model.dtype))
             else:
                 value = ort.OrtValue.ortvalue_from_shape_and_type(shape, model.dtype, device)
             self._binding.bind_ortvalue_input(cache.past, value)
