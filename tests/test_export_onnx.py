@@ -61,6 +61,7 @@ def test_what_the_builder_is_not_used_for(source: Callable[[str], Path]) -> None
         "does not know none": config_of(llama, architectures=None),
         "writes RMS norms where": config_of(llama, architectures=["OlmoForCausalLM"]),
         "looks for fields that Gemma 3": config_of(llama, architectures=["Gemma3ForCausalLM"]),
+        "Lfm2ForCausalLM is not checked": config_of(llama, architectures=["Lfm2ForCausalLM"]),
         "not every layer": config_of(llama, layer_types=["full_attention", "linear_attention"]),
         "yarn rotary scaling is not checked": config_of(llama, rope_parameters={"rope_type": "yarn"}),
         "multiples of 16, the model 8 of heads of 8": config_of(llama, head_dim=8),
