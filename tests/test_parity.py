@@ -129,7 +129,7 @@ class OneTokenUnseen(Noisy):
         return super().run(tokens, num_rows) * np.float32(1.0 if len(self.tokens) == len(tokens) else 1.08)
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4", "w8a8"])
+@pytest.mark.parametrize("precision", ["int8", "int4"])
 def test_what_hides_in_the_noise_of_quantization_shows_against_the_exports_own_prefill(
     precision: str, reference: ParityReference
 ) -> None:

@@ -114,6 +114,10 @@ def why_not(config: Mapping[str, Any], runtime: str, device: str) -> str | None:
             "its attention caps its logits (attn_logit_softcapping), which OpenVINO's paged attention leaves out; use "
             "onnxruntime for a draft, torch for a target"
         )
+    if runtime == "openvino" and device == "npu" and family == "bloom":
+        return (
+            "it has no positions (ALiBi), by which an NPU's path tells a prompt from a cached step; export it for cpu"
+        )
     if runtime == "torch" and family == "bloom":
         return "its attention adds ALiBi by itself, outside transformers' attention interface; use openvino"
     if runtime == "torch" and family == "gpt_neo":

@@ -78,18 +78,19 @@ class Thresholds:
     max_own_delta: float
 
 
-# Measured on tiny random models of ten families, which are the hardest, four seeds, and on the reference pair: worst
-# relative delta and KL of INT8 0.15 and 0.004 (the pair: 0.02 and 0.001), of INT4 0.8 and 0.3 (0.2 and 0.2).
-# Structural errors on the same models: a window ignored 0.3-0.9 and 0.08-0.4, soft-capping left out 0.4 and 0.07,
-# positions off by one 0.7-1.3 and 0.1-1; one token of the past unseen or stale 0.08-0.6 and 0.0005-0.05, which only
-# `max_own_delta` tells from INT8 (0.004 at most). INT4 hides the mild ones of the first kind, INT8 the mildest: hence
-# `QUANTIZED`.
+# Measured on tiny random models of ten families, which are the hardest, in every runtime; in brackets on the reference
+# pair. Worst relative delta, KL and own delta:
+#   FP32 2e-6, 2e-12, 1e-6    FP16 0.005, 8e-6, 0.0015    BF16 0.04, 4e-4, 0.007    W8A8 0.18, 0.008, 0.064
+#   INT8 0.15, 0.004, 9e-4 (0.02, 0.001, 0.004)           INT4 0.8, 0.3, 2e-6 (0.2, 0.2, 0.004)
+# Structural errors on the same models: a window ignored 0.3-0.9 and 0.08-0.4, soft-capping left out 0.1-0.4 and
+# 0.01-0.07, positions off by one 0.7-1.3 and 0.1-1; one token of the past unseen or stale 0.08-0.6 and 0.0005-0.05,
+# which only `max_own_delta` tells from INT8. Quantization hides the mild ones of the first kind: hence `QUANTIZED`.
 THRESHOLDS: Final = {
     "fp32": Thresholds(1e-4, 1e-6, 0.98, 1e-4),
     "fp16": Thresholds(0.03, 5e-3, 0.90, 0.01),
     "bf16": Thresholds(0.08, 2e-2, 0.85, 0.03),
     "int8": Thresholds(0.25, 2e-2, 0.75, 0.03),
-    "w8a8": Thresholds(0.5, 0.1, 0.5, 0.05),
+    "w8a8": Thresholds(0.4, 0.05, 0.65, 0.15),
     "int4": Thresholds(1.0, 0.6, 0.25, 0.03),
 }
 

@@ -6,6 +6,7 @@ sequence, which is what the parity check drives.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from outrider.export.parity import Steps, check_parity, rounded
 from outrider.export.recipes import ExportOptions
 from outrider.export.timing import StepTimes, machine, time_draft, time_target, timing_prompt
 from outrider.export.truth import Truth
-from outrider.models.errors import BundleError, ExportError, ModelFault
+from outrider.models.errors import BundleError, ExportError, ModelFault, ParityFailure
 from outrider.models.manifest import Agreement, Parity, Timing
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
@@ -130,7 +131,10 @@ def check_twin(directory: Path, options: ExportOptions, truth: Truth) -> None:
     place = where_to_check(options)
     computes_fp32 = place.device == "CPU"  # emulated or not, an NPU's path computes in FP16, and so does a GPU
     with _opened(directory, options, truth) as (steps, runtime):
-        check_parity(steps, truth.reference, "fp32" if computes_fp32 else "fp16", type(runtime).__name__)
+        try:
+            check_parity(steps, truth.reference, "fp32" if computes_fp32 else "fp16", type(runtime).__name__)
+        except ParityFailure as error:
+            raise ParityFailure(f"already before it is quantized: {error}", error.relative_delta) from None
 
 
 @contextmanager
@@ -148,8 +152,9 @@ def _opened(
         with closing(open_target(path, options, kv_cache_bytes=kv_cache_bytes)) as target:
             yield BatchSteps(target), target
     except (BundleError, ModelFault) as error:
+        said = str(error).replace(f"{path.parent}{os.sep}", "")  # a place that will be gone
         raise ExportError(
-            f"{options.resolved_runtime} cannot run what was exported: {error}; nothing was written. Try another "
+            f"{options.resolved_runtime} cannot run what was exported: {said}; nothing was written. Try another "
             "--runtime"
         ) from error
 

@@ -4,6 +4,7 @@ truth.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,9 @@ def source_logits(model: Any, tokens: Sequence[int], num_rows: int = 0) -> NDArr
     """
     import torch
 
+    can_choose = "logits_to_keep" in inspect.signature(model.forward).parameters
+    chosen = {"logits_to_keep": num_rows} if can_choose else {}
     with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([list(tokens)]), use_cache=False, logits_to_keep=num_rows).logits[0]
-    rows: NDArray[np.float32] = logits.float().numpy()
+        logits = model(input_ids=torch.tensor([list(tokens)]), use_cache=False, **chosen).logits[0]
+    rows: NDArray[np.float32] = logits[-num_rows:].float().numpy()
     return rows
