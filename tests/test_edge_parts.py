@@ -269,3 +269,17 @@ def test_a_run_sends_its_answer_whole_and_lets_no_token_wait_long(
 
     asyncio.run(scenario())
     assert woken == woken_at
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padding_of_the_drafts_embedding_is_never_proposed(temperature: float) -> None:
+    """Draft and target may be padded differently: an id that no tokenizer knows may not exist in the target."""
+    params = SamplingParams(temperature=temperature, seed=3)
+    known, proposed = 12, {}
+    for num_ids in (None, known):
+        drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=300), num_ids)
+        drafter.begin([1, 2, 3], params)
+        proposals = [drafter.propose() for _ in range(40)]
+        proposed[num_ids] = [proposal.token for proposal in proposals if proposal is not None]
+    assert max(proposed[None]) >= known  # it would have, had it been let
+    assert max(proposed[known]) < known and len(proposed[known]) == 40

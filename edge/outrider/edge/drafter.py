@@ -62,8 +62,12 @@ class ModelDrafter:
     themselves.
     """
 
-    def __init__(self, runtime: SequenceRuntime) -> None:
+    def __init__(self, runtime: SequenceRuntime, num_ids: int | None = None) -> None:
+        """num_ids: ids that the tokenizer knows; columns of the logits beyond are padding, which the target may lack,
+        and are never proposed. None takes all.
+        """
         self._runtime = runtime
+        self._num_ids = num_ids
         self._tokens: list[int] = []
         self._params = SamplingParams()
 
@@ -102,7 +106,7 @@ class ModelDrafter:
         if self._runtime.length == position:
             # The logits after the last token are gone; run that one again.
             self._runtime.truncate(position - 1)
-        logits = self._runtime.extend(self._tokens[self._runtime.length :])
+        logits = self._runtime.extend(self._tokens[self._runtime.length :])[: self._num_ids]
         token = pick(logits, self._params, position)
         self._tokens.append(token)
         return Proposal(token, _probability(logits, token, self._params.temperature))

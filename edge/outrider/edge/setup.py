@@ -93,4 +93,7 @@ def open_drafter(bundle: Bundle, choice: DraftChoice = AS_BUNDLED, num_threads: 
     kind = sequence_kind(manifest.runtime, manifest.device)
     runtime = open_sequence_runtime(kind, bundle.model_file, options)
     provider = getattr(runtime, "provider", placement.open_on)
-    return OpenDraft(ModelDrafter(runtime), opened_as(placement, manifest, provider, runtime.limits.max_positions))
+    return OpenDraft(
+        ModelDrafter(runtime, manifest.architecture.tokenizer_size),
+        opened_as(placement, manifest, provider, runtime.limits.max_positions),
+    )

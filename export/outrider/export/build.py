@@ -25,7 +25,20 @@ from outrider.export.truth import LoadedSource, Truth, held_out_texts
 from outrider.export.work_store import WorkStore
 from outrider.models.manifest import Quantization, Source
 
-PACKAGES: Final = ("openvino", "optimum-intel", "nncf", "torch", "transformers", "onnx", "onnxruntime-genai")
+PACKAGES: Final = (
+    "openvino",
+    "optimum",
+    "optimum-intel",
+    "nncf",
+    "torch",
+    "transformers",
+    "numpy",
+    "onnx",
+    "onnx-ir",
+    "onnxscript",
+    "onnxruntime",
+    "onnxruntime-genai",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +116,12 @@ def build_twin(job: Job) -> Path | None:
     else:
         from outrider.export.onnx_builder import supports
 
-        graph = _genai_graph(job, "fp32", "cpu") if supports(job.source.config) else _dynamo_graph(job)
+        # For CUDA the bundle comes of the FP16 graph, whose attention has no FP32 kernel there.
+        is_cuda = job.options.device == "gpu"
+        if supports(job.source.config):
+            graph = _genai_graph(job, "fp16", "cuda") if is_cuda else _genai_graph(job, "fp32", "cpu")
+        else:
+            graph = _dynamo_graph(job)
     twin = job.scratch / "twin"
     twin.mkdir()
     place_files(graph, twin)

@@ -107,13 +107,13 @@ def print_comparison(console: Console, found: Comparison) -> None:
 
 def _facts(manifest: Manifest, where: str) -> Table:
     shape, report = manifest.architecture, manifest.report
-    table = Table(title=f"{manifest.role} {manifest.name}", title_justify="left", show_header=False)
+    table = Table(title=escape(f"{manifest.role} {manifest.name}"), title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("where", where)
+    table.add_row("where", escape(where))
     table.add_row(
         "model",
-        f"{shape.name}, {shape.parameters / 1e6:,.1f}M parameters, {shape.layers} layers, "
+        f"{escape(shape.name)}, {shape.parameters / 1e6:,.1f}M parameters, {shape.layers} layers, "
         f"{shape.heads}/{shape.kv_heads} heads of {shape.head_size}, vocabulary {shape.tokenizer_size:,} "
         f"(padded {shape.vocab_size:,}), {shape.max_positions:,} positions",
     )
@@ -123,7 +123,7 @@ def _facts(manifest: Manifest, where: str) -> Table:
         table.add_row(
             "speed",
             f"{timing.token_ms:.3g} ms a token, {timing.extend_ms:.3g} ms for {timing.extend_tokens}, after "
-            f"{timing.context} tokens ({timing.machine}, {timing.provider})",
+            f"{timing.context} tokens ({escape(timing.machine)}, {escape(timing.provider)})",
         )
     table.add_row("tokenizer", manifest.tokenizer_fingerprint[:12])
     if manifest.widened is not None:
@@ -149,7 +149,7 @@ def _facts(manifest: Manifest, where: str) -> Table:
 
 
 def _acceptance(found: tuple[Acceptance, ...]) -> Table:
-    title = f"acceptance by {found[0].target}, {found[0].tested_tokens} tokens tested"
+    title = escape(f"acceptance by {found[0].target}, {found[0].tested_tokens} tokens tested")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("temperature", justify="right")
     table.add_column("acceptance", justify="right")

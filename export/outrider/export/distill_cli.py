@@ -159,8 +159,9 @@ def _card(record: dict[str, Any]) -> Table:
     """Before and after on what was held out."""
     heldout = record["heldout"]
     table = Table(
-        title=f"{record['draft']['name']} distilled on {record['target']['name']}, "
-        f"{heldout['prompts']} prompts held out",
+        title=escape(
+            f"{record['draft']['name']} distilled on {record['target']['name']}, {heldout['prompts']} prompts held out"
+        ),
         title_justify="left",
     )
     for column in ("", "before", "after", "change"):

@@ -129,7 +129,8 @@ def check_twin(directory: Path, options: ExportOptions, truth: Truth) -> None:
     Raises ExportError as `check_export` does.
     """
     place = where_to_check(options)
-    computes_fp32 = place.device == "CPU"  # emulated or not, an NPU's path computes in FP16, and so does a GPU
+    # An NPU computes in FP16 and a GPU may; for ONNX Runtime on CUDA the graph itself is in FP16, wherever it runs.
+    computes_fp32 = place.device == "CPU" and (options.device, options.resolved_runtime) != ("gpu", "onnxruntime")
     with _opened(directory, options, truth) as (steps, runtime):
         try:
             check_parity(steps, truth.reference, "fp32" if computes_fp32 else "fp16", type(runtime).__name__)

@@ -137,8 +137,16 @@ def apply_choice(choice: ProviderChoice, options: Any) -> dict[str, Any]:
         return {}
     if choice.name in ort.get_available_providers():
         return {"providers": [choice.name], "provider_options": [dict(choice.options)]}
-    devices = [device for device in ort.get_ep_devices() if device.ep_name == choice.name]
-    options.add_provider_for_devices(devices[:1], dict(choice.options))
+    kind = choice.options.get("device_type")
+    devices = [
+        device
+        for device in ort.get_ep_devices()
+        if device.ep_name == choice.name and kind in (None, device.device.type.name)
+    ]
+    if not devices:
+        raise _unavailable(f"no {kind or 'device'} behind {choice.name}", available_providers(), _NPU_HELP)
+    # The device says of itself what it is: a plug-in provider takes no option for that.
+    options.add_provider_for_devices(devices[:1], {})
     return {}
 
 
@@ -154,14 +162,17 @@ def check_provider(session: Any, choice: ProviderChoice) -> str:
     total = counts.total()
     wanted = choice.name
     if wanted is None:
-        if ran != CPU:
+        if ran != CPU and share == total:
             return ran
         if choice.may_be_cpu:
-            logger.warning(
-                "%s: no NPU took the model, so the CPU runs it; what would help: %s", choice.asked, _NPU_HELP
-            )
-            return CPU
-        raise _unavailable("no NPU took the model", available_providers(), _NPU_HELP)
+            if ran == CPU:
+                logger.warning(
+                    "%s: no NPU took the model, so the CPU runs it; what would help: %s", choice.asked, _NPU_HELP
+                )
+                return CPU
+            logger.warning("%s: %s took %d of the model's %d matrix products", choice.asked, ran, share, total)
+            return f"{ran} and others"
+        raise _unavailable("no NPU took the model whole", available_providers(), _NPU_HELP)
     if counts[wanted] < total or wanted not in session.get_providers():
         raise RuntimeUnavailable(
             f"{choice.asked}: {wanted} took {counts[wanted]} of the model's {total} matrix products, {ran} {share}; "
