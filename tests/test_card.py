@@ -6,6 +6,9 @@ import datetime
 import functools
 import io
 import json
+import shutil
+import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -18,7 +21,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
-from outrider.export import timing
+from outrider.export import cli, timing
 from outrider.export.acceptance import NEW_TOKENS, Continuation, Rounds, measure_acceptance, play_rounds
 from outrider.export.agreement import measure_agreement
 from outrider.export.card import (
@@ -32,6 +35,7 @@ from outrider.export.card import (
 from outrider.export.card_html import card_html, write_card_html
 from outrider.export.display import print_report
 from outrider.export.pair import PairPaths, export_pair
+from outrider.export.prompts import BUILT_IN_PROMPTS, MAX_PROMPTS, load_prompts
 from outrider.export.recipes import ExportOptions
 from outrider.export.run_export import SequenceSteps, open_draft
 from outrider.models.bundle import Bundle
@@ -420,6 +424,54 @@ def test_the_page_warns(reference_pair: PairPaths) -> None:
     """As the terminal does."""
     page = Page(card_html([judged_at(Bundle.open(reference_pair.draft).manifest, 0.45)]))
     assert "Warning: acceptance is 0.45" in page.text
+
+
+def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """Runs `outrider-export` with these arguments, in this process, to its good end."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(sys, "argv", ["outrider-export", *arguments])
+    try:
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not exit.value.code
+
+
+def test_inspect_makes_the_page_of_any_bundle(
+    reference_pair: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where it is told to, beside what it prints."""
+    for path in (reference_pair.draft, reference_pair.target):
+        place = tmp_path / f"{path.name}.html"
+        run_cli(monkeypatch, "inspect", str(path), "--html", str(place))
+        assert f"Report card: {path.name} outrider-reference" in Page(place.read_text(encoding="utf-8")).text
+    assert "agreement" in capsys.readouterr().out
+
+
+def test_warnings_go_where_they_are_seen(
+    reference_pair: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On standard error and in the card, and in the JSON for programs."""
+    mediocre = shutil.copytree(reference_pair.draft, tmp_path / "draft")
+    manifest = judged_at(Bundle.open(mediocre).manifest, 0.5)
+    (mediocre / "manifest.json").write_text(manifest.to_json(), encoding="utf-8")
+    monkeypatch.setenv("COLUMNS", "160")
+    run_cli(monkeypatch, "inspect", str(mediocre))
+    said = capsys.readouterr()
+    assert "warning: acceptance is 0.50" in said.err
+    assert "warning" in said.out and "acceptance is 0.50" in said.out
+    run_cli(monkeypatch, "inspect", str(mediocre), "--json")
+    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+    assert warning.startswith("acceptance is 0.50")
+
+
+def test_all_prompts_of_a_user_are_used(tmp_path: Path) -> None:
+    """A longer list makes a surer figure; a model's own prompts are a fair sample of a few."""
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps([f"prompt {index}" for index in range(40)]))
+    assert len(load_prompts(path)) == 40 and load_prompts(path, 3) == ("prompt 0", "prompt 1", "prompt 2")
+    assert len(set(BUILT_IN_PROMPTS)) == MAX_PROMPTS
 
 
 @pytest.fixture(scope="module")

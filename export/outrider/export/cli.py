@@ -82,7 +82,9 @@ def pair(
     target_runtime: Annotated[TargetRuntime | None, typer.Option(help="What runs the target.")] = None,
     target_precision: Chosen = None,
     widen: Widen = None,
-    prompts: Annotated[Path | None, typer.Option(help="JSON list of prompts for the acceptance rate.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON list of prompts for the acceptance rate; all are used.")
+    ] = None,
     step_ms: StepMs = None,
     extra_ms: ExtraMs = None,
     sweep: Annotated[

@@ -145,6 +145,8 @@ def _facts(manifest: Manifest, where: str) -> Table:
             f"argmax {agreement.argmax:.3f}, KL {agreement.mean_kl:.2g} nats from the unquantized model, "
             f"{agreement.rows} rows of held-out text",
         )
+    for warning in warnings_of(manifest):
+        table.add_row("[yellow]warning[/yellow]", escape(warning))
     return table
 
 
