@@ -15,8 +15,9 @@ from outrider.export.card import REFUSED_UNDER, judged, label
 from outrider.models.manifest import Forecast, Manifest
 from outrider.models.prediction import Setting, stream
 
-TIE: Final = 0.01
-"""Drafts whose predicted tokens per second differ by less are as good as each other: the smaller is taken."""
+TIE: Final = 0.02
+"""Drafts whose predicted tokens per second differ by less are as good as each other, as far as times and acceptance can
+be measured: the smaller is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +101,12 @@ def _row(draft: Manifest, round_trips_ms: Sequence[float], draft_ms: float | Non
 
 
 def _reason(best: Row, as_good: Sequence[Row], round_trips_ms: Sequence[float], *, are_times_real: bool) -> str:
-    where = ", ".join(f"{rtt_ms:g}" for rtt_ms in round_trips_ms)
-    average = "on average " if len(round_trips_ms) > 1 else ""
-    words = f"{average}{mean(best.tokens_per_s):.1f} tokens/s predicted at a round trip of {where} ms, "
+    where = " and ".join(f"{rtt_ms:g}" for rtt_ms in round_trips_ms)
+    average, trips = ("on average ", "round trips") if len(round_trips_ms) > 1 else ("", "a round trip")
+    words = f"{average}{mean(best.tokens_per_s):.1f} tokens/s predicted at {trips} of {where} ms, "
     words += f"{mean(best.speed_ups):.2f}x of cloud-only; "
-    others = len(as_good) - 1
-    words += f"the smallest of the {others + 1} within {TIE:.0%} of the highest" if others else "no other comes near"
+    num_others = len(as_good) - 1
+    words += f"the smallest of {len(as_good)} within {TIE:.0%}" if num_others else f"no other is within {TIE:.0%}"
     if not are_times_real:
         words += "; drafts taken to be equally fast, because this machine lacks the device"
     return words
