@@ -413,6 +413,18 @@ def test_the_same_figures_give_the_same_page(reference_pair: PairPaths, tmp_path
     assert datetime.date.today().isoformat() not in place.read_text(encoding="utf-8")
 
 
+def test_a_page_that_cannot_be_written_is_one_message(reference_pair: PairPaths, tmp_path: Path) -> None:
+    """It says where, and that the bundles are as they were."""
+    draft = Bundle.open(reference_pair.draft).manifest
+    with pytest.raises(ExportError, match=r"nowhere/report\.html \(No such file or directory\); no bundle is"):
+        write_card_html(tmp_path / "nowhere" / "report.html", [draft])
+    taken = tmp_path / "report.html"
+    taken.mkdir()
+    with pytest.raises(ExportError, match="Is a directory"):
+        write_card_html(taken, [draft])
+    assert list(tmp_path.iterdir()) == [taken]
+
+
 def test_names_are_text_on_the_page(reference_pair: PairPaths) -> None:
     """A model may be called anything; the page is not what it says."""
     draft = Bundle.open(reference_pair.draft).manifest.model_copy(update={"name": "<script>alert(1)</script>"})
@@ -446,7 +458,8 @@ def test_inspect_makes_the_page_of_any_bundle(
         place = tmp_path / f"{path.name}.html"
         run_cli(monkeypatch, "inspect", str(path), "--html", str(place))
         assert f"Report card: {path.name} outrider-reference" in Page(place.read_text(encoding="utf-8")).text
-    assert "agreement" in capsys.readouterr().out
+    said = capsys.readouterr().out.replace("\n", "")
+    assert "agreement" in said and "target.html" in said
 
 
 def test_warnings_go_where_they_are_seen(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Sequence
 from importlib import resources
@@ -14,6 +15,7 @@ from markupsafe import Markup
 from outrider.export.card import DEPTH_OF_ALPHA, JUDGED_AT, judged, label, step_of, tokens_per_pass, warnings_of
 from outrider.export.card_plots import Item, acceptance_plot, cost_plot, speed_up_plot
 from outrider.export.comparison import Comparison
+from outrider.models.errors import ExportError
 from outrider.models.manifest import Manifest
 
 TEMPLATE: Final = "report.html.j2"
@@ -26,7 +28,8 @@ def write_card_html(
 ) -> Path:
     """Writes the page for these drafts of one model, and their target if it is at hand; replaces a file at `path`.
 
-    Without drafts the page is the target's. The same figures give the same bytes.
+    Without drafts the page is the target's. The same figures give the same bytes. Raises ExportError if the file cannot
+    be written.
     """
     text = card_html(drafts, target, comparison)
     place = Path(path)
@@ -34,8 +37,14 @@ def write_card_html(
     try:
         partial.write_text(text, encoding="utf-8", newline="\n")
         partial.replace(place)
+    except OSError as error:
+        raise ExportError(
+            f"the report card cannot be written to {place} ({error.strerror}); no bundle is touched by this. Make it "
+            "elsewhere: outrider-export inspect BUNDLE --html PATH"
+        ) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
     return place
 
 

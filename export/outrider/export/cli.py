@@ -132,8 +132,8 @@ def pair(
                 is_forced=force,
                 progress=progress,
             )
-        write_card_html(out / REPORT_NAME, [bundles[0].manifest], bundles[1].manifest)
-        report(bundles, as_json=as_json)
+        page = write_card_html(out / REPORT_NAME, [bundles[0].manifest], bundles[1].manifest)
+        report(bundles, as_json=as_json, page=page)
         return
     with show_progress(is_quiet=as_json) as progress:
         swept = sweep_pair(
@@ -151,8 +151,8 @@ def pair(
             progress=progress,
         )
     drafts = [row.manifest for row in swept.comparison.rows]
-    write_card_html(out / REPORT_NAME, drafts, swept.target.manifest, swept.comparison)
-    report_sweep(swept, as_json=as_json)
+    page = write_card_html(out / REPORT_NAME, drafts, swept.target.manifest, swept.comparison)
+    report_sweep(swept, as_json=as_json, page=page)
 
 
 @app.command()
@@ -230,7 +230,7 @@ def inspect(
     if html is not None:
         is_draft = opened.manifest.role == "draft"
         write_card_html(html, [opened.manifest] if is_draft else [], None if is_draft else opened.manifest)
-    report((opened,), as_json=as_json)
+    report((opened,), as_json=as_json, page=html)
 
 
 app.command()(distill)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -16,8 +17,8 @@ from outrider.export.sweep import Swept
 from outrider.models.bundle import Bundle
 
 
-def report(bundles: Sequence[Bundle], *, as_json: bool) -> None:
-    """The report card of each; as JSON an object for one bundle, a list for several."""
+def report(bundles: Sequence[Bundle], *, as_json: bool, page: Path | None = None) -> None:
+    """The report card of each; as JSON an object for one bundle, a list for several. page: the HTML's place, if any."""
     for bundle in bundles:
         print_warnings(Console(stderr=True), bundle.manifest)
     if as_json:
@@ -34,10 +35,12 @@ def report(bundles: Sequence[Bundle], *, as_json: bool) -> None:
     console = Console()
     for bundle in bundles:
         print_report(console, bundle)
+    if page is not None:
+        console.print(f"as a page: {escape(str(page))}", soft_wrap=True, highlight=False)
 
 
-def report_sweep(swept: Swept, *, as_json: bool) -> None:
-    """The comparison and the recommendation; as JSON with every draft's whole manifest."""
+def report_sweep(swept: Swept, *, as_json: bool, page: Path) -> None:
+    """The comparison and the recommendation; as JSON with every draft's whole manifest. page: where the HTML is."""
     print_warnings(Console(stderr=True), swept.draft.manifest)
     found = swept.comparison
     if as_json:
@@ -65,7 +68,8 @@ def report_sweep(swept: Swept, *, as_json: bool) -> None:
         return
     console = Console()
     print_comparison(console, found)
-    console.print(f"written: {escape(str(swept.draft.path))}, {escape(str(swept.target.path))}", soft_wrap=True)
+    written = ", ".join(str(path) for path in (swept.draft.path, swept.target.path, page))
+    console.print(f"written: {escape(written)}", soft_wrap=True, highlight=False)
 
 
 def _as_json(bundle: Bundle) -> dict[str, Any]:
