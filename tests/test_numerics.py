@@ -19,7 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from openvino import opset13 as ops
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
 from tests.stored_weights import Stored, read_ir
@@ -137,8 +137,8 @@ def test_groups_of_int4_fit_the_width(width: int, bits: int, group: int) -> None
 @pytest.fixture(scope="module")
 def target_weights() -> dict[str, Matrix]:
     """Every matrix of the bundled target, as its safetensors have it."""
-    tensors = load_file(reference_directories().target / "model.safetensors")
-    return {name: tensor.astype(np.float32) for name, tensor in tensors.items() if tensor.ndim == 2}
+    tensors = load_torch(reference_directories().target / "model.safetensors")
+    return {name: tensor.float().numpy() for name, tensor in tensors.items() if tensor.ndim == 2}
 
 
 @pytest.mark.parametrize(

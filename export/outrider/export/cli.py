@@ -227,6 +227,7 @@ def inspect(
 ) -> None:
     """Verify a bundle's files and show its report card."""
     opened = Bundle.open(bundle)
+    opened.tokenizer()  # is it the one that the manifest tells of?
     if html is not None:
         is_draft = opened.manifest.role == "draft"
         write_card_html(html, [opened.manifest] if is_draft else [], None if is_draft else opened.manifest)

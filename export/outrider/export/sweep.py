@@ -21,7 +21,7 @@ from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import RECIPES, ExportOptions, runtimes_for
 from outrider.models.bundle import Bundle
 from outrider.models.bundle_writer import BundleWriter
-from outrider.models.errors import ConfigError, ExportError, RuntimeUnavailable
+from outrider.models.errors import ConfigError, DiskFull, ExportError, RuntimeUnavailable
 from outrider.models.prediction import Setting
 
 DEFAULT_RTT_MS: Final = 50.0
@@ -106,6 +106,8 @@ def sweep_pair(
                     judge(staged, texts, times, target_source, is_forced=True)
                     stack.push(attempt.pop_all())
                 made[name] = staged
+            except DiskFull:
+                raise  # says nothing about this draft, and the others would not fit either
             except (ExportError, RuntimeUnavailable) as error:
                 not_made.append(NotMade(name, str(error)))
         found = _compare(made, not_made, round_trips_ms, is_forced=is_forced)

@@ -5,15 +5,20 @@ truth.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.quiet import quiet_upstream
 from outrider.models.errors import ExportError
+
+_NUMBERED: Final = re.compile(r"\.\d+\.")
+# Of checkpoints older than transformers' way of computing them; they hold nothing that was learnt.
+_OLD_BUFFERS: Final = ("rotary_emb.inv_freq", "attn.bias", "attention.bias", "masked_bias")
 
 
 def load_source_model(path: Path, dtype: str = "float32", attention: str = "eager") -> Any:
@@ -22,7 +27,7 @@ def load_source_model(path: Path, dtype: str = "float32", attention: str = "eage
     Its attention is transformers' plain one ("eager"): the fused one leaves out what it cannot do, such as Gemma 2's
     soft-capping, without a word. Training takes another dtype, as torch names it, and another attention where it may.
     Raises ExportError if the weights are not exactly those that config.json describes: transformers would make up what
-    is missing.
+    is missing, and leave out what it has no place for.
     """
     with quiet_upstream(f"loading {path.name}"):
         import torch
@@ -39,6 +44,7 @@ def load_source_model(path: Path, dtype: str = "float32", attention: str = "eage
             output_loading_info=True,
         )
     _require_all(path, found)
+    _require_used(path, found, model)
     return model.eval()
 
 
@@ -53,6 +59,24 @@ def _require_all(path: Path, found: Mapping[str, Any]) -> None:
     if missing:
         raise ExportError(
             f"{path}: the weights lack the tensor {missing[0]} ({len(missing)} in all), which config.json calls for; "
+            "these files do not belong together: get both from one place"
+        )
+
+
+def _require_used(path: Path, found: Mapping[str, Any], model: Any) -> None:
+    """Biases or norms of layers that the model has, but without them: config.json says another family, or other flags.
+
+    Whole parts that are not loaded, such as a vision tower, are no such thing.
+    """
+    modules = {name for name, _ in model.named_modules()}
+    left = sorted(
+        name
+        for name in found["unexpected_keys"]
+        if _NUMBERED.search(name) and name.rsplit(".", 2)[0] in modules and not name.endswith(_OLD_BUFFERS)
+    )
+    if left:
+        raise ExportError(
+            f"{path}: the model that config.json describes has no place for the tensor {left[0]} ({len(left)} in all); "
             "these files do not belong together: get both from one place"
         )
 
