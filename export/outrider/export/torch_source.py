@@ -18,7 +18,7 @@ from outrider.models.errors import ExportError
 
 _NUMBERED: Final = re.compile(r"\.\d+\.")
 # Of checkpoints older than transformers' way of computing them; they hold nothing that was learnt.
-_OLD_BUFFERS: Final = ("rotary_emb.inv_freq", "attn.bias", "attention.bias", "masked_bias")
+_OLD_BUFFERS: Final = (".rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias")
 
 
 def load_source_model(path: Path, dtype: str = "float32", attention: str = "eager") -> Any:
