@@ -289,6 +289,7 @@ def test_a_target_of_nonsense_is_a_fault(pair: PairPaths, prompts: Path, tmp_pat
         ({"minutes": 1.0}, "give one budget"),
         ({"rate": float("nan")}, "rate is nan"),
         ({"steps": 0}, "steps is 0"),
+        ({"seed": -1}, "seed is -1"),
         ({"heldout": 0.9}, "expected up to 0.5"),
         ({"temperatures": (0.0,)}, "between 0.05 and 5"),
         ({"kl": 0.0, "cross_entropy": 0.0}, "KL or cross-entropy"),

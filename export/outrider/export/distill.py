@@ -44,8 +44,10 @@ from outrider.models.errors import ConfigError, DiskFull, RuntimeUnavailable
 from outrider.models.tokenizer import require_same_tokenizer
 
 ROWS_PER_STEP = 16
-_STATE_COPIES = 5
-"""fp32 values a weight that a training state holds on the disk, at most: the weights, two moments, average, best."""
+_STATE_COPIES = 10
+"""fp32 values a weight of the training's state on the disk, at most: weights, two moments and average, those once more
+while they are replaced, and the best weights, old and new.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,8 @@ class DistillOptions:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"{name} is {value}; expected a number above 0")
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"the seed is {self.seed}; expected a number from 0 to {2**32 - 1}")
         if self.row_length < 16:
             raise ConfigError(f"the row length is {self.row_length}; expected at least 16 tokens")
         if isinstance(self.heldout, float) and not 0.0 < self.heldout <= 0.5:

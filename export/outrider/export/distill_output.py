@@ -50,7 +50,7 @@ def write_model(model: Any, source: SourceModel, directory: Path) -> None:
     import torch
 
     with quiet_upstream(f"writing {directory.name}"):
-        model.to(getattr(torch, stored_dtype(source))).save_pretrained(directory, safe_serialization=True)
+        model.to(getattr(torch, stored_dtype(source))).save_pretrained(directory)
     for name in ("config.json", "generation_config.json"):
         (directory / name).unlink(missing_ok=True)
     for name in _COPIED:
