@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -60,16 +61,21 @@ class Bench:
     def run(self, what: str, expected: str, *arguments: str, cache: Path | None = None, begun: str = "") -> Row:
         """Runs a command that has to fail with `expected` in its message and exit status 2.
 
-        begun: a stage after whose line another program fills the small disk.
+        begun: a stage after whose line another program fills the small disk, and what is freed on it afterwards.
         """
         before = fingerprint(self.out)
+        is_over = threading.Event()
+        filler = threading.Thread(target=fill, args=(self.root / "disk", is_over))
         with self.process(*arguments, cache=cache) as process:
             heard = ""
             assert process.stderr is not None
             for line in process.stderr:
                 heard += line
                 if begun and (match := STAGE_LINE.search(line)) and FIRST_WORDS.get(match[1]) == begun:
-                    fill(self.root / "disk")
+                    filler.start()
+        is_over.set()
+        if filler.ident is not None:
+            filler.join()
         message = " ".join(heard.split())
         told = message.partition("error: ")[2]
         is_clear = re.search(expected, told) is not None and "Traceback" not in heard
@@ -231,13 +237,14 @@ def mounted(disk: Path, size: str) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
-def fill(disk: Path) -> None:
-    """Another program takes what is free, while the export goes on writing."""
+def fill(disk: Path, is_over: threading.Event) -> None:
+    """Another program takes what is free, and what the export gives back, until it is over."""
     with (disk / "full").open("ab", buffering=0) as file:
-        for size in (1 << 20, 4096):
-            with suppress(OSError):  # full
-                while True:
-                    file.write(bytes(size))
+        while not is_over.wait(0.001):
+            for size in (1 << 20, 4096):
+                with suppress(OSError):  # full
+                    while True:
+                        file.write(bytes(size))
 
 
 def fingerprint(directory: Path) -> str:

@@ -70,6 +70,7 @@ class ModelDrafter:
         self._num_ids = num_ids
         self._tokens: list[int] = []
         self._params = SamplingParams()
+        self._probability = Probability()
 
     def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Starts a new sequence, keeping the cache of what it shares with the one before."""
@@ -109,17 +110,30 @@ class ModelDrafter:
         logits = self._runtime.extend(self._tokens[self._runtime.length :])[: self._num_ids]
         token = pick(logits, self._params, position)
         self._tokens.append(token)
-        return Proposal(token, _probability(logits, token, self._params.temperature))
+        return Proposal(token, self._probability(logits, token, self._params.temperature))
 
     def close(self) -> None:
         """Releases the runtime."""
         self._runtime.close()
 
 
-def _probability(logits: NDArray[np.float32], token: int, temperature: float) -> float:
-    """Softmax probability of `token` at `temperature` (greedy: at 1), before truncation."""
-    scale = np.float32(1.0 / temperature if temperature > 0.0 else 1.0)
-    return float(1.0 / np.exp((logits - logits[token]) * scale).sum(dtype=np.float64))
+class Probability:
+    """Softmax of one token, over memory of its own: behind a step that has emptied the caches, temporaries cost more
+    than the arithmetic.
+    """
+
+    def __init__(self) -> None:
+        self._weights = np.empty(0, np.float32)
+
+    def __call__(self, logits: NDArray[np.float32], token: int, temperature: float) -> float:
+        """Probability of `token` at `temperature` (greedy: at 1), before truncation; `logits` [V] is left as it is."""
+        if self._weights.size != logits.size:
+            self._weights = np.empty_like(logits)
+        weights = np.subtract(logits, logits[token], out=self._weights)
+        if temperature > 0.0:
+            weights *= np.float32(1.0 / temperature)
+        np.exp(weights, out=weights)
+        return float(1.0 / weights.sum())  # float32, pairwise: digits enough for a hint
 
 
 class AlwaysWrongDrafter:

@@ -66,6 +66,7 @@ class OnnxRuntimeSequence:
         self._positions = np.zeros((1, _MAX_STEP), np.int64)
         self._every_position = np.arange(longest, dtype=np.int64)
         self._mask = np.ones((1, longest if self._has_mask else 0), np.int64)
+        self._masks: list[Any] = []  # of each length so far, as ONNX Runtime holds them
         self._last = np.zeros(1, np.int32)  # position of the last token of the step
         self._total = np.zeros(1, np.int32)
         self._first_row = np.zeros(1, np.int64)  # counted from the end
@@ -150,12 +151,15 @@ class OnnxRuntimeSequence:
         if self._num_bound != (num_new, num_rows):
             self._bind_step(num_new, num_rows)
         self._ids[0, :num_new] = tokens
-        self._positions[0, :num_new] = self._every_position[past:end]
-        self._last[0] = end - 1
-        self._total[0] = end
-        self._first_row[0] = -num_rows
+        if self._has_positions:
+            self._positions[0, :num_new] = self._every_position[past:end]
+        if self._selects_rows:
+            self._first_row[0] = -num_rows
         if self._has_mask:
-            self._bind("attention_mask", self._mask[:, :end])
+            self._bind_mask(end)
+        else:
+            self._last[0] = end - 1
+            self._total[0] = end
         try:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:  # ONNX Runtime's own errors share no other base
@@ -174,6 +178,13 @@ class OnnxRuntimeSequence:
         self._binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(self._logits))
         self._num_bound = (num_new, num_rows)
 
+    def _bind_mask(self, length: int) -> None:
+        if length >= (num_made := len(self._masks)):
+            # Many at once: one by one, each between two steps, they take ten times as long.
+            lengths = range(num_made, min(length + _MAX_STEP, self._mask.size) + 1)
+            self._masks += [ort.OrtValue.ortvalue_from_numpy(self._mask[:, :each]) for each in lengths]
+        self._binding.bind_ortvalue_input("attention_mask", self._masks[length])
+
     def _bind(self, name: str, array: NDArray[Any]) -> None:
         self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
 
@@ -181,4 +192,5 @@ class OnnxRuntimeSequence:
         """Releases model and cache; safe to call twice."""
         self._binding = None
         self._session = None
+        self._masks = []
         self._caches = []
