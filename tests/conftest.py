@@ -108,3 +108,15 @@ def onnx_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     place = tmp_path_factory.mktemp("onnx") / "draft"
     return export_model(reference_directories().draft, place, ExportOptions("draft", runtime="onnxruntime")).path
+
+
+@pytest.fixture(scope="session")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
+    """Two random models with one tokenizer: they agree by chance only."""
+    from outrider.export.pair import PairPaths
+
+    root = tmp_path_factory.mktemp("strangers")
+    for name, seed in (("draft", 1), ("target", 2)):
+        tiny_models.make_tiny_tokenizer(root / name)
+        tiny_models.make_tiny_model("llama", root / name, vocab_size=320, seed=seed)
+    return PairPaths(root / "draft", root / "target")

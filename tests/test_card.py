@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import io
 import json
@@ -32,14 +31,15 @@ from outrider.export.card import (
     tokens_per_pass,
     warnings_of,
 )
-from outrider.export.card_html import card_html, write_card_html
+from outrider.export.card_html import card_html
 from outrider.export.display import print_report
-from outrider.export.pair import PairPaths, export_pair
-from outrider.export.prompts import BUILT_IN_PROMPTS, MAX_PROMPTS, load_prompts
+from outrider.export.pair import PairPaths, encode_judging, export_pair
+from outrider.export.prompts import BUILT_IN_PROMPTS, MAX_PROMPTS
 from outrider.export.recipes import ExportOptions
 from outrider.export.run_export import SequenceSteps, open_draft
+from outrider.export.source import read_source
 from outrider.models.bundle import Bundle
-from outrider.models.errors import ConfigError, ExportError
+from outrider.models.errors import ConfigError, ExportError, TokenizerError
 from outrider.models.manifest import Acceptance, AtDepth, Manifest, Timing
 from outrider.models.prediction import Setting, stream
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
@@ -402,29 +402,6 @@ def test_the_page_shows_what_was_measured(reference_pair: PairPaths) -> None:
     assert "step after rollback" in pages["draft"].text and "argmaxes as unquantized" in pages["target"].text
 
 
-def test_the_same_figures_give_the_same_page(reference_pair: PairPaths, tmp_path: Path) -> None:
-    """Byte for byte, and without the day; a page that is there is replaced, and nothing is left beside it."""
-    draft, target = (Bundle.open(path).manifest for path in (reference_pair.draft, reference_pair.target))
-    place = tmp_path / "report.html"
-    place.write_text("old")
-    assert write_card_html(place, [draft], target) == place
-    assert place.read_text(encoding="utf-8") == card_html([draft], target)
-    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
-    assert datetime.date.today().isoformat() not in place.read_text(encoding="utf-8")
-
-
-def test_a_page_that_cannot_be_written_is_one_message(reference_pair: PairPaths, tmp_path: Path) -> None:
-    """It says where, and that the bundles are as they were."""
-    draft = Bundle.open(reference_pair.draft).manifest
-    with pytest.raises(ExportError, match=r"nowhere/report\.html \(No such file or directory\); no bundle is"):
-        write_card_html(tmp_path / "nowhere" / "report.html", [draft])
-    taken = tmp_path / "report.html"
-    taken.mkdir()
-    with pytest.raises(ExportError, match="Is a directory"):
-        write_card_html(taken, [draft])
-    assert list(tmp_path.iterdir()) == [taken]
-
-
 def test_names_are_text_on_the_page(reference_pair: PairPaths) -> None:
     """A model may be called anything; the page is not what it says."""
     draft = Bundle.open(reference_pair.draft).manifest.model_copy(update={"name": "<script>alert(1)</script>"})
@@ -479,22 +456,20 @@ def test_warnings_go_where_they_are_seen(
     assert warning.startswith("acceptance is 0.50")
 
 
-def test_all_prompts_of_a_user_are_used(tmp_path: Path) -> None:
-    """A longer list makes a surer figure; a model's own prompts are a fair sample of a few."""
-    path = tmp_path / "prompts.json"
-    path.write_text(json.dumps([f"prompt {index}" for index in range(40)]))
-    assert len(load_prompts(path)) == 40 and load_prompts(path, 3) == ("prompt 0", "prompt 1", "prompt 2")
-    assert len(set(BUILT_IN_PROMPTS)) == MAX_PROMPTS
-
-
-@pytest.fixture(scope="module")
-def strangers(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
-    """Two random models with one tokenizer: they agree by chance only."""
-    root = tmp_path_factory.mktemp("strangers")
-    for name, seed in (("draft", 1), ("target", 2)):
-        make_tiny_tokenizer(root / name)
-        make_tiny_model("llama", root / name, vocab_size=320, seed=seed)
-    return PairPaths(root / "draft", root / "target")
+def test_a_user_s_prompts_are_all_used_and_go_through_the_chat_template_where_asked(tmp_path: Path) -> None:
+    """A longer list makes a surer figure; without any, the built-in ones. The template is the target's."""
+    make_tiny_tokenizer(tmp_path)
+    make_tiny_model("llama", tmp_path, vocab_size=320)
+    source = read_source(tmp_path)
+    plain = encode_judging(source, [f"prompt {index}" for index in range(40)], is_chat=False)
+    assert [source.tokenizer.decode(ids) for ids in plain] == [f"prompt {index}" for index in range(40)]
+    assert len(encode_judging(source, None, is_chat=False)) == len(set(BUILT_IN_PROMPTS)) == MAX_PROMPTS
+    with pytest.raises(TokenizerError, match="chat template"):
+        encode_judging(source, ["Hi"], is_chat=True)
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    source = read_source(tmp_path)
+    (ids,) = encode_judging(source, ["Hi"], is_chat=True)
+    assert source.tokenizer.decode(ids) == "<user>Hi"
 
 
 def test_a_pair_that_does_not_agree_is_not_written(strangers: PairPaths, tmp_path: Path) -> None:

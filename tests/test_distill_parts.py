@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.export import tiny
-from outrider.export.distill_prompts import encode_prompts, read_prompts, split_prompts
+from outrider.export.distill_prompts import split_prompts
 from outrider.export.interruption import Interruption
+from outrider.export.prompts import encode_prompts, read_prompts
 from outrider.export.source import read_source
 from outrider.models.errors import ExportError, TokenizerError
 from outrider.models.tokenizer import Tokenizer

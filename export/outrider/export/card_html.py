@@ -7,45 +7,102 @@ import secrets
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from types import TracebackType
 from typing import Final
 
 import jinja2
 from markupsafe import Markup
 
 from outrider.export.card import DEPTH_OF_ALPHA, JUDGED_AT, judged, label, step_of, tokens_per_pass, warnings_of
-from outrider.export.card_plots import Item, acceptance_plot, cost_plot, speed_up_plot
+from outrider.export.card_plots import Item, acceptance_plot, cost_plot, require_plots, speed_up_plot
 from outrider.export.comparison import Comparison
-from outrider.models.errors import ExportError
+from outrider.models.errors import BundleError, ExportError
 from outrider.models.manifest import Manifest
 
 TEMPLATE: Final = "report.html.j2"
 REPORT_NAME: Final = "report.html"
 """What the page is called beside a pair's bundles."""
 
+_MARK: Final = '<meta name="generator" content="Outrider">'
+
+
+class PageWriter:
+    """The page at `path`, made in two steps beside bundles: all that can fail before they are put in place, a rename
+    after it.
+
+    A context manager; what is not put in place is removed again. A page that Outrider made is replaced where
+    `overwrite` says so, anything else never.
+    """
+
+    def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
+        self.path = Path(path)
+        self._overwrite = overwrite
+        self._partial = self.path.with_name(f".{self.path.name}.partial-{secrets.token_hex(4)}")
+
+    def __enter__(self) -> PageWriter:
+        self.check()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self._partial.unlink(missing_ok=True)
+
+    def check(self) -> None:
+        """Raises BundleError if a file is in the way, ModuleNotFoundError if what draws the plots is not installed."""
+        require_plots()
+        self._check_destination()
+
+    def write(
+        self, drafts: Sequence[Manifest], target: Manifest | None = None, comparison: Comparison | None = None
+    ) -> None:
+        """Writes the page for these drafts of one model, and their target if it is at hand, beside its place.
+
+        Without drafts the page is the target's. The same figures give the same bytes. Raises OSError.
+        """
+        text = card_html(drafts, target, comparison)
+        self._partial.write_text(text, encoding="utf-8", newline="\n")
+
+    def commit(self) -> Path:
+        """Puts the page in its place and returns it. Raises OSError; BundleError if a file is in the way by now."""
+        self._check_destination()
+        self._partial.replace(self.path)
+        return self.path
+
+    def _check_destination(self) -> None:
+        if not self.path.exists():
+            return
+        if not _is_page(self.path):
+            raise BundleError(f"{self.path} exists and is no report card, so it is not replaced; choose another place")
+        if not self._overwrite:
+            raise BundleError(f"{self.path} exists already; choose another place, or say --overwrite")
+
 
 def write_card_html(
     path: str | Path, drafts: Sequence[Manifest], target: Manifest | None = None, comparison: Comparison | None = None
 ) -> Path:
-    """Writes the page for these drafts of one model, and their target if it is at hand; replaces a file at `path`.
+    """Writes the page, as `PageWriter.write` does, and puts it at `path`, where it may replace another such page.
 
-    Without drafts the page is the target's. The same figures give the same bytes. Raises ExportError if the file cannot
-    be written.
+    Raises BundleError if something else is there, ExportError if the file cannot be written.
     """
-    text = card_html(drafts, target, comparison)
-    place = Path(path)
-    partial = place.with_name(f".{place.name}.partial-{secrets.token_hex(4)}")
     try:
-        partial.write_text(text, encoding="utf-8", newline="\n")
-        partial.replace(place)
+        with PageWriter(path, overwrite=True) as page:
+            page.write(drafts, target, comparison)
+            return page.commit()
     except OSError as error:
         raise ExportError(
-            f"the report card cannot be written to {place} ({error.strerror}); no bundle is touched by this. Make it "
+            f"the report card cannot be written to {path} ({error.strerror}); no bundle is touched by this. Make it "
             "elsewhere: outrider-export inspect BUNDLE --html PATH"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-    return place
+
+
+def _is_page(path: Path) -> bool:
+    """Whether Outrider made the file."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return _MARK.encode() in file.read(1024)
 
 
 def card_html(drafts: Sequence[Manifest], target: Manifest | None = None, comparison: Comparison | None = None) -> str:
@@ -59,6 +116,7 @@ def card_html(drafts: Sequence[Manifest], target: Manifest | None = None, compar
     marks = comparison.round_trips_ms if comparison is not None else ()
     shown = [item.manifest for item in everything if comparison is None or item.manifest in (first, target)]
     return _template().render(
+        mark=Markup(_MARK),
         title=f"Report card: {first.role} {first.name}",
         subtitle=_subtitle(first, target),
         warnings=list(dict.fromkeys(warning for manifest in shown for warning in warnings_of(manifest))),

@@ -57,6 +57,11 @@ class Item:
         return timing.forecast if timing is not None else None
 
 
+def require_plots() -> None:
+    """Raises ModuleNotFoundError if what draws is not installed."""
+    import matplotlib  # noqa: F401
+
+
 def speed_up_plot(drafts: Sequence[Item], marks_ms: Sequence[float] = ()) -> str:
     """Predicted speed-up against round trip, streamed and stop-and-wait, the ends of their use marked.
 

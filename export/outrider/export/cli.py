@@ -11,13 +11,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from outrider.export.card_html import REPORT_NAME, write_card_html
+from outrider.export.card_html import REPORT_NAME, PageWriter, write_card_html
 from outrider.export.display import show_progress
 from outrider.export.distill_cli import distill
 from outrider.export.families_cli import families
 from outrider.export.pair import REFERENCE, export_pair, reference_directories
 from outrider.export.pipeline import export_model
-from outrider.export.prompts import load_prompts
+from outrider.export.prompts import read_prompts
 from outrider.export.quiet import missing_extra
 from outrider.export.recipes import ExportOptions
 from outrider.export.reporting import report, report_sweep
@@ -78,13 +78,18 @@ def pair(
     prompt_len: PromptLen = None,
     response_len: ResponseLen = None,
     step_len: StepLen = None,
+    ahead_of_time: AheadOfTime = False,
+    npu_platform: Platform = None,
     target_device: Annotated[TargetDevice, typer.Option(help="What the target will run on.")] = "cpu",
     target_runtime: Annotated[TargetRuntime | None, typer.Option(help="What runs the target.")] = None,
     target_precision: Chosen = None,
     widen: Widen = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSON list of prompts for the acceptance rate; all are used.")
+        Path | None, typer.Option(help="Prompts for the acceptance rate, as JSON, JSONL or text; all are used.")
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are a user's messages: use the target's chat template.")
+    ] = False,
     step_ms: StepMs = None,
     extra_ms: ExtraMs = None,
     sweep: Annotated[
@@ -107,6 +112,8 @@ def pair(
         overwrite=overwrite,
         device=draft_device,
         static_shapes=_shapes(prompt_len, response_len, step_len),
+        compiles_ahead=ahead_of_time,
+        npu_platform=npu_platform,
     )
     target_options = ExportOptions(
         "target",
@@ -117,7 +124,8 @@ def pair(
         overwrite=overwrite,
         device=target_device,
     )
-    texts = load_prompts(prompts) if prompts is not None else None
+    texts = read_prompts(prompts) if prompts is not None else None
+    page = PageWriter(out / REPORT_NAME, overwrite=overwrite)
     if not sweep:
         with show_progress(is_quiet=as_json) as progress:
             bundles = export_pair(
@@ -127,13 +135,14 @@ def pair(
                 draft_options=draft_options,
                 target_options=target_options,
                 prompts=texts,
+                is_chat=chat,
                 step_ms=step_ms,
                 extra_ms=extra_ms,
                 is_forced=force,
+                page=page,
                 progress=progress,
             )
-        page = write_card_html(out / REPORT_NAME, [bundles[0].manifest], bundles[1].manifest)
-        report(bundles, as_json=as_json, page=page)
+        report(bundles, as_json=as_json, page=page.path)
         return
     with show_progress(is_quiet=as_json) as progress:
         swept = sweep_pair(
@@ -143,16 +152,16 @@ def pair(
             draft_options=draft_options,
             target_options=target_options,
             prompts=texts,
+            is_chat=chat,
             round_trips_ms=rtt_ms or (DEFAULT_RTT_MS,),
             step_ms=step_ms,
             extra_ms=extra_ms,
             keeps_all=keep,
             is_forced=force,
+            page=page,
             progress=progress,
         )
-    drafts = [row.manifest for row in swept.comparison.rows]
-    page = write_card_html(out / REPORT_NAME, drafts, swept.target.manifest, swept.comparison)
-    report_sweep(swept, as_json=as_json, page=page)
+    report_sweep(swept, as_json=as_json, page=page.path)
 
 
 @app.command()

@@ -27,11 +27,12 @@ from outrider.export.distill_output import (
     recover_output,
     write_model,
 )
-from outrider.export.distill_prompts import Split, encode_prompts, read_prompts, split_prompts
+from outrider.export.distill_prompts import Split, split_prompts
 from outrider.export.distill_record import make_record
 from outrider.export.distill_target import TargetText, load_for_torch, write_target_text
 from outrider.export.distill_work import StateFolder, default_work, folder_bytes, locked
 from outrider.export.interruption import Interruption
+from outrider.export.prompts import encode_prompts, read_prompts
 from outrider.export.source import SourceModel, read_source
 from outrider.models.distillation.distill import Outcome, distill
 from outrider.models.distillation.files import save_json

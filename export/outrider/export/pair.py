@@ -5,15 +5,17 @@ agree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from outrider.export.acceptance import Continuation, continue_prompts, measure_acceptance
 from outrider.export.card import TargetTimes, require_acceptance
+from outrider.export.card_html import PageWriter
 from outrider.export.pipeline import StagedExport, stage_export, work_store
 from outrider.export.progress import Progress, StageEvent, silent
+from outrider.export.prompts import Ids, encode_prompts
 from outrider.export.recipes import ExportOptions
 from outrider.export.run_export import open_draft, open_target
 from outrider.export.source import REFERENCE_ROOT, SourceModel, read_source
@@ -53,40 +55,52 @@ def export_pair(
     *,
     draft_options: ExportOptions | None = None,
     target_options: ExportOptions | None = None,
-    prompts: Sequence[str] | None = None,
+    prompts: Sequence[Any] | None = None,
     step_ms: float | None = None,
     extra_ms: float | None = None,
+    is_chat: bool = False,
     is_forced: bool = False,
+    page: PageWriter | None = None,
     progress: Progress = silent,
 ) -> tuple[Bundle, Bundle]:
     """Exports both to `out`/draft and `out`/target; acceptance and what follows from it go into the draft's manifest.
 
-    step_ms, extra_ms: the target's step where it will run, and what a drafted token adds to it; None: as measured here.
+    prompts: what the draft is judged on, texts or lists of chat messages; None: built-in ones. is_chat: whether texts
+    are a user's messages, for the target's chat template. step_ms, extra_ms: the target's step where it will run, and
+    what a drafted token adds to it; None: as measured here. page: the report card to write beside them.
     Raises TokenizerMismatch before any work if the two do not share one tokenizer, ExportError if the draft is accepted
-    too rarely and this is not forced; otherwise what `export_model` raises. Neither bundle is put in place unless both
-    pass.
+    too rarely and this is not forced; otherwise what `export_model` and `PageWriter` raise. Nothing is put in place
+    unless both pass and everything could be written.
     """
     draft_options = draft_options or ExportOptions("draft")
     target_options = target_options or ExportOptions("target")
     if (draft_options.role, target_options.role) != ("draft", "target"):
         raise ConfigError("a pair is a draft and a target; their options must say so")
     TargetTimes.require_sense(step_ms, extra_ms)
+    if page is not None:
+        page.check()
     draft_source, target_source = read_pair(draft, target)
+    ids = encode_judging(target_source, prompts, is_chat=is_chat)
     root = Path(out)
     store = work_store()
     with (
         stage_export(target_source, root / "target", target_options, progress, store) as staged_target,
         stage_export(draft_source, root / "draft", draft_options, progress, store) as staged_draft,
+        page or nullcontext(),
     ):
         progress(StageEvent("pair", "measure"))
-        texts = write_texts(staged_target, target_source, prompts)
+        texts = write_texts(staged_target, target_source, ids)
         times = TargetTimes.resolve(staged_target.manifest.report.timing, step_ms, extra_ms)
         judge(staged_draft, texts, times, target_source, is_forced=is_forced)
         progress(StageEvent("pair", "write"))
         staged_target.seal()  # both, before either is in place: a disk that is full now replaces neither
         staged_draft.seal()
+        if page is not None:
+            page.write([staged_draft.manifest], staged_target.manifest)
         target_bundle = staged_target.commit()
         draft_bundle = staged_draft.commit()
+        if page is not None:
+            page.commit()
     store.release()
     return draft_bundle, target_bundle
 
@@ -98,13 +112,20 @@ def read_pair(draft: str | Path, target: str | Path) -> tuple[SourceModel, Sourc
     return draft_source, target_source
 
 
+def encode_judging(target: SourceModel, prompts: Sequence[Any] | None, *, is_chat: bool) -> list[Ids]:
+    """Token ids of the prompts that drafts are judged on: texts or lists of chat messages; None: built-in texts.
+
+    is_chat: texts too go through the target's chat template. Raises TokenizerError if it has none.
+    """
+    return encode_prompts(prompts or prompts_for(target), target.tokenizer, is_chat=is_chat)
+
+
 def write_texts(
-    target: StagedExport, source: SourceModel, prompts: Sequence[str] | None = None
+    target: StagedExport, source: SourceModel, prompts: Sequence[Sequence[int]]
 ) -> tuple[Continuation, ...]:
-    """What the target writes after held-out prompts, at every temperature: what its drafts are judged on."""
-    ids = [source.tokenizer.encode(text) for text in prompts or prompts_for(source)]
+    """What the target writes after these prompts, at every temperature: what its drafts are judged on."""
     with closing(open_target(target.model_file, target.options)) as runtime:
-        return continue_prompts(runtime, ids, num_ids=source.tokenizer.size, stop_ids=target.manifest.eos_token_ids)
+        return continue_prompts(runtime, prompts, num_ids=source.tokenizer.size, stop_ids=target.manifest.eos_token_ids)
 
 
 def judge(

@@ -1,4 +1,5 @@
-"""The prompts on which an export measures the acceptance rate.
+"""Prompts: read from whatever file a user has them in, and tokenized; and those on which an export measures the
+acceptance rate without any.
 
 The built-in ones were written for this purpose, so no model was trained on them: beginnings of Python functions and of
 prose. The reference pair brings its own, cut from files that its training never saw.
@@ -7,13 +8,22 @@ prose. The reference pair brings its own, cut from files that its training never
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from outrider.models.errors import ExportError
+from outrider.models.tokenizer import Tokenizer
+
+Ids = tuple[int, ...]
 
 MAX_PROMPTS: Final = 16
 """As many are taken of a model's own; a user's are all taken."""
+
+_FORMATS: Final = (
+    'expected a JSON list such as ["def f(x):", {"text": "Once upon"}], JSONL with a "text", "prompt" or "messages" a '
+    "line, or plain text with a prompt a line"
+)
 
 BUILT_IN_PROMPTS: Final = (
     'def parse_duration(text):\n    """Return the number of seconds in a string such as "1h30m"."""\n    total = 0\n',
@@ -37,18 +47,60 @@ BUILT_IN_PROMPTS: Final = (
 )
 
 
-def load_prompts(path: Path, limit: int | None = None) -> tuple[str, ...]:
-    """The prompts of a JSON file, a list of texts or of objects with a `text`; the first `limit` of them, or all.
-
-    Raises ExportError if the file is something else.
-    """
+def read_prompts(path: Path) -> list[Any]:
+    """The prompts of a file: texts, or lists of chat messages. Raises ExportError if the file is something else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ExportError(f"{path} cannot be read as JSON ({error}); expected a list of prompts") from None
-    entries = found if isinstance(found, list) else []
-    texts = [entry.get("text") if isinstance(entry, dict) else entry for entry in entries[:limit]]
-    prompts = tuple(text for text in texts if isinstance(text, str) and text)
-    if not prompts or len(prompts) != len(texts):
-        raise ExportError(f'{path} holds no list of texts; expected JSON such as ["def f(x):", "Once upon a time"]')
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ExportError(f"{path} cannot be read ({error}); {_FORMATS}") from None
+    start = text.lstrip()[:1]
+    entries: Iterable[tuple[str, Any]]
+    if path.suffix == ".json" or (start == "[" and path.suffix not in (".jsonl", ".txt")):
+        found = _parse(path, "", text)
+        if not isinstance(found, list):
+            raise ExportError(f"{path} holds a {type(found).__name__}; {_FORMATS}")
+        entries = ((f"entry {number}", entry) for number, entry in enumerate(found, start=1))
+    else:
+        lines = [(f"line {number}", line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+        is_jsonl = path.suffix == ".jsonl" or (start == "{" and path.suffix != ".txt")
+        entries = [(where, _parse(path, where, line)) for where, line in lines] if is_jsonl else lines
+    prompts = [_prompt(path, where, entry) for where, entry in entries]
+    if not prompts:
+        raise ExportError(f"{path} holds no prompts; {_FORMATS}")
     return prompts
+
+
+def encode_prompts(prompts: Sequence[Any], tokenizer: Tokenizer, *, is_chat: bool) -> list[Ids]:
+    """Token ids of each prompt. Messages, and with `is_chat` every text, go through the tokenizer's chat template.
+
+    Raises TokenizerError if there is none.
+    """
+    ids: list[Ids] = []
+    for prompt in prompts:
+        if isinstance(prompt, str) and not is_chat:
+            ids.append(tuple(tokenizer.encode(prompt)))
+            continue
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        text = tokenizer.apply_chat_template(messages)
+        ids.append(tuple(tokenizer.encode(text, add_special_tokens=False)))
+    return ids
+
+
+def _parse(path: Path, where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ExportError(f"{path}{', ' + where if where else ''} is not JSON ({error}); {_FORMATS}") from None
+
+
+def _prompt(path: Path, where: str, entry: Any) -> Any:
+    if isinstance(entry, str):
+        return entry
+    if isinstance(entry, dict):
+        for key in ("text", "prompt"):
+            if isinstance(entry.get(key), str):
+                return entry[key]
+        messages = entry.get("messages")
+        if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
+            return messages
+    raise ExportError(f"{path}, {where} holds no prompt; {_FORMATS}")

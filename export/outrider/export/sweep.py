@@ -10,18 +10,19 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from outrider.export.build import place_files
 from outrider.export.card import TargetTimes, label, require_acceptance
+from outrider.export.card_html import PageWriter
 from outrider.export.comparison import Comparison, NotMade, acceptance_of, compare
-from outrider.export.pair import judge, read_pair, write_texts
+from outrider.export.pair import encode_judging, judge, read_pair, write_texts
 from outrider.export.pipeline import StagedExport, stage_export, work_store
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import RECIPES, ExportOptions, runtimes_for
 from outrider.models.bundle import Bundle
 from outrider.models.bundle_writer import BundleWriter
-from outrider.models.errors import ConfigError, DiskFull, ExportError, RuntimeUnavailable
+from outrider.models.errors import ConfigError, DiskFull, ExportError, OutriderError
 from outrider.models.prediction import Setting
 
 DEFAULT_RTT_MS: Final = 50.0
@@ -55,19 +56,21 @@ def sweep_pair(
     *,
     draft_options: ExportOptions | None = None,
     target_options: ExportOptions | None = None,
-    prompts: Sequence[str] | None = None,
+    prompts: Sequence[Any] | None = None,
+    is_chat: bool = False,
     round_trips_ms: Sequence[float] = (DEFAULT_RTT_MS,),
     step_ms: float | None = None,
     extra_ms: float | None = None,
     keeps_all: bool = False,
     is_forced: bool = False,
+    page: PageWriter | None = None,
     progress: Progress = silent,
 ) -> Swept:
     """Exports the target, and the draft in every way that fits its device; the recommended one goes to `out`/draft.
 
     draft_options: precision and runtime, where given, narrow the sweep. round_trips_ms: where the predictions are
-    compared, on average. step_ms, extra_ms: as for `export_pair`. keeps_all: the other drafts go to `out`/sweep.
-    Raises as `export_pair`; ExportError also if no draft could be made, with the reason of each.
+    compared, on average. prompts, is_chat, step_ms, extra_ms, page: as for `export_pair`. keeps_all: the other drafts
+    go to `out`/sweep. Raises as `export_pair`; ExportError also if no draft could be made, with the reason of each.
     """
     draft_options = draft_options or ExportOptions("draft")
     target_options = target_options or ExportOptions("target")
@@ -78,7 +81,10 @@ def sweep_pair(
         raise ConfigError("a sweep compares drafts at round trips; give at least one")
     for rtt_ms in round_trips_ms:
         Setting(0.0, 0.0, 1.0, 0.0, rtt_ms)
+    if page is not None:
+        page.check()
     draft_source, target_source = read_pair(draft, target)
+    ids = encode_judging(target_source, prompts, is_chat=is_chat)
     root, store = Path(out), work_store()
     recipes = {_name(options): options for options in recipes_for(draft_options)}
     with contextlib.ExitStack() as stack:
@@ -93,7 +99,7 @@ def sweep_pair(
             stage_export(target_source, root / "target", target_options, progress, store)
         )
         progress(StageEvent("target", "measure"))
-        texts = write_texts(staged_target, target_source, prompts)
+        texts = write_texts(staged_target, target_source, ids)
         times = TargetTimes.resolve(staged_target.manifest.report.timing, step_ms, extra_ms)
         made: dict[str, StagedExport] = {}
         not_made: list[NotMade] = []
@@ -108,19 +114,25 @@ def sweep_pair(
                 made[name] = staged
             except DiskFull:
                 raise  # says nothing about this draft, and the others would not fit either
-            except (ExportError, RuntimeUnavailable) as error:
+            except OutriderError as error:
                 not_made.append(NotMade(name, str(error)))
         found = _compare(made, not_made, round_trips_ms, is_forced=is_forced)
         progress(StageEvent("pair", "write"))
-        swept = _put_in_place(found, made, staged_target, writers)
+        if page is not None:
+            stack.enter_context(page)
+        swept = _put_in_place(found, made, staged_target, writers, page)
     store.release()
     return swept
 
 
 def _put_in_place(
-    found: Comparison, made: Mapping[str, StagedExport], target: StagedExport, writers: Mapping[str, BundleWriter]
+    found: Comparison,
+    made: Mapping[str, StagedExport],
+    target: StagedExport,
+    writers: Mapping[str, BundleWriter],
+    page: PageWriter | None,
 ) -> Swept:
-    """The recommended draft, the target, and the other drafts that there is a writer for."""
+    """The recommended draft, the target, the other drafts that there is a writer for, and the page."""
     best = made[found.recommended]
     others = {name: staged for name, staged in made.items() if name in writers and staged is not best}
     for name, staged in others.items():
@@ -128,9 +140,14 @@ def _put_in_place(
         writers[name].seal(staged.manifest)
     target.seal()  # all, before any is in place: a disk that is full now replaces nothing
     best.seal()
+    if page is not None:
+        page.write([row.manifest for row in found.rows], target.manifest, found)
     kept = {name: writers[name].commit(staged.manifest) for name, staged in others.items()}
     target_bundle = target.commit()
-    return Swept(found, best.commit(), target_bundle, kept)
+    draft_bundle = best.commit()
+    if page is not None:
+        page.commit()
+    return Swept(found, draft_bundle, target_bundle, kept)
 
 
 def _compare(

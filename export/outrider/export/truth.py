@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.parity import ParityReference, make_reference
-from outrider.export.prompts import BUILT_IN_PROMPTS, MAX_PROMPTS, load_prompts
+from outrider.export.prompts import BUILT_IN_PROMPTS, MAX_PROMPTS, read_prompts
 from outrider.export.source import REFERENCE_ROOT, SourceModel
 from outrider.export.torch_source import load_source_model, source_logits
 
@@ -85,7 +85,7 @@ def prompts_for(source: SourceModel) -> Sequence[str]:
     """The prompts that were held out for this model, if it is of the bundled pair; else the built-in ones."""
     own = source.path.parent / "prompts.json"
     is_reference = source.path.parent == REFERENCE_ROOT
-    return load_prompts(own, MAX_PROMPTS) if is_reference and own.is_file() else BUILT_IN_PROMPTS
+    return read_prompts(own)[:MAX_PROMPTS] if is_reference and own.is_file() else BUILT_IN_PROMPTS
 
 
 def held_out_texts(source: SourceModel) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,99 @@
+"""The report card as a page: written with the bundles or not at all, and over nothing but another such page."""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.export import cli
+from outrider.export.card_html import PageWriter, card_html, write_card_html
+from outrider.export.pair import PairPaths, export_pair
+from outrider.export.recipes import ExportOptions
+from outrider.export.sweep import sweep_pair
+from outrider.models.bundle import Bundle
+from outrider.models.errors import BundleError, DiskFull, ExportError
+
+
+def fail_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """Runs `outrider-export` with these arguments, in this process, to a user's error."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(sys, "argv", ["outrider-export", *arguments])
+    try:
+        with pytest.raises(SystemExit) as exit:
+            cli.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert exit.value.code == 2
+
+
+def test_the_same_figures_give_the_same_page(reference_pair: PairPaths, tmp_path: Path) -> None:
+    """Byte for byte, and without the day; another report card is replaced, and nothing is left beside it."""
+    draft, target = (Bundle.open(path).manifest for path in (reference_pair.draft, reference_pair.target))
+    place = tmp_path / "report.html"
+    write_card_html(place, [draft])
+    assert write_card_html(place, [draft], target) == place
+    assert place.read_text(encoding="utf-8") == card_html([draft], target)
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    assert datetime.date.today().isoformat() not in place.read_text(encoding="utf-8")
+
+
+def test_a_page_that_cannot_be_written_is_one_message(reference_pair: PairPaths, tmp_path: Path) -> None:
+    """It says where, and that the bundles are as they were."""
+    draft = Bundle.open(reference_pair.draft).manifest
+    with pytest.raises(ExportError, match=r"nowhere/report\.html \(No such file or directory\); no bundle is"):
+        write_card_html(tmp_path / "nowhere" / "report.html", [draft])
+    taken = tmp_path / "report.html"
+    taken.mkdir()
+    with pytest.raises(BundleError, match="is no report card, so it is not replaced"):
+        write_card_html(taken, [draft])
+    assert list(tmp_path.iterdir()) == [taken]
+
+
+def test_somebody_else_s_page_is_in_the_way_before_any_work(
+    strangers: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is built and nothing replaced, with --overwrite neither; a report card goes only with --overwrite."""
+    page = tmp_path / "report.html"
+    page.write_text("<h1>mine</h1>")
+    command = ("pair", str(strangers.draft), str(strangers.target), "--out", str(tmp_path))
+    for more in ((), ("--overwrite",), ("--sweep",)):
+        fail_cli(monkeypatch, *command, *more)
+        told = capsys.readouterr().err
+        assert "is no report card" in told and "reading" not in told
+    assert page.read_text() == "<h1>mine</h1>" and list(tmp_path.iterdir()) == [page]
+    page.write_text('<meta name="generator" content="Outrider">')
+    fail_cli(monkeypatch, *command)
+    assert "exists already; choose another place, or say --overwrite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_sweep", [False, True])
+def test_a_page_that_cannot_be_written_leaves_no_bundle(
+    strangers: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_sweep: bool
+) -> None:
+    """Bundles and page are one export: all of it, or none."""
+
+    def full(*arguments: Any, **named: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(PageWriter, "write", full)
+    draft = ExportOptions("draft", "fp32", "onnxruntime", num_threads=1)
+    target = ExportOptions("target", "fp32", "torch", num_threads=1)
+    export = sweep_pair if is_sweep else export_pair
+    out = tmp_path / "out"
+    with pytest.raises(DiskFull):
+        export(
+            strangers.draft,
+            strangers.target,
+            out,
+            draft_options=draft,
+            target_options=target,
+            is_forced=True,
+            page=PageWriter(out / "report.html"),
+        )
+    assert not out.exists()
