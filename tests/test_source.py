@@ -249,3 +249,30 @@ def test_what_no_runtime_does_rightly_is_refused(
     """Also where it is said for one kind of layer only."""
     with pytest.raises(ExportError, match=message):
         read_source(altered(tiny_source("llama"), tmp_path / "model", **config))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3_text"])
+@pytest.mark.parametrize("lie", ["x", [], [1], {"a": 1}, -1, 1.5, True, None, 0, 10**12])
+def test_whatever_a_config_says_there_is_no_traceback(
+    family: str, lie: Any, tiny_source: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Every field in turn, and some that only others have, of a type that nobody expects: read, or refused in words."""
+    source = tiny_source(family)
+    fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    others = ("text_config", "rope_scaling", "num_nextn_predict_layers", "sliding_window", "layer_types", "head_dim")
+    num_refused = 0
+    for index, name in enumerate(dict.fromkeys((*fields, *others))):
+        path = altered(source, tmp_path / str(index), **{name: lie})
+        try:
+            assert read_source(path).runtime_config
+        except ExportError:
+            num_refused += 1
+    assert num_refused
+
+
+def test_an_adapter_is_no_model(tiny_source: Callable[[str], Path], tmp_path: Path) -> None:
+    """It would be left out without a word."""
+    path = altered(tiny_source("llama"), tmp_path / "model")
+    (path / "adapter_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ExportError, match="merge the two first"):
+        read_source(path)

@@ -102,14 +102,30 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ExportError(f"{path / 'config.json'} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ExportError(f"{path / 'config.json'} holds no object; expected a model's configuration")
+    if config.get("text_config") is None:  # null is the same as none
+        config.pop("text_config", None)
+    _require_object(path, config, "text_config")
     return config
 
 
+def _require_object(path: Path, config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The object of that name, empty where there is none or null."""
+    found = config.get(name)
+    if found is not None and not isinstance(found, dict):
+        raise ExportError(f"{path}: config.json says {name} is {found!r}; expected an object or null")
+    return found or {}
+
+
 def _check_config(path: Path, config: Mapping[str, Any]) -> None:
+    if (path / "adapter_config.json").is_file():
+        raise ExportError(
+            f"{path} has an adapter (adapter_config.json), which changes the model when it is run; expected one whole "
+            "model: merge the two first (in peft: merge_and_unload, then save_pretrained)"
+        )
     text = config.get("text_config") or config
     if config.get("quantization_config") or text.get("quantization_config"):
         raise ExportError(f"{path} is quantized already; export the original model, in FP32, FP16 or BF16")
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    rope = _require_object(path, text, "rope_scaling") or _require_object(path, text, "rope_parameters")
     # One for all layers, or one for each kind of layer.
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         kind = part.get("rope_type", part.get("type"))

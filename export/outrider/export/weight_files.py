@@ -132,7 +132,8 @@ def _check_layers(path: Path, tensors: Mapping[str, Any], shape: ModelShape, con
     if not numbered:
         return  # a family that calls its layers something else
     # Layers that predict further tokens lie after the last one and are not run.
-    allowed = shape.layers + int(config.get("num_nextn_predict_layers") or 0)
+    more = config.get("num_nextn_predict_layers")
+    allowed = shape.layers + (more if isinstance(more, int) else 0)
     if not shape.layers <= max(numbered) + 1 <= allowed:
         raise ExportError(
             f"{path}: the weights have {max(numbered) + 1} layers (the last has the tensor {numbered[max(numbered)]}), "
