@@ -31,6 +31,7 @@ PATHS: Final = (
     ("draft", "cpu", "openvino", "fp32"),
     ("draft", "gpu", "openvino", "fp16"),
     ("draft", "npu", "openvino", "int8"),
+    ("draft", "cpu", "onnxruntime", "fp32"),
     ("draft", "cpu", "onnxruntime", "int8"),
     ("draft", "cpu", "onnxruntime", "int4"),
     ("target", "cpu", "openvino", "int8"),

@@ -4,8 +4,8 @@
 
 The second time the process makes another bundle first, hashes strings with another seed, has another number of threads
 for the check, and finds the source in another place. Prints, for each recipe, whether the model's files and the
-manifest's digest are the same, and exits 1 if any are not. `manifest.json` itself differs, by `report.timing`, which is
-measured, and which the digest leaves out.
+manifest's digest are the same, and exits 1 if any are not. `manifest.json` itself differs by what is measured, which
+the digest leaves out.
 """
 
 from __future__ import annotations

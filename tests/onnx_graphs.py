@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.export.onnx_blocks import Blocks
-from outrider.export.onnx_builder import build_with_genai
+from outrider.export.onnx_builder import CONFIG_FILE, build_with_genai
+from outrider.export.onnx_quantize import quantize_weights
 from outrider.export.tiny import make_tiny_tokenizer
 from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence
 from outrider.models.runtimes.torch_reference import load_causal_lm
@@ -48,13 +50,21 @@ def build(
     source: Path,
     directory: Path,
     precision: Literal["fp32", "fp16", "int8", "int4"],
-    provider: Literal["cpu", "cuda"] = "cpu",
+    wide: Literal["fp32", "fp16"] = "fp32",
 ) -> Path:
-    """Writes the builder's graph of `source` with its config.json to `directory`, and returns it."""
+    """Writes the builder's graph of `source`, quantized or not, with its config.json to `directory`, and returns it.
+
+    wide: the precision before it is quantized.
+    """
     if not (source / "tokenizer.json").is_file():
         make_tiny_tokenizer(source)
     directory.mkdir(parents=True)
-    build_with_genai(source, directory, precision, provider, directory.parent, source.name)
+    if precision in ("fp32", "fp16"):
+        build_with_genai(source, directory, precision, directory.parent, source.name)
+    else:
+        graph = build(source, directory.with_name(f"{directory.name}-wide"), wide)
+        quantize_weights(graph / "model.onnx", directory, 8 if precision == "int8" else 4)
+        shutil.copyfile(graph / CONFIG_FILE, directory / CONFIG_FILE)
     (directory / "config.json").write_bytes((source / "config.json").read_bytes())
     return directory
 

@@ -96,7 +96,7 @@ from outrider.export.onnx_builder import build_with_genai
 source, destination = Path(sys.argv[1]), Path(sys.argv[2])
 destination.mkdir(parents=True)
 os.chdir(destination.parent)
-build_with_genai(source, destination, "int4", "cpu", destination.parent, "again")
+build_with_genai(source, destination, "fp32", destination.parent, "again")
 assert sorted(path.name for path in destination.parent.iterdir()) == [destination.name]
 """
 
@@ -105,7 +105,7 @@ def test_the_same_source_gives_the_same_bytes(source: Callable[[str], Path], tmp
     """Another process in another place, inside a Git work tree, with another hash seed: the same three files."""
     first, second = tmp_path / "one" / "graph", tmp_path / "two" / "deeper" / "bundle"
     first.mkdir(parents=True)
-    build_with_genai(source("gemma2"), first, "int4", "cpu", tmp_path / "one", "first")
+    build_with_genai(source("gemma2"), first, "fp32", tmp_path / "one", "first")
     environment = {"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": "77", "PATH": os.environ["PATH"]}
     command = [sys.executable, "-c", BUILD, str(source("gemma2")), str(second)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -140,7 +140,7 @@ def test_building_fetches_and_executes_nothing(
     handlers, path = list(logging.getLogger().handlers), list(sys.path)
     destination = tmp_path / "graph"
     destination.mkdir()
-    build_with_genai(trapped, destination, "int8", "cpu", tmp_path / "work", "trapped")
+    build_with_genai(trapped, destination, "fp32", tmp_path / "work", "trapped")
     assert {file.name: file.read_bytes() for file in trapped.iterdir()} == before
     assert logging.getLogger().handlers == handlers and sys.path == path
     assert not list((tmp_path / "work").iterdir())
@@ -156,10 +156,8 @@ def test_builder_failures_are_export_errors(source: Callable[[str], Path], tmp_p
     destination = tmp_path / "graph"
     destination.mkdir()
     with pytest.raises(ExportError, match=r"building wrong with onnxruntime-genai failed: NotImplementedError"):
-        build_with_genai(wrong, destination, "fp32", "cpu", tmp_path / "work", "wrong")
+        build_with_genai(wrong, destination, "fp32", tmp_path / "work", "wrong")
     assert not list(destination.iterdir()) and not list((tmp_path / "work").iterdir())
-    with pytest.raises(ExportError, match="fp32 is not made for ONNX Runtime on cuda"):
-        build_with_genai(wrong, destination, "fp32", "cuda", tmp_path / "work", "wrong")
 
 
 def test_the_builders_files_run_under_onnxruntime_genai(source: Callable[[str], Path], tmp_path: Path) -> None:

@@ -72,17 +72,17 @@ def require_block_bound(name: str, blocks: Blocks, weights: Matrix, bits: int, u
 
 
 @pytest.mark.parametrize(
-    ("precision", "provider"), [("int8", "cpu"), ("int4", "cpu"), ("int4", "cuda"), ("fp16", "cuda")]
+    ("precision", "wide"), [("int8", "fp32"), ("int4", "fp32"), ("int4", "fp16"), ("fp16", "fp16")]
 )
 def test_every_weight_of_the_builders_graph_keeps_its_bound(
-    precision: Literal["int8", "int4", "fp16"], provider: Literal["cpu", "cuda"], tmp_path: Path
+    precision: Literal["int8", "int4", "fp16"], wide: Literal["fp32", "fp16"], tmp_path: Path
 ) -> None:
-    """onnxruntime-genai's own: on CUDA weights and scales are FP16; rotary angles are exact before they are rounded."""
+    """onnxruntime-genai's: on CUDA weights and scales are FP16; rotary angles are exact before they are rounded."""
     source = make_tiny_model("qwen2", tmp_path / "tiny", vocab_size=96, hidden_size=64, num_attention_heads=4)
-    model = onnx.load(build(source, tmp_path / "graph", precision, provider) / "model.onnx")
+    model = onnx.load(build(source, tmp_path / "graph", precision, wide) / "model.onnx")
     arrays = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
     blocks = read_dequantized(tmp_path / "graph" / "model.onnx")
-    unit = FP16 if provider == "cuda" else 0.0
+    unit = FP16 if wide == "fp16" else 0.0
     weights = as_the_builder_names_them(load_file(source / "model.safetensors"))
     for name, matrix in weights.items():
         if name in blocks:

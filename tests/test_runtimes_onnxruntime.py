@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -57,9 +58,9 @@ def graph(source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactor
     """`graph("llama", "int8")` is the directory of that model's ONNX graph."""
     root = tmp_path_factory.mktemp("onnx-graphs")
 
-    def make(family: str, precision: str, provider: str = "cpu") -> Path:
-        directory = root / f"{family}-{precision}-{provider}"
-        return directory if directory.is_dir() else build(source(family), directory, precision, provider)  # type: ignore[arg-type]
+    def make(family: str, precision: Literal[fp32, fp16, int8, int4]) -> Path:
+        directory = root / f"{family}-{precision}"
+        return directory if directory.is_dir() else build(source(family), directory, precision)
 
     return make
 
@@ -108,7 +109,7 @@ def test_quantized_graphs_compute_with_the_weights_that_they_hold(
 
 def test_half_precision_caches_run_on_the_cpu_too(graph: Callable[..., Path], truth: Callable[[str], Truth]) -> None:
     """What is made for CUDA can be checked without it: FP16 graph, FP16 cache, logits given in FP32."""
-    path = graph("qwen2", "fp16", "cuda")
+    path = graph("qwen2", "fp16")
     runtime = OnnxRuntimeSequence(path, replace(OPTIONS, kv_precision="f16"))
     assert worst_delta(runtime, truth("qwen2")) < 0.1
     with pytest.raises(ConfigError, match=r"kv_precision is f32, but model.onnx has a cache of float16"):

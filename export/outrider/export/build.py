@@ -111,17 +111,7 @@ def build_twin(job: Job) -> Path | None:
     """
     if job.options.resolved_precision not in QUANTIZED:
         return None
-    if job.options.resolved_runtime == "openvino":
-        graph = _ir(job)
-    else:
-        from outrider.export.onnx_builder import supports
-
-        # For CUDA the bundle comes of the FP16 graph, whose attention has no FP32 kernel there.
-        is_cuda = job.options.device == "gpu"
-        if supports(job.source.config):
-            graph = _genai_graph(job, "fp16", "cuda") if is_cuda else _genai_graph(job, "fp32", "cpu")
-        else:
-            graph = _dynamo_graph(job)
+    graph = _ir(job) if job.options.resolved_runtime == "openvino" else _onnx_graph(job)
     twin = job.scratch / "twin"
     twin.mkdir()
     place_files(graph, twin)
@@ -170,61 +160,54 @@ def _compile_ahead(job: Job) -> None:
 
 
 def _build_onnx(job: Job) -> Quantization | None:
-    from outrider.export.onnx_builder import supports
-
-    precision = job.options.resolved_precision
-    assert precision in ("fp32", "fp16", "int8", "int4")
-    if supports(job.source.config):
-        provider: Literal["cpu", "cuda"] = "cuda" if job.options.device == "gpu" else "cpu"
-        place_files(_genai_graph(job, precision, provider), job.directory)
-        return _onnx_quantization(precision, "onnxruntime-genai")
-    wide: Literal["fp32", "fp16"] = "fp16" if job.options.device == "gpu" else "fp32"
-    graph = _dynamo_graph(job, wide)
-    if precision == wide:
+    precision, graph = job.options.resolved_precision, _onnx_graph(job)
+    if precision == _wide_precision(job):
         place_files(graph, job.directory)
         return None
+    from outrider.export.onnx_builder import CONFIG_FILE
     from outrider.export.onnx_quantize import quantize_weights
 
+    assert precision in ("int8", "int4")
     job.tell("quantize")
     quantize_weights(graph / "model.onnx", job.directory, 8 if precision == "int8" else 4)
-    return _onnx_quantization(precision, "onnxruntime")
+    if (graph / CONFIG_FILE).is_file():
+        shutil.copyfile(graph / CONFIG_FILE, job.directory / CONFIG_FILE)
+    granularity = "block of 32" if precision == "int8" else "block of 32, LM head in int8"
+    return Quantization(tool=_tool("onnxruntime"), scheme=f"{precision} symmetric", granularity=granularity)
 
 
-def _genai_graph(
-    job: Job, precision: Literal["fp32", "fp16", "int8", "int4"], provider: Literal["cpu", "cuda"]
-) -> Path:
-    """What onnxruntime-genai's builder makes of the source, which it loads by itself."""
-    from outrider.export.onnx_builder import build_with_genai
+def _wide_precision(job: Job) -> Literal["fp32", "fp16"]:
+    """Of the graph before it is quantized: for CUDA FP16, as attention there has no FP32 kernel."""
+    return "fp16" if job.options.device == "gpu" else "fp32"
 
-    def build(directory: Path) -> None:
+
+def _onnx_graph(job: Job) -> Path:
+    """The unquantized graph: by onnxruntime-genai's builder, which loads the source by itself, where it is right; else
+    by torch's exporter.
+    """
+    from outrider.export.onnx_builder import build_with_genai, supports
+
+    precision = _wide_precision(job)
+
+    def build_it(directory: Path) -> None:
         job.require_room(directory)
         job.tell("convert")
-        build_with_genai(job.source.path, directory, precision, provider, job.scratch, job.source.name)
+        build_with_genai(job.source.path, directory, precision, job.scratch, job.source.name)
 
-    job.loaded.let_go()
-    return job.store.get(job.key("genai", precision=precision, on=provider), build)
+    def export_it(directory: Path) -> None:
+        from outrider.export.onnx_dynamo import export_with_dynamo
 
-
-def _dynamo_graph(job: Job, precision: Literal["fp32", "fp16"] = "fp32") -> Path:
-    """The unquantized graph that torch's exporter makes."""
-    from outrider.export.onnx_dynamo import export_with_dynamo
-
-    def export(directory: Path) -> None:
         job.require_room(directory)
         model = job.loaded.model()
         job.tell("convert")
         export_with_dynamo(model, directory, job.source.name, precision)
 
-    graph = job.store.get(job.key("onnx", precision=precision), export)
+    if supports(job.source.config):
+        job.loaded.let_go()
+        return job.store.get(job.key("genai", precision=precision), build_it)
+    graph = job.store.get(job.key("onnx", precision=precision), export_it)
     job.loaded.let_go()
     return graph
-
-
-def _onnx_quantization(precision: str, package: str) -> Quantization | None:
-    if precision not in ("int8", "int4"):
-        return None
-    granularity = "block of 32" if precision == "int8" else "block of 32, LM head in int8"
-    return Quantization(tool=_tool(package), scheme=f"{precision} symmetric", granularity=granularity)
 
 
 def place_files(source: Path, destination: Path) -> None:

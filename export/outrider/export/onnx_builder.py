@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
@@ -25,13 +26,13 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from outrider.export.onnx_graph import MODEL_FILE, add_initializer, quiet_onnx, save_model, select_rows, strip_origins
-from outrider.export.onnx_quantize import quantize_embedding
 from outrider.export.quiet import missing_extra, quiet_upstream
-from outrider.models.errors import ExportError
 from outrider.models.tokenizer import TOKENIZER_FILES
 
-BuilderPrecision = Literal["fp32", "fp16", "int8", "int4"]
-_CONFIG_FILE: Final = "genai_config.json"
+BuilderPrecision = Literal["fp32", "fp16"]
+"""The two that its attention kernel takes: FP32 on the CPU, FP16 on CUDA."""
+
+CONFIG_FILE: Final = "genai_config.json"
 # Exact in FP32 where it was tried, to 1e-5. What is in neither of the two goes through torch's exporter.
 _EXACT: Final = frozenset(
     f"{family}ForCausalLM"
@@ -94,35 +95,24 @@ def _known_architectures() -> frozenset[str]:
     return frozenset(found)
 
 
-def build_with_genai(
-    source_dir: Path,
-    destination: Path,
-    precision: BuilderPrecision,
-    execution_provider: Literal["cpu", "cuda"],
-    work: Path,
-    name: str,
-) -> None:
+def build_with_genai(source_dir: Path, destination: Path, precision: BuilderPrecision, work: Path, name: str) -> None:
     """Writes model.onnx, model.onnx.data and genai_config.json to `destination`; the same input, the same bytes.
 
-    precision: of the weights; activations and cache are FP32 on "cpu" and FP16 on "cuda". On the CPU, INT8 and INT4
-    models have an INT8 embedding, and INT4 ones an INT8 LM head anywhere. work: for files that are gone afterwards.
-    Raises ExportError where the builder fails, or for a precision that its attention kernel does not take.
+    precision: of weights, activations and cache: "fp32" is for the CPU, "fp16" for CUDA. Weights are quantized
+    afterwards (`onnx_quantize`): the builder would hold the model five times for it. work: for files that are gone
+    afterwards. Raises ExportError where the builder fails.
     """
-    if (precision == "fp32" and execution_provider == "cuda") or (precision == "fp16" and execution_provider == "cpu"):
-        raise ExportError(
-            f"{precision} is not made for ONNX Runtime on {execution_provider}: its attention kernel takes FP32 on "
-            "the CPU and FP16 on CUDA; choose fp32, int8 or int4 there and fp16, int8 or int4 here"
-        )
-    scratch = work / f"genai-{precision}-{execution_provider}"
+    scratch = work / f"genai-{precision}"
     view, built = scratch / "source", scratch / "built"
     try:
         view.mkdir(parents=True)
         config = _view(source_dir, view)
         with quiet_upstream(f"building {name} with onnxruntime-genai"), quiet_onnx():
-            _run_builder(view, built, precision, execution_provider)
-            _finish(built, destination, config, precision, execution_provider)
-        shutil.copyfile(built / _CONFIG_FILE, destination / _CONFIG_FILE)
+            _run_builder(view, built, precision)
+            _finish(built, destination, config)
+        shutil.copyfile(built / CONFIG_FILE, destination / CONFIG_FILE)
     finally:
+        gc.collect()  # the builder's objects know each other, and hold the source
         shutil.rmtree(scratch, ignore_errors=True)
 
 
@@ -146,20 +136,16 @@ def _view(source_dir: Path, view: Path) -> dict[str, Any]:
     return config
 
 
-def _run_builder(view: Path, built: Path, precision: str, execution_provider: str) -> None:
+def _run_builder(view: Path, built: Path, precision: BuilderPrecision) -> None:
     options = {
         "hf_token": "false",  # nothing to authenticate: the directory is local
         "hf_remote": "false",
         "windowed_kv_cache": "false",  # a cache that forgets cannot be rolled back
         "fuse_qk_norm_gqa": "false",  # only CUDA's kernel has it, and then nothing else could check the graph
     }
-    if precision in ("int8", "int4"):
-        options["shared_embeddings"] = "false"  # shared afterwards, with 8 bits, which the builder cannot
-    if precision == "int4":
-        options["matmul_mixed_precision"] = "last_matmul:int8"
-    cache = built / "cache"
+    provider = "cpu" if precision == "fp32" else "cuda"
     with _importable_builder() as builder:
-        arguments = (None, str(view), str(built), precision, execution_provider, str(cache))
+        arguments = (None, str(view), str(built), precision, provider, str(built / "cache"))
         prepared = builder.parse_extra_options(*arguments, [f"{key}={value}" for key, value in options.items()])
         builder.create_model(*arguments, **prepared)
 
@@ -179,21 +165,19 @@ def _importable_builder() -> Iterator[Any]:
         sys.path[:] = before
 
 
-def _finish(built: Path, destination: Path, config: dict[str, Any], precision: str, execution_provider: str) -> None:
+def _finish(built: Path, destination: Path, config: dict[str, Any]) -> None:
     import onnx_ir as ir
 
     model: Any = ir.load(built / MODEL_FILE)
     graph = model.graph
     strip_origins(model, f"onnxruntime-genai {importlib.metadata.version('onnxruntime-genai')}")
-    head_size = json.loads((built / _CONFIG_FILE).read_text(encoding="utf-8"))["model"]["decoder"]["head_size"]
+    head_size = json.loads((built / CONFIG_FILE).read_text(encoding="utf-8"))["model"]["decoder"]["head_size"]
     for value in (*graph.inputs, *graph.outputs):
         if value.name.startswith(("past_key_values.", "present.")):
             value.shape = ir.Shape([1, *value.shape[1:3], head_size])
     _set_windows(graph, config)
     _set_embedding_scale(graph, config)
     select_rows(model)
-    if precision in ("int8", "int4") and execution_provider == "cpu":
-        quantize_embedding(model)
     save_model(model, destination)
 
 

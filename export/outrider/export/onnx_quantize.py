@@ -65,15 +65,21 @@ def _matrix(node: Any) -> _Matrix | None:
     alpha = float(flags.get("alpha", 1.0))
     if any(flags.get(name) for name in ("transA", "transBatchA", "transBatchB")) or flags.get("beta", 1.0) != 1.0:
         return None
-    value, is_transposed = node.inputs[1], bool(flags.get("transB"))
-    before = value.producer()
-    if before is not None and before.op_type == "Transpose" and len(before.inputs[0].shape or ()) == 2:
-        value, is_transposed = before.inputs[0], not is_transposed
+    value, is_turned = _through_transpose(node.inputs[1])
+    is_transposed = bool(flags.get("transB")) != is_turned
     if not value.is_initializer() or value.const_value is None or len(value.shape) != 2:
         return None
     if value.shape[1 if is_transposed else 0] < BLOCK_SIZE or (node.op_type == "Gemm" and alpha != 1.0):
         return None  # shorter than a block: frequencies of rotary embedding, no layer of the model
     return _Matrix(value, is_transposed, alpha)
+
+
+def _through_transpose(value: Any) -> tuple[Any, bool]:
+    """The matrix that a value is the transpose of, and True; or the value itself, and False."""
+    before = value.producer()
+    if before is not None and before.op_type == "Transpose" and len(before.inputs[0].shape or ()) == 2:
+        return before.inputs[0], True
+    return value, False
 
 
 def _quantize_product(graph: Any, node: Any, bits: int, matrices: dict[tuple[str, int], tuple[Any, Any]]) -> None:
@@ -117,12 +123,15 @@ def quantize_embedding(model: Any) -> None:
     graph = model.graph
     ids = next(value for value in graph.inputs if value.name == "input_ids")
     gather = next((node for node in ids.consumers() if node.op_type == "Gather"), None)
-    if gather is None or not gather.inputs[0].is_initializer() or gather.inputs[0].dtype != ir.DataType.FLOAT:
+    if gather is None:
         return
-    table = gather.inputs[0]
-    width = int(table.shape[1])
-    padded = -(-width // BLOCK_SIZE) * BLOCK_SIZE
+    table, is_transposed = _through_transpose(gather.inputs[0])
+    if not table.is_initializer() or table.dtype != ir.DataType.FLOAT:
+        return
     weights = table.const_value.numpy()
+    weights = weights.T if is_transposed else weights  # a tied one may be the LM head, turned
+    width = weights.shape[1]
+    padded = -(-width // BLOCK_SIZE) * BLOCK_SIZE
     packed, scales = quantize_blocks(weights.T, 8)
     head = find_lm_head(graph)
     nodes = []

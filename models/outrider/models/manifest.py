@@ -284,9 +284,13 @@ class Manifest(_Part):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the manifest without its timing, hence of all that it lists: the identity of the bundle."""
-        untimed = self.report.model_copy(update={"timing": None})
-        return hashlib.sha256(self.model_copy(update={"report": untimed}).to_json().encode()).hexdigest()
+        """SHA-256 of the manifest without what was measured, hence of all that it lists: the identity of the bundle.
+
+        Another processor, or another number of threads, adds in another order: the same files, other last digits.
+        """
+        measured = {"parity", "agreement", "acceptance", "timing"}
+        text = self.model_dump_json(indent=2, exclude={"report": measured})
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> str:
         """The text of `manifest.json`: fields in the schema's order, two spaces, a final newline."""
