@@ -58,7 +58,7 @@ def graph(source: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactor
     """`graph("llama", "int8")` is the directory of that model's ONNX graph."""
     root = tmp_path_factory.mktemp("onnx-graphs")
 
-    def make(family: str, precision: Literal[fp32, fp16, int8, int4]) -> Path:
+    def make(family: str, precision: Literal["fp32", "fp16", "int8", "int4"]) -> Path:
         directory = root / f"{family}-{precision}"
         return directory if directory.is_dir() else build(source(family), directory, precision)
 
