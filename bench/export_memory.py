@@ -5,8 +5,8 @@
 Each path exports a random Qwen2-type model in a process of its own, and again a tiny one of the same make: the peak of
 the tiny one is what imports, compilers and buffers take, so the difference is the model. What is counted is the
 resident set with its file mappings (Linux' VmHWM), so a mapped weight file counts although the system could drop its
-pages. Exits 1 if any path holds the model three times or more; five times where an NPU's path is emulated for the check,
-because that compiles three graphs (prompt, step, several tokens), each with weights of its own.
+pages. Exits 1 if any path holds the model three times or more; five times where an NPU's path is emulated for the
+check, because that compiles three graphs (prompt, step, several tokens), each with weights of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
 BOUND: Final = 3.0
 EMULATED_BOUND: Final = 5.0
-PATHS: Final = (
+PATHS: Final[tuple[tuple[str, ...], ...]] = (
     ("draft", "cpu", "openvino", "int8"),
     ("draft", "cpu", "openvino", "int4"),
     ("draft", "cpu", "openvino", "fp32"),

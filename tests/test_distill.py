@@ -328,7 +328,7 @@ def in_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_the_command_prints_its_record_as_json(pair: PairPaths, prompts: Path, in_folder: Path) -> None:
-    """All of `--json` is one object: the status, the place and the record; the exit status is 0, better or not."""
+    """All of `--json` is one object: the status, the place and the record; the exit status is 0 once it is written."""
     arguments = ["distill", str(pair.draft), str(pair.target), "--prompts", str(prompts), "--json", "--no-compile"]
     arguments += ["--steps", "1", "--tokens", "500", "--row-length", "32", "--threads", "1", "--device", "cpu"]
     arguments += ["--temperatures", "0.7,1", "--heldout", "0.2", "--force", "--cross-entropy", "0", "--match", "0"]
@@ -339,6 +339,25 @@ def test_the_command_prints_its_record_as_json(pair: PairPaths, prompts: Path, i
     assert found["prompts"]["test"] == 20
     assert found["options"]["temperatures"] == [0.7, 1.0] and found["options"]["cross_entropy"] == 0.0
     assert found["heldout"]["before"]["temperatures"] == [0.7, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("result", "exit_code"),
+    [
+        (DistillResult("not written", "It got worse.", None, {"verdict": "worse"}), 1),
+        (DistillResult("stopped", "Stopped at step 3.", signal=int(signal.SIGTERM)), 143),
+    ],
+)
+def test_a_run_without_a_draft_says_so_in_json_and_status(
+    result: DistillResult, exit_code: int, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One object again, and a status that ends a script."""
+    monkeypatch.setattr("outrider.export.distill.distill_draft", lambda *arguments: result)
+    run = CliRunner().invoke(cli.app, ["distill", "a", "b", "--prompts", str(prompts), "--json"])
+    assert run.exit_code == exit_code
+    found = json.loads(run.stdout)
+    assert (found["status"], found["path"], found["message"]) == (result.status, None, result.message)
+    assert found.get("verdict") == (result.record or {}).get("verdict")
 
 
 def test_the_command_shows_before_and_after(pair: PairPaths, prompts: Path, in_folder: Path) -> None:

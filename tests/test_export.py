@@ -27,6 +27,7 @@ from outrider.export.recipes import ExportOptions
 from outrider.export.source import read_source
 from outrider.models.bundle import Bundle
 from outrider.models.errors import BundleError, ConfigError, ExportError, OutriderError, TokenizerMismatch
+from outrider.models.manifest import StaticShapes
 from outrider.models.places import default_cache_dir
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import RuntimeOptions
@@ -396,3 +397,13 @@ def test_an_existing_bundle_is_not_replaced_unasked(pair: tuple[Bundle, Bundle],
         export_model(sources.draft, pair[0].path, ExportOptions("draft"), events.append)
     assert not events
     assert issubclass(BundleError, OutriderError)
+
+
+def test_a_prompt_length_that_the_model_does_not_have_is_refused(sources: PairPaths, tmp_path: Path) -> None:
+    """Before any work; lengths that are not chosen are cut to the model's."""
+    shapes = StaticShapes(prompt_len=100_000)
+    with pytest.raises(ConfigError, match=r"--prompt-len is 100,000, and the model takes [\d,]+ tokens; choose less"):
+        export_model(sources.draft, tmp_path / "out", ExportOptions("draft", device="npu", static_shapes=shapes))
+    assert not (tmp_path / "out").exists()
+    fitting = ExportOptions("draft", device="npu").fitting(90).resolved_shapes
+    assert fitting is not None and (fitting.prompt_len, fitting.response_len) == (60, 30)

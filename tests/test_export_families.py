@@ -11,6 +11,7 @@ import pytest
 from tests.tiny_models import make_unknown
 
 from outrider.export import openvino_ir, upstream_repairs
+from outrider.export.card import warnings_of
 from outrider.export.pipeline import export_model, stage_export
 from outrider.export.progress import silent
 from outrider.export.recipes import ExportOptions
@@ -151,6 +152,7 @@ def test_a_window_that_is_too_long_to_check_ends_the_sequence(tmp_path: Path) ->
     assert source.architecture.max_positions == 2000 and source.window is None
     assert "sequences end at 2,000 tokens of the model's 4,096" in source.notes[0]
     bundle = export_model(path, tmp_path / "out", ExportOptions("target", "fp32", num_threads=1))
+    assert warnings_of(bundle.manifest) == source.notes
     opened = open_batch_runtime("openvino", bundle.model_file, RuntimeOptions(kv_cache_bytes=1 << 20))
     assert opened.limits.max_positions == bundle.manifest.architecture.max_positions == 2000
     opened.close()

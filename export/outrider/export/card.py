@@ -97,7 +97,7 @@ def forecast_for(measured: Sequence[Acceptance], token_ms: float, target: Target
 
 def warnings_of(manifest: Manifest) -> tuple[str, ...]:
     """What a reader of the report must not miss."""
-    said: list[str] = []
+    said = list(manifest.report.notes)
     found, timing = judged(manifest.report.acceptance), manifest.report.timing
     if found is not None and found.rate < WARNED_UNDER:
         said.append(

@@ -95,6 +95,8 @@ def distill(
     _print(result, as_json=as_json)
     if result.signal is not None:
         raise typer.Exit(128 + result.signal)
+    if result.path is None:
+        raise typer.Exit(1)  # what follows in a script wants the draft
 
 
 def _heldout(text: str) -> float | Path:
@@ -142,9 +144,10 @@ def _shown(*, is_quiet: bool) -> Iterator[Report]:
 
 
 def _print(result: DistillResult, *, as_json: bool) -> None:
-    if as_json and result.record is not None:
+    if as_json:
         path = str(result.path) if result.path else None
-        typer.echo(json.dumps({"status": result.status, "path": path, **result.record}, indent=2))
+        whole = {"status": result.status, "path": path, "message": result.message, **(result.record or {})}
+        typer.echo(json.dumps(whole, indent=2))
         return
     if result.record is not None:
         Console().print(_card(result.record))

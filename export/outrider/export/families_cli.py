@@ -50,8 +50,14 @@ def families(
     cells = _measured_now(chosen, is_quiet=as_json) if measures else load_measured()
     cells = tuple(cell for cell in cells if cell.family in chosen)
     if write is not None:
-        MEASURED.write_text(to_json(cells), encoding="utf-8", newline="\n")
-        write.write_text(as_markdown(cells), encoding="utf-8", newline="\n")
+        try:
+            write.write_text(as_markdown(cells), encoding="utf-8", newline="\n")
+            MEASURED.write_text(to_json(cells), encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise ConfigError(
+                f"{error.filename} cannot be written ({error.strerror}); --write is for a checkout of Outrider, whose "
+                "table it renews"
+            ) from error
     if as_json:
         typer.echo(to_json(cells), nl=False)
     else:

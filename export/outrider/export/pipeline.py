@@ -140,6 +140,7 @@ def stage_export(
             parity=examined.parity,
             agreement=examined.agreement,
             timing=examined.timing,
+            notes=built.notes,
             versions=package_versions(),
         )
         manifest = _manifest(built, origin, options, files, quantization, report)

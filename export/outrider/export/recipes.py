@@ -99,9 +99,17 @@ class ExportOptions:
         return (self.static_shapes or StaticShapes()) if self.device == "npu" else None
 
     def fitting(self, max_positions: int) -> ExportOptions:
-        """The same, an NPU's default lengths cut to a model's positions: more would be compiled for nothing."""
-        default = StaticShapes()
-        if self.device != "npu" or self.static_shapes is not None or max_positions >= default.max_positions:
+        """The same, an NPU's default lengths cut to a model's positions: more would be compiled for nothing.
+
+        Raises ConfigError for a prompt length of the user's that the model does not have.
+        """
+        if self.static_shapes is not None:
+            if (prompt_len := self.static_shapes.prompt_len) > max_positions:
+                raise ConfigError(
+                    f"--prompt-len is {prompt_len:,}, and the model takes {max_positions:,} tokens; choose less"
+                )
+            return self
+        if self.device != "npu" or max_positions >= StaticShapes().max_positions:
             return self
         prompt_len = max(1, 2 * max_positions // 3)
         shapes = StaticShapes(prompt_len=prompt_len, response_len=max(1, max_positions - prompt_len))

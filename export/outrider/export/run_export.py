@@ -129,8 +129,8 @@ def check_twin(directory: Path, options: ExportOptions, truth: Truth) -> None:
     Raises ExportError as `check_export` does.
     """
     place = where_to_check(options)
-    # An NPU computes in FP16 and a GPU may, and the NPU's path keeps its cache in FP16 where it is emulated too; for ONNX
-    # Runtime on CUDA the graph itself is in FP16, wherever it runs.
+    # An NPU computes in FP16 and a GPU may; the NPU's path has its cache in FP16 where it is emulated too, and ONNX
+    # Runtime's graph for CUDA is in FP16 wherever it runs.
     computes_fp32 = place.device == "CPU" and (options.device, options.resolved_runtime) != ("gpu", "onnxruntime")
     with _opened(directory, options, truth) as (steps, runtime):
         try:

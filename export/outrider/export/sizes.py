@@ -1,5 +1,7 @@
-"""About how many bytes an export writes, known before it begins. Upper estimates: what is refused for lack of room must
-really not fit.
+"""About how many bytes an export writes, known before it begins.
+
+Estimates from below: what is refused for lack of room does not fit. What does not fit although it was not refused ends
+in the same message, later.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from outrider.export.recipes import ExportOptions
 from outrider.export.source import SourceModel
 from outrider.models.manifest import Precision
 
-# Of the stored weights; scales and what is left in more bits are in the factor of `finished_bytes`.
+# Of the stored weights; scales and what is left in more bits come on top.
 _BYTES_A_WEIGHT: Final[dict[Precision, float]] = {
     "fp32": 4.0,
     "fp16": 2.0,
@@ -19,19 +21,19 @@ _BYTES_A_WEIGHT: Final[dict[Precision, float]] = {
     "w8a8": 1.0,
     "int4": 0.5,
 }
-_GRAPH_AND_TOKENIZER: Final = 1 << 20
 # Rows of logits that `truth` keeps: of the parity check's passages, about 70 each, and of six held-out texts.
 _TRUTH_ROWS: Final = 2 * 70 + 6 * 24
 
 
 def finished_bytes(source: SourceModel, options: ExportOptions) -> float:
     """What the bundle of `source` takes."""
-    return 1.2 * source.architecture.parameters * _BYTES_A_WEIGHT[options.resolved_precision] + _GRAPH_AND_TOKENIZER
+    return source.architecture.parameters * _BYTES_A_WEIGHT[options.resolved_precision]
 
 
 def widened_bytes(options: ExportOptions) -> float:
-    """What widening the source adds: a copy beside the bundle for a while, and the bundle is as heavy as that."""
-    return 2.2e6 * options.widen_mb if options.widen_mb is not None else 0.0
+    """What widening the source adds: a copy in FP32 beside the bundle for a while, and what the bundle has more."""
+    copies = 1.0 + _BYTES_A_WEIGHT[options.resolved_precision] / _BYTES_A_WEIGHT["fp32"]
+    return 1e6 * options.widen_mb * copies if options.widen_mb is not None else 0.0
 
 
 def staged_bytes(source: SourceModel, options: ExportOptions) -> float:
@@ -41,4 +43,4 @@ def staged_bytes(source: SourceModel, options: ExportOptions) -> float:
     """
     truth = 4.0 * _TRUTH_ROWS * source.architecture.vocab_size
     converted = 4.0 * source.architecture.parameters if options.resolved_runtime != "torch" else 0.0
-    return truth + converted + _GRAPH_AND_TOKENIZER
+    return truth + converted

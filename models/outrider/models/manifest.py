@@ -239,13 +239,17 @@ class Timing(_Part):
 
 
 class ExportReport(_Part):
-    """What the export measured, and the versions of what made it."""
+    """What the export measured, and the versions of what made it.
+
+    notes: what a reader should know of how the model was exported, a sentence each.
+    """
 
     size_bytes: Size
     parity: Parity
     agreement: Agreement | None = None
     acceptance: tuple[Acceptance, ...] = ()
     timing: Timing | None = None
+    notes: tuple[str, ...] = ()
     versions: dict[str, str]
 
 

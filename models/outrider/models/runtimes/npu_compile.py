@@ -106,7 +106,9 @@ def compile_for_npu(xml: Path, shapes: StaticShapes, options: RuntimeOptions) ->
     blob = blob_path(xml, shapes, emulated=options.emulate_npu)
     if blob.is_file() and options.kv_precision == "auto" and not options.properties:
         try:
-            return core.import_model(blob.read_bytes(), "NPU", {"WEIGHTS_PATH": str(xml.with_suffix(".bin"))})
+            return core.import_model(
+                blob.read_bytes(), _device(options), {"WEIGHTS_PATH": str(xml.with_suffix(".bin"))}
+            )
         except RuntimeError as error:
             logger.warning("%s is not for this OpenVINO or driver (%s); compiling anew", blob, failure_reason(error))
     try:
@@ -135,8 +137,12 @@ def compile_ir(core: Any, xml: Path, shapes: StaticShapes, options: RuntimeOptio
             f"{xml} takes no {', '.join(sorted(missing))}, by which the NPU's path tells a prompt from a cached step; "
             "models without positions, such as Bloom, are exported for the CPU (--device cpu)"
         )
-    # "CPU" is what nobody chose: the default.
-    return core.compile_model(model, "NPU" if options.device == "CPU" else options.device, properties)
+    return core.compile_model(model, _device(options), properties)
+
+
+def _device(options: RuntimeOptions) -> str:
+    """As OpenVINO names it; "CPU" is what nobody chose, the default."""
+    return "NPU" if options.device == "CPU" else options.device
 
 
 def blob_path(xml: Path, shapes: StaticShapes, *, emulated: bool) -> Path:
