@@ -111,22 +111,28 @@ def test_the_demo_exports_the_draft_that_was_asked_for(
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_an_interrupted_demo_leaves_no_process_behind(reference_cache: Path, number: signal.Signals) -> None:
+def test_an_interrupted_demo_leaves_no_process_behind(
+    reference_cache: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     """Ctrl-C, or being told to end, in the middle of the first text ends cloud and network too."""
-    process = subprocess.Popen(
-        _command("--rtt-ms", "20", "--max-tokens", "256"),
-        env=os.environ | {"OUTRIDER_CACHE": str(reference_cache), "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    errors = tmp_path / "stderr"
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(
+            _command("--rtt-ms", "20", "--max-tokens", "256"),
+            env=os.environ | {"OUTRIDER_CACHE": str(reference_cache), "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
     assert process.stdout is not None
     try:
         for line in process.stdout:
             if "accepted drafts are green" in line:
                 break
+        else:
+            pytest.fail(f"the demo ended before its first text: {errors.read_text()}")
         children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) == 2, "the cloud and the network"
+        assert len(children) == 2, f"the cloud and the network, not {[child.cmdline() for child in children]}"
         process.send_signal(number)
         process.stdout.read()
         assert process.wait(TIMEOUT_S) == (130 if number == signal.SIGINT else 143)
