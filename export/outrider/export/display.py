@@ -36,10 +36,13 @@ def show_progress(*, is_quiet: bool) -> Iterator[Progress]:
         if current is not None:
             console.print(f"  {escape(str(current))} [dim]{time.monotonic() - began:.1f} s[/dim]", highlight=False)
 
-    with console.status("starting") as status:
+    with contextlib.ExitStack() as stack:
+        status = console.status("")
 
         def progress(event: StageEvent) -> None:
             nonlocal began, current
+            if current is None:  # not before: a download has bars of its own
+                stack.enter_context(status)
             finish()
             began, current = time.monotonic(), event
             status.update(escape(str(event)))
