@@ -50,7 +50,7 @@ def test_a_page_that_cannot_be_written_is_one_message(reference_pair: PairPaths,
         write_card_html(tmp_path / "nowhere" / "report.html", [draft])
     taken = tmp_path / "report.html"
     taken.mkdir()
-    with pytest.raises(BundleError, match="is no report card, so it is not replaced"):
+    with pytest.raises(BundleError, match="is no report card of this version, so it is not replaced"):
         write_card_html(taken, [draft])
     assert list(tmp_path.iterdir()) == [taken]
 
@@ -76,12 +76,16 @@ def test_somebody_else_s_page_is_in_the_way_before_any_work(
 def test_a_page_that_cannot_be_written_leaves_no_bundle(
     strangers: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_sweep: bool
 ) -> None:
-    """Bundles and page are one export: all of it, or none."""
+    """Bundles and page are one export: all of it, or none, the page's first bytes included."""
+    write_text = Path.write_text
 
-    def full(*arguments: Any, **named: Any) -> None:
+    def full(path: Path, text: str, **named: Any) -> int:
+        if "report.html" not in path.name:
+            return write_text(path, text, **named)
+        write_text(path, text[:100], **named)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(PageWriter, "write", full)
+    monkeypatch.setattr(Path, "write_text", full)
     draft = ExportOptions("draft", "fp32", "onnxruntime", num_threads=1)
     target = ExportOptions("target", "fp32", "torch", num_threads=1)
     export = sweep_pair if is_sweep else export_pair
@@ -97,3 +101,29 @@ def test_a_page_that_cannot_be_written_leaves_no_bundle(
             page=PageWriter(out / "report.html"),
         )
     assert not out.exists()
+
+
+def test_a_page_that_the_system_refuses_is_one_message(
+    strangers: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the work, and after the bundles are in place, which are then said to be there."""
+    fail_cli(monkeypatch, "pair", str(strangers.draft), str(strangers.target), "--out", str(tmp_path / ("x" * 300)))
+    assert "File name too long" in capsys.readouterr().err
+    page = PageWriter(tmp_path / "report.html")
+    with page, pytest.raises(ExportError, match="the bundles are as they should be"):
+        page.commit()  # nothing was written that could be renamed
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_in_the_way_of_the_draft_is_told_before_the_target_is_exported(
+    strangers: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The target is the larger of the two, and comes first."""
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "mine").touch()
+    command = ("pair", str(strangers.draft), str(strangers.target), "--out", str(tmp_path))
+    for more in ((), ("--sweep",), ("--overwrite",)):
+        fail_cli(monkeypatch, *command, *more)
+        told = capsys.readouterr().err
+        assert str(tmp_path / "draft") in told and "exists" in told and "reading" not in told
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]

@@ -42,11 +42,17 @@ def test_prompts_are_read_from_every_format(tmp_path: Path) -> None:
         "list.whatever": "\n" + json.dumps(texts),
         "lines.jsonl": '{"prompt": "def f(x):"}\n\n"Größe"\n',
         "lines.data": '{"text": "def f(x):"}\n{"prompt": "Größe"}',
-        "plain.txt": "def f(x):\n\nGröße\n",
+        "plain.txt": "def f(x):\r\n\r\nGröße\n",
     }
     for name, content in forms.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
         assert read_prompts(tmp_path / name) == texts, name
+    held = "a line\u2028separator and \x85"  # JSON may hold them as they are
+    (tmp_path / "held.jsonl").write_text(json.dumps({"text": held}, ensure_ascii=False), encoding="utf-8")
+    assert read_prompts(tmp_path / "held.jsonl") == [held]
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ExportError, match="is not JSON"):
+        read_prompts(tmp_path / "deep.json")
     (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}')
     assert read_prompts(tmp_path / "chat.jsonl") == [[{"role": "user", "content": "Hi"}]]
 

@@ -399,11 +399,25 @@ def test_an_existing_bundle_is_not_replaced_unasked(pair: tuple[Bundle, Bundle],
     assert issubclass(BundleError, OutriderError)
 
 
-def test_a_prompt_length_that_the_model_does_not_have_is_refused(sources: PairPaths, tmp_path: Path) -> None:
-    """Before any work; lengths that are not chosen are cut to the model's."""
+def test_lengths_that_the_model_does_not_have_are_refused(sources: PairPaths, tmp_path: Path) -> None:
+    """Before any work, naming what was asked for; lengths that nobody chose are cut to what the model has left."""
     shapes = StaticShapes(prompt_len=100_000)
-    with pytest.raises(ConfigError, match=r"--prompt-len is 100,000, and the model takes [\d,]+ tokens; choose less"):
+    with pytest.raises(ConfigError, match=r"--prompt-len 100,000 was asked for, and the model takes [\d,]+ tokens"):
         export_model(sources.draft, tmp_path / "out", ExportOptions("draft", device="npu", static_shapes=shapes))
     assert not (tmp_path / "out").exists()
-    fitting = ExportOptions("draft", device="npu").fitting(90).resolved_shapes
-    assert fitting is not None and (fitting.prompt_len, fitting.response_len) == (60, 30)
+
+    def lengths(**chosen: int) -> tuple[int, int, int]:
+        shapes = StaticShapes(**chosen) if chosen else None
+        fitted = ExportOptions("draft", device="npu", static_shapes=shapes).fitting(512).resolved_shapes
+        assert fitted is not None
+        return fitted.prompt_len, fitted.response_len, fitted.step_len
+
+    assert lengths() == (341, 171, 8)
+    assert lengths(step_len=4) == (341, 171, 4)
+    assert lengths(prompt_len=400) == (400, 112, 8)
+    assert lengths(response_len=500) == (12, 500, 8)
+    assert lengths(prompt_len=100, response_len=64) == (100, 64, 8)
+    for wrong in ({"prompt_len": 512}, {"response_len": 512}, {"prompt_len": 300, "response_len": 300}):
+        with pytest.raises(ConfigError, match="the model takes 512 tokens, prompt and response together"):
+            lengths(**wrong)
+    assert ExportOptions("draft").fitting(512) == ExportOptions("draft")

@@ -23,6 +23,8 @@ from outrider.export import symmetric
 from outrider.export.calibration import NUM_TEXTS, TEXT_TOKENS, complete_texts, quantize_fully
 from outrider.export.npu import compile_ahead
 from outrider.export.openvino_ir import save_ir
+from outrider.export.pipeline import export_model
+from outrider.export.recipes import ExportOptions
 from outrider.export.symmetric import (
     SymmetricWeights,
     compress_int8_symmetric,
@@ -365,6 +367,9 @@ def test_without_the_npus_compiler_it_says_where_to_get_it(bundle: Path, tmp_pat
         pytest.skip("this machine has an NPU compiler")
     with pytest.raises(RuntimeUnavailable, match=r"no NPU compiler: .*npu_compiler.*driver.*at its first run"):
         compile_ahead(bundle, NPU.static_shapes, tmp_path, platform="NPU4000")
+    options = ExportOptions("draft", device="npu", compiles_ahead=True)
+    with pytest.raises(RuntimeUnavailable, match="no NPU compiler"):  # before the model is looked at: there is none
+        export_model(tmp_path / "nowhere", tmp_path / "out", options)
     assert not list(tmp_path.iterdir())
 
 

@@ -16,10 +16,12 @@ from typing import Literal
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from tests.onnx_graphs import FIRST, VOCAB, Truth, build, load_fp32, put_back, truth_of, worst_delta
 
 from outrider.export.onnx_blocks import read_dequantized
+from outrider.export.onnx_dynamo import export_with_dynamo
 from outrider.export.tiny import make_tiny_model
 from outrider.models.errors import BundleError, ConfigError, ModelFault, RuntimeUnavailable
 from outrider.models.runtimes import open_sequence_runtime
@@ -88,6 +90,31 @@ def test_logits_are_the_sources(
     assert (runtime.limits.vocab_size, runtime.limits.max_positions) == (VOCAB, 128)
     assert runtime.provider == "CPUExecutionProvider"
     assert worst_delta(runtime, truth(family)) < tolerance
+
+
+@pytest.mark.parametrize("exporter", ["builder", "dynamo"])
+def test_a_device_that_copies_inputs_when_they_are_bound_sees_every_step(
+    graph: Callable[..., Path],
+    source: Callable[[str], Path],
+    truth: Callable[[str], Truth],
+    tmp_path: Path,
+    exporter: str,
+) -> None:
+    """As CUDA's and DirectML's providers do: what is changed in place afterwards they would not see."""
+    path = graph("llama", "fp32")
+    if exporter == "dynamo":
+        export_with_dynamo(load_fp32(source("llama")), tmp_path, "llama")
+        shutil.copyfile(source("llama") / "config.json", tmp_path / "config.json")
+        path = tmp_path
+    runtime = OnnxRuntimeSequence(path, OPTIONS)
+    bind = runtime._binding.bind_ortvalue_input
+
+    def copy(name: str, value: ort.OrtValue) -> None:
+        bind(name, value if name.startswith("past") else ort.OrtValue.ortvalue_from_numpy(value.numpy().copy()))
+
+    runtime._binding.bind_ortvalue_input = copy
+    runtime._is_on_host = False
+    assert worst_delta(runtime, truth("llama")) < 5e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

@@ -19,7 +19,7 @@ from outrider.export.parity import PARITY_TEXT, QUANTIZED
 from outrider.export.progress import Progress, StageEvent
 from outrider.export.recipes import ExportOptions
 from outrider.export.safetensors_cast import cast_weights
-from outrider.export.sizes import finished_bytes, staged_bytes
+from outrider.export.sizes import converted_bytes, finished_bytes, truth_bytes
 from outrider.export.source import SourceModel
 from outrider.export.truth import LoadedSource, Truth, held_out_texts
 from outrider.export.work_store import WorkStore
@@ -62,10 +62,10 @@ class Job:
         """Says that a stage begins."""
         self.progress(StageEvent(self.options.role, stage))
 
-    def require_room(self, staging: Path) -> None:
-        """Raises DiskFull if there is no room for the bundle, or at `staging` for what is made on the way."""
+    def require_room(self, staging: Path, *more_bytes: float) -> None:
+        """Raises DiskFull if there is no room for the bundle, or at `staging` for the converted model and more."""
         bundle = finished_bytes(self.source, self.options)
-        staged = staged_bytes(self.source, self.options)
+        staged = converted_bytes(self.source, self.options) + sum(more_bytes)
         require_room((staging.parent, staged), (self.directory.parent, bundle))
 
     def key(self, stage: str, **more: Any) -> dict[str, Any]:
@@ -85,7 +85,8 @@ def build(job: Job) -> tuple[Truth, Quantization | None]:
     """
 
     def tell_truth(directory: Path) -> None:
-        job.require_room(directory)  # for what follows too: not after minutes of loading
+        # For what follows too: not after minutes of loading.
+        job.require_room(directory, truth_bytes(job.source))
         job.loaded.tell_truth().save(directory)
 
     texts = [PARITY_TEXT, *(list(text) for text in held_out_texts(job.source))]

@@ -50,9 +50,14 @@ class PageWriter:
             self._partial.unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Raises BundleError if a file is in the way, ModuleNotFoundError if what draws the plots is not installed."""
+        """Raises BundleError if a file is in the way, ModuleNotFoundError if what draws the plots is not installed,
+        ExportError if the place cannot be looked at.
+        """
         require_plots()
-        self._check_destination()
+        try:
+            self._check_destination()
+        except OSError as error:
+            raise self._cannot(error, "no bundle is touched by this") from error
 
     def write(
         self, drafts: Sequence[Manifest], target: Manifest | None = None, comparison: Comparison | None = None
@@ -65,16 +70,31 @@ class PageWriter:
         self._partial.write_text(text, encoding="utf-8", newline="\n")
 
     def commit(self) -> Path:
-        """Puts the page in its place and returns it. Raises OSError; BundleError if a file is in the way by now."""
+        """Puts the page in its place and returns it.
+
+        Raises BundleError if a file is in the way by now, ExportError if the system refuses.
+        """
         self._check_destination()
-        self._partial.replace(self.path)
+        try:
+            self._partial.replace(self.path)
+        except OSError as error:
+            raise self._cannot(error, "the bundles are as they should be") from error
         return self.path
+
+    def _cannot(self, error: OSError, bundles: str) -> ExportError:
+        return ExportError(
+            f"the report card cannot be written to {self.path} ({error.strerror}); {bundles}. Make it elsewhere: "
+            "outrider-export inspect BUNDLE --html PATH"
+        )
 
     def _check_destination(self) -> None:
         if not self.path.exists():
             return
         if not _is_page(self.path):
-            raise BundleError(f"{self.path} exists and is no report card, so it is not replaced; choose another place")
+            raise BundleError(
+                f"{self.path} exists and is no report card of this version, so it is not replaced; delete it, or "
+                "choose another place"
+            )
         if not self._overwrite:
             raise BundleError(f"{self.path} exists already; choose another place, or say --overwrite")
 
@@ -86,15 +106,12 @@ def write_card_html(
 
     Raises BundleError if something else is there, ExportError if the file cannot be written.
     """
-    try:
-        with PageWriter(path, overwrite=True) as page:
+    with PageWriter(path, overwrite=True) as page:
+        try:
             page.write(drafts, target, comparison)
-            return page.commit()
-    except OSError as error:
-        raise ExportError(
-            f"the report card cannot be written to {path} ({error.strerror}); no bundle is touched by this. Make it "
-            "elsewhere: outrider-export inspect BUNDLE --html PATH"
-        ) from error
+        except OSError as error:
+            raise page._cannot(error, "no bundle is touched by this") from error
+        return page.commit()
 
 
 def _is_page(path: Path) -> bool:

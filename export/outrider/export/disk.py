@@ -25,7 +25,7 @@ _NO_ROOM_WORDS: Final = re.compile(
     r"no space left on device|quota exceeded|not enough space on the disk|\d+ requested and \d+ written|iostream error",
     re.IGNORECASE,
 )
-_NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+_NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from outrider.models.runtimes.npu_compile import blob_path, compile_ir, compiled
 from outrider.models.runtimes.openvino_graph import failure_reason, find_ir
 
 _COMPILER: Final = re.compile(r"[\w.-]*npu[\w-]*compiler[\w.-]*", re.IGNORECASE)
+_NO_COMPILER: Final = "this machine has no NPU compiler"
 _OTHERWISE: Final = "export without --ahead-of-time: the device compiles it at its first run, and keeps the result"
 
 
@@ -45,12 +46,28 @@ def compile_ahead(
     return path
 
 
+def require_compiler(platform: str | None) -> None:
+    """Raises RuntimeUnavailable where nothing compiles for an NPU, found out with a graph of one operation."""
+    import openvino as ov
+    from openvino import opset13 as ops
+
+    value = ops.parameter([1, 16], ov.Type.f16)
+    model = ov.Model([ops.result(ops.relu(value))], [value], "probe")
+    try:
+        ov.Core().compile_model(model, "NPU", {} if platform is None else {"NPU_PLATFORM": platform})
+    except RuntimeError as error:
+        found = _unavailable(Path("a model"), platform, str(error), failure_reason(error))
+        if found.args[0].startswith(_NO_COMPILER):
+            raise found from error
+        # Another failure may be the probe's own; the model's is told when it comes to that.
+
+
 def _unavailable(xml: Path, platform: str | None, message: str, reason: str) -> RuntimeUnavailable:
     """What a failed compilation means: OpenVINO has one kind of error for all of them."""
     library = _COMPILER.search(message)
     if library and ("Cannot load library" in message or "compiler loading failed" in message):
         return RuntimeUnavailable(
-            f"this machine has no NPU compiler: OpenVINO finds no {library[0]}. It comes with the NPU's driver and "
+            f"{_NO_COMPILER}: OpenVINO finds no {library[0]}. It comes with the NPU's driver and "
             f"with OpenVINO's toolkit archive, not with the pip package; install one of these, or {_OTHERWISE}"
         )
     which = "name the NPU to compile for (such as NPU4000)" if platform is None else f"see that {platform} is an NPU"

@@ -13,7 +13,7 @@ from typing import Any, Final
 from outrider.export.acceptance import Continuation, continue_prompts, measure_acceptance
 from outrider.export.card import TargetTimes, require_acceptance
 from outrider.export.card_html import PageWriter
-from outrider.export.pipeline import StagedExport, stage_export, work_store
+from outrider.export.pipeline import StagedExport, require_ready, stage_export, work_store
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.prompts import Ids, encode_prompts
 from outrider.export.recipes import ExportOptions
@@ -70,18 +70,20 @@ def export_pair(
     what a drafted token adds to it; None: as measured here. page: the report card to write beside them.
     Raises TokenizerMismatch before any work if the two do not share one tokenizer, ExportError if the draft is accepted
     too rarely and this is not forced; otherwise what `export_model` and `PageWriter` raise. Nothing is put in place
-    unless both pass and everything could be written.
+    unless both pass and everything could be written; what is left then are renames.
     """
     draft_options = draft_options or ExportOptions("draft")
     target_options = target_options or ExportOptions("target")
     if (draft_options.role, target_options.role) != ("draft", "target"):
         raise ConfigError("a pair is a draft and a target; their options must say so")
     TargetTimes.require_sense(step_ms, extra_ms)
+    root = Path(out)
+    require_ready(root / "draft", draft_options)
+    require_ready(root / "target", target_options)
     if page is not None:
         page.check()
     draft_source, target_source = read_pair(draft, target)
     ids = encode_judging(target_source, prompts, is_chat=is_chat)
-    root = Path(out)
     store = work_store()
     with (
         stage_export(target_source, root / "target", target_options, progress, store) as staged_target,
@@ -115,9 +117,17 @@ def read_pair(draft: str | Path, target: str | Path) -> tuple[SourceModel, Sourc
 def encode_judging(target: SourceModel, prompts: Sequence[Any] | None, *, is_chat: bool) -> list[Ids]:
     """Token ids of the prompts that drafts are judged on: texts or lists of chat messages; None: built-in texts.
 
-    is_chat: texts too go through the target's chat template. Raises TokenizerError if it has none.
+    is_chat: texts too go through the target's chat template. Raises TokenizerError if it has none, ConfigError for
+    built-in texts as messages, which they are not, ExportError for an empty prompt.
     """
-    return encode_prompts(prompts or prompts_for(target), target.tokenizer, is_chat=is_chat)
+    if is_chat and not prompts:
+        raise ConfigError("the built-in prompts are no messages of a chat; give your own with --prompts, or no --chat")
+    ids = encode_prompts(prompts or prompts_for(target), target.tokenizer, is_chat=is_chat)
+    if empty := [number for number, prompt in enumerate(ids, start=1) if not prompt]:
+        raise ExportError(
+            f"{len(empty)} of {len(ids)} prompts are empty, the first at place {empty[0]}; leave them out"
+        )
+    return ids
 
 
 def write_texts(

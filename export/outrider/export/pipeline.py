@@ -19,7 +19,7 @@ from outrider.export.disk import require_room, telling_of_full_disks
 from outrider.export.known_families import require_runtime
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import ExportOptions
-from outrider.export.run_export import check_export, check_twin, model_file
+from outrider.export.run_export import check_export, check_twin, model_file, where_to_check
 from outrider.export.safetensors_cast import config_for
 from outrider.export.sizes import finished_bytes, widened_bytes
 from outrider.export.source import SourceModel, read_source
@@ -87,12 +87,26 @@ def export_model(
     destination may not be replaced, TokenizerError if the model has no usable tokenizer; then nothing is
     written but what expensive stages keep in the cache for the next try.
     """
+    require_ready(destination, options)
     store = work_store()
     with stage_export(read_source(model), destination, options, progress, store) as staged:
         progress(StageEvent(options.role, "write"))
         bundle = staged.commit()
     store.release()
     return bundle
+
+
+def require_ready(destination: str | Path, options: ExportOptions) -> None:
+    """Raises what is known to end an export before its model is looked at: BundleError if the destination may not be
+    replaced, RuntimeUnavailable if compiling ahead was asked for and nothing here compiles.
+    """
+    place = Path(destination)
+    with telling_of_full_disks(place):
+        BundleWriter(place, overwrite=options.overwrite).check_destination()
+    if options.compiles_ahead:
+        from outrider.export.npu import require_compiler
+
+        require_compiler(options.npu_platform)
 
 
 @contextlib.contextmanager
@@ -140,11 +154,20 @@ def stage_export(
             parity=examined.parity,
             agreement=examined.agreement,
             timing=examined.timing,
-            notes=built.notes,
+            notes=(*built.notes, *_notes_of(options)),
             versions=package_versions(),
         )
         manifest = _manifest(built, origin, options, files, quantization, report)
         yield StagedExport(writer, manifest, options, truth)
+
+
+def _notes_of(options: ExportOptions) -> tuple[str, ...]:
+    if options.compiles_ahead and not where_to_check(options).is_real:
+        return (
+            "its blob was compiled where there is no NPU, so it has never been run; what was checked is the model that "
+            "it was compiled from",
+        )
+    return ()
 
 
 def _copy_texts(source: SourceModel, directory: Path, options: ExportOptions) -> None:

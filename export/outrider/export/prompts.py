@@ -61,7 +61,9 @@ def read_prompts(path: Path) -> list[Any]:
             raise ExportError(f"{path} holds a {type(found).__name__}; {_FORMATS}")
         entries = ((f"entry {number}", entry) for number, entry in enumerate(found, start=1))
     else:
-        lines = [(f"line {number}", line) for number, line in enumerate(text.splitlines(), start=1) if line.strip()]
+        # Not `splitlines`, which cuts at signs that JSON may hold as they are.
+        lines = [(f"line {number}", line.rstrip("\r")) for number, line in enumerate(text.split("\n"), start=1)]
+        lines = [(where, line) for where, line in lines if line.strip()]
         is_jsonl = path.suffix == ".jsonl" or (start == "{" and path.suffix != ".txt")
         entries = [(where, _parse(path, where, line)) for where, line in lines] if is_jsonl else lines
     prompts = [_prompt(path, where, entry) for where, entry in entries]
@@ -89,7 +91,7 @@ def encode_prompts(prompts: Sequence[Any], tokenizer: Tokenizer, *, is_chat: boo
 def _parse(path: Path, where: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ExportError(f"{path}{', ' + where if where else ''} is not JSON ({error}); {_FORMATS}") from None
 
 

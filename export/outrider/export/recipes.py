@@ -99,21 +99,30 @@ class ExportOptions:
         return (self.static_shapes or StaticShapes()) if self.device == "npu" else None
 
     def fitting(self, max_positions: int) -> ExportOptions:
-        """The same, an NPU's default lengths cut to a model's positions: more would be compiled for nothing.
+        """The same, an NPU's lengths that nobody chose cut to a model's positions: more would be compiled for nothing.
 
-        Raises ConfigError for a prompt length of the user's that the model does not have.
+        Raises ConfigError for chosen lengths that the model does not have.
         """
-        if self.static_shapes is not None:
-            if (prompt_len := self.static_shapes.prompt_len) > max_positions:
-                raise ConfigError(
-                    f"--prompt-len is {prompt_len:,}, and the model takes {max_positions:,} tokens; choose less"
-                )
+        if self.device != "npu":
             return self
-        if self.device != "npu" or max_positions >= StaticShapes().max_positions:
+        shapes = self.static_shapes or StaticShapes()
+        chosen = {"prompt_len", "response_len"} & shapes.model_fields_set
+        needed = sum(getattr(shapes, name) if name in chosen else 1 for name in ("prompt_len", "response_len"))
+        if chosen and needed > max_positions:
+            asked = " and ".join(f"--{name.replace('_', '-')} {getattr(shapes, name):,}" for name in sorted(chosen))
+            raise ConfigError(
+                f"{asked} was asked for, and the model takes {max_positions:,} tokens, prompt and response together"
+            )
+        if shapes.max_positions <= max_positions:
             return self
-        prompt_len = max(1, 2 * max_positions // 3)
-        shapes = StaticShapes(prompt_len=prompt_len, response_len=max(1, max_positions - prompt_len))
-        return replace(self, static_shapes=shapes)
+        lengths = {
+            frozenset(): (2 * max_positions // 3, max_positions - 2 * max_positions // 3),
+            frozenset({"prompt_len"}): (shapes.prompt_len, max_positions - shapes.prompt_len),
+            frozenset({"response_len"}): (max_positions - shapes.response_len, shapes.response_len),
+        }
+        prompt_len, response_len = (max(1, length) for length in lengths[frozenset(chosen)])
+        fitted = StaticShapes(prompt_len=prompt_len, response_len=response_len, step_len=shapes.step_len)
+        return replace(self, static_shapes=fitted)
 
     @property
     def format(self) -> Format:

@@ -36,11 +36,17 @@ def widened_bytes(options: ExportOptions) -> float:
     return 1e6 * options.widen_mb * copies if options.widen_mb is not None else 0.0
 
 
-def staged_bytes(source: SourceModel, options: ExportOptions) -> float:
-    """What expensive stages keep for the next try: what the source says, and the converted model in FP32.
+def truth_bytes(source: SourceModel) -> float:
+    """What the source's logits take in the work store."""
+    return 4.0 * _TRUTH_ROWS * source.architecture.vocab_size
+
+
+def converted_bytes(source: SourceModel, options: ExportOptions) -> float:
+    """What the converted model takes in the work store, before it is quantized: FP32, or FP16 for CUDA.
 
     The torch runtime's weights are cast straight into the bundle.
     """
-    truth = 4.0 * _TRUTH_ROWS * source.architecture.vocab_size
-    converted = 4.0 * source.architecture.parameters if options.resolved_runtime != "torch" else 0.0
-    return truth + converted
+    if options.resolved_runtime == "torch":
+        return 0.0
+    is_half = (options.device, options.resolved_runtime) == ("gpu", "onnxruntime")
+    return (2.0 if is_half else 4.0) * source.architecture.parameters

@@ -98,7 +98,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ExportError(f"{path} has no config.json; expected a Hugging Face model directory") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ExportError(f"{path / 'config.json'} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ExportError(f"{path / 'config.json'} holds no object; expected a model's configuration")

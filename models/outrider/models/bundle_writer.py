@@ -41,7 +41,7 @@ class BundleWriter:
         self._sealed: Manifest | None = None
 
     def __enter__(self) -> BundleWriter:
-        self._check_destination()
+        self.check_destination()
         self._made = list(itertools.takewhile(lambda path: not path.exists(), self._destination.parents))
         self._destination.parent.mkdir(parents=True, exist_ok=True)
         self._clear_leftovers()
@@ -82,7 +82,7 @@ class BundleWriter:
         """
         if self._sealed != manifest:
             self.seal(manifest)
-        self._check_destination()
+        self.check_destination()
         self._swap()
         _flush(self._destination.parent)
         return Bundle(self._destination, manifest)
@@ -101,7 +101,8 @@ class BundleWriter:
             raise
         shutil.rmtree(aside, ignore_errors=True)
 
-    def _check_destination(self) -> None:
+    def check_destination(self) -> None:
+        """Raises BundleError if what is at the destination may not be replaced."""
         if not self._destination.exists():
             return
         if not self._overwrite:
@@ -121,7 +122,7 @@ class BundleWriter:
                 continue
             if match.group(1) == "old" and not self._destination.exists():
                 path.rename(self._destination)  # its writer died between the two renames
-                self._check_destination()
+                self.check_destination()
             else:
                 shutil.rmtree(path, ignore_errors=True)
 

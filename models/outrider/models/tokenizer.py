@@ -103,8 +103,8 @@ class Tokenizer:
         source = choose_template(self._chat_template, has_tools=bool(tools))
         if source is None:
             raise TokenizerError(
-                f"{self.name} has no chat template, so it cannot take messages; send a plain prompt to "
-                "/v1/completions, or put a chat_template.jinja beside its tokenizer.json"
+                f"{self.name} has no chat template, so it cannot take messages; give a plain prompt (to a server: "
+                "/v1/completions), or put a chat_template.jinja beside its tokenizer.json"
             )
         template = ChatTemplate(source, self._special_names)
         return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables)

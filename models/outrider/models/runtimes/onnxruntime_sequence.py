@@ -1,8 +1,9 @@
 """`SequenceRuntime` on ONNX Runtime: the device's draft on the CPU, or on another execution provider.
 
 Keys and values of each layer are one buffer, bound as past and as present: a step writes its rows where they belong,
-and rollback is a smaller number. Everything is bound once, over memory that is changed in place; only another number
-of new tokens binds anew (and the attention mask of an onnxruntime-genai graph, whose length is its message).
+and rollback is a smaller number. On the host everything is bound once, over memory that is changed in place; only
+another number of new tokens binds anew (and the attention mask of an onnxruntime-genai graph, whose length is its
+message). For a device of its own memory inputs are bound in every step: binding is what copies them there.
 """
 
 from __future__ import annotations
@@ -74,11 +75,6 @@ class OnnxRuntimeSequence:
         self._has_positions = "position_ids" in model.inputs
         self._is_on_host = model.provider not in _CACHE_DEVICES
         self._caches = self._bind_caches(model)
-        if not self._has_mask:
-            self._bind("seqlens_k", self._last)
-            self._bind("total_sequence_length", self._total)
-        if self._selects_rows:
-            self._bind("first_row", self._first_row)
 
     def _bind_caches(self, model: OnnxModel) -> list[Any]:
         device = _CACHE_DEVICES.get(model.provider)
@@ -148,18 +144,15 @@ class OnnxRuntimeSequence:
     def _step(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         num_new = len(tokens)
         past, end = self._length, self._length + num_new
-        if self._num_bound != (num_new, num_rows):
-            self._bind_step(num_new, num_rows)
         self._ids[0, :num_new] = tokens
-        if self._has_positions:
-            self._positions[0, :num_new] = self._every_position[past:end]
-        if self._selects_rows:
-            self._first_row[0] = -num_rows
+        self._positions[0, :num_new] = self._every_position[past:end]
+        self._last[0] = end - 1
+        self._total[0] = end
+        self._first_row[0] = -num_rows
+        if self._num_bound != (num_new, num_rows) or not self._is_on_host:
+            self._bind_step(num_new, num_rows)
         if self._has_mask:
             self._bind_mask(end)
-        else:
-            self._last[0] = end - 1
-            self._total[0] = end
         try:
             self._session.run_with_iobinding(self._binding)
         except Exception as error:  # ONNX Runtime's own errors share no other base
@@ -173,6 +166,11 @@ class OnnxRuntimeSequence:
         self._bind("input_ids", self._ids[:, :num_new])
         if self._has_positions:
             self._bind("position_ids", self._positions[:, :num_new])
+        if not self._has_mask:
+            self._bind("seqlens_k", self._last)
+            self._bind("total_sequence_length", self._total)
+        if self._selects_rows:
+            self._bind("first_row", self._first_row)
         rows = num_rows if self._selects_rows else num_new
         self._logits = np.empty((1, rows, self._limits.vocab_size), self._logits.dtype)
         self._binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(self._logits))
