@@ -380,3 +380,12 @@ def test_it_opens_by_name_with_session_entries(graph: Callable[..., Path]) -> No
     assert settings.get_session_config_entry("session.intra_op.allow_spinning") == "0"
     assert settings.get_session_config_entry("session.force_spinning_stop") == "1"
     assert settings.intra_op_num_threads == 1
+
+
+def test_a_sequence_that_no_memory_holds_is_told_of(graph: Callable[..., Path], tmp_path: Path) -> None:
+    """A configuration may say any length: what is wrong, and what to change."""
+    huge = shutil.copytree(graph("llama", "int8"), tmp_path / "huge")
+    config = json.loads((huge / "config.json").read_text(encoding="utf-8"))
+    (huge / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**13}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"10,000,000,000,000 positions is more .* smaller max_position_embeddings"):
+        OnnxRuntimeSequence(huge, replace(OPTIONS, max_positions=0))

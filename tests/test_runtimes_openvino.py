@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 import subprocess
 import sys
 import threading
@@ -240,3 +242,12 @@ def test_a_pinned_process_stays_on_its_core(tiny_ir: Callable[..., Path]) -> Non
         check=False,
     )
     assert run.returncode == 0, run.stderr
+
+
+def test_a_sequence_that_no_memory_holds_is_told_of(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
+    """A configuration may say any length: what is wrong, and what to change."""
+    huge = shutil.copytree(tiny_ir("llama"), tmp_path / "huge")
+    config = json.loads((huge / "config.json").read_text(encoding="utf-8"))
+    (huge / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**13}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"10,000,000,000,000 positions is more .* smaller max_position_embeddings"):
+        OpenVinoSequenceRuntime(huge, replace(OPTIONS, max_positions=0))

@@ -268,7 +268,7 @@ def test_whatever_a_config_says_there_is_no_traceback(
         except ExportError:
             refused.add(name)
     sizes = {"hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"}
-    if lie not in (None, 0, True):
+    if lie not in (None, 0, True, 10**12):
         assert {*sizes, "num_key_value_heads" if "num_key_value_heads" in fields else "hidden_size"} <= refused
     if lie == "x":
         assert {"text_config", "rope_scaling"} <= refused

@@ -8,13 +8,15 @@ None knows about sampling, sessions or the network.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.models.errors import ConfigError
 from outrider.models.manifest import StaticShapes
 from outrider.models.sampling import SamplingParams
 
@@ -176,3 +178,15 @@ class RuntimeOptions:
     static_shapes: StaticShapes | None = None
     emulate_npu: bool = False
     properties: dict[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def telling_of_memory(max_positions: int) -> Iterator[None]:
+    """Turns the system's refusal of memory for a cache of so many positions into a ConfigError."""
+    try:
+        yield
+    except (MemoryError, OverflowError, OSError) as error:
+        raise ConfigError(
+            f"a cache for {max_positions:,} positions is more than this machine has memory for ({error}); export the "
+            "model with a smaller max_position_embeddings in its config.json"
+        ) from error

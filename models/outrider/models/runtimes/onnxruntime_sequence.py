@@ -19,7 +19,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError, ModelFault
-from outrider.models.runtimes.base import ModelLimits, RuntimeOptions
+from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, telling_of_memory
 from outrider.models.runtimes.onnxruntime_providers import CUDA, DIRECTML
 from outrider.models.runtimes.onnxruntime_session import OnnxModel, load_onnx_model
 
@@ -65,8 +65,6 @@ class OnnxRuntimeSequence:
         longest = model.limits.max_positions
         self._ids = np.zeros((1, _MAX_STEP), np.int64)
         self._positions = np.zeros((1, _MAX_STEP), np.int64)
-        self._every_position = np.arange(longest, dtype=np.int64)
-        self._mask = np.ones((1, longest if self._has_mask else 0), np.int64)
         self._masks: list[Any] = []  # of each length so far, as ONNX Runtime holds them
         self._last = np.zeros(1, np.int32)  # position of the last token of the step
         self._total = np.zeros(1, np.int32)
@@ -74,7 +72,8 @@ class OnnxRuntimeSequence:
         self._logits = np.empty((1, _MAX_STEP, 0), model.logits_dtype)
         self._has_positions = "position_ids" in model.inputs
         self._is_on_host = model.provider not in _CACHE_DEVICES
-        self._caches = self._bind_caches(model)
+        with telling_of_memory(longest):
+            self._caches = self._bind_caches(model)
 
     def _bind_caches(self, model: OnnxModel) -> list[Any]:
         device = _CACHE_DEVICES.get(model.provider)
@@ -145,7 +144,7 @@ class OnnxRuntimeSequence:
         num_new = len(tokens)
         past, end = self._length, self._length + num_new
         self._ids[0, :num_new] = tokens
-        self._positions[0, :num_new] = self._every_position[past:end]
+        self._positions[0, :num_new] = range(past, end)
         self._last[0] = end - 1
         self._total[0] = end
         self._first_row[0] = -num_rows
@@ -179,8 +178,9 @@ class OnnxRuntimeSequence:
     def _bind_mask(self, length: int) -> None:
         if length >= (num_made := len(self._masks)):
             # Many at once: one by one, each between two steps, they take ten times as long.
-            lengths = range(num_made, min(length + _MAX_STEP, self._mask.size) + 1)
-            self._masks += [ort.OrtValue.ortvalue_from_numpy(self._mask[:, :each]) for each in lengths]
+            ones = np.ones((1, length + _MAX_STEP), np.int64)
+            lengths = range(num_made, ones.size + 1)
+            self._masks += [ort.OrtValue.ortvalue_from_numpy(ones[:, :each]) for each in lengths]
         self._binding.bind_ortvalue_input("attention_mask", self._masks[length])
 
     def _bind(self, name: str, array: NDArray[Any]) -> None:

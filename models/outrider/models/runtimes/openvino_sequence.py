@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError
-from outrider.models.runtimes.base import ModelLimits, RuntimeOptions
+from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, telling_of_memory
 from outrider.models.runtimes.openvino_graph import load_paged_model, shared_tensor
 
 
@@ -31,13 +31,13 @@ class OpenVinoSequenceRuntime:
         self._limits = model.limits
         self._gathers_rows = model.gathers_rows
         self._request: Any = model.request
-        num_blocks = -(-model.limits.max_positions // model.block_size)
-        self._caches: list[Any] = model.bind_cache(num_blocks)
+        longest = model.limits.max_positions
+        num_blocks = -(-longest // model.block_size)
         self._length = 0
         self._num_bound = (0, 0)  # new tokens and rows that the bound tensors have room for
-        self._ids = np.zeros(model.limits.max_positions, np.int64)
-        self._positions = np.zeros(model.limits.max_positions, np.int64)
-        self._rows = np.zeros(model.limits.max_positions, np.int64)
+        with telling_of_memory(longest):
+            self._caches: list[Any] = model.bind_cache(num_blocks)
+            self._ids, self._positions, self._rows = (np.zeros(longest, np.int64) for _ in range(3))
         self._past = np.zeros(1, np.int32)
         self._begins = np.zeros(2, np.int32)
         self._context = np.zeros((), np.int32)
