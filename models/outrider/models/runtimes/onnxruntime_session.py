@@ -101,10 +101,9 @@ def _open_session(file: Path, choice: ProviderChoice, options: RuntimeOptions) -
     settings.log_severity_level = _FATAL
     settings.inter_op_num_threads = 1  # a decoder is one chain: nothing runs side by side
     settings.intra_op_num_threads = options.num_threads or _default_threads()
-    # Within a step, threads that sleep cost tens of microseconds at every operator; between steps, threads that spin
-    # take a whole core from the rest of the process. So: spin briefly, and stop when the step ends.
-    settings.add_session_config_entry("session.intra_op.spin_duration_us", "50")
-    settings.add_session_config_entry("session.force_spinning_stop", "1")
+    # Threads that sleep cost tens of microseconds at every operator that wants them, threads that spin a core. So: spin
+    # for as long as there is between two steps of a draft (a pick and its confidence), and no longer.
+    settings.add_session_config_entry("session.intra_op.spin_duration_us", "300")
     for key, value in options.properties.items():
         if "." in key:
             settings.add_session_config_entry(key, value)
