@@ -378,7 +378,7 @@ def test_it_opens_by_name_with_session_entries(graph: Callable[..., Path]) -> No
     assert isinstance(runtime, OnnxRuntimeSequence)
     settings = runtime._session.get_session_options()
     assert settings.get_session_config_entry("session.intra_op.allow_spinning") == "0"
-    assert settings.get_session_config_entry("session.force_spinning_stop") == "1"
+    assert settings.get_session_config_entry("session.intra_op.spin_duration_us") == "300"
     assert settings.intra_op_num_threads == 1
 
 
