@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import IO, Final
+from typing import IO, Any, Final
 
 from outrider.edge.cores import Cores, running_on
 from outrider.models.errors import RuntimeUnavailable
@@ -80,7 +80,9 @@ def ending_on_signals() -> Iterator[None]:
     """Treats the signals that would end this process without a word like Ctrl-C, so that children are ended too.
 
     Ctrl-C, because asyncio answers it by cancelling the main task; any other exception could come out of the middle of
-    its clean-up. Leaves with SystemExit and the code that shells expect. For the main thread only.
+    its clean-up. It is heard even by a shell's background job, which is started to ignore it: the others come through
+    it. A hangup that is to be ignored (nohup) is. Leaves with SystemExit and the code that shells expect. For the main
+    thread only.
     """
     received = 0
 
@@ -89,8 +91,10 @@ def ending_on_signals() -> Iterator[None]:
         received = number
         signal.raise_signal(signal.SIGINT)
 
-    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {name: signal.signal(getattr(signal, name), interrupt) for name in names}
+    handlers: dict[signal.Signals, Any] = {signal.SIGTERM: interrupt, signal.SIGINT: signal.default_int_handler}
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        handlers[signal.SIGHUP] = interrupt
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     except KeyboardInterrupt:
@@ -98,5 +102,5 @@ def ending_on_signals() -> Iterator[None]:
             sys.exit(128 + received)
         raise
     finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
