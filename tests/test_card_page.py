@@ -109,6 +109,10 @@ def test_a_page_that_the_system_refuses_is_one_message(
     """Before the work, and after the bundles are in place, which are then said to be there."""
     fail_cli(monkeypatch, "pair", str(strangers.draft), str(strangers.target), "--out", str(tmp_path / ("x" * 300)))
     assert "File name too long" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    for nameless in (Path(), Path("/")):
+        with pytest.raises(BundleError, match="is no report card"), PageWriter(nameless):
+            pass
     page = PageWriter(tmp_path / "report.html")
     with page, pytest.raises(ExportError, match="the bundles are as they should be"):
         page.commit()  # nothing was written that could be renamed

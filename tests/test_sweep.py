@@ -279,3 +279,10 @@ def test_what_is_in_the_way_is_told_before_the_work(model: Path, tmp_path: Path)
         )
     assert not told and [path.name for path in taken.iterdir()] == ["mine"]
     assert [path.name for path in tmp_path.iterdir()] == ["sweep"]
+
+
+def test_a_sweep_that_cannot_write_where_it_keeps_drafts_says_so(model: Path, tmp_path: Path) -> None:
+    """A file stands where a directory should be."""
+    (tmp_path / "out").touch()
+    with pytest.raises(ExportError, match="cannot be written"):
+        sweep_pair(model, model, tmp_path / "out" / "deeper", keeps_all=True)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import IO, Any, Final
+from typing import IO, Final
 
 from outrider.edge.cores import Cores, running_on
 from outrider.models.errors import RuntimeUnavailable
@@ -80,21 +80,22 @@ def ending_on_signals() -> Iterator[None]:
     """Treats the signals that would end this process without a word like Ctrl-C, so that children are ended too.
 
     Ctrl-C, because asyncio answers it by cancelling the main task; any other exception could come out of the middle of
-    its clean-up. It is heard even by a shell's background job, which is started to ignore it: the others come through
-    it. A hangup that is to be ignored (nohup) is. Leaves with SystemExit and the code that shells expect. For the main
-    thread only.
+    its clean-up. What the process was started to ignore it goes on to ignore: a hangup (nohup), Ctrl-C (a script's
+    background job). Leaves with SystemExit and the code that shells expect. For the main thread only.
     """
     received = 0
 
     def interrupt(number: int, _: FrameType | None) -> None:
         nonlocal received
         received = number
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.raise_signal(signal.SIGINT)
 
-    handlers: dict[signal.Signals, Any] = {signal.SIGTERM: interrupt, signal.SIGINT: signal.default_int_handler}
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        handlers[signal.SIGHUP] = interrupt
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    handlers = {number: interrupt for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
     try:
         yield
     except KeyboardInterrupt:

@@ -64,7 +64,9 @@ class Job:
 
     def require_room(self, staging: Path, *more_bytes: float) -> None:
         """Raises DiskFull if there is no room for the bundle, or at `staging` for the converted model and more."""
-        bundle = finished_bytes(self.source, self.options)
+        # Unquantized ONNX is the converted model itself, linked where the disk is the same.
+        is_linked = self.options.resolved_runtime == "onnxruntime" and self.options.resolved_precision not in QUANTIZED
+        bundle = 0.0 if is_linked else finished_bytes(self.source, self.options)
         staged = converted_bytes(self.source, self.options) + sum(more_bytes)
         require_room((staging.parent, staged), (self.directory.parent, bundle))
 

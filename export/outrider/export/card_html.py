@@ -37,7 +37,8 @@ class PageWriter:
     def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
         self.path = Path(path)
         self._overwrite = overwrite
-        self._partial = self.path.with_name(f".{self.path.name}.partial-{secrets.token_hex(4)}")
+        place = self.path.absolute()
+        self._partial = place.parent / f".{place.name}.partial-{secrets.token_hex(4)}"
 
     def __enter__(self) -> PageWriter:
         self.check()

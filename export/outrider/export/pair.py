@@ -101,9 +101,9 @@ def export_pair(
             page.write([staged_draft.manifest], staged_target.manifest)
         target_bundle = staged_target.commit()
         draft_bundle = staged_draft.commit()
+        store.release()
         if page is not None:
             page.commit()
-    store.release()
     return draft_bundle, target_bundle
 
 

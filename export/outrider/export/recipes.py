@@ -101,10 +101,12 @@ class ExportOptions:
     def fitting(self, max_positions: int) -> ExportOptions:
         """The same, an NPU's lengths that nobody chose cut to a model's positions: more would be compiled for nothing.
 
-        Raises ConfigError for chosen lengths that the model does not have.
+        Raises ConfigError for chosen lengths that the model does not have, or a step that a response has no room for.
         """
         if self.device != "npu":
             return self
+        from outrider.models.runtimes.npu_compile import compiled_shapes
+
         shapes = self.static_shapes or StaticShapes()
         chosen = {"prompt_len", "response_len"} & shapes.model_fields_set
         needed = sum(getattr(shapes, name) if name in chosen else 1 for name in ("prompt_len", "response_len"))
@@ -114,6 +116,7 @@ class ExportOptions:
                 f"{asked} was asked for, and the model takes {max_positions:,} tokens, prompt and response together"
             )
         if shapes.max_positions <= max_positions:
+            compiled_shapes(shapes)
             return self
         lengths = {
             frozenset(): (2 * max_positions // 3, max_positions - 2 * max_positions // 3),
@@ -122,6 +125,7 @@ class ExportOptions:
         }
         prompt_len, response_len = (max(1, length) for length in lengths[frozenset(chosen)])
         fitted = StaticShapes(prompt_len=prompt_len, response_len=response_len, step_len=shapes.step_len)
+        compiled_shapes(fitted)
         return replace(self, static_shapes=fitted)
 
     @property

@@ -16,6 +16,7 @@ from outrider.export.build import place_files
 from outrider.export.card import TargetTimes, label, require_acceptance
 from outrider.export.card_html import PageWriter
 from outrider.export.comparison import Comparison, NotMade, acceptance_of, compare
+from outrider.export.disk import telling_of_full_disks
 from outrider.export.pair import encode_judging, judge, read_pair, write_texts
 from outrider.export.pipeline import StagedExport, require_ready, stage_export, work_store
 from outrider.export.progress import Progress, StageEvent, silent
@@ -23,6 +24,7 @@ from outrider.export.recipes import RECIPES, ExportOptions, runtimes_for
 from outrider.models.bundle import Bundle
 from outrider.models.bundle_writer import BundleWriter
 from outrider.models.errors import ConfigError, DiskFull, ExportError, OutriderError
+from outrider.models.places import default_cache_dir
 from outrider.models.prediction import Setting
 
 DEFAULT_RTT_MS: Final = 50.0
@@ -90,6 +92,7 @@ def sweep_pair(
     ids = encode_judging(target_source, prompts, is_chat=is_chat)
     recipes = {_name(options): options for options in recipes_for(draft_options)}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(telling_of_full_disks(root, default_cache_dir()))
         # Opened before the work, so that what is in the way is told before it.
         writers = {
             name: stack.enter_context(
@@ -123,7 +126,9 @@ def sweep_pair(
         if page is not None:
             stack.enter_context(page)
         swept = _put_in_place(found, made, staged_target, writers, page)
-    store.release()
+        store.release()
+        if page is not None:
+            page.commit()
     return swept
 
 
@@ -134,7 +139,7 @@ def _put_in_place(
     writers: Mapping[str, BundleWriter],
     page: PageWriter | None,
 ) -> Swept:
-    """The recommended draft, the target, the other drafts that there is a writer for, and the page."""
+    """The recommended draft, the target, and the other drafts that there is a writer for; the page is only written."""
     best = made[found.recommended]
     others = {name: staged for name, staged in made.items() if name in writers and staged is not best}
     for name, staged in others.items():
@@ -146,10 +151,7 @@ def _put_in_place(
         page.write([row.manifest for row in found.rows], target.manifest, found)
     kept = {name: writers[name].commit(staged.manifest) for name, staged in others.items()}
     target_bundle = target.commit()
-    draft_bundle = best.commit()
-    if page is not None:
-        page.commit()
-    return Swept(found, draft_bundle, target_bundle, kept)
+    return Swept(found, best.commit(), target_bundle, kept)
 
 
 def _compare(

@@ -36,7 +36,7 @@ class BundleWriter:
         self._overwrite = overwrite
         self._host = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())
         tag = f"{self._host}-{os.getpid()}-{secrets.token_hex(4)}"
-        self.directory = self._destination.with_name(f".{self._destination.name}.partial-{tag}")
+        self.directory = self._destination.parent / f".{self._destination.name}.partial-{tag}"
         self._made: list[Path] = []  # directories that were missing above the destination, the deepest first
         self._sealed: Manifest | None = None
 

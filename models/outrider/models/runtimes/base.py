@@ -185,7 +185,7 @@ def telling_of_memory(max_positions: int) -> Iterator[None]:
     """Turns the system's refusal of memory for a cache of so many positions into a ConfigError."""
     try:
         yield
-    except (MemoryError, OverflowError, OSError) as error:
+    except (MemoryError, OverflowError, OSError, RuntimeError, ValueError) as error:  # a device's are of any kind
         raise ConfigError(
             f"a cache for {max_positions:,} positions is more than this machine has memory for ({error}); export the "
             "model with a smaller max_position_embeddings in its config.json"

@@ -20,14 +20,15 @@ from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError, ModelFault
 from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, telling_of_memory
-from outrider.models.runtimes.onnxruntime_providers import CUDA, DIRECTML
+from outrider.models.runtimes.onnxruntime_providers import CPU, CUDA, DIRECTML
 from outrider.models.runtimes.onnxruntime_session import OnnxModel, load_onnx_model
 
 ort.disable_telemetry_events()  # Windows builds report their use otherwise
 
 # A longer prompt goes in pieces: memory for activations grows with the piece, and ONNX Runtime never gives it back.
 _MAX_STEP: Final = 256
-# Where caches live, as ONNX Runtime names memory; providers that are not here work on the host's.
+# Where caches live, as ONNX Runtime names memory. For providers that are not here they are the host's, and are bound,
+# and so copied if need be, in every step.
 _CACHE_DEVICES: Final = {CUDA: "cuda", DIRECTML: "dml"}
 
 
@@ -65,19 +66,21 @@ class OnnxRuntimeSequence:
         longest = model.limits.max_positions
         self._ids = np.zeros((1, _MAX_STEP), np.int64)
         self._positions = np.zeros((1, _MAX_STEP), np.int64)
-        self._masks: list[Any] = []  # of each length so far, as ONNX Runtime holds them
+        self._masks: list[Any] = []  # of each length so far, as ONNX Runtime holds them, over `_ones`
         self._last = np.zeros(1, np.int32)  # position of the last token of the step
         self._total = np.zeros(1, np.int32)
         self._first_row = np.zeros(1, np.int64)  # counted from the end
         self._logits = np.empty((1, _MAX_STEP, 0), model.logits_dtype)
         self._has_positions = "position_ids" in model.inputs
-        self._is_on_host = model.provider not in _CACHE_DEVICES
+        self._is_on_host = model.provider == CPU
         with telling_of_memory(longest):
+            self._ones = _lazy_zeros((1, longest if self._has_mask else 1), np.dtype(np.int64))
             self._caches = self._bind_caches(model)
 
-    def _bind_caches(self, model: OnnxModel) -> list[Any]:
+    def _bind_caches(self, model: OnnxModel) -> dict[str, Any]:
+        """The caches by their names as inputs."""
         device = _CACHE_DEVICES.get(model.provider)
-        values = []
+        values = {}
         for cache in model.caches:
             shape = (1, cache.heads, model.limits.max_positions, cache.head_size)
             if device is None:
@@ -86,7 +89,7 @@ class OnnxRuntimeSequence:
                 value = ort.OrtValue.ortvalue_from_shape_and_type(shape, model.dtype, device)
             self._binding.bind_ortvalue_input(cache.past, value)
             self._binding.bind_ortvalue_output(cache.present, value)
-            values.append(value)
+            values[cache.past] = value
         return values
 
     @property
@@ -150,6 +153,9 @@ class OnnxRuntimeSequence:
         self._first_row[0] = -num_rows
         if self._num_bound != (num_new, num_rows) or not self._is_on_host:
             self._bind_step(num_new, num_rows)
+        if not self._is_on_host and self._provider not in _CACHE_DEVICES:
+            for name, cache in self._caches.items():
+                self._binding.bind_ortvalue_input(name, cache)
         if self._has_mask:
             self._bind_mask(end)
         try:
@@ -178,9 +184,9 @@ class OnnxRuntimeSequence:
     def _bind_mask(self, length: int) -> None:
         if length >= (num_made := len(self._masks)):
             # Many at once: one by one, each between two steps, they take ten times as long.
-            ones = np.ones((1, length + _MAX_STEP), np.int64)
-            lengths = range(num_made, ones.size + 1)
-            self._masks += [ort.OrtValue.ortvalue_from_numpy(ones[:, :each]) for each in lengths]
+            lengths = range(num_made, min(length + _MAX_STEP, self._ones.size) + 1)
+            self._ones[:, : lengths[-1]] = 1
+            self._masks += [ort.OrtValue.ortvalue_from_numpy(self._ones[:, :each]) for each in lengths]
         self._binding.bind_ortvalue_input("attention_mask", self._masks[length])
 
     def _bind(self, name: str, array: NDArray[Any]) -> None:
@@ -191,4 +197,4 @@ class OnnxRuntimeSequence:
         self._binding = None
         self._session = None
         self._masks = []
-        self._caches = []
+        self._caches = {}
