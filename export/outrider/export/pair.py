@@ -78,10 +78,7 @@ def export_pair(
         raise ConfigError("a pair is a draft and a target; their options must say so")
     TargetTimes.require_sense(step_ms, extra_ms)
     root = Path(out)
-    require_ready(root / "draft", draft_options)
-    require_ready(root / "target", target_options)
-    if page is not None:
-        page.check()
+    require_places(root, draft_options, target_options, page)
     draft_source, target_source = read_pair(draft, target)
     ids = encode_judging(target_source, prompts, is_chat=is_chat)
     store = work_store()
@@ -105,6 +102,16 @@ def export_pair(
         if page is not None:
             page.commit()
     return draft_bundle, target_bundle
+
+
+def require_places(
+    root: Path, draft_options: ExportOptions, target_options: ExportOptions, page: PageWriter | None
+) -> None:
+    """Raises what `require_ready` and `PageWriter.check` do: before the work, not after the larger half of it."""
+    require_ready(root / "draft", draft_options)
+    require_ready(root / "target", target_options)
+    if page is not None:
+        page.check()
 
 
 def read_pair(draft: str | Path, target: str | Path) -> tuple[SourceModel, SourceModel]:

@@ -17,8 +17,8 @@ from outrider.export.card import TargetTimes, label, require_acceptance
 from outrider.export.card_html import PageWriter
 from outrider.export.comparison import Comparison, NotMade, acceptance_of, compare
 from outrider.export.disk import telling_of_full_disks
-from outrider.export.pair import encode_judging, judge, read_pair, write_texts
-from outrider.export.pipeline import StagedExport, require_ready, stage_export, work_store
+from outrider.export.pair import encode_judging, judge, read_pair, require_places, write_texts
+from outrider.export.pipeline import StagedExport, stage_export, work_store
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import RECIPES, ExportOptions, runtimes_for
 from outrider.models.bundle import Bundle
@@ -84,10 +84,7 @@ def sweep_pair(
     for rtt_ms in round_trips_ms:
         Setting(0.0, 0.0, 1.0, 0.0, rtt_ms)
     root, store = Path(out), work_store()
-    require_ready(root / "draft", draft_options)
-    require_ready(root / "target", target_options)
-    if page is not None:
-        page.check()
+    require_places(root, draft_options, target_options, page)
     draft_source, target_source = read_pair(draft, target)
     ids = encode_judging(target_source, prompts, is_chat=is_chat)
     recipes = {_name(options): options for options in recipes_for(draft_options)}
