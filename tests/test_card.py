@@ -6,8 +6,6 @@ import functools
 import io
 import json
 import shutil
-import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -18,9 +16,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from rich.console import Console
+from tests.export_cli import run_export
 from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
-from outrider.export import cli, timing
+from outrider.export import timing
 from outrider.export.acceptance import NEW_TOKENS, Continuation, Rounds, measure_acceptance, play_rounds
 from outrider.export.agreement import measure_agreement
 from outrider.export.card import (
@@ -417,25 +416,13 @@ def test_the_page_warns(reference_pair: PairPaths) -> None:
     assert "Warning: acceptance is 0.45" in page.text
 
 
-def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    """Runs `outrider-export` with these arguments, in this process, to its good end."""
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(sys, "argv", ["outrider-export", *arguments])
-    try:
-        with pytest.raises(SystemExit) as exit:
-            cli.main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert not exit.value.code
-
-
 def test_inspect_makes_the_page_of_any_bundle(
     reference_pair: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where it is told to, beside what it prints."""
     for path in (reference_pair.draft, reference_pair.target):
         place = tmp_path / f"{path.name}.html"
-        run_cli(monkeypatch, "inspect", str(path), "--html", str(place))
+        assert run_export(monkeypatch, "inspect", str(path), "--html", str(place)) == 0
         assert f"Report card: {path.name} outrider-reference" in Page(place.read_text(encoding="utf-8")).text
     said = capsys.readouterr().out.replace("\n", "")
     assert "agreement" in said and "target.html" in said
@@ -449,11 +436,11 @@ def test_warnings_go_where_they_are_seen(
     manifest = judged_at(Bundle.open(mediocre).manifest, 0.5)
     (mediocre / "manifest.json").write_text(manifest.to_json(), encoding="utf-8")
     monkeypatch.setenv("COLUMNS", "160")
-    run_cli(monkeypatch, "inspect", str(mediocre))
+    assert run_export(monkeypatch, "inspect", str(mediocre)) == 0
     said = capsys.readouterr()
     assert "warning: acceptance is 0.50" in said.err
     assert "warning" in said.out and "acceptance is 0.50" in said.out
-    run_cli(monkeypatch, "inspect", str(mediocre), "--json")
+    assert run_export(monkeypatch, "inspect", str(mediocre), "--json") == 0
     (warning,) = json.loads(capsys.readouterr().out)["warnings"]
     assert warning.startswith("acceptance is 0.50")
 

@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import datetime
 import errno
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.export_cli import run_export
 
-from outrider.export import cli
 from outrider.export.card_html import PageWriter, card_html, write_card_html
 from outrider.export.pair import PairPaths, export_pair
 from outrider.export.recipes import ExportOptions
 from outrider.export.sweep import sweep_pair
 from outrider.models.bundle import Bundle
 from outrider.models.errors import BundleError, DiskFull, ExportError
-
-
-def fail_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    """Runs `outrider-export` with these arguments, in this process, to a user's error."""
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(sys, "argv", ["outrider-export", *arguments])
-    try:
-        with pytest.raises(SystemExit) as exit:
-            cli.main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert exit.value.code == 2
 
 
 def test_the_same_figures_give_the_same_page(reference_pair: PairPaths, tmp_path: Path) -> None:
@@ -63,12 +49,12 @@ def test_somebody_else_s_page_is_in_the_way_before_any_work(
     page.write_text("<h1>mine</h1>")
     command = ("pair", str(strangers.draft), str(strangers.target), "--out", str(tmp_path))
     for more in ((), ("--overwrite",), ("--sweep",)):
-        fail_cli(monkeypatch, *command, *more)
+        assert run_export(monkeypatch, *command, *more) == 2
         told = capsys.readouterr().err
         assert "is no report card" in told and "reading" not in told
     assert page.read_text() == "<h1>mine</h1>" and list(tmp_path.iterdir()) == [page]
     page.write_text('<meta name="generator" content="Outrider">')
-    fail_cli(monkeypatch, *command)
+    assert run_export(monkeypatch, *command) == 2
     assert "exists already; choose another place, or say --overwrite" in capsys.readouterr().err
 
 
@@ -107,7 +93,12 @@ def test_a_page_that_the_system_refuses_is_one_message(
     strangers: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before the work, and after the bundles are in place, which are then said to be there."""
-    fail_cli(monkeypatch, "pair", str(strangers.draft), str(strangers.target), "--out", str(tmp_path / ("x" * 300)))
+    assert (
+        run_export(
+            monkeypatch, "pair", str(strangers.draft), str(strangers.target), "--out", str(tmp_path / ("x" * 300))
+        )
+        == 2
+    )
     assert "File name too long" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     for nameless in (Path(), Path("/")):
@@ -127,7 +118,7 @@ def test_what_is_in_the_way_of_the_draft_is_told_before_the_target_is_exported(
     (tmp_path / "draft" / "mine").touch()
     command = ("pair", str(strangers.draft), str(strangers.target), "--out", str(tmp_path))
     for more in ((), ("--sweep",), ("--overwrite",)):
-        fail_cli(monkeypatch, *command, *more)
+        assert run_export(monkeypatch, *command, *more) == 2
         told = capsys.readouterr().err
         assert str(tmp_path / "draft") in told and "exists" in told and "reading" not in told
     assert [path.name for path in tmp_path.iterdir()] == ["draft"]

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.export_cli import run_export
 from tests.tiny_models import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
 
-from outrider.export import build, cache, cli, openvino_ir
+from outrider.export import build, cache, openvino_ir
 from outrider.export.acceptance import continue_prompts, measure_acceptance
 from outrider.export.cache import export_reference_pair
 from outrider.export.pair import PairPaths, export_pair
@@ -341,28 +342,15 @@ def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert default_cache_dir().parts[-1] in ("outrider", "cache")
 
 
-def run_cli(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit status of `outrider-export` with these arguments."""
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(sys, "argv", ["outrider-export", *arguments])
-    try:
-        cli.main()
-    except SystemExit as exit:
-        return int(exit.code or 0)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    return 0
-
-
 def test_inspect_shows_the_report_card(
     pair: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For people, and as JSON for programs."""
     monkeypatch.setenv("COLUMNS", "160")
-    assert run_cli(monkeypatch, "inspect", str(pair[0].path)) == 0
+    assert run_export(monkeypatch, "inspect", str(pair[0].path)) == 0
     text = capsys.readouterr().out
     assert "parity, step after rollback" in text and "acceptance by target" in text and "int8" in text
-    assert run_cli(monkeypatch, "inspect", str(pair[0].path), "--json") == 0
+    assert run_export(monkeypatch, "inspect", str(pair[0].path), "--json") == 0
     assert json.loads(capsys.readouterr().out)["role"] == "draft"
 
 
@@ -384,7 +372,7 @@ def test_a_users_mistake_ends_in_one_message(
 ) -> None:
     """On standard error, exit status 2, no traceback."""
     monkeypatch.chdir(tmp_path)
-    assert run_cli(monkeypatch, *arguments) == 2
+    assert run_export(monkeypatch, *arguments) == 2
     captured = capsys.readouterr()
     assert message in captured.err.replace("\n", " ") and "Traceback" not in captured.err and not captured.out
     assert not any(tmp_path.iterdir())

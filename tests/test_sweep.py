@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.export_cli import run_export
 from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
-from outrider.export import cli, sweep
+from outrider.export import sweep
 from outrider.export.comparison import NotMade, compare
 from outrider.export.pair import PairPaths
 from outrider.export.pipeline import StagedExport, stage_export
@@ -156,14 +155,7 @@ def test_a_sweep_from_the_command_line(
     arguments = ["pair", str(model), str(model), "--out", str(out), "--sweep", "--keep", "--json"]
     arguments += ["--draft-runtime", "onnxruntime", "--target-runtime", "torch", "--rtt-ms", "10", "--rtt-ms", "50"]
     arguments += ["--threads", "1"]
-    before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(sys, "argv", ["outrider-export", *arguments, "--step-ms", "30", "--extra-ms", "0.5"])
-    try:
-        with pytest.raises(SystemExit) as exit:
-            cli.main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert not exit.value.code
+    assert run_export(monkeypatch, *arguments, "--step-ms", "30", "--extra-ms", "0.5") == 0
     found = json.loads(capsys.readouterr().out)
     labels = [row["label"] for row in found["rows"]]
     assert labels == ["onnxruntime int8", "onnxruntime int4", "onnxruntime fp32"] and not found["not_made"]

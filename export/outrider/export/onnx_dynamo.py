@@ -91,20 +91,21 @@ def _find_shapes(model: Any) -> list[tuple[int, int]]:
     """(kv_heads, head_size) of each layer, from one pass in torch."""
     import torch
 
-    recording = Recording()
+    recording, failure = Recording(), None
     try:
         with torch.no_grad(), recording_attention(model, recording):
             model(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False)
-    except Exception:
+    except Exception as error:
         if recording.shapes:
             raise
         # Attention that is not looked up through the interface fails without its mask; what is missing is told below.
+        failure = error
     expected = model.config.num_hidden_layers
     if len(recording.shapes) != expected:
         raise ExportError(
             f"{len(recording.shapes)} of the {expected} layers of {type(model).__name__} call attention through "
             "transformers' attention interface; the others cannot be put on GroupQueryAttention"
-        )
+        ) from failure
     return recording.shapes
 
 
