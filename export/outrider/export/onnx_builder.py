@@ -99,8 +99,8 @@ def build_with_genai(source_dir: Path, destination: Path, precision: BuilderPrec
     """Writes model.onnx, model.onnx.data and genai_config.json to `destination`; the same input, the same bytes.
 
     precision: of weights, activations and cache: "fp32" is for the CPU, "fp16" for CUDA. Weights are quantized
-    afterwards (`onnx_quantize`): the builder would hold the model five times for it. work: for files that are gone
-    afterwards. Raises ExportError where the builder fails.
+    afterwards (`onnx_quantize`), so that one build serves the export and its unquantized twin. work: for files that are
+    gone afterwards. Raises ExportError where the builder fails.
     """
     scratch = work / f"genai-{precision}"
     view, built = scratch / "source", scratch / "built"
