@@ -33,10 +33,10 @@ from bench.report import write_json
 from rich.console import Console
 from rich.table import Table
 
-from outrider.edge.drafter import ModelDrafter
-from outrider.export.pipeline import export_model
+from outrider.edge.drafting.drafter import ModelDrafter
+from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions, RuntimeName
-from outrider.export.tiny import make_tiny_model, make_tiny_tokenizer
+from outrider.export.source.tiny import make_tiny_model, make_tiny_tokenizer
 from outrider.models.bundle import Bundle
 from outrider.models.runtimes import open_sequence_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime

@@ -15,18 +15,18 @@ import numpy as np
 from bench.round_trips import Subject
 from numpy.typing import NDArray
 
-from outrider.cloud.app import create_app
-from outrider.cloud.core import ServedModel
+from outrider.cloud.api.app import create_app
+from outrider.cloud.api.state import ServedModel
 from outrider.cloud.engine import Engine, EngineThread
-from outrider.cloud.serve import READY_PREFIX
-from outrider.cloud.serving import VerifierServer, open_socket, url_of
-from outrider.edge.child_process import child_process
-from outrider.edge.cores import plan_cores, running_on
-from outrider.edge.drafter import ModelDrafter
-from outrider.models.reference import target_dir
+from outrider.cloud.server.serve import READY_PREFIX
+from outrider.cloud.server.serving import VerifierServer, open_socket, url_of
+from outrider.edge.drafting.drafter import ModelDrafter
+from outrider.edge.lab.child_process import child_process
+from outrider.edge.lab.cores import plan_cores, running_on
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 from outrider.models.tokenizer import Tokenizer
+from outrider.reference import target_dir
 
 VOCAB_SIZE = 4096
 MAX_POSITIONS = 2048

@@ -20,13 +20,13 @@ from rich.table import Table
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.engine.types import CommitEvent, Event, GenerateRequest
-from outrider.export.cache import export_reference_pair
+from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.bundle import Bundle
-from outrider.models.reference import load_prompts
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
 from outrider.models.sampling import SamplingParams, pick
 from outrider.models.tokenizer import Tokenizer
+from outrider.reference import load_prompts
 
 CONTEXT = 96
 console = Console()

@@ -42,7 +42,7 @@ PATHS: Final[tuple[tuple[str, ...], ...]] = (
 
 _CHILD: Final = """
 import json, pathlib, resource, sys
-from outrider.export.pipeline import export_model
+from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 
 def resident(field):

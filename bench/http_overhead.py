@@ -23,16 +23,16 @@ from typing import Any
 import httpx
 import psutil
 
-from outrider.cloud.app import create_app
-from outrider.cloud.core import ServedModel, ServerSettings
+from outrider.cloud.api.app import create_app
+from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineThread
-from outrider.cloud.security import KeyRing
-from outrider.cloud.serving import VerifierServer, open_socket
+from outrider.cloud.server.serving import VerifierServer, open_socket
+from outrider.models.http.security import KeyRing
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.tokenizer import Tokenizer
 
-REFERENCE = Path(__file__).parents[1] / "models/outrider/models/reference/target"
+REFERENCE = Path(__file__).parents[1] / "reference/outrider/reference/target"
 KEY = "a-key-for-the-benchmark"
 HOLD = 7
 """A prompt that ends in this token keeps the engine's thread waiting: the session is open and nothing else happens."""

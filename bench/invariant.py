@@ -28,14 +28,14 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from outrider.edge.lab import Lab, open_lab
+from outrider.edge.lab.laboratory import Lab, open_lab
+from outrider.edge.modes.assemble import open_drafter
 from outrider.edge.results import GenerationRequest, GenerationResult
-from outrider.edge.setup import open_drafter
-from outrider.export.cache import export_reference_pair
-from outrider.models.reference import load_prompts
+from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions
 from outrider.models.sampling import SamplingParams
+from outrider.reference import load_prompts
 
 SAMPLINGS = {
     "greedy": SamplingParams(),

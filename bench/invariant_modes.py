@@ -14,17 +14,18 @@ from contextlib import contextmanager
 from typing import Final
 from urllib.parse import urlsplit
 
-from outrider.edge.agent import StreamAgent
-from outrider.edge.client import CloudClient
-from outrider.edge.depth import CostModelDepth, FixedDepth
-from outrider.edge.drafter import AlwaysWrongDrafter, Drafter
-from outrider.edge.endpoints import Endpoints
-from outrider.edge.estimates import Estimates
-from outrider.edge.faults import FaultRates, FaultyPosts
-from outrider.edge.proxy import DelayProxy
+from outrider.edge.drafting.depth import CostModelDepth, FixedDepth
+from outrider.edge.drafting.drafter import Drafter
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.lab.always_wrong import AlwaysWrongDrafter
+from outrider.edge.lab.faults import FaultRates, FaultyPosts
+from outrider.edge.lab.proxy import DelayProxy
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.assemble import Agent
+from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
+from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, OnTokens, TokenBatch
-from outrider.edge.setup import Agent
-from outrider.edge.stop_and_wait import StopAndWaitAgent
 
 FAULTS: Final = FaultRates(drop=0.2, duplicate=0.2, delay=0.5, max_delay_s=0.05)
 DEPTH: Final = 5

@@ -30,13 +30,13 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from outrider.edge.lab import STOP_AND_WAIT, STREAM, open_lab
+from outrider.edge.lab.laboratory import STOP_AND_WAIT, STREAM, open_lab
 from outrider.edge.results import GenerationRequest
-from outrider.export.cache import export_reference_pair
+from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.prediction import Reach, Setting
-from outrider.models.reference import load_prompts, target_dir
 from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer
+from outrider.reference import load_prompts, target_dir
 
 FLOOR, OF_COMPUTED = 0.97, 0.9
 WANTED = {10.0: 1.5, 50.0: 1.2}

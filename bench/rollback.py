@@ -22,10 +22,10 @@ from bench.report import write_json
 from rich.console import Console
 from rich.table import Table
 
-from outrider.export.pipeline import export_model
+from outrider.export.check.runner import open_draft
+from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
-from outrider.export.run_export import open_draft
-from outrider.export.tiny import make_tiny_model, make_tiny_tokenizer
+from outrider.export.source.tiny import make_tiny_model, make_tiny_tokenizer
 from outrider.models.manifest import StaticShapes
 from outrider.models.runtimes.base import SequenceRuntime
 

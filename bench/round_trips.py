@@ -12,15 +12,16 @@ from statistics import median
 
 from bench.server_clock import ServerClock, ServerTimes
 
-from outrider.edge.agent import StreamAgent
-from outrider.edge.cores import CorePlan
-from outrider.edge.depth import CostModelDepth
-from outrider.edge.drafter import AlwaysWrongDrafter, Drafter
-from outrider.edge.endpoints import Endpoints
-from outrider.edge.estimates import Estimates
-from outrider.edge.lab import CLOUD_ONLY, STREAM, connected, three_modes
+from outrider.edge.drafting.depth import CostModelDepth
+from outrider.edge.drafting.drafter import Drafter
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.lab.always_wrong import AlwaysWrongDrafter
+from outrider.edge.lab.cores import CorePlan
+from outrider.edge.lab.laboratory import CLOUD_ONLY, STREAM, connected, three_modes
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.assemble import Agent
+from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
-from outrider.edge.setup import Agent
 from outrider.models.prediction import Setting
 
 WRONG = "stream_always_wrong"

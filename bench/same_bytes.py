@@ -29,7 +29,7 @@ from outrider.export.recipes import RECIPES
 
 _CHILD: Final = """
 import json, sys
-from outrider.export.pipeline import export_model
+from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 
 source, out, threads, *others = sys.argv[1:]

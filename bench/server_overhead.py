@@ -22,17 +22,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from outrider.edge.client import CloudClient
-from outrider.edge.cores import running_on
-from outrider.edge.endpoints import Endpoints
-from outrider.edge.lab import Lab, open_lab
+from outrider.edge.lab.cores import running_on
+from outrider.edge.lab.laboratory import Lab, open_lab
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.assemble import make_agent
 from outrider.edge.results import GenerationRequest, Mode
-from outrider.edge.setup import make_agent
-from outrider.export.cache import export_reference_pair
-from outrider.models.reference import load_prompts
+from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
 from outrider.models.sampling import SamplingParams
+from outrider.reference import load_prompts
 
 BOUNDS_MS = {1: 2.0, 16: 5.0}
 

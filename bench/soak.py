@@ -17,14 +17,14 @@ import psutil
 import typer
 from rich.console import Console
 
-from outrider.cloud.protocol import Commit, SessionOpen, SessionRequest
-from outrider.edge.client import CloudClient
-from outrider.edge.endpoints import Endpoints
-from outrider.edge.lab import Lab, open_lab, three_modes
+from outrider.edge.lab.laboratory import Lab, open_lab, three_modes
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.results import GenerationRequest
-from outrider.export.cache import export_reference_pair
-from outrider.models.reference import load_prompts
+from outrider.export.make.reference_pair import export_reference_pair
+from outrider.models.protocol import Commit, SessionOpen, SessionRequest
 from outrider.models.sampling import SamplingParams
+from outrider.reference import load_prompts
 
 console = Console()
 KINDS = ("cloud_only", "stream", "stop_and_wait", "left early", "deleted")

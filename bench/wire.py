@@ -20,12 +20,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from outrider.edge.comparison import ModeFigures, compare
-from outrider.edge.lab import CLOUD_ONLY, STREAM, Lab, connected, interleave, open_lab, three_modes
+from outrider.edge.lab.comparison import ModeFigures, compare
+from outrider.edge.lab.laboratory import CLOUD_ONLY, STREAM, Lab, connected, interleave, open_lab, three_modes
 from outrider.edge.results import GenerationRequest
-from outrider.export.cache import export_reference_pair
-from outrider.models.reference import load_prompts
+from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.sampling import SamplingParams
+from outrider.reference import load_prompts
 
 MAX_UP, MAX_DOWN = 150.0, 60.0
 

@@ -12,7 +12,7 @@ import pytest
 from tests import tiny_models
 
 if TYPE_CHECKING:
-    from outrider.export.pair import PairPaths
+    from outrider.export.make.pair import PairPaths
 
 # Set before anything imports huggingface_hub, which reads it once: no test reaches for a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -85,7 +85,7 @@ def tiny_ir(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 @pytest.fixture(scope="session")
 def reference_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache directory (for OUTRIDER_CACHE) that holds the bundled pair's exports, made once a session."""
-    from outrider.export.cache import export_reference_pair
+    from outrider.export.make.reference_pair import export_reference_pair
 
     root = tmp_path_factory.mktemp("reference-cache")
     export_reference_pair(root)
@@ -95,7 +95,7 @@ def reference_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reference_pair(reference_cache: Path) -> PairPaths:
     """The bundled pair's two bundles: FP32 target, INT8 draft."""
-    from outrider.export.cache import export_reference_pair
+    from outrider.export.make.reference_pair import export_reference_pair
 
     return export_reference_pair(reference_cache)
 
@@ -103,8 +103,8 @@ def reference_pair(reference_cache: Path) -> PairPaths:
 @pytest.fixture(scope="session")
 def npu_pair(reference_cache: Path) -> PairPaths:
     """The pair that `outrider demo --emulate-npu --widen 0` runs: FP32 target, INT8 draft for an NPU."""
-    from outrider.edge.demo_run import NPU_SHAPES
-    from outrider.export.cache import export_reference_pair
+    from outrider.edge.cli.demo_run import NPU_SHAPES
+    from outrider.export.make.reference_pair import export_reference_pair
 
     return export_reference_pair(reference_cache, draft_device="npu", draft_shapes=NPU_SHAPES)
 
@@ -112,8 +112,8 @@ def npu_pair(reference_cache: Path) -> PairPaths:
 @pytest.fixture(scope="session")
 def onnx_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled draft in INT8 for ONNX Runtime on the CPU."""
-    from outrider.export.pair import reference_directories
-    from outrider.export.pipeline import export_model
+    from outrider.export.make.pair import reference_directories
+    from outrider.export.make.pipeline import export_model
     from outrider.export.recipes import ExportOptions
 
     place = tmp_path_factory.mktemp("onnx") / "draft"
@@ -123,7 +123,7 @@ def onnx_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def strangers(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
     """Two random models with one tokenizer: they agree by chance only."""
-    from outrider.export.pair import PairPaths
+    from outrider.export.make.pair import PairPaths
 
     root = tmp_path_factory.mktemp("strangers")
     for name, seed in (("draft", 1), ("target", 2)):

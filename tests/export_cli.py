@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from outrider.export import cli
+from outrider.export.cli import main as cli
 
 
 def run_export(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

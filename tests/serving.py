@@ -20,12 +20,12 @@ from pathlib import Path
 
 import httpx
 
-from outrider.cloud.app import create_app
-from outrider.cloud.core import Core, ServedModel, ServerSettings
+from outrider.cloud.api.app import create_app
+from outrider.cloud.api.state import Core, ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine.thread import EngineThread
-from outrider.cloud.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, parse_event
-from outrider.cloud.serving import VerifierServer, open_socket, url_of
+from outrider.cloud.server.serving import VerifierServer, open_socket, url_of
+from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, parse_event
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams, pick

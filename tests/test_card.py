@@ -19,10 +19,14 @@ from rich.console import Console
 from tests.export_cli import run_export
 from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
-from outrider.export import timing
-from outrider.export.acceptance import NEW_TOKENS, Continuation, Rounds, measure_acceptance, play_rounds
-from outrider.export.agreement import measure_agreement
-from outrider.export.card import (
+from outrider.export.check import timing
+from outrider.export.check.acceptance import NEW_TOKENS, Continuation, Rounds, measure_acceptance, play_rounds
+from outrider.export.check.agreement import measure_agreement
+from outrider.export.check.runner import SequenceSteps, open_draft
+from outrider.export.cli.display import print_report
+from outrider.export.make.pair import PairPaths, encode_judging, export_pair
+from outrider.export.recipes import ExportOptions
+from outrider.export.report.card import (
     TargetTimes,
     forecast_for,
     judged,
@@ -30,13 +34,9 @@ from outrider.export.card import (
     tokens_per_pass,
     warnings_of,
 )
-from outrider.export.card_html import card_html
-from outrider.export.display import print_report
-from outrider.export.pair import PairPaths, encode_judging, export_pair
-from outrider.export.prompts import BUILT_IN_PROMPTS, MAX_PROMPTS
-from outrider.export.recipes import ExportOptions
-from outrider.export.run_export import SequenceSteps, open_draft
-from outrider.export.source import read_source
+from outrider.export.report.card_html import card_html
+from outrider.export.source.model_source import read_source
+from outrider.export.source.prompts import BUILT_IN_PROMPTS, MAX_PROMPTS
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError, ExportError, TokenizerError
 from outrider.models.manifest import Acceptance, AtDepth, Manifest, Timing
@@ -142,7 +142,7 @@ def test_an_export_in_full_precision_agrees_with_its_source(
     tiny_model: Callable[[str], Path], tiny_ir: Callable[..., Path]
 ) -> None:
     """Every argmax and no divergence; INT8 has some; another model's logits have much."""
-    from outrider.export.torch_source import load_source_model, source_logits
+    from outrider.export.source.torch_source import load_source_model, source_logits
 
     model = load_source_model(tiny_model("qwen2"))
     texts = [(3, 1, 4, 1, 5, 9, 2, 6), (2, 7, 1, 8)]

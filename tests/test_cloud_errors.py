@@ -10,12 +10,12 @@ import httpx
 import pytest
 from tests.serving import FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
 
-from outrider.cloud.core import ServerSettings
+from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig
-from outrider.cloud.limits import RateLimiter
-from outrider.cloud.protocol import ErrorAnswer, SessionOpen
-from outrider.cloud.security import KeyRing
 from outrider.models.errors import ConfigError, RequestError
+from outrider.models.http.limits import RateLimiter
+from outrider.models.http.security import KeyRing
+from outrider.models.protocol import ErrorAnswer, SessionOpen
 
 PROMPT = [5, 17, 99, 3]
 ALICE = "alice-has-this-key"

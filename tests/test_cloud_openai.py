@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.serving import EOS_ID, FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
 
-from outrider.cloud import openai
-from outrider.cloud.generation import TextAssembler
-from outrider.cloud.protocol import ErrorAnswer
+from outrider.cloud.api.generation import TextAssembler
+from outrider.models.http import openai
+from outrider.models.protocol import ErrorAnswer
 from outrider.models.sampling import SamplingParams
 
 PROMPT = "def verify("

@@ -24,15 +24,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.serving import FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
 from typer.testing import CliRunner
 
-from outrider.cloud import cli, sse
-from outrider.cloud import serve as serve_module
-from outrider.cloud.core import ServerSettings
+from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine.types import CommitEvent
-from outrider.cloud.logs import LogFormat, configure_logging
-from outrider.cloud.protocol import Commit, ReadyAnswer, SessionEnd, SessionOpen, parse_event
-from outrider.cloud.security import KeyRing, require_safe_host
-from outrider.cloud.serving import VerifierServer, open_socket, url_of
+from outrider.cloud.server import main as cli
+from outrider.cloud.server import serve as serve_module
+from outrider.cloud.server.logs import LogFormat, configure_logging
+from outrider.cloud.server.serving import VerifierServer, open_socket, url_of
 from outrider.models.errors import ConfigError
+from outrider.models.http import sse
+from outrider.models.http.security import KeyRing, require_safe_host
+from outrider.models.protocol import Commit, ReadyAnswer, SessionEnd, SessionOpen, parse_event
 
 PROMPT = [5, 17, 99, 3]
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
@@ -192,10 +193,10 @@ def test_the_openapi_document_is_complete(client: httpx.Client, server: FakeServ
 
 
 def _routes(server: FakeServer) -> list[APIRoute]:
-    from outrider.cloud.completions import completion_routes
-    from outrider.cloud.health import health_routes
-    from outrider.cloud.sessions import session_routes
-    from outrider.cloud.verify import verify_routes
+    from outrider.cloud.api.completions import completion_routes
+    from outrider.cloud.api.health import health_routes
+    from outrider.cloud.api.sessions import session_routes
+    from outrider.cloud.api.verify import verify_routes
 
     groups = (completion_routes, health_routes, session_routes, verify_routes)
     return [route for group in groups for route in group(server.core).routes if isinstance(route, APIRoute)]

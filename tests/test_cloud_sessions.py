@@ -10,9 +10,9 @@ import httpx
 import pytest
 from tests.serving import EOS_ID, FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
 
-from outrider.cloud.core import ServerSettings
+from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
-from outrider.cloud.protocol import Commit, SessionEnd, SessionOpen
+from outrider.models.protocol import Commit, SessionEnd, SessionOpen
 from outrider.models.sampling import SamplingParams
 
 PROMPT = [5, 17, 99, 3]

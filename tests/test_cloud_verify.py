@@ -10,7 +10,7 @@ import httpx
 import pytest
 from tests.serving import FakeServer, serve_fake, target_tokens
 
-from outrider.cloud.protocol import VerifyAnswer, VerifyResult
+from outrider.models.protocol import VerifyAnswer, VerifyResult
 from outrider.models.sampling import SamplingParams
 
 PREFIX = [5, 17, 99, 3]

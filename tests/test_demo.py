@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outrider.edge import cli
-from outrider.edge.demo_run import NPU_SHAPES
-from outrider.edge.devices import find_runtime
-from outrider.export.pair import PairPaths
+from outrider.edge.cli import main as cli
+from outrider.edge.cli.demo_run import NPU_SHAPES
+from outrider.edge.devices.discovery import find_runtime
+from outrider.export.make.pair import PairPaths
 
 KEYS = {
     *("tokens_per_s", "ttft_ms", "itl_ms_p50", "itl_ms_p95", "acceptance_rate", "tokens_per_pass", "passes_per_token"),
@@ -25,7 +25,7 @@ TIMEOUT_S = 300.0
 
 
 def _command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "outrider.edge.cli", "demo", "--widen", "0", *arguments]
+    return [sys.executable, "-m", "outrider.edge.cli.main", "demo", "--widen", "0", *arguments]
 
 
 def test_the_demo_shows_one_text_in_every_mode_and_writes_its_figures(reference_cache: Path, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_the_demo_exports_the_draft_that_was_asked_for(
         seen.update(options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("outrider.export.cache.export_reference_pair", export)
+    monkeypatch.setattr("outrider.export.make.reference_pair.export_reference_pair", export)
     monkeypatch.setattr(sys, "argv", ["outrider", "demo", *arguments])
     with pytest.raises(SystemExit):
         cli.main()

@@ -17,17 +17,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from outrider.export import cli
-from outrider.export.distill import DistillResult, distill_draft
-from outrider.export.distill_options import DistillOptions
-from outrider.export.distill_work import default_work, locked
-from outrider.export.pair import PairPaths
-from outrider.export.pipeline import export_model
+from outrider.export.cli import main as cli
+from outrider.export.distill.distill import DistillResult, distill_draft
+from outrider.export.distill.options import DistillOptions
+from outrider.export.distill.trainer.progress import Event
+from outrider.export.distill.work import default_work, locked
+from outrider.export.make.pair import PairPaths
+from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
-from outrider.export.source import read_source
-from outrider.export.tiny import make_tiny_model, make_tiny_source, make_tiny_tokenizer
+from outrider.export.source.model_source import read_source
+from outrider.export.source.tiny import make_tiny_model, make_tiny_source, make_tiny_tokenizer
 from outrider.models.bundle import hash_file
-from outrider.models.distillation.progress import Event
 from outrider.models.errors import ConfigError, DiskFull, ExportError, ModelFault, RuntimeUnavailable, TokenizerMismatch
 
 OPTIONS = DistillOptions(
@@ -161,7 +161,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_draft(
 ) -> None:
     """Killed while the target wrote, killed while the draft learned, told to end: the weights are those of one run."""
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "outrider.export.cli", "distill", str(pair.draft), str(pair.target)]
+    command = [sys.executable, "-m", "outrider.export.cli.main", "distill", str(pair.draft), str(pair.target)]
     command += ["--prompts", str(prompts), "--out", str(out), "--steps", "30", "--tokens", "8000", "--row-length", "48"]
     command += ["--rate", "3e-3", "--target-dtype", "fp32", "--threads", "1", "--no-compile", "--device", "cpu"]
     assert run_until(command, "rows with", signal.SIGKILL)[0] == -signal.SIGKILL
@@ -352,7 +352,7 @@ def test_a_run_without_a_draft_says_so_in_json_and_status(
     result: DistillResult, exit_code: int, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One object again, and a status that ends a script."""
-    monkeypatch.setattr("outrider.export.distill.distill_draft", lambda *arguments: result)
+    monkeypatch.setattr("outrider.export.distill.distill.distill_draft", lambda *arguments: result)
     run = CliRunner().invoke(cli.app, ["distill", "a", "b", "--prompts", str(prompts), "--json"])
     assert run.exit_code == exit_code
     found = json.loads(run.stdout)

@@ -17,21 +17,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.export import tiny
-from outrider.export.distill_prompts import split_prompts
+from outrider.export.distill.prompts import split_prompts
 from outrider.export.interruption import Interruption
-from outrider.export.prompts import encode_prompts, read_prompts
-from outrider.export.source import read_source
+from outrider.export.source import tiny
+from outrider.export.source.model_source import read_source
+from outrider.export.source.prompts import encode_prompts, read_prompts
 from outrider.models.errors import ExportError, TokenizerError
 from outrider.models.tokenizer import Tokenizer
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from outrider.export.distill_target import load_for_torch  # noqa: E402
-from outrider.models.distillation import acceptance, compiling, losses, memory, order, rollout  # noqa: E402
-from outrider.models.distillation.files import load_tensors, save_tensors  # noqa: E402
-from outrider.models.distillation.optim import Average, MatrixOptimizer, Rates  # noqa: E402
+from outrider.export.distill.target import load_for_torch  # noqa: E402
+from outrider.export.distill.trainer import (  # noqa: E402
+    acceptance,
+    compiling,
+    losses,
+    memory,
+    order,
+    rollout,
+)
+from outrider.export.distill.trainer.files import load_tensors, save_tensors  # noqa: E402
+from outrider.export.distill.trainer.optim import Average, MatrixOptimizer, Rates  # noqa: E402
 
 
 def test_prompts_are_read_from_every_format(tmp_path: Path) -> None:

@@ -16,21 +16,22 @@ import httpx
 import pytest
 from tests.serving import EOS_ID, FakeServer, fake_tokenizer, serve_fake
 
-from outrider.cloud.core import ServerSettings
-from outrider.cloud.protocol import DraftRequest
-from outrider.cloud.security import KeyRing
-from outrider.edge.agent import StreamAgent
-from outrider.edge.client import ClientOptions, CloudClient
-from outrider.edge.depth import CostModelDepth, DepthController, FixedDepth, ThresholdDepth
-from outrider.edge.drafter import AlwaysWrongDrafter, Drafter, ModelDrafter, Proposal
-from outrider.edge.endpoints import Endpoints, RetryPolicy
-from outrider.edge.estimates import Estimates
-from outrider.edge.faults import FaultRates, FaultyPosts
-from outrider.edge.proxy import DelayProxy, ProxyOptions
+from outrider.cloud.api.state import ServerSettings
+from outrider.edge.drafting.depth import CostModelDepth, DepthController, FixedDepth, ThresholdDepth
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter, Proposal
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.lab.always_wrong import AlwaysWrongDrafter
+from outrider.edge.lab.faults import FaultRates, FaultyPosts
+from outrider.edge.lab.proxy import DelayProxy, ProxyOptions
+from outrider.edge.link.client import ClientOptions, CloudClient
+from outrider.edge.link.endpoints import Endpoints, RetryPolicy
+from outrider.edge.link.sender import Posts
+from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
+from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source, TokenBatch
-from outrider.edge.sender import Posts
-from outrider.edge.stop_and_wait import StopAndWaitAgent
 from outrider.models.errors import CloudError, ModelFault, RequestError, TokenizerMismatch
+from outrider.models.http.security import KeyRing
+from outrider.models.protocol import DraftRequest
 from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams, pick
 

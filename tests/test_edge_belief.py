@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.edge.belief import Belief
-from outrider.edge.estimates import Estimates, ForgettingRatio
+from outrider.edge.drafting.belief import Belief
+from outrider.edge.drafting.estimates import Estimates, ForgettingRatio
 from outrider.models.errors import CloudError
 
 TOKENS = st.lists(st.integers(0, 2), max_size=6)

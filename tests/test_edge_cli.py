@@ -15,14 +15,19 @@ import pytest
 from rich.console import Console
 from tests.serving import fake_tokenizer, serve_fake, target_tokens
 
-from outrider.edge import cli
-from outrider.edge.agent import StreamAgent
-from outrider.edge.client import CloudClient
-from outrider.edge.depth import CostModelDepth, FixedDepth, ThresholdDepth
-from outrider.edge.drafter import NgramDrafter
-from outrider.edge.endpoints import Endpoints
-from outrider.edge.estimates import Estimates
-from outrider.edge.placement import DraftChoice
+from outrider.edge.cli import main as cli
+from outrider.edge.cli.run import RunOptions, make_request
+from outrider.edge.cli.summary import mode_numbers, result_as_json, summary_lines
+from outrider.edge.cli.terminal import TokenPrinter
+from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.drafting.depth import CostModelDepth, FixedDepth, ThresholdDepth
+from outrider.edge.drafting.drafter import NgramDrafter
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.assemble import make_agent, make_depth
+from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
+from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import (
     ByteCounts,
     GenerationRequest,
@@ -31,14 +36,9 @@ from outrider.edge.results import (
     Source,
     TokenBatch,
 )
-from outrider.edge.run import RunOptions, make_request
-from outrider.edge.setup import make_agent, make_depth
-from outrider.edge.stop_and_wait import StopAndWaitAgent
-from outrider.edge.summary import mode_numbers, result_as_json, summary_lines
-from outrider.edge.terminal import TokenPrinter
-from outrider.export import cli as export_cli
+from outrider.export.cli import main as export_cli
 from outrider.export.quiet import missing_extra as missing_export_extra
-from outrider.export.torch_source import load_source_model
+from outrider.export.source.torch_source import load_source_model
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.sampling import SamplingParams
 
@@ -57,7 +57,7 @@ def test_help_needs_no_model_runtime() -> None:
         "import sys\n"
         "for name in ('openvino', 'httpx', 'torch'): sys.modules[name] = None\n"
         "sys.argv = ['outrider', 'run', '--help']\n"
-        "from outrider.edge.cli import main; main()"
+        "from outrider.edge.cli.main import main; main()"
     )
     paths = [path for path in sys.path if path]
     done = subprocess.run(

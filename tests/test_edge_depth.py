@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.edge.belief import Belief, CommitOutcome
-from outrider.edge.depth import (
+from outrider.edge.drafting.belief import Belief, CommitOutcome
+from outrider.edge.drafting.depth import (
     MAX_DEPTH,
     CostModelDepth,
     CostModelOptions,
@@ -20,7 +20,7 @@ from outrider.edge.depth import (
     best_verified,
     expected_tokens,
 )
-from outrider.edge.estimates import Estimates
+from outrider.edge.drafting.estimates import Estimates
 from outrider.models.errors import ConfigError
 
 

@@ -18,17 +18,17 @@ from rich.console import Console
 from tests.serving import FakeServer, fake_tokenizer, save_fake_tokenizer, serve_fake, target_tokens
 from tests.test_bundle import make_manifest
 
-from outrider.edge import cli
-from outrider.edge.client import CloudClient
-from outrider.edge.device_advice import gpu_advice, npu_advice, provider_advice
-from outrider.edge.devices import FoundDevice, FoundRuntime, find_runtime, require_device
-from outrider.edge.devices_screen import DRAFTS, devices_as_json, show_devices
-from outrider.edge.drafter import ModelDrafter
-from outrider.edge.endpoints import Endpoints
-from outrider.edge.placement import AS_BUNDLED, EMULATED_NPU, DraftChoice, Placement, opened_as, place_draft
+from outrider.edge.cli import main as cli
+from outrider.edge.cli.devices_screen import DRAFTS, devices_as_json, show_devices
+from outrider.edge.cli.summary import draft_lines
+from outrider.edge.devices.advice import gpu_advice, npu_advice, provider_advice
+from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, find_runtime, require_device
+from outrider.edge.devices.placement import AS_BUNDLED, EMULATED_NPU, DraftChoice, Placement, opened_as, place_draft
+from outrider.edge.drafting.drafter import ModelDrafter
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.assemble import make_agent, open_drafter
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
-from outrider.edge.setup import make_agent, open_drafter
-from outrider.edge.summary import draft_lines
 from outrider.models.bundle import Bundle
 from outrider.models.bundle_writer import BundleWriter
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable

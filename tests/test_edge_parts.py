@@ -18,16 +18,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cloud.protocol import Commit, DraftRequest, SessionEnd, SessionEvent, SessionOpen
-from outrider.edge.draft_run import DraftRun, DraftWorker
-from outrider.edge.drafter import ModelDrafter, Proposal
-from outrider.edge.faults import FaultRates, FaultyPosts
-from outrider.edge.proxy import DelayProxy, ProxyOptions
-from outrider.edge.recorder import Recorder
+from outrider.edge.drafting.drafter import ModelDrafter, Proposal
+from outrider.edge.drafting.worker import DraftRun, DraftWorker
+from outrider.edge.lab.faults import FaultRates, FaultyPosts
+from outrider.edge.lab.proxy import DelayProxy, ProxyOptions
+from outrider.edge.link.sender import DraftSender
+from outrider.edge.link.sse import EventParser
+from outrider.edge.modes.recorder import Recorder
 from outrider.edge.results import ByteCounts, Mode, Source, TokenBatch
-from outrider.edge.sender import DraftSender
-from outrider.edge.sse import EventParser
 from outrider.models.errors import CloudError, ConfigError
+from outrider.models.protocol import Commit, DraftRequest, SessionEnd, SessionEvent, SessionOpen
 from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
 
@@ -227,7 +227,7 @@ def test_importing_the_agent_loads_nothing_heavy() -> None:
         "for m in pkgutil.iter_modules(e.__path__): importlib.import_module('outrider.edge.' + m.name)\n"
         "heavy = ('torch', 'transformers', 'onnx', 'optimum', 'openvino', 'fastapi', 'uvicorn', 'outrider.export')\n"
         "bad = [n for n in sys.modules if n in heavy or n.startswith('outrider.export.')\n"
-        "       or (n.startswith('outrider.cloud.') and n != 'outrider.cloud.protocol')]\n"
+        "       or (n.startswith('outrider.cloud.') and n != 'outrider.models.protocol')]\n"
         "print(bad); sys.exit(bool(bad))"
     )
     paths = [path for path in sys.path if path]

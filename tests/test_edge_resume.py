@@ -14,15 +14,15 @@ import httpx
 import pytest
 from tests.serving import fake_tokenizer, serve_fake
 
-from outrider.cloud.protocol import Commit, SessionEnd, SessionOpen, SessionRequest, Usage
-from outrider.edge.agent import StreamAgent
-from outrider.edge.client import CloudClient
-from outrider.edge.depth import FixedDepth
-from outrider.edge.endpoints import Endpoints, RetryPolicy
-from outrider.edge.estimates import Estimates
+from outrider.edge.drafting.depth import FixedDepth
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.endpoints import Endpoints, RetryPolicy
+from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
+from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
-from outrider.edge.stop_and_wait import StopAndWaitAgent
 from outrider.models.errors import CloudError
+from outrider.models.protocol import Commit, SessionEnd, SessionOpen, SessionRequest, Usage
 from outrider.models.runtimes.fake import FakeBatchRuntime
 
 EOS = 9

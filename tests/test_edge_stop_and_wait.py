@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 from tests.serving import fake_tokenizer, serve_fake, target_tokens
 
 from outrider.cloud.engine import EngineConfig
-from outrider.cloud.protocol import VerifyAnswer, VerifyRequest, VerifyResult
-from outrider.edge.client import CloudClient
-from outrider.edge.depth import FixedDepth
-from outrider.edge.drafter import AlwaysWrongDrafter, Drafter, ModelDrafter, NgramDrafter
-from outrider.edge.endpoints import Endpoints
-from outrider.edge.estimates import Estimates
+from outrider.edge.drafting.depth import FixedDepth
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.lab.always_wrong import AlwaysWrongDrafter
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
-from outrider.edge.stop_and_wait import StopAndWaitAgent
+from outrider.models.protocol import VerifyAnswer, VerifyRequest, VerifyResult
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.runtimes.fake import FakeSequenceRuntime
 

@@ -14,11 +14,18 @@ from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, Collector, plain
 
 from outrider.cloud.engine import Engine, EngineThread
-from outrider.cloud.engine.estimators import AcceptanceEstimator, DraftLag, StepTimeCurve
-from outrider.cloud.engine.policy import ENOUGH_ANSWERS, NO_WAIT, choose_drafts, plan_wait, rate_streaming, rate_waiting
 from outrider.cloud.engine.pool import BlockPool, chain_hash
-from outrider.cloud.engine.trie import MAX_NODES, DraftTrie
 from outrider.cloud.engine.types import Event, GenerateRequest, Sink
+from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepTimeCurve
+from outrider.cloud.pending.policy import (
+    ENOUGH_ANSWERS,
+    NO_WAIT,
+    choose_drafts,
+    plan_wait,
+    rate_streaming,
+    rate_waiting,
+)
+from outrider.cloud.pending.trie import MAX_NODES, DraftTrie
 from outrider.models.errors import RequestError
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.runtimes.fake import FakeBatchRuntime

@@ -15,11 +15,11 @@ import click
 import pytest
 import typer.main
 
-from outrider.cloud.cli import app as cloud_app
-from outrider.edge import cli as edge_cli
-from outrider.edge.lab import cloud_process
-from outrider.export.cli import app as export_app
-from outrider.export.pair import PairPaths
+from outrider.cloud.server.main import app as cloud_app
+from outrider.edge.cli import main as edge_cli
+from outrider.edge.lab.laboratory import cloud_process
+from outrider.export.cli.main import app as export_app
+from outrider.export.make.pair import PairPaths
 from outrider.models.bundle import Bundle
 
 ROOT = Path(__file__).parent.parent

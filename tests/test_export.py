@@ -18,14 +18,16 @@ import pytest
 from tests.export_cli import run_export
 from tests.tiny_models import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
 
-from outrider.export import build, cache, openvino_ir
-from outrider.export.acceptance import continue_prompts, measure_acceptance
-from outrider.export.cache import export_reference_pair
-from outrider.export.pair import PairPaths, export_pair
-from outrider.export.pipeline import export_model
+from outrider.export.check.acceptance import continue_prompts, measure_acceptance
+from outrider.export.convert import openvino_ir
+from outrider.export.make import build
+from outrider.export.make import reference_pair as cache
+from outrider.export.make.pair import PairPaths, export_pair
+from outrider.export.make.pipeline import export_model
+from outrider.export.make.reference_pair import export_reference_pair
 from outrider.export.progress import StageEvent
 from outrider.export.recipes import ExportOptions
-from outrider.export.source import read_source
+from outrider.export.source.model_source import read_source
 from outrider.models.bundle import Bundle
 from outrider.models.errors import BundleError, ConfigError, ExportError, OutriderError, TokenizerMismatch
 from outrider.models.manifest import StaticShapes
@@ -248,7 +250,7 @@ def test_an_upstream_failure_keeps_its_words(
 
 EXPORT_AND_WAIT = """
 import sys, time
-from outrider.export.pipeline import export_model
+from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 
 def progress(event):

@@ -10,10 +10,10 @@ import pytest
 from bench.bad_sources import DAMAGED_BUNDLES, DAMAGED_SOURCES, WEIGHTS, make_sources
 from safetensors.numpy import load_file, save_file
 
-from outrider.export.pair import export_pair
-from outrider.export.pipeline import export_model
+from outrider.export.make.pair import export_pair
+from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
-from outrider.export.torch_source import load_source_model
+from outrider.export.source.torch_source import load_source_model
 from outrider.models.bundle import Bundle
 from outrider.models.errors import BundleError, OutriderError
 

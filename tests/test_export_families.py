@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from tests.tiny_models import make_unknown
 
-from outrider.export import openvino_ir, upstream_repairs
-from outrider.export.card import warnings_of
-from outrider.export.pipeline import export_model, stage_export
+from outrider.export.convert import openvino_ir, upstream_repairs
+from outrider.export.make.pipeline import export_model, stage_export
+from outrider.export.make.stage_store import WorkStore
 from outrider.export.progress import silent
 from outrider.export.recipes import ExportOptions
-from outrider.export.source import read_source
-from outrider.export.tiny import FAMILIES, make_tiny_source
-from outrider.export.work_store import WorkStore
+from outrider.export.report.card import warnings_of
+from outrider.export.source.model_source import read_source
+from outrider.export.source.tiny import FAMILIES, make_tiny_source
 from outrider.models.errors import ExportError, ParityFailure
 from outrider.models.manifest import Parity, Precision, Role
 from outrider.models.runtimes import open_batch_runtime
@@ -94,7 +94,7 @@ def test_soft_capping_that_nobody_knew_of_is_refused_by_the_check(
     tiny_source: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Converted as it is, Gemma 2 cannot be paged; converted with fused attention, its logits are wrong."""
-    monkeypatch.setattr("outrider.export.pipeline.require_runtime", lambda *arguments: None)
+    monkeypatch.setattr("outrider.export.make.pipeline.require_runtime", lambda *arguments: None)
     with pytest.raises(ExportError, match=r"cannot run what was exported: \w+\.xml cannot use paged attention"):
         stage(tiny_source("gemma2"), tmp_path / "out", tmp_path / "a", "target", "fp32")
 

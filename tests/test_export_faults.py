@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
+from outrider.export.check.parity import ParityReference, Passage
+from outrider.export.check.source_logits import Truth
+from outrider.export.convert.openvino_ir import finish_ir
+from outrider.export.convert.safetensors_cast import cast_weights
 from outrider.export.disk import require_room, telling_of_full_disks
-from outrider.export.openvino_ir import finish_ir
-from outrider.export.parity import ParityReference, Passage
-from outrider.export.pipeline import export_model
+from outrider.export.make.pipeline import export_model
+from outrider.export.make.stage_store import WorkStore
 from outrider.export.progress import StageEvent
 from outrider.export.recipes import ExportOptions, RuntimeName
-from outrider.export.safetensors_cast import cast_weights
-from outrider.export.truth import Truth
-from outrider.export.work_store import WorkStore
 from outrider.models.bundle import Bundle
 from outrider.models.errors import DiskFull, ExportError
 from outrider.models.manifest import Precision
@@ -106,7 +106,7 @@ def save_onnx_there(source: Path, place: Path) -> None:
     """onnx_ir's writer of external data."""
     import onnx_ir as ir
 
-    from outrider.export.onnx_graph import add_initializer, save_model
+    from outrider.export.convert.onnx_graph import add_initializer, save_model
 
     graph = ir.Graph([], [], nodes=[], opset_imports={"": 20}, name="tiny")
     add_initializer(graph, "weights", np.ones((128, 256), np.float32))
@@ -243,7 +243,7 @@ def test_other_errors_are_not_taken_for_full_disks(tmp_path: Path) -> None:
 EXPORTS_TO_KILL = """
 import json, os, signal, sys
 import openvino, torch, transformers, optimum.exporters.openvino, optimum.intel, nncf
-from outrider.export.pipeline import export_model
+from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 
 def export(order):
@@ -349,7 +349,7 @@ def test_a_result_that_another_export_uses_stays(tmp_path: Path) -> None:
 USE_AND_WAIT = """
 import signal, sys
 from pathlib import Path
-from outrider.export.work_store import WorkStore
+from outrider.export.make.stage_store import WorkStore
 store = WorkStore(Path(sys.argv[1]))
 store.get({"stage": "ir"}, lambda directory: (directory / "result").write_text("made"))
 print("got", flush=True)

@@ -19,18 +19,18 @@ from openvino import opset13 as ops
 from safetensors.numpy import load_file
 from tests.conftest import TINY_VOCAB
 
-from outrider.export import symmetric
-from outrider.export.calibration import NUM_TEXTS, TEXT_TOKENS, complete_texts, quantize_fully
-from outrider.export.npu import compile_ahead
-from outrider.export.openvino_ir import save_ir
-from outrider.export.pipeline import export_model
-from outrider.export.recipes import ExportOptions
-from outrider.export.symmetric import (
+from outrider.export.convert import symmetric
+from outrider.export.convert.ahead_of_time import compile_ahead
+from outrider.export.convert.calibration import NUM_TEXTS, TEXT_TOKENS, complete_texts, quantize_fully
+from outrider.export.convert.openvino_ir import save_ir
+from outrider.export.convert.symmetric import (
     SymmetricWeights,
     compress_int8_symmetric,
     quantize_symmetric,
     read_dequantized,
 )
+from outrider.export.make.pipeline import export_model
+from outrider.export.recipes import ExportOptions
 from outrider.models.errors import BundleError, ExportError, RuntimeUnavailable
 from outrider.models.manifest import StaticShapes
 from outrider.models.runtimes.base import RuntimeOptions

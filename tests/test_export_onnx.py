@@ -17,9 +17,9 @@ import onnx
 import pytest
 from tests.onnx_graphs import VOCAB, build, load_fp32, truth_of, worst_delta
 
-from outrider.export.onnx_blocks import BLOCK_SIZE, quantize_blocks, read_dequantized
-from outrider.export.onnx_builder import build_with_genai, supports, why_not
-from outrider.export.tiny import FAMILIES, make_tiny_source
+from outrider.export.convert.onnx_blocks import BLOCK_SIZE, quantize_blocks, read_dequantized
+from outrider.export.convert.onnx_builder import build_with_genai, supports, why_not
+from outrider.export.source.tiny import FAMILIES, make_tiny_source
 from outrider.models.errors import ExportError
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence
@@ -92,7 +92,7 @@ def test_llama3_scaling_is_exact(tmp_path: Path) -> None:
 BUILD = """
 import os, sys
 from pathlib import Path
-from outrider.export.onnx_builder import build_with_genai
+from outrider.export.convert.onnx_builder import build_with_genai
 source, destination = Path(sys.argv[1]), Path(sys.argv[2])
 destination.mkdir(parents=True)
 os.chdir(destination.parent)

@@ -15,11 +15,11 @@ import onnx
 import pytest
 from tests.onnx_graphs import FIRST, VOCAB, load_fp32, truth_of, worst_delta
 
-from outrider.export.onnx_attention import Recording, recording_attention
-from outrider.export.onnx_blocks import read_dequantized
-from outrider.export.onnx_dynamo import export_with_dynamo
-from outrider.export.onnx_quantize import quantize_weights
-from outrider.export.tiny import make_tiny_model
+from outrider.export.convert.onnx_attention import Recording, recording_attention
+from outrider.export.convert.onnx_blocks import read_dequantized
+from outrider.export.convert.onnx_dynamo import export_with_dynamo
+from outrider.export.convert.onnx_quantize import quantize_weights
+from outrider.export.source.tiny import make_tiny_model
 from outrider.models.errors import ExportError
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence
@@ -158,8 +158,8 @@ EXPORT = """
 import sys
 from pathlib import Path
 import torch
-from outrider.export.onnx_dynamo import export_with_dynamo
-from outrider.export.onnx_quantize import quantize_weights
+from outrider.export.convert.onnx_dynamo import export_with_dynamo
+from outrider.export.convert.onnx_quantize import quantize_weights
 from outrider.models.runtimes.torch_reference import load_causal_lm
 plain, small = Path(sys.argv[2]) / "plain", Path(sys.argv[2]) / "small"
 plain.mkdir(parents=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from outrider.export import families
-from outrider.export.cli import app
-from outrider.export.families import as_markdown, load_measured, measure, ways
-from outrider.export.tiny import FAMILIES
+from outrider.export.cli.main import app
+from outrider.export.make import support_table as families
+from outrider.export.make.support_table import as_markdown, load_measured, measure, ways
+from outrider.export.source.tiny import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 

@@ -16,10 +16,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from outrider.export.hub import resolve_model
 from outrider.export.quiet import quiet_upstream
-from outrider.export.source import read_source
-from outrider.export.tiny import make_tiny_source
+from outrider.export.source.hub import resolve_model
+from outrider.export.source.model_source import read_source
+from outrider.export.source.tiny import make_tiny_source
 from outrider.models.errors import ExportError
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
@@ -162,7 +162,7 @@ def hub(source: Path) -> Iterator[tuple[str, list[tuple[str, str | None]]]]:
 
 RESOLVE = """
 import json, sys
-from outrider.export.source import read_source
+from outrider.export.source.model_source import read_source
 from outrider.models.errors import ExportError
 
 found = {}

@@ -19,11 +19,11 @@ from bench.plain_text import first_difference, plain_texts
 from rich.console import Console
 from tests.serving import EOS_ID, FakeServer, fake_tokenizer, serve_fake
 
-from outrider.edge.drafter import Drafter, ModelDrafter
-from outrider.edge.lab import open_lab
-from outrider.edge.placement import EMULATED_NPU, DraftChoice
+from outrider.edge.devices.placement import EMULATED_NPU, DraftChoice
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter
+from outrider.edge.lab.laboratory import open_lab
 from outrider.edge.results import GenerationRequest, GenerationResult
-from outrider.export.pair import PairPaths
+from outrider.export.make.pair import PairPaths
 from outrider.models.bundle import Bundle
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import RuntimeOptions

@@ -1,25 +1,136 @@
-"""The namespace's shape, and what importing each part may load."""
+"""The namespace's shape, the order of the rooms, and what importing each part may load."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("models", "edge", "cloud", "export")
+DISTRIBUTIONS = (*PARTS, "reference")
 HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "optimum", "nncf", "ray")
 
+# The rooms of each part, top to bottom: a room imports only rooms below it. "" is the part's ground: the modules that
+# stand beside the rooms. docs/architecture.md draws the same order.
+ROOMS = {
+    "export": ("cli", "reference_training", "distill", "make", "check", "convert", "report", "source", ""),
+    "edge": ("cli", "lab", "modes", "drafting", "link", "devices", ""),
+    "cloud": ("server", "api", "engine", "pending", ""),
+    "models": ("http", "runtimes", ""),
+    "reference": ("",),
+}
+# What a part may import of the others.
+BELOW = {
+    "export": {"models", "reference"},
+    "edge": {"models", "reference"},
+    "cloud": {"models"},
+    "models": set[str](),
+    "reference": set[str](),
+}
+# These two start the exporter as a child process, and name the extra that is missing where it is not installed.
+EXPORTER_STARTED_BY = {"edge/outrider/edge/cli/demo_run.py"}
 
-@pytest.mark.parametrize("part", PARTS)
+
+@pytest.mark.parametrize("part", DISTRIBUTIONS)
 def test_no_part_claims_the_namespace(part: str) -> None:
-    """An __init__.py directly in outrider/ would shadow the other three portions (PEP 420)."""
+    """An __init__.py directly in outrider/ would shadow the other portions (PEP 420)."""
     folder = ROOT / part / "outrider"
     assert [path.name for path in folder.iterdir() if path.name != "__pycache__"] == [part]
     assert (folder / part / "py.typed").is_file()
-    assert sorted(path.name for path in (ROOT / part).iterdir() if path.is_file()) == ["README.md"]
+    allowed = {"README.md", "pyproject.toml"} if part == "reference" else {"README.md"}
+    assert {path.name for path in (ROOT / part).iterdir() if path.is_file()} == allowed
+
+
+def sources(part: str) -> list[Path]:
+    """All modules of a part."""
+    return sorted((ROOT / part / "outrider" / part).rglob("*.py"))
+
+
+def place(module: str) -> tuple[str, str]:
+    """Part and room of a module `outrider.PART...`; a package counts as a room where ROOMS lists it."""
+    _, part, *rest = module.split(".")
+    return part, rest[0] if rest and rest[0] in ROOMS[part] else ""
+
+
+def module_name(path: Path) -> str:
+    """The dotted name of a source file."""
+    parts = path.relative_to(ROOT).with_suffix("").parts[1:]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every outrider module that a source file imports, also inside functions and for type checkers."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("outrider."))
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "outrider":
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if is_module(full) else node.module
+
+
+def is_module(name: str) -> bool:
+    """Whether `outrider.PART...` is a module or package of this repository."""
+    parts = name.split(".")
+    if len(parts) < 2 or parts[1] not in DISTRIBUTIONS:
+        return False
+    base = ROOT.joinpath(parts[1], *parts)
+    return base.with_suffix(".py").is_file() or base.is_dir()
+
+
+@pytest.mark.parametrize("part", DISTRIBUTIONS)
+def test_every_folder_of_a_part_is_a_listed_room(part: str) -> None:
+    """A new room is put into the order above before anything is in it."""
+    base = ROOT / part / "outrider" / part
+    packages = {path.name for path in base.iterdir() if (path / "__init__.py").is_file()}
+    assert packages == {room for room in ROOMS[part] if room}
+
+
+@pytest.mark.parametrize("part", DISTRIBUTIONS)
+def test_a_room_imports_only_what_stands_below_it(part: str) -> None:
+    """No import runs back up, and none into a part that is not below."""
+    wrong = []
+    for path in sources(part):
+        own = module_name(path)
+        _, room = place(own)
+        for other in imports(path):
+            other_part, other_room = place(other)
+            if other_part != part:
+                if other_part not in BELOW[part]:
+                    wrong.append(f"{own} imports {other}: {part} must not know {other_part}")
+            elif other_room != room and ROOMS[part].index(other_room) < ROOMS[part].index(room):
+                wrong.append(f"{own} imports {other}: {other_room or 'the ground'} stands above {room or 'the ground'}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("part", DISTRIBUTIONS)
+def test_no_imports_go_in_a_circle(part: str) -> None:
+    """Modules of a part can be put into an order in which each imports earlier ones only."""
+    waiting = {module_name(path): {m for m in imports(path) if place(m)[0] == part} for path in sources(part)}
+    for name, needed in waiting.items():
+        # A package's __init__ names its own modules; importing a module of it runs it first, which is no circle.
+        needed -= {name}
+        needed &= set(waiting)
+    while ready := [name for name, needed in waiting.items() if not needed & set(waiting)]:
+        for name in ready:
+            del waiting[name]
+    assert not waiting, f"in a circle: {sorted(waiting)}"
+
+
+def test_only_two_places_start_the_exporter() -> None:
+    """No part imports the exporter; two start it as a child process."""
+    named = set()
+    for part in ("models", "edge", "cloud"):
+        for path in sources(part):
+            text = path.read_text(encoding="utf-8")
+            if "outrider.export" in text:
+                named.add(path.relative_to(ROOT).as_posix())
+    assert named == EXPORTER_STARTED_BY
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -32,11 +143,11 @@ def loaded_by(statement: str) -> set[str]:
 @pytest.mark.parametrize(
     "statement",
     [
-        "import outrider.edge, outrider.edge.agent, outrider.edge.cli, outrider.edge.run",
+        "import outrider.edge, outrider.edge.modes.stream, outrider.edge.cli.main, outrider.edge.cli.run",
         "import outrider.models.sampling, outrider.models.bundle, outrider.models.runtimes",
-        "import outrider.cloud.protocol",
-        "import outrider.cloud.cli",
-        "import outrider.export.cli",
+        "import outrider.models.protocol",
+        "import outrider.cloud.server.main",
+        "import outrider.export.cli.main",
     ],
 )
 def test_importing_loads_no_model_library(statement: str) -> None:
@@ -45,16 +156,8 @@ def test_importing_loads_no_model_library(statement: str) -> None:
     assert not {module.partition(".")[0] for module in modules} & set(HEAVY)
 
 
-def test_the_edge_knows_nothing_of_cloud_but_the_protocol_and_nothing_of_export() -> None:
-    """Imports go one way."""
-    modules = loaded_by("import outrider.edge.agent, outrider.edge.stop_and_wait, outrider.edge.cli, outrider.edge.run")
-    assert {m for m in modules if m.startswith("outrider.cloud.")} == {"outrider.cloud.protocol"}
-    assert not any(m.startswith("outrider.export") for m in modules)
-
-
-def test_models_and_cloud_import_neither_edge_nor_each_other_backwards() -> None:
-    """models knows none of the parts above it; cloud knows neither edge nor export."""
-    below = loaded_by("import outrider.models.bundle, outrider.models.runtimes.fake, outrider.models.acceptance")
-    assert not any(m.startswith(("outrider.edge", "outrider.cloud", "outrider.export")) for m in below)
-    server = loaded_by("import outrider.cloud.serve")
-    assert not any(m.startswith(("outrider.edge", "outrider.export")) for m in server)
+def test_a_generation_on_the_device_loads_no_server() -> None:
+    """`models.http` and Starlette are for servers; the agent's modes and commands need neither."""
+    modules = loaded_by("import outrider.edge.modes.stream, outrider.edge.modes.stop_and_wait, outrider.edge.cli.run")
+    assert not any(m.startswith(("outrider.cloud", "outrider.export", "outrider.models.http")) for m in modules)
+    assert not {"starlette", "fastapi", "uvicorn"} & modules

@@ -37,10 +37,10 @@ from tests.weight_bounds import (
     symmetric_bound,
 )
 
-from outrider.export.openvino_ir import IR_NAME, finish_ir
-from outrider.export.pair import PairPaths, reference_directories
-from outrider.export.safetensors_cast import cast_weights
-from outrider.export.weight_range import BF16_MAX, FP16_MAX, require_range
+from outrider.export.convert.openvino_ir import IR_NAME, finish_ir
+from outrider.export.convert.safetensors_cast import cast_weights
+from outrider.export.make.pair import PairPaths, reference_directories
+from outrider.export.source.weight_range import BF16_MAX, FP16_MAX, require_range
 from outrider.models.errors import ExportError
 from outrider.models.manifest import Device, Precision
 

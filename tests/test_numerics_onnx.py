@@ -16,8 +16,8 @@ from tests.onnx_graphs import build
 from tests.tiny_models import make_tiny_model
 from tests.weight_bounds import FP16, SMALLEST_FP16, Matrix, block_bound, small_models
 
-from outrider.export.onnx_blocks import BLOCK_SIZE, Blocks, read_dequantized
-from outrider.export.onnx_quantize import quantize_weights
+from outrider.export.convert.onnx_blocks import BLOCK_SIZE, Blocks, read_dequantized
+from outrider.export.convert.onnx_quantize import quantize_weights
 
 EMBEDDING = "model.embed_tokens.weight"
 

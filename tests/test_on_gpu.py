@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
-from outrider.export.pipeline import export_model
+from outrider.export.check.runner import where_to_check
+from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import RECIPES, ExportOptions, RuntimeName
-from outrider.export.run_export import where_to_check
 from outrider.models.manifest import Precision, Role
 
 GPU_RECIPES = [

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from tests.tiny_models import make_tiny_tokenizer
 
-from outrider.export.parity import THRESHOLDS, ParityReference, check_parity, make_reference
+from outrider.export.check.parity import THRESHOLDS, ParityReference, check_parity, make_reference
 from outrider.models.errors import ExportError, ParityFailure
 from outrider.models.tokenizer import Tokenizer
 

@@ -24,9 +24,9 @@ def commands() -> list[str]:
 @pytest.mark.parametrize("line", commands())
 def test_readme_commands_parse(line: str) -> None:
     """The command, its subcommand and its options are those of the console scripts."""
-    from outrider.cloud.cli import app as cloud
-    from outrider.edge.cli import app as edge
-    from outrider.export.cli import app as export
+    from outrider.cloud.server.main import app as cloud
+    from outrider.edge.cli.main import app as edge
+    from outrider.export.cli.main import app as export
 
     name, *arguments = shlex.split(line.replace("\\", "/"))
     app = {"outrider": edge, "outrider-cloud": cloud, "outrider-export": export}[Path(name).name]

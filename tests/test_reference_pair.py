@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from outrider.models import reference
-from outrider.models.reference.corpus import SourceFile, is_table, is_wanted, load_corpus, split
-from outrider.models.reference.prompts import MAX_TOKENS, MIN_TOKENS, cut_prompts
+from outrider import reference
+from outrider.export.reference_training.corpus import SourceFile, is_table, is_wanted, load_corpus, split
+from outrider.export.reference_training.prompts import MAX_TOKENS, MIN_TOKENS, cut_prompts
 
 HERE = Path(reference.__file__).parent
 
@@ -132,7 +132,7 @@ def test_prompts_show_the_signature_and_leave_something_to_write() -> None:
 
 def test_the_card_shows_the_stored_numbers() -> None:
     """MODEL_CARD.md is what `card` renders from metrics.json and training.json, so it cannot go stale."""
-    card = pytest.importorskip("outrider.models.reference.card")
+    card = pytest.importorskip("outrider.export.reference_training.card")
     rendered = card.render(stored("metrics.json"), stored("training.json"))
     assert (HERE / "MODEL_CARD.md").read_text(encoding="utf-8") == rendered
 
@@ -141,7 +141,7 @@ def test_chains_count_what_was_tested() -> None:
     """A round tests up to its first wrong token, accepts what stood before it, and skips the target's own token."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from outrider.models.distillation.acceptance import run_chains
+    from outrider.export.distill.trainer.acceptance import run_chains
 
     matches = np.array([1, 1, 0, 0, 1, 1, 1, 1, 0, 1], dtype=np.bool_)
     chain = run_chains(matches, depth=4)
@@ -153,7 +153,7 @@ def test_the_match_bound_is_the_match_probability_when_nothing_is_left_out() -> 
     """The bound equals the share of equal picks under shared Gumbel noise, and is 1 for equal distributions."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from outrider.models.distillation.losses import match_bound
+    from outrider.export.distill.trainer.losses import match_bound
 
     generator = torch.Generator().manual_seed(1)
     log_p = torch.randn(20, generator=generator).log_softmax(-1)

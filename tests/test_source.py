@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from tests.tiny_models import make_unknown
 
-from outrider.export import config_reader
-from outrider.export.config_reader import read_shape
-from outrider.export.pipeline import export_model
+from outrider.export.make.pipeline import export_model
 from outrider.export.progress import StageEvent
 from outrider.export.recipes import ExportOptions
-from outrider.export.source import read_source
-from outrider.export.tiny import FAMILIES, WINDOW, make_tiny_source
-from outrider.export.torch_source import load_source_model
-from outrider.export.weight_files import find_weight_files
+from outrider.export.source import config_reader
+from outrider.export.source.config_reader import read_shape
+from outrider.export.source.model_source import read_source
+from outrider.export.source.tiny import FAMILIES, WINDOW, make_tiny_source
+from outrider.export.source.torch_source import load_source_model
+from outrider.export.source.weight_files import find_weight_files
 from outrider.models.errors import ExportError
 
 SINGLE = "model.safetensors"

@@ -12,12 +12,12 @@ import pytest
 from tests.export_cli import run_export
 from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
-from outrider.export import sweep
-from outrider.export.comparison import NotMade, compare
-from outrider.export.pair import PairPaths
-from outrider.export.pipeline import StagedExport, stage_export
+from outrider.export.make import sweep
+from outrider.export.make.pair import PairPaths
+from outrider.export.make.pipeline import StagedExport, stage_export
+from outrider.export.make.sweep import recipes_for, sweep_pair
 from outrider.export.recipes import ExportOptions
-from outrider.export.sweep import recipes_for, sweep_pair
+from outrider.export.report.comparison import NotMade, compare
 from outrider.models.bundle import Bundle
 from outrider.models.errors import BundleError, ConfigError, ExportError, RuntimeUnavailable
 from outrider.models.manifest import Acceptance, AtDepth, Forecast, Manifest

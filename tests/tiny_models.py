@@ -10,16 +10,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from outrider.export.tiny import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
+from outrider.export.source.tiny import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
 
 __all__ = ["FAMILIES", "SAMPLE_TEXT", "compress_int8", "export_openvino", "make_tiny_model", "make_tiny_tokenizer"]
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""Those that runtimes' own tests run; all of `outrider.export.tiny` are exported in test_export_families."""
+"""Those that runtimes' own tests run; all of `outrider.export.source.tiny` are exported in test_export_families."""
 
 
 def make_unknown(directory: Path, model_type: str, **fields: Any) -> Path:
-    """A tiny whole source of a family that `outrider.export.known_families` does not know."""
+    """A tiny whole source of a family that `outrider.export.source.family_facts` does not know."""
     import torch
     import transformers
 

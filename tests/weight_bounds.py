@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.stored_weights import Wide
 
-from outrider.export.onnx_blocks import BLOCK_SIZE
-from outrider.export.weight_range import FP16_MAX
+from outrider.export.convert.onnx_blocks import BLOCK_SIZE
+from outrider.export.source.weight_range import FP16_MAX
 
 Matrix = NDArray[np.float32]
 FP16, BF16 = 2.0**-11, 2.0**-8

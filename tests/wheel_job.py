@@ -18,14 +18,14 @@ PROOF = f"""
 import importlib.util, pathlib, sys
 missing = [name for name in {HEAVY!r} if importlib.util.find_spec(name)]
 assert not missing, f"this environment is meant to be without {{missing}}"
-import outrider.edge, outrider.edge.agent, outrider.edge.cli, outrider.models.runtimes
+import outrider.edge, outrider.edge.modes.stream, outrider.edge.cli.main, outrider.models.runtimes
 where = pathlib.Path(outrider.edge.__file__).resolve()
 assert "site-packages" in where.parts, f"outrider comes from {{where}}, not from the wheel"
 loaded = sorted(m for m in sys.modules if m.split(".")[0] in {HEAVY!r})
 assert not loaded, f"importing the edge loaded {{loaded}}"
 foreign = sorted(m for m in sys.modules if m.startswith(("outrider.cloud.", "outrider.export")))
-assert foreign == ["outrider.cloud.protocol"], f"the edge loaded {{foreign}}"
-from outrider.models.reference import draft_dir, load_prompts, target_dir
+assert foreign == ["outrider.models.protocol"], f"the edge loaded {{foreign}}"
+from outrider.reference import draft_dir, load_prompts, target_dir
 assert (target_dir() / "model.safetensors").is_file() and (draft_dir() / "model.safetensors").is_file()
 assert len(load_prompts()) >= 200
 print("the wheel's edge imports", len(sys.modules), "modules, none of them", ", ".join({HEAVY!r}))

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from outrider.edge.draft_flags import EmulateNpu
-from outrider.edge.placement import AS_BUNDLED, DraftChoice
-from outrider.edge.setup import open_draft_bundle, open_drafter
+from outrider.edge.cli.draft_flags import EmulateNpu
+from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
+from outrider.edge.modes.assemble import open_draft_bundle, open_drafter
 from outrider.models.errors import ConfigError, OutriderError
 from outrider.models.sampling import SamplingParams
 

@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.cloud.engine.cache import SequenceCache
-from outrider.cloud.engine.drafting import Drafting
-from outrider.cloud.engine.estimators import AcceptanceEstimator, DraftLag
 from outrider.cloud.engine.faults import log_fault
 from outrider.cloud.engine.requests import check_draft, check_request
 from outrider.cloud.engine.scheduler import Scheduler, Share
 from outrider.cloud.engine.sequence import Sequence
 from outrider.cloud.engine.totals import Totals
 from outrider.cloud.engine.types import CommitEvent, EndEvent, EngineConfig, EngineStats, GenerateRequest, Sink
+from outrider.cloud.pending.drafting import Drafting
+from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag
 from outrider.models.acceptance import accept, accept_picks
 from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.runtimes.base import BatchRuntime, ModelLimits, PickingRuntime, SequenceSlice

@@ -11,11 +11,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from outrider.cloud.engine.cache import SequenceCache
-from outrider.cloud.engine.drafting import Drafting
-from outrider.cloud.engine.policy import NO_WAIT
 from outrider.cloud.engine.sequence import Sequence
 from outrider.cloud.engine.totals import Totals
 from outrider.cloud.engine.types import EngineConfig
+from outrider.cloud.pending.drafting import Drafting
+from outrider.cloud.pending.policy import NO_WAIT
 from outrider.models.runtimes.base import SequenceSlice
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from outrider.cloud.engine.estimators import AcceptanceEstimator, DraftLag
-from outrider.cloud.engine.policy import NO_WAIT, Wait
-from outrider.cloud.engine.trie import DraftTrie
 from outrider.cloud.engine.types import GenerateRequest, SequenceUsage, Sink
+from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag
+from outrider.cloud.pending.policy import NO_WAIT, Wait
+from outrider.cloud.pending.trie import DraftTrie
 
 
 @dataclass(slots=True, eq=False)

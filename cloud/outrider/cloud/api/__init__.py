@@ -1,0 +1,1 @@
+"""The HTTP API. Knows an engine only through `outrider.cloud.seam`."""

@@ -1,0 +1,51 @@
+"""The verifier's HTTP application.
+
+A request passes, from the outside in: the HTTP metrics, the error boundary, the body limit, the gate (keys and rate),
+the drafts endpoint (which answers its own route), and then FastAPI's router. All layers are plain ASGI.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI
+
+from outrider.cloud.api.completions import completion_routes
+from outrider.cloud.api.drafts import DraftsEndpoint
+from outrider.cloud.api.errors import ErrorBoundary, install_handlers
+from outrider.cloud.api.health import health_routes
+from outrider.cloud.api.metrics import HttpMetrics
+from outrider.cloud.api.openapi import install_openapi
+from outrider.cloud.api.sessions import session_routes
+from outrider.cloud.api.state import Core, ServedModel, ServerSettings
+from outrider.cloud.api.verify import verify_routes
+from outrider.models.http.limits import BodyLimit, RateLimiter, Slots
+from outrider.models.http.security import Gate
+
+if TYPE_CHECKING:
+    from outrider.cloud.engine.thread import EngineThread
+
+
+def create_app(engine: EngineThread, model: ServedModel, settings: ServerSettings | None = None) -> FastAPI:
+    """The application over a started engine, which stays the caller's to stop. `app.state.core` is its Core."""
+    settings = settings or ServerSettings()
+    core = Core(engine, model, settings, Slots(settings.max_sessions))
+    app = FastAPI(
+        title="Outrider verifier",
+        version=version("outrider"),
+        summary="Speculative decoding across a network: verifies drafts, streams the target's tokens.",
+        redoc_url=None,
+    )
+    app.state.core = core
+    for routes in (session_routes, verify_routes, completion_routes, health_routes):
+        app.include_router(routes(core))
+    install_handlers(app)
+    install_openapi(app, needs_key=bool(len(settings.keys)))
+    # Added from the inside out.
+    app.add_middleware(DraftsEndpoint, core=core)
+    app.add_middleware(Gate, keys=settings.keys, limiter=RateLimiter(settings.rate_per_s))
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(ErrorBoundary)
+    app.add_middleware(HttpMetrics, metrics=core.metrics)
+    return app

@@ -1,0 +1,59 @@
+"""POST /v1/sessions/{id}/drafts, answered below the framework.
+
+A device posts drafts many times a second while the model computes on the same core, so this one route is a plain ASGI
+layer: the body is parsed once, into the engine it goes, and the answer is a bare 204. It is documented with the others
+(`openapi.py`), and its errors have the same shape; but a client that sends `Prefer: return=minimal` gets the one error
+that is no news to it, 409 for a stale draft, without a body.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from outrider.cloud.api.metrics import ROUTE
+from outrider.cloud.api.state import Core, parse, read_body
+from outrider.models.errors import RequestError
+from outrider.models.http.security import ANYBODY, OWNER
+from outrider.models.protocol import DraftRequest
+
+DRAFTS_PATH: Final = "/v1/sessions/{session_id}/drafts"
+_PREFIX: Final = "/v1/sessions/"
+_SUFFIX: Final = "/drafts"
+
+_START: Final = {"type": "http.response.start", "status": 204, "headers": []}
+_STALE: Final = {"type": "http.response.start", "status": 409, "headers": []}
+_BODY: Final = {"type": "http.response.body", "body": b""}
+
+
+def _prefers_minimal(scope: Scope) -> bool:
+    """Whether the client asks for answers without a body where the status says it all (RFC 7240, section 4.2)."""
+    return any(name == b"prefer" and b"return=minimal" in value for name, value in scope["headers"])
+
+
+class DraftsEndpoint:
+    """ASGI layer that takes drafts and passes everything else on. RequestError goes up to the error boundary."""
+
+    def __init__(self, app: ASGIApp, core: Core) -> None:
+        self._app = app
+        self._core = core
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        path: str = scope.get("path", "")
+        if not (path.endswith(_SUFFIX) and path.startswith(_PREFIX) and scope["method"] == "POST"):
+            return await self._app(scope, receive, send)
+        scope[ROUTE] = DRAFTS_PATH
+        core = self._core
+        session = core.sessions.find(path[len(_PREFIX) : -len(_SUFFIX)], scope.get(OWNER, ANYBODY))
+        draft = parse(DraftRequest, await read_body(receive))
+        try:
+            core.engine.draft(session.sequence_id, draft.base, draft.paths)
+        except RequestError as error:
+            if error.code != "stale_draft" or not _prefers_minimal(scope):
+                raise
+            await send(_STALE)
+        else:
+            await send(_START)
+        await send(_BODY)

@@ -1,0 +1,93 @@
+"""Liveness, readiness, metrics, and what is served."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from outrider.cloud.api.state import Core
+from outrider.models.protocol import PROTOCOL_VERSION, ReadyAnswer
+
+
+class LiveAnswer(BaseModel):
+    """GET /health/live: the process answers."""
+
+    status: str = "live"
+
+
+class ModelFacts(BaseModel):
+    """GET /v1/model: what an agent checks before it drafts for this target, and what its user may want to know."""
+
+    name: str
+    protocol: int = PROTOCOL_VERSION
+    tokenizer: str
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: list[int]
+    has_chat_template: bool
+    bundle: str | None = None
+    architecture: str | None = None
+    parameters: int | None = None
+    precision: str | None = None
+    runtime: str | None = None
+    is_widened: bool = False
+
+
+def health_routes(core: Core) -> APIRouter:
+    """The routes that only look."""
+    router = APIRouter(tags=["server"])
+
+    @router.get("/health/live", response_model=LiveAnswer)
+    async def live() -> LiveAnswer:
+        """200 as long as the process answers."""
+        return LiveAnswer()
+
+    @router.get("/health/ready", response_model=ReadyAnswer, responses={503: {"model": ReadyAnswer}})
+    async def ready() -> Response:
+        """200 when new work is welcome, 503 while draining; with the load, by which agents choose an endpoint."""
+        stats = core.engine.stats()
+        answer = ReadyAnswer(
+            status="draining" if core.is_draining else "ready",
+            model=core.model.name,
+            queue_depth=stats.queued,
+            running=stats.running,
+            free_block_share=stats.free_blocks / stats.num_blocks,
+            step_ms=stats.step_ms,
+            draft_token_ms=stats.draft_token_ms,
+        )
+        status = 503 if core.is_draining else 200
+        return Response(answer.model_dump_json(), status, media_type="application/json")
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def metrics(request: Request) -> Response:
+        """Prometheus' text format."""
+        body, content_type = core.metrics.exposition(request.headers.get("accept", ""))
+        return Response(body, headers={"content-type": content_type})
+
+    @router.get("/v1/model", response_model=ModelFacts)
+    async def model() -> ModelFacts:
+        """The facts of the served model."""
+        limits, tokenizer, manifest = core.engine.limits, core.model.tokenizer, core.model.manifest
+        facts = ModelFacts(
+            name=core.model.name,
+            tokenizer=tokenizer.fingerprint,
+            vocab_size=limits.vocab_size,
+            max_positions=limits.max_positions,
+            eos_token_ids=sorted(core.model.eos_ids),
+            has_chat_template=tokenizer.has_chat_template,
+        )
+        if manifest is None:
+            return facts
+        return facts.model_copy(
+            update={
+                "bundle": manifest.digest,
+                "architecture": manifest.architecture.name,
+                "parameters": manifest.architecture.parameters,
+                "precision": manifest.precision,
+                "runtime": manifest.runtime,
+                "is_widened": manifest.widened is not None,
+            }
+        )
+
+    return router

@@ -1,0 +1,84 @@
+"""The OpenAPI document, complete: with bodies that are parsed by hand, streams, and the route below the framework."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from outrider.cloud.api.drafts import DRAFTS_PATH
+from outrider.models import protocol
+from outrider.models.http import openai
+
+_REF: Final = "#/components/schemas/{model}"
+_BODIES: Final[dict[str, type[BaseModel]]] = {
+    "/v1/sessions": protocol.SessionRequest,
+    DRAFTS_PATH: protocol.DraftRequest,
+    "/v1/verify": protocol.VerifyRequest,
+    "/v1/completions": openai.CompletionRequest,
+    "/v1/chat/completions": openai.ChatRequest,
+}
+# Path -> what one event of its stream may be.
+_STREAMS: Final[dict[str, tuple[type[BaseModel], ...]]] = {
+    "/v1/sessions": (protocol.SessionOpen, protocol.Commit, protocol.SessionEnd),
+    "/v1/completions": (openai.Completion, protocol.ErrorAnswer),
+    "/v1/chat/completions": (openai.ChatChunk, protocol.ErrorAnswer),
+}
+
+
+def install_openapi(app: FastAPI, *, needs_key: bool) -> None:
+    """Makes `app.openapi()` give the whole document; needs_key: whether calls must carry an API key."""
+    generate = app.openapi
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _complete(generate(), needs_key)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]  # the way that FastAPI documents
+
+
+def _complete(document: dict[str, Any], needs_key: bool) -> dict[str, Any]:
+    answers = {model for models in _STREAMS.values() for model in models} | {protocol.ErrorAnswer}
+    inputs = [(model, "validation") for model in _BODIES.values()]
+    outputs = [(model, "serialization") for model in sorted(answers, key=lambda model: model.__name__)]
+    _, definitions = models_json_schema([*inputs, *outputs], ref_template=_REF)  # type: ignore[list-item]
+    components = document.setdefault("components", {})
+    components["schemas"] = {**components.get("schemas", {}), **definitions["$defs"]}
+    document["paths"][DRAFTS_PATH] = {"post": _drafts_operation()}
+    for path, model in _BODIES.items():
+        schema = {"$ref": _REF.format(model=model.__name__)}
+        document["paths"][path]["post"]["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema}},
+        }
+    for path, models in _STREAMS.items():
+        refs = [{"$ref": _REF.format(model=model.__name__)} for model in models]
+        content = document["paths"][path]["post"]["responses"]["200"].setdefault("content", {})
+        content["text/event-stream"] = {"schema": {"oneOf": refs, "description": "one event's data"}}
+    error = {"$ref": _REF.format(model=protocol.ErrorAnswer.__name__)}
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)  # invalid requests are 400 here
+            operation["responses"]["default"] = {
+                "description": "Any error",
+                "content": {"application/json": {"schema": error}},
+            }
+    if needs_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return document
+
+
+def _drafts_operation() -> dict[str, Any]:
+    name = {"name": "session_id", "in": "path", "required": True, "schema": {"type": "string"}}
+    return {
+        "tags": ["sessions"],
+        "summary": "Send Drafts",
+        "description": protocol.DraftRequest.__doc__,
+        "operationId": "send_drafts",
+        "parameters": [name],
+        "responses": {"204": {"description": "Taken"}},
+    }

@@ -1,0 +1,132 @@
+"""POST /v1/sessions and DELETE /v1/sessions/{id}: the event stream of one sequence.
+
+A session lives as long as its stream: when the client leaves, the sequence and its blocks are freed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from outrider.cloud.api.bridge import Mailbox
+from outrider.cloud.api.errors import error_body, internal_error
+from outrider.cloud.api.metrics import CommitTimer
+from outrider.cloud.api.state import Core, Session, owner_of, parse, sampling_of
+from outrider.cloud.engine.types import EndEvent, GenerateRequest
+from outrider.models.http import sse
+from outrider.models.protocol import EndReason, SessionEnd, SessionOpen, SessionRequest, Usage
+
+_SESSION_ID_BYTES = 9
+_REASONS: dict[str, EndReason] = {
+    "stop": "stop",
+    "length": "length",
+    "context": "context",
+    "cancelled": "cancelled",
+    "shutdown": "shutdown",
+}
+
+
+def session_routes(core: Core) -> APIRouter:
+    """The routes that open and end sessions."""
+    router = APIRouter(tags=["sessions"])
+
+    @router.post("/v1/sessions", status_code=200, response_class=sse.EventStream)
+    async def open_session(request: Request) -> Response:
+        """Opens a session and answers with its event stream: SessionOpen, then Commits, then SessionEnd."""
+        arrived_s = time.monotonic()
+        body = parse(SessionRequest, await request.body())
+        core.require_tokenizer(body.tokenizer)
+        generate = GenerateRequest(
+            prompt=tuple(body.prompt),
+            params=sampling_of(body.sampling),
+            max_tokens=body.max_tokens,
+            stop_ids=core.stop_set(body.stop_ids, body.ignore_eos),
+            draft_lag_ms=body.draft_lag_ms,
+            patience_ms=bounded_patience(body.patience_ms, core.settings.max_patience_ms),
+        )
+        owner = owner_of(request)
+        mailbox = core.bridge.mailbox()
+        core.slots.take(owner)
+        try:
+            session = Session(core.engine.submit(generate, mailbox.sink()), owner)
+        except BaseException:
+            core.slots.release(owner)
+            raise
+        session_id = secrets.token_urlsafe(_SESSION_ID_BYTES)
+        core.sessions.add(session_id, session)
+
+        def close() -> None:
+            core.engine.cancel(session.sequence_id)
+            core.sessions.remove(session_id)
+            core.slots.release(owner)
+
+        try:
+            stats = core.engine.stats()
+            opened = SessionOpen(
+                session=session_id,
+                model=core.model.name,
+                stop_ids=sorted(generate.stop_ids),
+                max_positions=core.engine.limits.max_positions,
+                step_ms=stats.step_ms,
+                draft_token_ms=stats.draft_token_ms,
+            )
+            events = _events(opened, mailbox, core.metrics.commit_timer(arrived_s))
+            return sse.EventStream(events, mailbox, close, keep_alive_s=core.settings.keep_alive_s)
+        except BaseException:
+            close()
+            raise
+
+    @router.delete("/v1/sessions/{session_id}", status_code=204, response_class=Response)
+    async def end_session(session_id: str, request: Request) -> Response:
+        """Ends a session: its stream closes with the reason "cancelled"."""
+        core.engine.cancel(core.sessions.find(session_id, owner_of(request)).sequence_id)
+        return Response(status_code=204)
+
+    return router
+
+
+def bounded_patience(wanted_ms: float | None, max_ms: float | None) -> float | None:
+    """The session's bound on waiting for drafts under the server's; None leaves it to the engine."""
+    if wanted_ms is None or max_ms is None:
+        return max_ms if wanted_ms is None else wanted_ms
+    return min(wanted_ms, max_ms)
+
+
+async def _events(opened: SessionOpen, mailbox: Mailbox, timer: CommitTimer) -> AsyncIterator[bytes]:
+    """The stream's bytes, to the end of the sequence or until the client has left."""
+    yield sse.encode(opened)
+    while not mailbox.is_closed:
+        chunk = b""
+        for _, event in await mailbox.take():
+            if isinstance(event, EndEvent):
+                yield chunk + sse.encode(_end(event))
+                return
+            timer.committed()
+            chunk += sse.encode_commit(event)
+        yield chunk or sse.KEEP_ALIVE
+
+
+def _end(event: EndEvent) -> SessionEnd:
+    reason = _REASONS.get(event.reason, "error")
+    error = None
+    if reason == "error":
+        error = error_body(event.error or internal_error())
+    return SessionEnd(reason=reason, usage=usage_of(event), error=error)
+
+
+def usage_of(event: EndEvent) -> Usage:
+    """The wire form of what a sequence took."""
+    usage = event.usage
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        target_passes=usage.target_passes,
+        accepted_prediction_tokens=usage.accepted_tokens,
+        rejected_prediction_tokens=usage.rejected_tokens,
+        cached_prompt_tokens=usage.cached_prompt_tokens,
+        waited_ms=round(usage.waited_s * 1000.0, 3),
+    )

@@ -1,0 +1,171 @@
+"""What every route needs, in one place: the engine, the model it serves, the settings, and who has what open."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.types import Receive
+
+from outrider.cloud.api.bridge import Bridge
+from outrider.cloud.api.errors import FieldError, from_validation
+from outrider.cloud.api.metrics import Metrics
+from outrider.models.errors import RequestError, SamplingError
+from outrider.models.http.limits import Slots
+from outrider.models.http.security import ANYBODY, OWNER, KeyRing
+from outrider.models.manifest import Manifest
+from outrider.models.sampling import SamplingParams
+from outrider.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from outrider.cloud.engine.thread import EngineThread
+
+M = TypeVar("M", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """How the server treats its callers.
+
+    keys: who is let in. max_sessions: sequences that one key may have open in sessions and completions.
+    rate_per_s: requests a key may make that start work; 0 is no limit. max_patience_ms: bound on every session's
+    patience. keep_alive_s: silence on a stream after which a comment is sent.
+    """
+
+    keys: KeyRing = field(default_factory=KeyRing)
+    max_body_bytes: int = 1 << 20  # parsing more than this would hold up every stream
+    max_sessions: int = 256
+    rate_per_s: float = 0.0
+    max_patience_ms: float | None = None
+    keep_alive_s: float = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model behind the engine, as clients see it. manifest: of its bundle; None for a model that has none."""
+
+    name: str
+    tokenizer: Tokenizer
+    eos_ids: frozenset[int]
+    manifest: Manifest | None = None
+    created_s: int = field(default_factory=lambda: int(time.time()))
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """An open session: the engine's sequence, and the key it belongs to."""
+
+    sequence_id: int
+    owner: bytes
+
+
+class SessionTable:
+    """Open sessions by their id, which is a secret: 72 random bits."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def add(self, session_id: str, session: Session) -> None:
+        """Makes a session known."""
+        self._sessions[session_id] = session
+
+    def remove(self, session_id: str) -> None:
+        """Forgets a session."""
+        self._sessions.pop(session_id, None)
+
+    def find(self, session_id: str, owner: bytes) -> Session:
+        """The session, if it is the owner's. Raises RequestError 404 `unknown_session` otherwise."""
+        session = self._sessions.get(session_id)
+        if session is None or session.owner != owner:
+            raise RequestError(
+                "unknown_session",
+                "there is no such session: it has ended, or is on another server; open one with the prompt and the "
+                "tokens committed so far, and the text goes on",
+                status=404,
+            )
+        return session
+
+
+@dataclass(slots=True)
+class Core:
+    """Handed to every group of routes. is_draining: the server is on its way down and takes no new work."""
+
+    engine: EngineThread
+    model: ServedModel
+    settings: ServerSettings
+    slots: Slots
+    metrics: Metrics = field(init=False)
+    bridge: Bridge = field(default_factory=Bridge)
+    sessions: SessionTable = field(default_factory=SessionTable)
+    is_draining: bool = False
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(self.engine.stats, lambda: len(self.sessions))
+
+    def stop_set(self, stop_ids: list[int] | None, ignore_eos: bool) -> frozenset[int]:
+        """The ids after which a sequence ends. Raises RequestError 400 `token_out_of_range`."""
+        chosen = self.model.eos_ids if stop_ids is None else frozenset(stop_ids)
+        vocab_size = self.engine.limits.vocab_size
+        beyond = [token for token in chosen if token >= vocab_size]
+        if beyond:
+            raise FieldError(
+                "token_out_of_range",
+                f"stop_ids holds {beyond[0]}; the vocabulary ends at {vocab_size - 1}",
+                param="stop_ids",
+            )
+        return chosen - self.model.eos_ids if ignore_eos else chosen
+
+    def require_tokenizer(self, fingerprint: str | None) -> None:
+        """Raises RequestError 409 `tokenizer_mismatch` if the caller's tokenizer is another."""
+        own = self.model.tokenizer.fingerprint
+        if fingerprint is not None and fingerprint != own:
+            raise FieldError(
+                "tokenizer_mismatch",
+                f"the agent's tokenizer is {fingerprint[:12]}, that of {self.model.name} is {own[:12]}: token ids "
+                "would mean different text. Use a draft made for this target",
+                param="tokenizer",
+                status=409,
+            )
+
+
+def owner_of(request: Request) -> bytes:
+    """The caller's identity, as the gate found it."""
+    owner: bytes = request.scope.get(OWNER, ANYBODY)
+    return owner
+
+
+def parse(message: type[M], body: bytes) -> M:
+    """A message from a request's body. Raises RequestError 400 naming the first field that is wrong."""
+    try:
+        return message.model_validate_json(body)
+    except ValidationError as error:
+        raise from_validation(error) from None
+
+
+def sampling_of(make: Callable[[], SamplingParams]) -> SamplingParams:
+    """Runs `make`; a SamplingError becomes RequestError 400 `invalid_parameter`."""
+    try:
+        return make()
+    except SamplingError as error:
+        message = str(error)
+        raise FieldError("invalid_parameter", message, param=message.partition(" ")[0]) from None
+
+
+async def read_body(receive: Receive) -> bytes:
+    """A request's whole body."""
+    message = await receive()
+    body: bytes = message.get("body", b"")
+    if message.get("more_body"):
+        parts = [body]
+        while message.get("more_body"):
+            message = await receive()
+            parts.append(message.get("body", b""))
+        body = b"".join(parts)
+    return body

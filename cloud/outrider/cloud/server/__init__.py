@@ -1,0 +1,1 @@
+"""The server process: options, sockets, signals, logs."""

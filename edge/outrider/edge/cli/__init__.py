@@ -1,0 +1,1 @@
+"""Commands of `outrider`, and their screens."""

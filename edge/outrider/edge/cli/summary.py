@@ -1,0 +1,82 @@
+"""Numbers of a generation, for people and for programs."""
+
+from __future__ import annotations
+
+import math
+
+from outrider.edge.devices.placement import Placement
+from outrider.edge.results import GenerationResult
+
+
+def mode_numbers(result: GenerationResult) -> dict[str, float | None]:
+    """What one mode did, with the keys that every report of Outrider uses; None where there is no such number.
+
+    itl is the inter-token latency: tokens that arrive together have gaps of 0 between them. Bytes are of bodies.
+    """
+    return {
+        "tokens_per_s": _number(result.tokens_per_s),
+        "ttft_ms": _number(result.ttft_ms),
+        "itl_ms_p50": _number(result.gap_ms(50)),
+        "itl_ms_p95": _number(result.gap_ms(95)),
+        "acceptance_rate": None if result.acceptance_rate is None else round(result.acceptance_rate, 4),
+        "tokens_per_pass": _number(result.tokens_per_pass),
+        "passes_per_token": _number(result.passes_per_token),
+        "bytes_up_per_token": _number(result.bytes_up_per_token),
+        "bytes_down_per_token": _number(result.bytes_down_per_token),
+    }
+
+
+def result_as_json(result: GenerationResult, text: str) -> dict[str, object]:
+    """A generation as plain data: the text, who produced each token, and its numbers."""
+    num_tokens = max(1, len(result.tokens))
+    return {
+        "mode": result.mode.value,
+        "text": text,
+        "tokens": list(result.tokens),
+        "sources": [source.value for source in result.sources],
+        "finish_reason": result.finish_reason,
+        **mode_numbers(result),
+        "header_bytes_up_per_token": _number(result.wire.headers_up / num_tokens),
+        "header_bytes_down_per_token": _number(result.wire.headers_down / num_tokens),
+        "num_sessions": result.num_sessions,
+        "num_posts": result.num_posts,
+        "num_drafted": result.num_drafted,
+        "waited_ms": _number(result.waited_ms),
+        "draft_error": result.draft_error,
+        "depths": [list(change) for change in result.depths],
+    }
+
+
+def summary_lines(result: GenerationResult) -> list[str]:
+    """Two lines for a terminal."""
+    acceptance = "-" if result.acceptance_rate is None else f"{result.acceptance_rate:.2f}"
+    num_tokens = max(1, len(result.tokens))
+    lines = [
+        f"{result.mode.value}: {len(result.tokens)} tokens ({result.finish_reason}), "
+        f"{result.tokens_per_s:.1f} tokens/s, TTFT {result.ttft_ms:.0f} ms, acceptance {acceptance}, "
+        f"{result.tokens_per_pass:.2f} tokens a target pass",
+        f"bytes a token: {result.bytes_up_per_token:.0f} up, {result.bytes_down_per_token:.0f} down; "
+        f"headers {result.wire.headers_up / num_tokens:.0f} up, {result.wire.headers_down / num_tokens:.0f} down",
+    ]
+    if result.num_sessions > 1:
+        lines.append(f"the connection was lost and taken up again {result.num_sessions - 1} times")
+    if result.draft_error is not None:
+        lines.append(f"drafting ended early: {result.draft_error}")
+    return lines
+
+
+def draft_lines(placement: Placement, num_prompt: int, num_tokens: int) -> list[str]:
+    """What drafted, for a terminal; and if the text outgrew the draft, from where on nothing did."""
+    lines = [f"drafted by: {placement.words}"]
+    longest = placement.max_positions
+    if longest is not None and num_prompt + num_tokens > longest:
+        since = "the whole text" if num_prompt >= longest else f"everything after {longest - num_prompt} tokens"
+        lines.append(
+            f"the draft holds {longest} tokens, prompt included; the prompt has {num_prompt}, so the cloud wrote "
+            f"{since} undrafted"
+        )
+    return lines
+
+
+def _number(value: float) -> float | None:
+    return round(value, 3) if math.isfinite(value) else None

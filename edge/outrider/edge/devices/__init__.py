@@ -1,0 +1,1 @@
+"""Finds devices and decides where a draft runs."""

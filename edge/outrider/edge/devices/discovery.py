@@ -1,0 +1,161 @@
+"""Which devices the draft runtimes see on this machine, and what would help where one is missing.
+
+Knows nothing of bundles: which may run where is `placement`'s business. Asking changes nothing and compiles nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
+
+from outrider.edge.devices.advice import gpu_advice, npu_advice, provider_advice
+from outrider.models.errors import RuntimeUnavailable
+from outrider.models.manifest import Device
+from outrider.models.telemetry import disable_openvino_telemetry
+
+ModelRuntime = Literal["openvino", "onnxruntime"]
+RUNTIME_NAMES: Final[dict[ModelRuntime, str]] = {"openvino": "OpenVINO", "onnxruntime": "ONNX Runtime"}
+_PROVIDER_DEVICES: Final[dict[str, Device]] = {
+    "CPUExecutionProvider": "cpu",
+    "CUDAExecutionProvider": "gpu",
+    "DmlExecutionProvider": "gpu",
+    "MIGraphXExecutionProvider": "gpu",
+    "NvTensorRTRTXExecutionProvider": "gpu",
+    "QNNExecutionProvider": "npu",
+    "TensorrtExecutionProvider": "gpu",
+    "VitisAIExecutionProvider": "npu",
+    "WebGpuExecutionProvider": "gpu",
+}
+"""What ONNX Runtime's execution providers run on; of others, what is told when they are asked for their devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundDevice:
+    """One device. name: as the runtime calls it ("GPU.1", "CUDAExecutionProvider"). full_name: what it is, in words.
+
+    device: which kind; None where the runtime does not tell. driver: its version, where told.
+    """
+
+    name: str
+    full_name: str
+    device: Device | None
+    driver: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRuntime:
+    """What one runtime has here. version: None where its package is not installed; then there are no devices."""
+
+    runtime: ModelRuntime
+    version: str | None
+    devices: tuple[FoundDevice, ...]
+
+    def has(self, device: Device) -> bool:
+        """Whether a draft for `device` finds one."""
+        return any(found.device == device for found in self.devices)
+
+    def as_json(self) -> dict[str, object]:
+        """As plain data."""
+        return asdict(self)
+
+
+def find_runtime(runtime: ModelRuntime) -> FoundRuntime:
+    """Asks `runtime` for its devices; imports its package, if that is installed."""
+    try:
+        return _find_openvino() if runtime == "openvino" else _find_onnxruntime()
+    except ModuleNotFoundError as error:
+        if error.name != runtime:
+            raise  # broken, not missing
+        return FoundRuntime(runtime, None, ())
+
+
+def require_device(runtime: ModelRuntime, device: Device, found: FoundRuntime | None = None) -> None:
+    """Raises RuntimeUnavailable unless `runtime` has `device` here: what was found, what is missing, what would help.
+
+    found: of an earlier `find_runtime(runtime)`.
+    """
+    found = found or find_runtime(runtime)
+    name = RUNTIME_NAMES[runtime]
+    if found.version is None:
+        raise RuntimeUnavailable(f'{name} is not installed; run: pip install "outrider[edge]"')
+    if found.has(device):
+        return
+    seen = ", ".join(f"{each.name} ({each.full_name})" for each in found.devices) or "nothing"
+    raise RuntimeUnavailable(
+        f"{name} sees no {device.upper()} on this machine, only {seen}. {advice(runtime, device)} Until then: a "
+        "draft for the CPU, from `outrider-export draft MODEL --device cpu`, or --runtime ngram, which needs no device"
+    )
+
+
+def advice(runtime: ModelRuntime, device: Device) -> str:
+    """What would help whoever wants `device` and has none: whole sentences."""
+    if device == "cpu":
+        return f"This installation of {RUNTIME_NAMES[runtime]} is broken: install it again."
+    if runtime == "onnxruntime":
+        return provider_advice(device)
+    if device == "gpu":
+        return gpu_advice()
+    return f"{npu_advice()} To try the NPU path without one, add --emulate-npu: it then runs on the CPU."
+
+
+def device_of_provider(provider: str) -> Device | None:
+    """What an execution provider of ONNX Runtime runs on; None where its name does not tell."""
+    return _PROVIDER_DEVICES.get(provider)
+
+
+def _find_openvino() -> FoundRuntime:
+    disable_openvino_telemetry()
+    openvino: Any = importlib.import_module("openvino")
+    core = openvino.Core()
+    devices = tuple(
+        FoundDevice(
+            name,
+            str(core.get_property(name, "FULL_DEVICE_NAME")).strip(),
+            _openvino_family(name),
+            _optional_property(core, name, "NPU_DRIVER_VERSION") if name.startswith("NPU") else None,
+        )
+        for name in core.available_devices
+    )
+    return FoundRuntime("openvino", str(openvino.__version__).partition("-")[0], devices)
+
+
+def _openvino_family(name: str) -> Device | None:
+    families: dict[str, Device] = {"CPU": "cpu", "GPU": "gpu", "NPU": "npu"}
+    return families.get(name.partition(".")[0])
+
+
+def _optional_property(core: Any, device: str, name: str) -> str | None:
+    try:
+        return str(core.get_property(device, name))
+    except RuntimeError:
+        return None  # an older driver does not tell
+
+
+def _find_onnxruntime() -> FoundRuntime:
+    onnxruntime: Any = importlib.import_module("onnxruntime")
+    providers: Any = importlib.import_module("outrider.models.runtimes.onnxruntime_providers")
+    providers.register_plugins()
+    # Providers that are plug-ins know their hardware; of the others it shows when a model is loaded.
+    told = [
+        FoundDevice(each.ep_name, _hardware(each), _kind(each))
+        for each in onnxruntime.get_ep_devices()
+        if each.ep_name != "AzureExecutionProvider"
+    ]
+    untold = [
+        FoundDevice(name, "built into this package", device_of_provider(name))
+        for name in providers.available_providers()
+        if name not in {each.name for each in told} and name != "AzureExecutionProvider"  # it calls a service
+    ]
+    return FoundRuntime("onnxruntime", str(onnxruntime.__version__), tuple(dict.fromkeys([*told, *untold])))
+
+
+def _hardware(each: Any) -> str:
+    names = dict(each.device.metadata)
+    return str(names.get("Description") or f"{each.device.vendor or 'unknown'} {each.device.type.name}").strip()
+
+
+def _kind(each: Any) -> Device | None:
+    kinds: dict[str, Device] = {"CPU": "cpu", "GPU": "gpu", "NPU": "npu"}
+    return kinds.get(each.device.type.name)

@@ -1,0 +1,182 @@
+"""Where a draft runs: what the user asked for, what the bundle was made for and what is here, made one.
+
+A bundle was let through by a numerical check in one runtime (`manifest.report.parity`), and converters and runtimes
+can be silently wrong, so it is never run in another: not in ONNX Runtime instead of OpenVINO, and not in OpenVINO's
+paged attention instead of its NPU path, although both read the same files. Another *device* of the same runtime is
+allowed, and said once it is open. Nothing is replaced in silence: a missing device is an error, not a slower device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from outrider.edge.devices.discovery import (
+    RUNTIME_NAMES,
+    FoundRuntime,
+    ModelRuntime,
+    device_of_provider,
+    require_device,
+)
+from outrider.models.errors import BundleError, ConfigError
+from outrider.models.manifest import Device, Manifest
+
+DraftRuntime = Literal["openvino", "onnxruntime", "ngram"]
+
+EMULATED_NPU: Final = "NPU path emulated on the CPU"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChoice:
+    """What the user said about the draft; None leaves it to the bundle. Raises ConfigError for a contradiction.
+
+    provider: an execution provider of ONNX Runtime by its full name, or "prefer-npu", in place of a device.
+    """
+
+    runtime: DraftRuntime | None = None
+    device: Device | None = None
+    emulate_npu: bool = False
+    provider: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.runtime == "ngram" and (self.device or self.emulate_npu or self.provider):
+            raise ConfigError("n-gram lookup has no model, so no device runs it; leave --draft-device and the like out")
+        if self.emulate_npu and self.device not in (None, "npu"):
+            raise ConfigError(
+                f"--emulate-npu runs the NPU path, and --draft-device asks for {self.device}; leave one of them out"
+            )
+        if self.emulate_npu and (self.runtime == "onnxruntime" or self.provider):
+            raise ConfigError("--emulate-npu runs OpenVINO's NPU path; leave out what asks for ONNX Runtime")
+        if self.provider and (self.device or self.runtime == "openvino"):
+            raise ConfigError(
+                "--provider names what ONNX Runtime runs a draft on; leave --draft-device and --runtime openvino out"
+            )
+
+    @property
+    def wanted_device(self) -> Device | None:
+        """The device that was asked for by its kind."""
+        return "npu" if self.emulate_npu else self.device
+
+    @property
+    def wanted_runtime(self) -> DraftRuntime | None:
+        """The runtime that was asked for, by name or by one of its providers."""
+        return "onnxruntime" if self.provider else self.runtime
+
+
+AS_BUNDLED: Final = DraftChoice()
+"""All left to the bundle."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What drafts, and on what.
+
+    device: its kind; None without a model, or before a provider that is free to choose has chosen. open_on: what
+    `RuntimeOptions.device` is to be. provider: what really runs it, as its runtime tells once it is loaded; in ONNX
+    Runtime an execution provider. max_positions: longest sequence that it drafts for, likewise. notes: what the user
+    should know, whole sentences.
+    """
+
+    runtime: DraftRuntime
+    device: Device | None = None
+    is_emulated: bool = False
+    precision: str | None = None
+    open_on: str = ""
+    provider: str | None = None
+    max_positions: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        if self.runtime == "ngram":
+            return "n-gram lookup, no model"
+        name = RUNTIME_NAMES[self.runtime]
+        if self.is_emulated:
+            return f"{self.precision}, {name}'s {EMULATED_NPU}"
+        device = f" on the {self.device.upper()}" if self.device is not None else ""
+        provider = f" ({self.provider})" if self.runtime == "onnxruntime" and self.provider else ""
+        return f"{self.precision}, {name}{device}{provider}"
+
+    def as_json(self) -> dict[str, object]:
+        """As plain data; the keys are part of what `--json` promises."""
+        return {
+            "runtime": self.runtime,
+            "device": self.device,
+            "provider": self.provider,
+            "precision": self.precision,
+            "is_emulated": self.is_emulated,
+            "max_positions": self.max_positions,
+            "notes": list(self.notes),
+        }
+
+
+def place_draft(manifest: Manifest, choice: DraftChoice, found: FoundRuntime | None = None) -> Placement:
+    """Where the draft of `manifest` runs.
+
+    found: the devices of its runtime, if they are known already. Raises ConfigError, with the export command that makes
+    the right bundle, where this one may not run as was asked; RuntimeUnavailable where the device is not here.
+    """
+    if choice.runtime == "ngram":
+        return Placement("ngram")
+    runtime, made_for = _drafting_runtime(manifest), manifest.device
+    if choice.wanted_runtime is not None and choice.wanted_runtime != runtime:
+        raise _other_bundle(manifest, choice.wanted_runtime, choice.wanted_device or "cpu")
+    if choice.provider:
+        device = device_of_provider(choice.provider)
+        return Placement(runtime, device, precision=manifest.precision, open_on=choice.provider)
+    wanted = choice.wanted_device or made_for
+    if choice.emulate_npu and runtime != "openvino":
+        raise _other_bundle(manifest, "openvino", "npu")
+    if runtime == "openvino" and wanted != made_for and "npu" in (wanted, made_for):
+        raise _other_bundle(manifest, runtime, wanted)
+    if not choice.emulate_npu:
+        require_device(runtime, wanted, found)
+    return Placement(runtime, wanted, choice.emulate_npu, manifest.precision, open_on=wanted.upper())
+
+
+def opened_as(placement: Placement, manifest: Manifest, provider: str, max_positions: int) -> Placement:
+    """What is known of a placement once its runtime is open; a note if the draft was not checked where it runs.
+
+    provider: what the runtime says that it runs on.
+    """
+    device = placement.device
+    if placement.runtime == "onnxruntime":
+        device = device_of_provider(provider) or device
+    ran_on = "CPU" if provider == "CPUExecutionProvider" else provider
+    checked_on = manifest.report.parity.checked_on
+    notes: tuple[str, ...] = ()
+    # The export says "CPU in place of a GPU; not run on hardware": where it ran comes first.
+    if checked_on.partition(";")[0].partition(" in place of ")[0] != ran_on:
+        notes = (
+            f"the bundle's numerical check ran on: {checked_on}. It drafts on: {ran_on}, unchecked there. The text "
+            "stays the target's; a wrong draft only makes it slower",
+        )
+    return replace(placement, device=device, provider=provider, max_positions=max_positions, notes=notes)
+
+
+def require_asked_device(choice: DraftChoice) -> None:
+    """Raises RuntimeUnavailable if a device that was named is not here: before there is a bundle, or work to lose."""
+    if choice.runtime != "ngram" and choice.device is not None and not choice.emulate_npu:
+        # Where only the device was named, bundles are made for OpenVINO.
+        require_device(choice.runtime or "openvino", choice.device)
+
+
+def _drafting_runtime(manifest: Manifest) -> ModelRuntime:
+    if manifest.runtime == "openvino":
+        return "openvino"
+    if manifest.runtime == "onnxruntime":
+        return "onnxruntime"
+    raise BundleError(f"{manifest.name} was made for {manifest.runtime}, which runs no drafts; export it as a draft")
+
+
+def _other_bundle(manifest: Manifest, runtime: str, device: Device) -> ConfigError:
+    is_for_npu = (manifest.device, device) == ("npu", "cpu")
+    emulated = ", or try its NPU path on the CPU with --emulate-npu" if is_for_npu else ""
+    # Drafts are made for an NPU in OpenVINO only; ONNX Runtime's for the CPU may be tried on one.
+    made_for = "cpu" if (runtime, device) == ("onnxruntime", "npu") else device
+    return ConfigError(
+        f"{manifest.name} is a bundle for {manifest.runtime} on {manifest.device} and was checked as such; {runtime} "
+        f"on {device} runs other code. Make a bundle for that with `outrider-export draft MODEL --device {made_for} "
+        f"--runtime {runtime}`{emulated}"
+    )

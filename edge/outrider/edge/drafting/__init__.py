@@ -1,0 +1,1 @@
+"""Drafts ahead. Knows no network."""

@@ -1,0 +1,231 @@
+"""How far the draft runs ahead: three controllers behind one seam.
+
+A controller decides from estimates, never from the clock, and may be asked from the drafting thread: it only reads
+there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.edge.drafting.belief import CommitOutcome
+from outrider.edge.drafting.estimates import Estimates, ForgettingRatio
+from outrider.models.errors import ConfigError
+
+MAX_DEPTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """What to draft now. depth: tokens ahead of the last commit, 0 for none.
+
+    silent: draft them for the estimates only and send nothing, so that a hopeless draft costs neither wire nor server.
+    answer: tokens that the server has use for in one pass; after a loss of step they go out together, as soon as they
+    are there. 0: unknown, so go by time.
+    """
+
+    depth: int
+    silent: bool = False
+    answer: int = 0
+
+
+class DepthController(Protocol):
+    """Chooses how far to run ahead."""
+
+    def plan(self) -> DraftPlan:
+        """The plan in force until the next `observe`."""
+        ...
+
+    def wants_more(self, confidences: Sequence[float]) -> bool:
+        """Whether another token should be drafted after those with these confidences (thread-safe, changes nothing)."""
+        ...
+
+    def observe(self, outcome: CommitOutcome) -> None:
+        """A commit arrived; the estimates have been told already."""
+        ...
+
+    def block(self) -> int:
+        """The depth for stop-and-wait, at least 1: there the round trip is paid for every block."""
+        ...
+
+
+class FixedDepth:
+    """Always the same depth, 0 to 32."""
+
+    def __init__(self, depth: int) -> None:
+        if not 0 <= depth <= MAX_DEPTH:
+            raise ConfigError(f"depth is {depth}; expected 0 to {MAX_DEPTH}")
+        self._plan = DraftPlan(depth)
+
+    def plan(self) -> DraftPlan:
+        """The fixed depth."""
+        return self._plan
+
+    def wants_more(self, confidences: Sequence[float]) -> bool:
+        """Until the depth is reached."""
+        return len(confidences) < self._plan.depth
+
+    def observe(self, outcome: CommitOutcome) -> None:
+        """Nothing to learn."""
+
+    def block(self) -> int:
+        """The fixed depth."""
+        return max(1, self._plan.depth)
+
+
+class ThresholdDepth:
+    """One step deeper where the recent acceptance is above target + band, one back where it is under target - band.
+
+    At most one step a commit, so noise moves it slowly; it needs no timings, which makes it the fallback for machines
+    whose timings mean nothing.
+    """
+
+    def __init__(
+        self, target: float = 0.7, band: float = 0.1, min_depth: int = 2, max_depth: int = 10, keep: float = 0.9
+    ) -> None:
+        if not 0 < min_depth <= max_depth <= MAX_DEPTH or not 0.0 < target < 1.0 or band < 0.0:
+            raise ConfigError(
+                f"target {target}, band {band}, depths {min_depth} to {max_depth}; expected 0 < target < 1, band >= 0 "
+                f"and 1 <= min <= max <= {MAX_DEPTH}"
+            )
+        self._target, self._band = target, band
+        self._min, self._max = min_depth, max_depth
+        self._accepted = ForgettingRatio(target, 4.0, keep)
+        self._depth = (min_depth + max_depth) // 2
+
+    def plan(self) -> DraftPlan:
+        """The depth after the last step."""
+        return DraftPlan(self._depth)
+
+    def wants_more(self, confidences: Sequence[float]) -> bool:
+        """Until the depth is reached."""
+        return len(confidences) < self._depth
+
+    def observe(self, outcome: CommitOutcome) -> None:
+        """Takes at most one step."""
+        if not outcome.num_tested:
+            return
+        self._accepted.add(outcome.num_right, outcome.num_tested)
+        rate = self._accepted.value
+        if rate > self._target + self._band:
+            self._depth = min(self._max, self._depth + 1)
+        elif rate < self._target - self._band:
+            self._depth = max(self._min, self._depth - 1)
+
+    def block(self) -> int:
+        """The same depth."""
+        return self._depth
+
+
+@dataclass(frozen=True, slots=True)
+class CostModelOptions:
+    """What the cost model weighs.
+
+    effort: worth of a ms of drafting on the device against a ms of the user's time (drafting is done while waiting
+    anyway, so it costs energy more than time). token_cost_ms: what a drafted token costs on the wire and in the server.
+    hysteresis: drafting starts again when it is worth this many times its cost.
+    message_cost_ms: what a draft message costs the server, which often answers it on the model's own cores.
+    probe_depth: tokens of a silent probe at depth 0. max_probe_gap: commits between two probes at most; the gap starts
+    at one, doubles when a probe was all wrong and is one again after a right token.
+    """
+
+    max_depth: int = MAX_DEPTH
+    effort: float = 0.1
+    token_cost_ms: float = 0.1
+    message_cost_ms: float = 1.5
+    hysteresis: float = 1.5
+    probe_depth: int = 2
+    max_probe_gap: int = 16
+
+
+class CostModelDepth:
+    """Runs ahead while another token is worth more than it costs, as far as the pipe can use.
+
+    The d-th token ahead helps only if it and all before it are right, so it is worth survival(d) * step; it costs its
+    drafting and its bytes. Beyond what the server can verify until the next message reaches it, it is worth nothing:
+    with p passes on the way, that is p * (k + 1) + k tokens for the k that the server would verify. The first k go out
+    ahead of the rest: on a short round trip the server waits for them.
+    """
+
+    def __init__(self, estimates: Estimates, options: CostModelOptions | None = None) -> None:
+        self._estimates = estimates
+        self._options = options or CostModelOptions()
+        self._is_on = True
+        self._probe_gap = 1
+        self._commits_to_probe = 0
+        self._depth = self._answer = 0
+        self._replan()
+
+    def plan(self) -> DraftPlan:
+        """The present depth; at 0, a silent probe now and then."""
+        if self._is_on:
+            return DraftPlan(self._depth, answer=self._answer)
+        return DraftPlan(self._options.probe_depth if self._commits_to_probe == 0 else 0, silent=True)
+
+    def wants_more(self, confidences: Sequence[float]) -> bool:
+        """Whether the plan leaves room and these survive often enough for one more to pay."""
+        if not self._is_on:
+            return len(confidences) < self.plan().depth
+        return len(confidences) < self._depth and self._worth(self._estimates.survival(confidences))
+
+    def observe(self, outcome: CommitOutcome) -> None:
+        """Turns on or off, with hysteresis, and chooses the depth again."""
+        value = self._estimates.acceptance * self._estimates.step_ms
+        cost = self._estimates.extra_ms + self._options.message_cost_ms
+        if self._is_on:
+            self._is_on = value >= cost
+            self._probe_gap = self._commits_to_probe = 1
+        else:
+            self._is_on = value > self._options.hysteresis * cost
+            self._schedule_probe(outcome)
+        self._replan()
+
+    def block(self) -> int:
+        """The k that minimizes (k * draft + round trip + step + extra * k) / expected tokens."""
+        e = self._estimates
+
+        def per_token(k: int) -> float:
+            took = k * (e.draft_ms + e.extra_ms) + e.round_trip_ms + e.step_ms
+            return took / expected_tokens(e.acceptance, k)
+
+        return min(range(1, self._options.max_depth + 1), key=per_token)
+
+    def _schedule_probe(self, outcome: CommitOutcome) -> None:
+        if outcome.num_right:
+            self._probe_gap = 1
+        elif outcome.num_tested:
+            self._probe_gap = min(self._options.max_probe_gap, 2 * self._probe_gap)
+        if outcome.num_tested:
+            self._commits_to_probe = self._probe_gap
+        self._commits_to_probe = max(0, self._commits_to_probe - 1)
+
+    def _replan(self) -> None:
+        e = self._estimates
+        verified = best_verified(e.acceptance, e.step_ms, e.extra_ms, self._options.max_depth)
+        lag_ms = e.round_trip_ms + verified * e.draft_ms
+        num_passes = max(1, math.ceil(lag_ms / max(1e-3, e.step_ms)))
+        depth = min(self._options.max_depth, num_passes * (verified + 1) + verified)
+        while depth > 1 and not self._worth(e.acceptance**depth):
+            depth -= 1
+        depth = max(1, depth)
+        # A difference of one is within the estimates' noise.
+        if abs(depth - self._depth) > 1 or self._depth == 0:
+            self._depth = depth
+        self._answer = min(verified, self._depth)
+
+    def _worth(self, survival: float) -> bool:
+        e, options = self._estimates, self._options
+        return survival * e.step_ms > options.effort * e.draft_ms + options.token_cost_ms
+
+
+def expected_tokens(acceptance: float, k: int) -> float:
+    """Expected tokens of a pass that verifies k drafted ones: 1 + a + ... + a^k (Leviathan et al. 2023, equation 1)."""
+    return sum(acceptance**i for i in range(k + 1))
+
+
+def best_verified(acceptance: float, step_ms: float, extra_ms: float, max_k: int) -> int:
+    """The k <= max_k that maximizes expected tokens per ms of a step of step_ms + k * extra_ms; at least 1."""
+    return max(range(1, max_k + 1), key=lambda k: expected_tokens(acceptance, k) / (step_ms + extra_ms * k))

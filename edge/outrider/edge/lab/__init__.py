@@ -1,0 +1,1 @@
+"""Runs one machine as two: a cloud process, a slow network, faults."""

@@ -1,0 +1,53 @@
+"""A shipped fault injector: drafts that are lost, doubled, late or out of order, reproducibly.
+
+For tests and benches. The text must not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+from outrider.edge.link.client import EndpointLost
+from outrider.edge.link.sender import Posts
+from outrider.models.errors import ConfigError
+from outrider.models.protocol import DraftRequest
+
+
+@dataclass(frozen=True, slots=True)
+class FaultRates:
+    """Chances, 0 to 1, that a message is dropped, sent twice, or held back by up to max_delay_s (which reorders)."""
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    delay: float = 0.0
+    max_delay_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("drop", "duplicate", "delay"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected a chance, 0 to 1")
+
+
+class FaultyPosts:
+    """Wraps `CloudClient.post_drafts`. The same seed and the same messages meet the same faults."""
+
+    def __init__(self, posts: Posts, rates: FaultRates, seed: int = 0) -> None:
+        self._posts = posts
+        self._rates = rates
+        self._random = random.Random(seed)
+
+    async def post_drafts(self, session: str, request: DraftRequest) -> None:
+        """Delivers, or not; a dropped message raises EndpointLost as a broken connection would."""
+        rates, chance = self._rates, self._random
+        is_dropped = chance.random() < rates.drop
+        is_doubled = chance.random() < rates.duplicate
+        delay_s = chance.random() * rates.max_delay_s if chance.random() < rates.delay else 0.0
+        if is_dropped:
+            raise EndpointLost("the message was dropped on purpose")
+        if delay_s:
+            await asyncio.sleep(delay_s)
+        await self._posts.post_drafts(session, request)
+        if is_doubled:
+            await self._posts.post_drafts(session, request)

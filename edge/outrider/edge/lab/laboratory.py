@@ -1,0 +1,144 @@
+"""One machine as two: the cloud as a process on its own core, a network that is as slow as wanted, the agent here.
+
+For `outrider demo` and for the measurements in `bench/`. It imports neither cloud nor export: the cloud is started as
+its users start it, and bundles are given by their paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, Placement
+from outrider.edge.drafting.depth import CostModelDepth
+from outrider.edge.drafting.drafter import Drafter
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.lab.child_process import child_process
+from outrider.edge.lab.cores import CorePlan, Cores, plan_cores, running_on
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.assemble import Agent, make_agent, open_draft_bundle, open_drafter
+from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.models.bundle import Bundle
+from outrider.models.tokenizer import Tokenizer, require_same_tokenizer
+
+CLOUD_ONLY = "cloud_only"
+STOP_AND_WAIT = "stop_and_wait"
+STREAM = "stream"
+
+ALIKE = ("--no-share-prefixes",)
+"""Options of a cloud whose modes are compared by time: else the first to run a prompt computes it for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """An open laboratory. url: the cloud's own, without the network in between.
+
+    choice, placement: what was to draft, and what does.
+    """
+
+    url: str
+    cores: CorePlan
+    target: Bundle
+    draft: Bundle
+    tokenizer: Tokenizer
+    drafter: Drafter
+    choice: DraftChoice
+    placement: Placement
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """A prompt's token ids."""
+        return tuple(self.tokenizer.encode(text))
+
+
+@contextmanager
+def open_lab(
+    target: Path, draft: Path, choice: DraftChoice = AS_BUNDLED, cloud_options: Sequence[str] = ALIKE
+) -> Iterator[Lab]:
+    """Starts the cloud and opens the draft; this thread stays on the agent's core until the end.
+
+    cloud_options: more arguments of `outrider-cloud serve`. Raises BundleError, TokenizerMismatch, ConfigError,
+    RuntimeUnavailable.
+    """
+    cores = plan_cores()
+    target_bundle, draft_bundle = Bundle.open(target), open_draft_bundle(draft)
+    tokenizer = target_bundle.tokenizer()
+    require_same_tokenizer(draft_bundle.tokenizer(), tokenizer)
+    with ExitStack() as stack:
+        url = stack.enter_context(cloud_process(target, cores.cloud, cloud_options))
+        stack.enter_context(running_on(cores.agent))
+        opened = open_drafter(draft_bundle, choice, num_threads=1)
+        stack.enter_context(closing(opened.drafter))
+        yield Lab(url, cores, target_bundle, draft_bundle, tokenizer, opened.drafter, choice, opened.placement)
+
+
+def cloud_process(target: Path, cores: Cores, options: Sequence[str] = ()) -> AbstractContextManager[str]:
+    """`outrider-cloud serve` on a free loopback port with one thread; gives its URL."""
+    serve = [
+        "-m",
+        "outrider.cloud.server.main",
+        "serve",
+        str(target),
+        "--port",
+        "0",
+        "--threads",
+        "1",
+        "--drain-s",
+        "0",
+    ]
+    return child_process([*serve, *options], ready_prefix="OUTRIDER_READY ", cores=cores)
+
+
+@contextmanager
+def network(url: str, rtt_ms: float, cores: Cores) -> Iterator[str]:
+    """The URL by which `url` is reached over a round trip of `rtt_ms`; `url` itself for 0."""
+    if rtt_ms == 0.0:
+        yield url
+        return
+    arguments = ["-m", "outrider.edge.lab.proxy", "--target", urlsplit(url).netloc, "--rtt-ms", str(rtt_ms)]
+    # A process of its own, because a thread would wait for this one's interpreter lock, and that is no network's delay.
+    with child_process(arguments, ready_prefix="http", cores=cores) as rest:
+        yield "http" + rest
+
+
+@asynccontextmanager
+async def connected(url: str, cores: CorePlan, rtt_ms: float = 0.0) -> AsyncIterator[Endpoints]:
+    """The cloud at `url`, a round trip of `rtt_ms` away."""
+    with network(url, rtt_ms, cores.agent) as url:
+        async with CloudClient(url) as client:
+            yield Endpoints([client])
+
+
+async def three_modes(endpoints: Endpoints, drafter: Drafter) -> dict[str, Agent]:
+    """Cloud-only, stop-and-wait and stream, each with estimates of its own."""
+    waiting = Estimates()
+    ready = await endpoints.call(lambda client: client.ready())
+    # /v1/verify does not tell the step time, and a guess at it would make the twin choose its blocks badly.
+    waiting.on_open(0.0, ready.step_ms, ready.draft_token_ms)
+    return {
+        CLOUD_ONLY: make_agent(Mode.CLOUD_ONLY, endpoints, None),
+        STOP_AND_WAIT: StopAndWaitAgent(endpoints, drafter, CostModelDepth(waiting), waiting),
+        STREAM: make_agent(Mode.STREAM, endpoints, drafter),
+    }
+
+
+Results = dict[str, list[GenerationResult]]
+
+
+async def interleave(
+    modes: Mapping[str, Agent],
+    requests: Sequence[GenerationRequest],
+    on_result: Callable[[str, GenerationResult], None] = lambda name, result: None,
+) -> Results:
+    """Every mode on the first request, then every mode on the second, ...: what changes on the machine hits all."""
+    results: Results = {name: [] for name in modes}
+    for request in requests:
+        for name, mode in modes.items():
+            result = await mode.generate(request)
+            results[name].append(result)
+            on_result(name, result)
+    return results

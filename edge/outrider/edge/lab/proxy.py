@@ -1,0 +1,197 @@
+"""A delaying TCP proxy on loopback: the network that a test machine does not have.
+
+Adds half a round trip to every chunk each way, in order, each at its own due time, and counts the bytes. It runs its
+own event loop in its own thread on select(), whose timeouts are exact to tens of microseconds; epoll's are whole
+milliseconds. For measurements run it as a process of its own: `python -m outrider.edge.lab.proxy --target HOST:PORT
+--rtt-ms 50`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from types import TracebackType
+
+from outrider.models.errors import ConfigError, RuntimeUnavailable
+
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyOptions:
+    """rtt_ms: delay added to a round trip, half each way. cut_chance: chance, 0 to 1, that a chunk from the server
+    closes its connection instead of being delivered, drawn from `seed`.
+    """
+
+    rtt_ms: float = 0.0
+    cut_chance: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.rtt_ms <= 60_000.0:
+            raise ConfigError(f"rtt_ms is {self.rtt_ms!r}; expected 0 to 60000")
+        if not 0.0 <= self.cut_chance <= 1.0:
+            raise ConfigError(f"cut_chance is {self.cut_chance!r}; expected a chance, 0 to 1")
+
+
+class DelayProxy:
+    """Forwards to one host and port. A plain context manager; usable from any thread.
+
+    bytes_up, bytes_down: raw bytes read from clients and from the server. A connection counts no delay of its own: only
+    bytes are late, so a TCP handshake costs nothing here.
+    """
+
+    def __init__(self, host: str, port: int, options: ProxyOptions | None = None, listen_port: int = 0) -> None:
+        self._target = host, port
+        self._options = options or ProxyOptions()
+        self._listen_port = listen_port
+        self._random = random.Random(self._options.seed)
+        self._loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
+        self._thread = threading.Thread(target=self._serve, name="outrider-proxy", daemon=True)
+        self._started = threading.Event()
+        self._stop = asyncio.Event()
+        self._error: OSError | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self.port = 0
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self.num_connections = 0
+        self.num_cuts = 0
+
+    @property
+    def url(self) -> str:
+        """Where clients connect."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> DelayProxy:
+        self._thread.start()
+        self._started.wait()
+        if self._error is not None:
+            raise RuntimeUnavailable(f"the delaying proxy cannot listen: {self._error}") from self._error
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    def cut(self) -> None:
+        """Closes every open connection both ways; what was under way is lost. New ones are served as before."""
+        self._loop.call_soon_threadsafe(self._cut_all)
+
+    def _serve(self) -> None:
+        try:
+            self._loop.run_until_complete(self._main())
+        finally:
+            self._loop.close()
+            self._started.set()
+
+    async def _main(self) -> None:
+        try:
+            listener = socket.create_server(("127.0.0.1", self._listen_port))
+        except OSError as e:
+            self._error = e
+            return
+        with listener:
+            listener.setblocking(False)
+            self.port = listener.getsockname()[1]
+            # Neither asyncio.start_server nor sock_accept: each loses a connection that comes while it is being closed.
+            self._loop.add_reader(listener, self._accept, listener)
+            self._started.set()
+            await self._stop.wait()
+            self._loop.remove_reader(listener)
+        while self._connections:
+            self._cut_all()
+            await asyncio.wait(self._connections)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+            client, _ = listener.accept()
+            task = self._loop.create_task(self._connect(client))
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+            # A task that is cancelled before it began never runs its own clean-up.
+            task.add_done_callback(lambda _: client.close())
+            self.num_connections += 1
+
+    def _cut_all(self) -> None:
+        for task in self._connections:
+            task.cancel()
+            self.num_cuts += 1
+
+    async def _connect(self, client: socket.socket) -> None:
+        writers: list[asyncio.StreamWriter] = []
+        try:
+            reader, writer = await asyncio.open_connection(sock=client)
+            writers.append(writer)
+            server_reader, server_writer = await asyncio.open_connection(*self._target)
+            writers.append(server_writer)
+            async with asyncio.TaskGroup() as both_ways:
+                both_ways.create_task(self._forward(reader, server_writer, is_up=True))
+                both_ways.create_task(self._forward(server_reader, writer, is_up=False))
+        except (asyncio.CancelledError, OSError, ExceptionGroup):
+            pass  # cut on command, refused by the server, or broken by either side: all end both connections
+        finally:
+            for each in writers:
+                each.transport.abort()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_up: bool) -> None:
+        """Reads at once and writes each chunk at its due time; the two never wait for each other."""
+        late: deque[tuple[float, bytes]] = deque()
+        arrived = asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._deliver(late, arrived, writer))
+            while data := await reader.read(_CHUNK_BYTES):
+                if is_up:
+                    self.bytes_up += len(data)
+                else:
+                    self.bytes_down += len(data)
+                    if self._options.cut_chance and self._random.random() < self._options.cut_chance:
+                        self.num_cuts += 1
+                        raise ConnectionResetError("cut on purpose")
+                late.append((self._loop.time() + self._options.rtt_ms / 2e3, data))
+                arrived.set()
+            late.append((self._loop.time() + self._options.rtt_ms / 2e3, b""))
+            arrived.set()
+
+    async def _deliver(
+        self, late: deque[tuple[float, bytes]], arrived: asyncio.Event, writer: asyncio.StreamWriter
+    ) -> None:
+        while True:
+            while not late:
+                arrived.clear()
+                await arrived.wait()
+            due, data = late.popleft()
+            if (wait_s := due - self._loop.time()) > 0:
+                await asyncio.sleep(wait_s)
+            if not data:
+                writer.write_eof()
+                return
+            writer.write(data)
+            await writer.drain()
+
+
+def main() -> None:
+    """`python -m outrider.edge.lab.proxy`: prints the URL to connect to and serves until it is interrupted."""
+    cli = argparse.ArgumentParser(description="Delays a TCP connection.")
+    cli.add_argument("--target", required=True, help="HOST:PORT to forward to")
+    cli.add_argument("--rtt-ms", type=float, default=0.0)
+    cli.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
+    args = cli.parse_args()
+    host, _, port = args.target.rpartition(":")
+    with DelayProxy(host, int(port), ProxyOptions(args.rtt_ms), args.port) as proxy:
+        print(proxy.url, flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(3600)
+
+
+if __name__ == "__main__":
+    main()

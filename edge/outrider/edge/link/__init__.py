@@ -1,0 +1,1 @@
+"""Talks to verifiers. Knows no model."""

@@ -1,0 +1,132 @@
+"""Endpoints in order of preference: what is cut goes on at the next one, or at the same one a little later.
+
+The output is a pure function of prompt, parameters and seed, so a session that is lost is simply opened again with the
+prompt and what was committed. This module knows when to try again, not what is being generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+from outrider.edge.link.client import CloudClient, EndpointLost, refusal_error
+from outrider.edge.results import ByteCounts
+from outrider.models.errors import CloudError, ConfigError
+from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionRequest
+
+Answer = TypeVar("Answer")
+Sleep = Callable[[float], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """When to give up: after at least `max_failures` in a row without a token between them.
+
+    Once an endpoint has answered, failures must also have gone on for `max_outage_s`: a server that restarts refuses
+    many connections in a few seconds. A URL that never answered is wrong more often than late. After each whole round
+    of endpoints comes a pause, which doubles.
+    """
+
+    max_failures: int = 6
+    max_outage_s: float = 20.0
+    first_pause_s: float = 0.05
+    max_pause_s: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """An event of the current session, and the client that its drafts go to."""
+
+    event: SessionEvent
+    client: CloudClient
+
+
+class Endpoints:
+    """At least one endpoint; the first that works is kept until it fails. clock counts seconds, as `sleep` does."""
+
+    def __init__(
+        self,
+        clients: Sequence[CloudClient],
+        retry: RetryPolicy | None = None,
+        sleep: Sleep = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not clients:
+            raise ConfigError("no cloud endpoint is given; expected at least one URL")
+        self._clients = tuple(clients)
+        self._retry = retry or RetryPolicy()
+        self._sleep = sleep
+        self._clock = clock
+        self._current = 0
+        self._has_answered = False
+        self._failures: list[str] = []
+        self._outage_began_at = 0.0
+
+    @property
+    def wire(self) -> ByteCounts:
+        """Bytes to and from all endpoints so far."""
+        return sum((client.wire for client in self._clients), ByteCounts())
+
+    async def session_events(self, next_request: Callable[[], SessionRequest | None]) -> AsyncGenerator[Arrival, None]:
+        """Events of a session and, where it is cut, of those that go on with it, until the SessionEnd.
+
+        next_request: what to open now, given everything committed so far; None when nothing is left to generate.
+        Raises CloudError when no endpoint is left, RequestError and TokenizerMismatch as the client does.
+        """
+        self._failures.clear()
+        while (request := next_request()) is not None:
+            client = self._clients[self._current]
+            try:
+                async with client.open_session(request) as stream, aclosing(stream):
+                    async for event in stream:
+                        self._has_answered = True
+                        if isinstance(event, Commit):
+                            self._failures.clear()
+                        elif isinstance(event, SessionEnd) and event.reason in ("shutdown", "cancelled", "error"):
+                            raise _end_error(client, event)
+                        yield Arrival(event, client)
+                        if isinstance(event, SessionEnd):
+                            return
+                raise EndpointLost(f"{client.url}: the stream ended early")
+            except EndpointLost as e:
+                await self._move_on(e)
+
+    async def call(self, ask: Callable[[CloudClient], Awaitable[Answer]]) -> Answer:
+        """Asks one endpoint after the other until one answers; raises CloudError when none is left."""
+        self._failures.clear()
+        while True:
+            try:
+                answer = await ask(self._clients[self._current])
+            except EndpointLost as e:
+                await self._move_on(e)
+            else:
+                self._has_answered = True
+                return answer
+
+    async def _move_on(self, error: EndpointLost) -> None:
+        retry, now = self._retry, self._clock()
+        if not self._failures:
+            self._outage_began_at = now
+        self._failures.append(str(error))
+        num_failures, outage_s = len(self._failures), now - self._outage_began_at
+        if num_failures >= retry.max_failures and (outage_s >= retry.max_outage_s or not self._has_answered):
+            raise CloudError(
+                f"no cloud endpoint is left after {num_failures} attempts in {outage_s:.1f} s: "
+                f"{'; '.join(dict.fromkeys(self._failures))}"
+            ) from error
+        self._current = (self._current + 1) % len(self._clients)
+        num_rounds, num_tried = divmod(num_failures, len(self._clients))
+        if num_tried == 0:
+            doublings = min(num_rounds - 1, 32)  # a float holds no more than 1023
+            await self._sleep(min(retry.max_pause_s, retry.first_pause_s * 2**doublings))
+
+
+def _end_error(client: CloudClient, end: SessionEnd) -> Exception:
+    if end.error is not None and end.reason == "error":
+        # The server answers for a fault of its own with "error"; elsewhere the same request may well succeed.
+        return refusal_error(client.url, end.error, 500)
+    return EndpointLost(f"{client.url}: the session was ended by the server ({end.reason})")

@@ -1,0 +1,79 @@
+"""Sends draft messages, several in flight and none waited for.
+
+A message repeats the whole belief, so a lost one is healed by the next, and where too many are in flight only the
+newest that is waiting need ever be sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from outrider.models.errors import OutriderError
+from outrider.models.protocol import DraftRequest
+
+
+class Posts(Protocol):
+    """Where drafts go: `CloudClient`, or a wrapper that injects faults."""
+
+    async def post_drafts(self, session: str, request: DraftRequest) -> None:
+        """Delivers one message or raises an OutriderError."""
+        ...
+
+
+class DraftSender:
+    """Fire and forget, for one generation. max_in_flight bounds connections and memory.
+
+    on_round_trip: told the ms that a delivered message took. num_sent counts messages that went out, num_failed those
+    that were not delivered.
+    """
+
+    def __init__(
+        self,
+        on_round_trip: Callable[[float], None],
+        max_in_flight: int = 8,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._on_round_trip = on_round_trip
+        self._max_in_flight = max_in_flight
+        self._clock = clock
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting: tuple[Posts, str, DraftRequest] | None = None
+        self.num_sent = 0
+        self.num_failed = 0
+
+    def send(self, posts: Posts, session: str, request: DraftRequest) -> None:
+        """Sends now, or as soon as a message in flight is answered unless a newer one replaces it."""
+        if len(self._tasks) >= self._max_in_flight:
+            self._waiting = (posts, session, request)
+            return
+        self.num_sent += 1
+        task = asyncio.create_task(self._post(posts, session, request))
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    async def aclose(self) -> None:
+        """Cancels what is in flight: the session is over and nobody reads it."""
+        self._waiting = None
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _post(self, posts: Posts, session: str, request: DraftRequest) -> None:
+        started = self._clock()
+        try:
+            await posts.post_drafts(session, request)
+        except OutriderError:
+            # Harmless by design: a hint was lost. If the endpoint is gone, the event stream says so.
+            self.num_failed += 1
+        else:
+            self._on_round_trip((self._clock() - started) * 1e3)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._waiting is not None and not task.cancelled():
+            waiting, self._waiting = self._waiting, None
+            self.send(*waiting)

@@ -1,0 +1,1 @@
+"""Generation modes: how drafting and the link work together."""

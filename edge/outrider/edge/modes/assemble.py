@@ -1,0 +1,99 @@
+"""From names to parts: what the command line, the demo and a server need to make an agent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, Placement, opened_as, place_draft
+from outrider.edge.drafting.depth import CostModelDepth, DepthController, FixedDepth, ThresholdDepth
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
+from outrider.edge.modes.stream import AgentOptions, StreamAgent
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
+from outrider.models.bundle import Bundle
+from outrider.models.errors import BundleError, ConfigError
+from outrider.models.places import default_cache_dir
+from outrider.models.runtimes import open_sequence_runtime, sequence_kind
+from outrider.models.runtimes.base import RuntimeOptions
+
+
+class Agent(Protocol):
+    """What every mode offers: one text at a time, on one event loop."""
+
+    async def generate(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> GenerationResult:
+        """Generates one text; `on_tokens` is called with each commit's tokens as they arrive."""
+        ...
+
+
+def make_depth(name: str, estimates: Estimates) -> DepthController:
+    """ "auto" (the cost model), "threshold", or a number of tokens, 0 to 32. Raises ConfigError for anything else."""
+    if name == "auto":
+        return CostModelDepth(estimates)
+    if name == "threshold":
+        return ThresholdDepth()
+    if name.isdecimal():
+        return FixedDepth(int(name))
+    raise ConfigError(f"depth is {name!r}; expected auto, threshold or a number, 0 to 32")
+
+
+def make_agent(
+    mode: Mode,
+    endpoints: Endpoints,
+    drafter: Drafter | None,
+    depth: str = "auto",
+    options: AgentOptions | None = None,
+) -> Agent:
+    """An agent with estimates of its own, which it keeps from one text to the next."""
+    estimates = Estimates()
+    if mode is Mode.CLOUD_ONLY or drafter is None:
+        return StreamAgent(endpoints)
+    if mode is Mode.STOP_AND_WAIT:
+        return StopAndWaitAgent(endpoints, drafter, make_depth(depth, estimates), estimates)
+    return StreamAgent(endpoints, drafter, make_depth(depth, estimates), estimates, options)
+
+
+def open_draft_bundle(path: str | Path) -> Bundle:
+    """Opens and verifies a bundle. Raises BundleError when it is damaged or not a draft."""
+    bundle = Bundle.open(path)
+    if bundle.manifest.role != "draft":
+        raise BundleError(f"{path} is a {bundle.manifest.role} bundle; expected a draft, as outrider-export writes it")
+    return bundle
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDraft:
+    """A drafter, and what it is and runs on. Close the drafter."""
+
+    drafter: Drafter
+    placement: Placement
+
+
+def open_drafter(bundle: Bundle, choice: DraftChoice = AS_BUNDLED, num_threads: int = 0) -> OpenDraft:
+    """Loads what drafts; the caller closes it.
+
+    Compiled models are kept in the user's cache where compiling takes long: not for the CPU. Raises as `place_draft`
+    and `open_sequence_runtime` do.
+    """
+    manifest = bundle.manifest
+    placement = place_draft(manifest, choice)
+    if placement.runtime == "ngram":
+        return OpenDraft(NgramDrafter(), placement)
+    compiled = default_cache_dir() / "compiled" / manifest.digest[:16]
+    options = RuntimeOptions(
+        device=placement.open_on,
+        num_threads=num_threads,
+        cache_dir=None if placement.open_on == "CPU" else str(compiled),
+        static_shapes=manifest.static_shapes,
+        emulate_npu=placement.is_emulated,
+    )
+    kind = sequence_kind(manifest.runtime, manifest.device)
+    runtime = open_sequence_runtime(kind, bundle.model_file, options)
+    provider = getattr(runtime, "provider", placement.open_on)
+    return OpenDraft(
+        ModelDrafter(runtime, manifest.architecture.tokenizer_size),
+        opened_as(placement, manifest, provider, runtime.limits.max_positions),
+    )

@@ -1,0 +1,121 @@
+"""Stop-and-wait: draft a block, have it verified, take the answer, draft the next. The plain twin of stream mode.
+
+What the published systems do; a round trip is paid for every block. Kept because it is short, because its text must
+equal stream mode's, and because on a very short round trip it is hard to beat.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outrider.edge.drafting.belief import Belief
+from outrider.edge.drafting.depth import DepthController
+from outrider.edge.drafting.drafter import Drafter, Proposal
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.link.client import CloudClient, refusal_error
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.recorder import Recorder
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
+from outrider.models.errors import CloudError, RequestError
+from outrider.models.protocol import VerifyItem, VerifyRequest, VerifyResult
+
+_NOT_HELD = "prefix_not_held"
+
+
+@dataclass(frozen=True, slots=True)
+class StopAndWaitAgent:
+    """Generates over /v1/verify, one text at a time. drafter: None verifies empty blocks (one token a round trip)."""
+
+    endpoints: Endpoints
+    drafter: Drafter | None
+    depth: DepthController
+    estimates: Estimates
+    clock: Callable[[], float] = time.perf_counter
+
+    async def generate(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> GenerationResult:
+        """Generates one text; raises as `StreamAgent.generate` does, and ModelFault where the drafter fails."""
+        recorder = Recorder(Mode.STOP_AND_WAIT, on_tokens, self.clock)
+        wire_before = self.endpoints.wire
+        belief, prefix_hash, reason = Belief(), None, None
+        if self.drafter is not None:
+            await asyncio.to_thread(self.drafter.begin, request.prompt, request.params)
+        while reason is None:
+            proposals = await self._draft(request, belief)
+            recorder.num_drafted += len(proposals)
+            belief.extend([proposal.token for proposal in proposals])
+            asked_at = self.clock()
+            result = await self._verify(request, belief, prefix_hash)
+            self.estimates.on_posted(max(0.0, (self.clock() - asked_at) * 1e3 - self.estimates.step_ms))
+            outcome = belief.on_commit(belief.num_known, result.tokens)
+            # The server may have run fewer drafted tokens than were sent. What it left is drafted again, not kept: the
+            # drafter is cut back to what is known.
+            belief.drop_drafted()
+            self.estimates.on_commit(outcome, [proposal.confidence for proposal in proposals], None)
+            self.depth.observe(outcome)
+            if self.drafter is not None:
+                kept = len(request.prompt) + belief.num_known - len(outcome.tokens) + outcome.num_right
+                self.drafter.rewind(kept)
+                self.drafter.extend(outcome.tokens[outcome.num_right :])
+            recorder.depth(len(proposals))
+            # A right one beyond those that it accepted is the target's own pick: it ran no more, or the text ends.
+            num_run = result.accepted if outcome.num_right > result.accepted else len(proposals)
+            recorder.commit(outcome.tokens, result.accepted, num_run)
+            prefix_hash, reason = result.prefix_hash, result.finish_reason
+            if reason is None and belief.num_known >= request.max_tokens:
+                reason = "length"
+            elif reason is None and not result.tokens:
+                raise CloudError("the cloud verified a block and committed nothing; expected at least one token")
+        return recorder.finish(reason, self.endpoints.wire - wire_before)
+
+    async def _draft(self, request: GenerationRequest, belief: Belief) -> list[Proposal]:
+        room = request.max_tokens - belief.num_known - 1
+        count = min(self.depth.block(), room)
+        if self.drafter is None or count < 1:
+            return []
+        started = self.clock()
+        proposals = await asyncio.to_thread(_propose, self.drafter, count)
+        if belief.num_known and proposals:  # the first block's time is the prompt's
+            self.estimates.on_drafted((self.clock() - started) * 1e3, len(proposals))
+        return proposals
+
+    async def _verify(self, request: GenerationRequest, belief: Belief, prefix_hash: str | None) -> VerifyResult:
+        """One block; by the hash of what the server holds, or by all the tokens where it no longer does."""
+        whole = VerifyItem(
+            prefix=[*request.prompt, *belief.known],
+            draft=list(belief.drafted),
+            max_tokens=request.max_tokens - belief.num_known,
+            stop_ids=sorted(request.stop_ids) if request.stop_ids is not None else None,
+            ignore_eos=request.ignore_eos,
+            temperature=request.params.temperature,
+            top_k=request.params.top_k,
+            top_p=request.params.top_p,
+            min_p=request.params.min_p,
+            seed=request.params.seed,
+        )
+        if prefix_hash is not None:
+            try:
+                return await self._ask(request, whole.model_copy(update={"prefix": [], "prefix_hash": prefix_hash}))
+            except RequestError as e:
+                if e.code != _NOT_HELD:
+                    raise
+        return await self._ask(request, whole)
+
+    async def _ask(self, request: GenerationRequest, item: VerifyItem) -> VerifyResult:
+        async def ask(client: CloudClient) -> VerifyResult:
+            answer = await client.verify(VerifyRequest(items=[item], tokenizer=request.tokenizer))
+            (result,) = answer.results
+            if result.error is not None:
+                raise refusal_error(client.url, result.error, 400)
+            return result
+
+        return await self.endpoints.call(ask)
+
+
+def _propose(drafter: Drafter, count: int) -> list[Proposal]:
+    proposals: list[Proposal] = []
+    while len(proposals) < count and (proposal := drafter.propose()) is not None:
+        proposals.append(proposal)
+    return proposals

@@ -1,0 +1,175 @@
+"""Stream mode: draft ahead, send what was drafted, take commits, go on from the truth.
+
+The network lives on the event loop, drafting in one worker thread; neither waits for the other. A commit that
+contradicts the belief stops the draft at its next token, and drafting starts again from the truth at once. The plain
+twin of this module is `stop_and_wait`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from outrider.edge.drafting.ahead import DraftAhead
+from outrider.edge.drafting.depth import DepthController, FixedDepth
+from outrider.edge.drafting.drafter import Drafter
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.link.sender import DraftSender, Posts
+from outrider.edge.modes.recorder import Recorder
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
+from outrider.models.protocol import Commit, DraftRequest, SessionEnd, SessionOpen, SessionRequest
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOptions:
+    """flush_ms: a drafted token waits about this long for others to share its message; a fast draft then sends one
+    message a commit, a slow one each token. max_posts: messages in flight.
+    """
+
+    flush_ms: float = 4.0
+    max_posts: int = 8
+
+
+class StreamAgent:
+    """Generates in stream mode, one text at a time; what it measured is kept for the next.
+
+    drafter: None for no draft at all, which is cloud-only streaming. depth: shares `estimates` if it uses any.
+    wrap_posts: wraps the way drafts take, to inject faults. Belongs to one event loop at a time.
+    """
+
+    def __init__(
+        self,
+        endpoints: Endpoints,
+        drafter: Drafter | None = None,
+        depth: DepthController | None = None,
+        estimates: Estimates | None = None,
+        options: AgentOptions | None = None,
+        wrap_posts: Callable[[CloudClient], Posts] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.endpoints = endpoints
+        self.drafter = drafter
+        self.estimates = estimates or Estimates()
+        self.depth = depth or FixedDepth(0)
+        self.options = options or AgentOptions()
+        self.wrap_posts = wrap_posts or (lambda client: client)
+        self.clock = clock
+
+    async def generate(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> GenerationResult:
+        """Generates one text; `on_tokens` is called on the loop with each commit's tokens as they arrive.
+
+        Raises CloudError when no endpoint is left, RequestError and TokenizerMismatch when the server refuses.
+        Cancelling the task ends the session. A drafter that fails only ends the drafting: the result's `draft_error`
+        tells.
+        """
+        return await _Generation(self, request, on_tokens).run()
+
+
+class _Generation:
+    """The network side of one text in stream mode."""
+
+    def __init__(self, agent: StreamAgent, request: GenerationRequest, on_tokens: OnTokens | None) -> None:
+        self._agent = agent
+        self._request = request
+        self._recorder = Recorder(Mode.STREAM if agent.drafter else Mode.CLOUD_ONLY, on_tokens, agent.clock)
+        self._sender = DraftSender(agent.estimates.on_posted, agent.options.max_posts, agent.clock)
+        flush_s = agent.options.flush_ms / 1e3
+        self._ahead = DraftAhead(request, agent.drafter, agent.depth, self._send, agent.estimates, flush_s, agent.clock)
+        self._posts: Posts | None = None  # None until the first session is open
+        self._session = ""
+        self._session_start = 0  # tokens known when the session was opened
+        # Where the text ends besides its length: as the server told when it was first opened.
+        self._stop_ids: frozenset[int] | None = None
+        self._max_positions: int | None = None
+        self._opening_at = self._last_commit_at = 0.0
+
+    async def run(self) -> GenerationResult:
+        wire_before = self._agent.endpoints.wire
+        reason: str | None = None
+        try:
+            self._ahead.pump()  # the draft reads the prompt while the target does
+            async with aclosing(self._agent.endpoints.session_events(self._next_request)) as events:
+                async for item in events:
+                    if isinstance(item.event, SessionOpen):
+                        self._on_open(item.event, item.client)
+                    elif isinstance(item.event, Commit):
+                        self._on_commit(item.event)
+                    else:
+                        reason = self._on_end(item.event)
+                    self._ahead.pump()
+        finally:
+            await self._ahead.aclose()
+            await self._sender.aclose()
+        recorder, ahead, sender = self._recorder, self._ahead, self._sender
+        recorder.num_drafted, recorder.draft_error = ahead.num_drafted, ahead.error
+        recorder.num_posts, recorder.num_failed_posts = sender.num_sent, sender.num_failed
+        reason = reason or self._over()  # the server's is missing where the text was cut after its last token
+        assert reason is not None, "the sessions ended before the text did"
+        return recorder.finish(reason, self._agent.endpoints.wire - wire_before)
+
+    def _next_request(self) -> SessionRequest | None:
+        """What to open now: everything known counts as prompt, so positions stay what they were."""
+        known, request = self._ahead.known, self._request
+        if self._over() is not None:
+            return None
+        self._recorder.num_sessions += 1
+        self._session_start = len(known)
+        self._posts = None
+        self._opening_at = self._agent.clock()
+        return SessionRequest(
+            prompt=[*request.prompt, *known],
+            max_tokens=request.max_tokens - len(known),
+            stop_ids=sorted(request.stop_ids) if request.stop_ids is not None else None,
+            ignore_eos=request.ignore_eos,
+            patience_ms=request.patience_ms if self._agent.drafter else 0.0,
+            draft_lag_ms=self._agent.estimates.lag_ms if self._agent.drafter else None,
+            tokenizer=request.tokenizer,
+            temperature=request.params.temperature,
+            top_k=request.params.top_k,
+            top_p=request.params.top_p,
+            min_p=request.params.min_p,
+            seed=request.params.seed,
+        )
+
+    def _over(self) -> str | None:
+        """Why nothing is left to generate, as the server would say it; None while something is."""
+        known, request = self._ahead.known, self._request
+        if known and self._stop_ids is not None and known[-1] in self._stop_ids:
+            return "stop"
+        if len(known) >= request.max_tokens:
+            return "length"
+        is_full = self._max_positions is not None and len(request.prompt) + len(known) >= self._max_positions
+        return "context" if is_full else None
+
+    def _on_open(self, event: SessionOpen, client: CloudClient) -> None:
+        if self._stop_ids is None:
+            self._stop_ids, self._max_positions = frozenset(event.stop_ids), event.max_positions
+        self._posts, self._session = self._agent.wrap_posts(client), event.session
+        took_ms = (self._agent.clock() - self._opening_at) * 1e3
+        self._agent.estimates.on_open(took_ms, event.step_ms, event.draft_token_ms)
+        self._last_commit_at = 0.0
+        self._ahead.resend()
+
+    def _on_commit(self, commit: Commit) -> None:
+        now = self._agent.clock()
+        # The first commit of a session ends its prefill, which says nothing of the pace.
+        interval_ms = (now - self._last_commit_at) * 1e3 if self._last_commit_at else None
+        outcome = self._ahead.on_commit(self._session_start + commit.base, commit.tokens, interval_ms)
+        self._last_commit_at = now
+        if outcome.tokens:
+            self._recorder.depth(self._ahead.plan.depth)
+            self._recorder.commit(outcome.tokens, commit.accepted, commit.proposed)
+
+    def _on_end(self, end: SessionEnd) -> str:
+        self._recorder.waited_ms += end.usage.waited_ms
+        return end.reason
+
+    def _send(self, num_known: int, drafted: Sequence[int]) -> None:
+        if self._posts is None:
+            return  # not open yet; `resend` has it sent then
+        message = DraftRequest(base=num_known - self._session_start, paths=[list(drafted)])
+        self._sender.send(self._posts, self._session, message)

@@ -1,0 +1,1 @@
+"""Runs what was exported and compares it with its source."""

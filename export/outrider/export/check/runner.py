@@ -1,0 +1,230 @@
+"""Opens what was exported in the runtime that will run it.
+
+Drafts run behind `SequenceRuntime`, targets behind `BatchRuntime`; both are shown here as steps on one
+sequence, which is what the parity check drives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.export.check.agreement import measure_agreement
+from outrider.export.check.parity import Steps, check_parity, rounded
+from outrider.export.check.source_logits import Truth
+from outrider.export.check.timing import StepTimes, machine, time_draft, time_target, timing_prompt
+from outrider.export.recipes import ExportOptions
+from outrider.models.errors import BundleError, ExportError, ModelFault, ParityFailure
+from outrider.models.manifest import Agreement, Parity, Timing
+from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
+from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
+
+_FAR_CACHE_BYTES: Final = 1 << 30
+
+
+class RowsRuntime(SequenceRuntime, Protocol):
+    """A `SequenceRuntime` that can give the logits after every new token, as a check needs them."""
+
+    def extend_rows(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """As `extend`: [len(tokens), vocab_size] float32."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedOn:
+    """Where an export can be run here. device: as the runtime names it. words: for people, and for the manifest.
+
+    is_real: whether it is the device that the export is for.
+    """
+
+    device: str
+    emulates_npu: bool
+    words: str
+    is_real: bool = True
+
+
+def where_to_check(options: ExportOptions) -> CheckedOn:
+    """The device that the export is for, if this machine has it; else the nearest that runs the same files."""
+    if options.device == "cpu":
+        return CheckedOn("cpu" if options.resolved_runtime == "torch" else "CPU", False, "CPU")
+    wanted, is_here = _find(options)
+    if is_here:
+        return CheckedOn(wanted, False, wanted)
+    if options.device == "npu":
+        return CheckedOn("NPU", True, "NPU path emulated on the CPU; not run on hardware", is_real=False)
+    nearest = "cpu" if options.resolved_runtime == "torch" else "CPU"
+    return CheckedOn(nearest, False, "CPU in place of a GPU; not run on hardware", is_real=False)
+
+
+def _find(options: ExportOptions) -> tuple[str, bool]:
+    """The runtime's name for the device, and whether there is one."""
+    if options.resolved_runtime == "torch":
+        import torch
+
+        return "cuda", torch.cuda.is_available()
+    if options.resolved_runtime == "onnxruntime":
+        import onnxruntime
+
+        name = "CUDAExecutionProvider"
+        return name, name in onnxruntime.get_available_providers()
+    import openvino
+
+    name = options.device.upper()
+    return name, any(device.split(".")[0] == name for device in openvino.Core().available_devices)
+
+
+def open_draft(model_file: Path, options: ExportOptions) -> RowsRuntime:
+    """The draft whose model is at `model_file`. Raises as `open_sequence_runtime` does."""
+    place = where_to_check(options)
+    kind = sequence_kind(options.resolved_runtime, options.device)
+    loading = options.runtime_options(place.device, emulate_npu=place.emulates_npu)
+    return cast(RowsRuntime, open_sequence_runtime(kind, model_file, loading))
+
+
+def open_target(model_file: Path, options: ExportOptions, *, kv_cache_bytes: int = 0) -> BatchRuntime:
+    """The target whose model is at `model_file`, with a cache of that size (0: the usual). Raises as
+    `open_batch_runtime` does.
+    """
+    loading = options.runtime_options(where_to_check(options).device)
+    if kv_cache_bytes:
+        loading = replace(loading, kv_cache_bytes=kv_cache_bytes)
+    return open_batch_runtime(options.resolved_runtime, model_file, loading)
+
+
+def model_file(directory: Path, options: ExportOptions) -> Path:
+    """What a runtime opens of the files that were built in `directory`."""
+    if options.format == "safetensors":
+        return directory
+    return next(directory.glob("*.onnx" if options.format == "onnx" else "*.xml"))
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What running an export told of it."""
+
+    parity: Parity
+    agreement: Agreement
+    timing: Timing
+
+
+def check_export(directory: Path, options: ExportOptions, truth: Truth, *, num_ids: int) -> Examined:
+    """The parity check of the files in `directory`, then what a report card says of a model alone; loads it once.
+
+    num_ids: ids that the tokenizer knows. Raises ExportError if they fail the check, or the runtime refuses them.
+    """
+    with _opened(directory, options, truth) as (steps, runtime):
+        return _examine(steps, runtime, options, truth, num_ids)
+
+
+def check_twin(directory: Path, options: ExportOptions, truth: Truth) -> None:
+    """The parity check of the same graph unquantized, in the runtime that will run it quantized.
+
+    Raises ExportError as `check_export` does.
+    """
+    place = where_to_check(options)
+    # An NPU computes in FP16 and a GPU may; the NPU's path has its cache in FP16 where it is emulated too, and ONNX
+    # Runtime's graph for CUDA is in FP16 wherever it runs.
+    computes_fp32 = place.device == "CPU" and (options.device, options.resolved_runtime) != ("gpu", "onnxruntime")
+    with _opened(directory, options, truth) as (steps, runtime):
+        try:
+            check_parity(steps, truth.reference, "fp32" if computes_fp32 else "fp16", type(runtime).__name__)
+        except ParityFailure as error:
+            raise ParityFailure(f"already before it is quantized: {error}", error.relative_delta) from None
+
+
+@contextmanager
+def _opened(
+    directory: Path, options: ExportOptions, truth: Truth
+) -> Iterator[tuple[SequenceSteps | BatchSteps, RowsRuntime | BatchRuntime]]:
+    path = model_file(directory, options)
+    try:
+        if options.role == "draft":
+            with closing(open_draft(path, options)) as draft:
+                yield SequenceSteps(draft), draft
+            return
+        # Beyond a window there are more tokens than the cache would hold of a large model by default.
+        kv_cache_bytes = _FAR_CACHE_BYTES if truth.reference.far is not None else 0
+        with closing(open_target(path, options, kv_cache_bytes=kv_cache_bytes)) as target:
+            yield BatchSteps(target), target
+    except (BundleError, ModelFault) as error:
+        said = str(error).replace(f"{path.parent}{os.sep}", "")  # a place that will be gone
+        raise ExportError(
+            f"{options.resolved_runtime} cannot run what was exported: {said}; nothing was written. Try another "
+            "--runtime"
+        ) from error
+
+
+def _examine(
+    steps: Steps, runtime: RowsRuntime | BatchRuntime, options: ExportOptions, truth: Truth, num_ids: int
+) -> Examined:
+    place = where_to_check(options)
+    parity = check_parity(steps, truth.reference, options.resolved_precision, type(runtime).__name__)
+    agreement = measure_agreement(steps, truth.texts, truth.logits, num_ids=num_ids)
+    prompt = timing_prompt(truth.reference.near.main, steps.max_positions)
+    times = time_target(runtime, prompt) if isinstance(runtime, BatchRuntime) else time_draft(runtime, prompt)
+    timing = Timing(
+        machine=machine(options.num_threads),
+        provider=getattr(runtime, "provider", place.words),
+        is_on_device=place.is_real,
+        context=len(prompt),
+        token_ms=rounded(times.token_ms),
+        extend_tokens=times.extend_tokens,
+        extend_ms=rounded(times.extend_ms),
+        extra_ms=rounded(times.extra_ms) if isinstance(times, StepTimes) else None,
+    )
+    return Examined(parity.model_copy(update={"checked_on": place.words}), agreement, timing)
+
+
+class SequenceSteps:
+    """Steps on a `SequenceRuntime` that can give every row."""
+
+    def __init__(self, runtime: RowsRuntime) -> None:
+        self._runtime = runtime
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence."""
+        return self._runtime.limits.max_positions
+
+    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
+        """Appends tokens in one step; the logits after the last `num_rows`, [num_rows, vocab_size]."""
+        if num_rows == 1:
+            return self._runtime.extend(tokens)[None]
+        assert num_rows == len(tokens)
+        return self._runtime.extend_rows(tokens)
+
+    def truncate(self, length: int) -> None:
+        """Forgets everything from position `length` on."""
+        self._runtime.truncate(length)
+
+
+class BatchSteps:
+    """Steps on a `BatchRuntime`, whose blocks are used from the last to the first: order must not matter."""
+
+    def __init__(self, runtime: BatchRuntime) -> None:
+        self._runtime = runtime
+        self._length = 0
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence: the model's, or what the cache holds."""
+        return min(self._runtime.limits.max_positions, self._runtime.num_blocks * self._runtime.block_size)
+
+    def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
+        """Appends tokens in one step; the logits after the last `num_rows`, [num_rows, vocab_size]."""
+        past, self._length = self._length, self._length + len(tokens)
+        num_blocks = -(-self._length // self._runtime.block_size)
+        last = self._runtime.num_blocks - 1
+        blocks = range(last, last - num_blocks, -1)
+        return self._runtime.forward([SequenceSlice(tokens, past, blocks, num_rows)])
+
+    def truncate(self, length: int) -> None:
+        """Forgets everything from position `length` on."""
+        self._length = length

@@ -1,0 +1,94 @@
+"""What the unquantized source says, in torch and FP32: the logits that every export of it is compared with.
+
+Kept as files between stages, so that an export that was interrupted, or another precision of the same model, need not
+load the source again.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.export.check.parity import ParityReference, make_reference
+from outrider.export.source.model_source import REFERENCE_ROOT, SourceModel
+from outrider.export.source.prompts import BUILT_IN_PROMPTS, MAX_PROMPTS, read_prompts
+from outrider.export.source.torch_source import load_source_model, source_logits
+
+# 144 rows of 152,000 columns are 88 MB.
+_MAX_TEXTS: Final = 6
+_MAX_TOKENS: Final = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """reference: of the parity check. texts: held-out ones, as ids. logits: the source's on each, [length, vocab]."""
+
+    reference: ParityReference
+    texts: tuple[tuple[int, ...], ...]
+    logits: tuple[NDArray[np.float32], ...]
+
+    def save(self, directory: Path) -> None:
+        """Writes it to `directory`."""
+        arrays = self.reference.to_arrays()
+        for index, (text, logits) in enumerate(zip(self.texts, self.logits, strict=True)):
+            arrays |= {f"text_{index}": np.array(text), f"logits_{index}": logits}
+        np.savez(directory / "truth.npz", allow_pickle=False, **arrays)
+
+    @classmethod
+    def load(cls, directory: Path) -> Truth:
+        """Reads what `save` wrote."""
+        with np.load(directory / "truth.npz", allow_pickle=False) as arrays:
+            count = sum(name.startswith("text_") for name in arrays.files)
+            return cls(
+                ParityReference.from_arrays(arrays),
+                tuple(tuple(arrays[f"text_{index}"].tolist()) for index in range(count)),
+                tuple(arrays[f"logits_{index}"] for index in range(count)),
+            )
+
+
+class LoadedSource:
+    """The source model, loaded when first asked for and let go when told: no stage holds it beside its own result."""
+
+    def __init__(self, source: SourceModel, on_load: Callable[[], None]) -> None:
+        self._source = source
+        self._on_load = on_load
+        self._model: Any = None
+
+    def model(self) -> Any:
+        """The transformers model in FP32."""
+        if self._model is None:
+            self._on_load()
+            self._model = load_source_model(self._source.path)
+        return self._model
+
+    def let_go(self) -> None:
+        """Frees it."""
+        self._model = None
+        gc.collect()
+
+    def tell_truth(self) -> Truth:
+        """Runs the source over the texts of the check and over held-out ones."""
+        logits_of = partial(source_logits, self.model())
+        texts = held_out_texts(self._source)
+        reference = make_reference(self._source.tokenizer, logits_of, self._source.window)
+        return Truth(reference, texts, tuple(logits_of(text) for text in texts))
+
+
+def prompts_for(source: SourceModel) -> Sequence[str]:
+    """The prompts that were held out for this model, if it is of the bundled pair; else the built-in ones."""
+    own = source.path.parent / "prompts.json"
+    is_reference = source.path.parent == REFERENCE_ROOT
+    return read_prompts(own)[:MAX_PROMPTS] if is_reference and own.is_file() else BUILT_IN_PROMPTS
+
+
+def held_out_texts(source: SourceModel) -> tuple[tuple[int, ...], ...]:
+    """Beginnings of the prompts, as ids; a few dozen rows of logits each."""
+    ids = [tuple(source.tokenizer.encode(text)[:_MAX_TOKENS]) for text in prompts_for(source)]
+    return tuple(text for text in ids if text)[:_MAX_TEXTS]

@@ -1,0 +1,1 @@
+"""Commands of `outrider-export`, and what they print."""

@@ -1,0 +1,186 @@
+"""`outrider-export distill`: the command's options, its progress and its report card."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from outrider.export.distill.options import DistillOptions, TargetDtype, TrainingDevice
+from outrider.export.make.pair import REFERENCE, reference_directories
+from outrider.models.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outrider.export.distill.distill import DistillResult
+    from outrider.export.distill.trainer.progress import Event, Report
+
+
+def distill(
+    draft: Annotated[str, typer.Argument(help=f"Draft to improve: directory, hub id, or '{REFERENCE}'.")],
+    target: Annotated[str, typer.Argument(help=f"Its target, of the same tokenizer: likewise, or '{REFERENCE}'.")],
+    prompts: Annotated[
+        Path, typer.Option(help="Prompts like those it will serve: JSON list, JSONL, or text with one a line.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Where the new draft goes.")] = Path("distilled"),
+    heldout: Annotated[
+        str, typer.Option(help="Share of the prompts to measure with and never train on, or a file of such.")
+    ] = "0.1",
+    minutes: Annotated[float | None, typer.Option(help="Minutes of training; 30 without --steps.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of training instead: reproducible.")] = None,
+    tokens: Annotated[int, typer.Option(help="How much text the target writes to train on.")] = 500_000,
+    row_length: Annotated[int, typer.Option(help="Tokens of a row; prompts keep their last half of that.")] = 256,
+    rate: Annotated[float, typer.Option(help="Peak learning rate, as for AdamW.")] = 3e-4,
+    seed: Annotated[int, typer.Option(help="Of the split, the text and the order.")] = 0,
+    temperatures: Annotated[
+        str, typer.Option(help="Train at these; text is written between the lowest and the highest.")
+    ] = "0.5,0.8,1.0",
+    kl: Annotated[float, typer.Option("--kl", help="Weight of the forward KL divergence.")] = 1.0,
+    match: Annotated[
+        float, typer.Option(help="Weight of the match probability, which takes over from it; 0 keeps to divergence.")
+    ] = 2.0,
+    cross_entropy: Annotated[float, typer.Option(help="Weight of the cross-entropy of the target's tokens.")] = 0.1,
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts are a user's messages: use the chat template.")] = False,
+    target_dtype: Annotated[TargetDtype, typer.Option(help="In which the target is held.")] = "bf16",
+    device: Annotated[TrainingDevice, typer.Option(help="What computes; auto takes CUDA where there is one.")] = "auto",
+    threads: Annotated[int, typer.Option(min=0, help="Threads; 0 leaves it to torch.")] = 0,
+    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the training step.")] = True,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on from an interrupted run of the same inputs.")
+    ] = True,
+    work: Annotated[
+        Path | None, typer.Option(help="Keep the state here; the target's text stays for further runs.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier distilled draft.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write the draft even if it got worse.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON, and no progress.")] = False,
+) -> None:
+    """Fine-tune a draft on its target's own continuations of your prompts."""
+    from outrider.export.distill.distill import distill_draft
+
+    options = DistillOptions(
+        heldout=_heldout(heldout),
+        minutes=minutes,
+        steps=steps,
+        tokens=tokens,
+        row_length=row_length,
+        rate=rate,
+        seed=seed,
+        temperatures=_temperatures(temperatures),
+        kl=kl,
+        match=match,
+        cross_entropy=cross_entropy,
+        is_chat=chat,
+        target_dtype=target_dtype,
+        device=device,
+        num_threads=threads,
+        is_compiled=compiled,
+        resume=resume,
+        work=work,
+        overwrite=overwrite,
+        force=force,
+    )
+    draft_model = reference_directories().draft if draft == REFERENCE else draft
+    target_model = reference_directories().target if target == REFERENCE else target
+    with _shown(is_quiet=as_json) as report:
+        result = distill_draft(draft_model, target_model, prompts, out, options, report)
+    _print(result, as_json=as_json)
+    if result.signal is not None:
+        raise typer.Exit(128 + result.signal)
+    if result.path is None:
+        raise typer.Exit(1)  # what follows in a script wants the draft
+
+
+def _heldout(text: str) -> float | Path:
+    try:
+        return float(text)
+    except ValueError:
+        return Path(text)
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"--temperatures is {text!r}; expected numbers with commas, such as 0.5,0.8,1.0") from None
+
+
+@contextlib.contextmanager
+def _shown(*, is_quiet: bool) -> Iterator[Report]:
+    """A report that keeps a bar on the present stage and leaves a line for what is news."""
+    # A file of its own, because quiet_upstream redirects sys.stderr while upstream runs.
+    console = Console(file=sys.stderr)
+    if is_quiet:
+        yield lambda event: None
+        return
+    bar = Progress(
+        TextColumn("{task.fields[stage]}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("", total=1.0, stage="")
+
+        def report(event: Event) -> None:
+            if bar.tasks[0].fields["stage"] != event.stage:
+                bar.reset(task, stage=event.stage)
+            bar.update(task, completed=event.share, description=escape(event.text))
+            if event.is_news:
+                console.print(f"  {event.stage:>10}  {escape(event.text)}", highlight=False, soft_wrap=True)
+
+        yield report
+
+
+def _print(result: DistillResult, *, as_json: bool) -> None:
+    if as_json:
+        path = str(result.path) if result.path else None
+        whole = {"status": result.status, "path": path, "message": result.message, **(result.record or {})}
+        typer.echo(json.dumps(whole, indent=2))
+        return
+    if result.record is not None:
+        Console().print(_card(result.record))
+    color = {"written": "green", "not written": "yellow", "stopped": "yellow"}[result.status]
+    if result.record is not None and result.record["verdict"] != "better":
+        color = "yellow"
+    console = Console(stderr=result.status == "stopped")
+    console.print(f"[{color}]{escape(result.message)}[/{color}]", highlight=False, soft_wrap=True)
+
+
+def _card(record: dict[str, Any]) -> Table:
+    """Before and after on what was held out."""
+    heldout = record["heldout"]
+    table = Table(
+        title=escape(
+            f"{record['draft']['name']} distilled on {record['target']['name']}, {heldout['prompts']} prompts held out"
+        ),
+        title_justify="left",
+    )
+    for column in ("", "before", "after", "change"):
+        table.add_column(column)
+    for before, after in zip(heldout["before"]["acceptance"], heldout["after"]["acceptance"], strict=True):
+        temperature = f"{before['temperature']:g}"
+        change = heldout["change"][temperature]
+        table.add_row(
+            f"acceptance, T {temperature}",
+            f"{before['in_chain']:.3f} ± {before['error']:.3f}",
+            f"{after['in_chain']:.3f} ± {after['error']:.3f}",
+            f"{change['rise']:+.3f} ± {change['error']:.3f}",
+        )
+        was, is_now = before["tokens_per_pass"], after["tokens_per_pass"]
+        table.add_row(f"tokens a pass, T {temperature}", f"{was:.2f}", f"{is_now:.2f}", f"{is_now - was:+.2f}")
+    for index, temperature in enumerate(heldout["before"]["temperatures"]):
+        was, is_now = heldout["before"]["kl"][index], heldout["after"]["kl"][index]
+        table.add_row(f"KL in nats, T {temperature:g}", f"{was:.3f}", f"{is_now:.3f}", f"{is_now - was:+.3f}")
+    return table

@@ -1,0 +1,284 @@
+"""`outrider-export`: models in, checked bundles out."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from outrider.export.cli.display import show_progress
+from outrider.export.cli.distill import distill
+from outrider.export.cli.families import families
+from outrider.export.cli.reporting import report, report_sweep
+from outrider.export.make.pair import REFERENCE, export_pair, reference_directories
+from outrider.export.make.pipeline import export_model
+from outrider.export.make.sweep import DEFAULT_RTT_MS, sweep_pair
+from outrider.export.quiet import missing_extra
+from outrider.export.recipes import ExportOptions
+from outrider.export.report.card_html import REPORT_NAME, PageWriter, write_card_html
+from outrider.export.source.prompts import read_prompts
+from outrider.models.bundle import Bundle
+from outrider.models.errors import ConfigError, OutriderError
+from outrider.models.manifest import Device, Precision, StaticShapes
+
+app = typer.Typer(
+    help="Turn models into checked bundles: a draft for the device, a target for the cloud.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+DraftRuntime = Literal["openvino", "onnxruntime"]
+TargetRuntime = Literal["openvino", "torch"]
+TargetDevice = Literal["cpu", "gpu"]
+Chosen = Annotated[Precision | None, typer.Option(help="Weights; the default of device and runtime if not given.")]
+DraftOn = Annotated[Device, typer.Option(help="What the draft will run on.")]
+DraftWith = Annotated[DraftRuntime | None, typer.Option(help="What runs the draft; the device's default if not given.")]
+PromptLen = Annotated[
+    int | None, typer.Option(min=1, help="NPU only: longest prompt of one pass; compiled in, so chosen now.")
+]
+ResponseLen = Annotated[int | None, typer.Option(min=1, help="NPU only: positions kept for what follows the prompt.")]
+StepLen = Annotated[int | None, typer.Option(min=1, help="NPU only: most tokens of one cached step.")]
+AheadOfTime = Annotated[
+    bool, typer.Option("--ahead-of-time", help="NPU only: compile here, where its compiler is; else the device does.")
+]
+Platform = Annotated[str | None, typer.Option(help="With --ahead-of-time: the NPU to compile for, such as NPU4000.")]
+Name = Annotated[str | None, typer.Option(help="What the bundle is called; the source's name if not given.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing bundles.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the manifest as JSON, and no progress.")]
+Threads = Annotated[int, typer.Option(min=0, help="Threads for the checks; 0 leaves it to the runtime.")]
+RttMs = Annotated[
+    list[float] | None,
+    typer.Option(min=0.0, help="With --sweep: a round trip, in ms, at which drafts are compared; may be repeated."),
+]
+StepMs = Annotated[
+    float | None,
+    typer.Option(help="One token of the target, in ms, where it will run; as measured here if not given."),
+]
+ExtraMs = Annotated[float | None, typer.Option(help="What a drafted token adds to that step, in ms.")]
+Widen = Annotated[
+    float | None,
+    typer.Option("--widen", metavar="MB", help="Make the target this heavy in FP32 without changing its function."),
+]
+
+
+@app.command()
+def pair(
+    draft: Annotated[str, typer.Argument(help=f"Model directory, or '{REFERENCE}' for the bundled pair.")] = REFERENCE,
+    target: Annotated[str | None, typer.Argument(help="Model directory of the target.")] = None,
+    out: Annotated[Path, typer.Option("--out", help="Bundles go to OUT/draft and OUT/target.")] = Path("bundles"),
+    draft_device: DraftOn = "cpu",
+    draft_runtime: DraftWith = None,
+    draft_precision: Chosen = None,
+    prompt_len: PromptLen = None,
+    response_len: ResponseLen = None,
+    step_len: StepLen = None,
+    ahead_of_time: AheadOfTime = False,
+    npu_platform: Platform = None,
+    target_device: Annotated[TargetDevice, typer.Option(help="What the target will run on.")] = "cpu",
+    target_runtime: Annotated[TargetRuntime | None, typer.Option(help="What runs the target.")] = None,
+    target_precision: Chosen = None,
+    widen: Widen = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts for the acceptance rate, as JSON, JSONL or text; all are used.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Prompts are a user's messages: use the target's chat template.")
+    ] = False,
+    step_ms: StepMs = None,
+    extra_ms: ExtraMs = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Make the draft in every way that fits its device; keep the best.")
+    ] = False,
+    rtt_ms: RttMs = None,
+    keep: Annotated[bool, typer.Option("--keep", help="With --sweep: keep the others, in OUT/sweep.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write a pair whose draft is accepted too rarely.")] = False,
+    threads: Threads = 0,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Export draft and target together, checked against each other; OUT/report.html shows how they do."""
+    draft_dir, target_dir = _pair_directories(draft, target)
+    draft_options = ExportOptions(
+        "draft",
+        draft_precision,
+        draft_runtime,
+        num_threads=threads,
+        overwrite=overwrite,
+        device=draft_device,
+        static_shapes=_shapes(prompt_len, response_len, step_len),
+        compiles_ahead=ahead_of_time,
+        npu_platform=npu_platform,
+    )
+    target_options = ExportOptions(
+        "target",
+        target_precision,
+        target_runtime,
+        widen,
+        num_threads=threads,
+        overwrite=overwrite,
+        device=target_device,
+    )
+    texts = read_prompts(prompts) if prompts is not None else None
+    page = PageWriter(out / REPORT_NAME, overwrite=overwrite)
+    if not sweep:
+        with show_progress(is_quiet=as_json) as progress:
+            bundles = export_pair(
+                draft_dir,
+                target_dir,
+                out,
+                draft_options=draft_options,
+                target_options=target_options,
+                prompts=texts,
+                is_chat=chat,
+                step_ms=step_ms,
+                extra_ms=extra_ms,
+                is_forced=force,
+                page=page,
+                progress=progress,
+            )
+        report(bundles, as_json=as_json, page=page.path)
+        return
+    with show_progress(is_quiet=as_json) as progress:
+        swept = sweep_pair(
+            draft_dir,
+            target_dir,
+            out,
+            draft_options=draft_options,
+            target_options=target_options,
+            prompts=texts,
+            is_chat=chat,
+            round_trips_ms=rtt_ms or (DEFAULT_RTT_MS,),
+            step_ms=step_ms,
+            extra_ms=extra_ms,
+            keeps_all=keep,
+            is_forced=force,
+            page=page,
+            progress=progress,
+        )
+    report_sweep(swept, as_json=as_json, page=page.path)
+
+
+@app.command()
+def draft(
+    model: Annotated[str, typer.Argument(help=f"Model directory, hub id, or '{REFERENCE}'.")],
+    out: Annotated[Path, typer.Option("--out", help="Where the bundle goes.")] = Path("bundles/draft"),
+    device: DraftOn = "cpu",
+    runtime: DraftWith = None,
+    precision: Chosen = None,
+    prompt_len: PromptLen = None,
+    response_len: ResponseLen = None,
+    step_len: StepLen = None,
+    ahead_of_time: AheadOfTime = False,
+    npu_platform: Platform = None,
+    name: Name = None,
+    threads: Threads = 0,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Export one model as a draft."""
+    directory = reference_directories().draft if model == REFERENCE else model
+    options = ExportOptions(
+        "draft",
+        precision,
+        runtime,
+        name=name,
+        num_threads=threads,
+        overwrite=overwrite,
+        device=device,
+        static_shapes=_shapes(prompt_len, response_len, step_len),
+        compiles_ahead=ahead_of_time,
+        npu_platform=npu_platform,
+    )
+    with show_progress(is_quiet=as_json) as progress:
+        bundle = export_model(directory, out, options, progress)
+    report((bundle,), as_json=as_json)
+
+
+@app.command()
+def target(
+    model: Annotated[str, typer.Argument(help=f"Model directory, hub id, or '{REFERENCE}'.")],
+    out: Annotated[Path, typer.Option("--out", help="Where the bundle goes.")] = Path("bundles/target"),
+    device: Annotated[TargetDevice, typer.Option(help="What the target will run on.")] = "cpu",
+    runtime: Annotated[TargetRuntime | None, typer.Option(help="What runs it; the device's default if not given.")] = (
+        None
+    ),
+    precision: Chosen = None,
+    widen: Widen = None,
+    name: Name = None,
+    threads: Threads = 0,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Export one model as a target."""
+    directory = reference_directories().target if model == REFERENCE else model
+    options = ExportOptions(
+        "target", precision, runtime, widen, name=name, num_threads=threads, overwrite=overwrite, device=device
+    )
+    with show_progress(is_quiet=as_json) as progress:
+        bundle = export_model(directory, out, options, progress)
+    report((bundle,), as_json=as_json)
+
+
+app.command()(families)
+
+
+@app.command()
+def inspect(
+    bundle: Annotated[Path, typer.Argument(help="Bundle directory.")],
+    html: Annotated[Path | None, typer.Option(help="Also write the report card to this file, as a web page.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Verify a bundle's files and show its report card."""
+    opened = Bundle.open(bundle)
+    opened.tokenizer()  # is it the one that the manifest tells of?
+    if html is not None:
+        is_draft = opened.manifest.role == "draft"
+        write_card_html(html, [opened.manifest] if is_draft else [], None if is_draft else opened.manifest)
+    report((opened,), as_json=as_json, page=html)
+
+
+app.command()(distill)
+
+
+def _shapes(prompt_len: int | None, response_len: int | None, step_len: int | None) -> StaticShapes | None:
+    """The lengths that were asked for, the others as they are by default; None if none was."""
+    asked = {"prompt_len": prompt_len, "response_len": response_len, "step_len": step_len}
+    given = {name: length for name, length in asked.items() if length is not None}
+    return StaticShapes(**given) if given else None
+
+
+def _pair_directories(draft: str, target: str | None) -> tuple[str | Path, str | Path]:
+    if target is not None:
+        return draft, target
+    if draft == REFERENCE:
+        found = reference_directories()
+        return found.draft, found.target
+    raise ConfigError(f"only one model was given ({draft}); name draft and target, or '{REFERENCE}'")
+
+
+def main() -> None:
+    """The console script: a user's mistake ends in one red message and exit status 2, never in a traceback."""
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        try:
+            app()
+        except ModuleNotFoundError as error:  # also an installed package's missing metadata
+            raise missing_extra(error, "exporting") from None
+    except OutriderError as error:
+        message = f"[bold red]error:[/bold red] {escape(str(error))}"
+        Console(stderr=True).print(message, highlight=False, soft_wrap=True)
+        sys.exit(2)
+
+
+def _end(number: int, frame: Any) -> None:
+    sys.exit(128 + number)  # raises, so that what was half built is removed
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Converts models: one module per file format and precision."""

@@ -1,0 +1,212 @@
+"""ONNX through onnxruntime-genai's own model builder, for the families that it knows and gets right.
+
+Its graphs have rotary embedding inside `GroupQueryAttention`, packed projections and fused norms, and run under
+onnxruntime-genai too (genai_config.json stays). What it gets wrong is mended here and tested: sliding windows of
+families that do not list their layers, the scale of Gemma's embedding, the commit of whatever work tree the process
+runs in, stamped into the file. Nothing is downloaded and no code of a model directory runs: the builder sees a copy of
+the directory that holds configuration, safetensors and tokenizer only.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import gc
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from outrider.export.convert.onnx_graph import (
+    MODEL_FILE,
+    add_initializer,
+    quiet_onnx,
+    save_model,
+    select_rows,
+    strip_origins,
+)
+from outrider.export.quiet import missing_extra, quiet_upstream
+from outrider.models.tokenizer import TOKENIZER_FILES
+
+BuilderPrecision = Literal["fp32", "fp16"]
+"""The two that its attention kernel takes: FP32 on the CPU, FP16 on CUDA."""
+
+CONFIG_FILE: Final = "genai_config.json"
+# Exact in FP32 where it was tried, to 1e-5. What is in neither of the two goes through torch's exporter.
+_EXACT: Final = frozenset(
+    f"{family}ForCausalLM"
+    for family in (
+        *("Llama", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Mistral", "Phi3"),
+        *("Granite", "Ernie4_5", "HunYuanDenseV1"),
+    )
+)
+# Known to the builder, wrong or failing in it when it was tried (onnxruntime-genai 0.18.0, transformers 5.5.4).
+_REFUSED: Final = {
+    "OlmoForCausalLM": "writes RMS norms where the model has layer norms",
+    "Gemma3ForCausalLM": "looks for fields that Gemma 3's configuration no longer has",
+    "PhiForCausalLM": "is off by thousandths of a logit",
+    "SmolLM3ForCausalLM": "fails at layers without rotary embedding",
+}
+_ROPES: Final = {"default", "llama3"}
+_GEMMAS: Final = ("gemma", "gemma2")
+
+
+def why_not(config: dict[str, Any]) -> str | None:
+    """Why the builder is not used for a model of this config.json; None if it is."""
+    architecture = (config.get("architectures") or ["none"])[0]
+    if architecture in _REFUSED:
+        return f"onnxruntime-genai's builder {_REFUSED[architecture]}"
+    if architecture not in _known_architectures() or "text_config" in config:
+        return f"onnxruntime-genai's builder does not know {architecture}"
+    if architecture not in _EXACT:
+        return f"{architecture} is not checked in onnxruntime-genai's builder"
+    if set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
+        return "not every layer of the model is attention over a cache"
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _ROPES or (kind == "llama3" and architecture != "LlamaForCausalLM"):
+        return f"{kind} rotary scaling is not checked in onnxruntime-genai's builder"
+    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    rotated = int(head_size * (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1))
+    if head_size % 16 or rotated % 16:
+        return f"GroupQueryAttention rotates multiples of 16, the model {rotated} of heads of {head_size}"
+    return None
+
+
+def supports(config: dict[str, Any]) -> bool:
+    """Whether `build_with_genai` is right for a model of this config.json."""
+    return why_not(config) is None
+
+
+@functools.cache
+def _known_architectures() -> frozenset[str]:
+    """The names that the builder compares a model's architecture with: it has no list of them but its source."""
+    spec = importlib.util.find_spec("onnxruntime_genai")
+    if spec is None or spec.origin is None:
+        missing = ModuleNotFoundError("No module named 'onnxruntime_genai'", name="onnxruntime_genai")
+        raise missing_extra(missing, "exporting to ONNX")
+    tree = ast.parse((Path(spec.origin).parent / "models" / "builder.py").read_text(encoding="utf-8"))
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and "config.architectures[0]" in ast.unparse(node.left):
+            names = [part.value for part in node.comparators if isinstance(part, ast.Constant)]
+            found |= {name for name in names if isinstance(name, str) and name.endswith("ForCausalLM")}
+    return frozenset(found)
+
+
+def build_with_genai(source_dir: Path, destination: Path, precision: BuilderPrecision, work: Path, name: str) -> None:
+    """Writes model.onnx, model.onnx.data and genai_config.json to `destination`; the same input, the same bytes.
+
+    precision: of weights, activations and cache: "fp32" is for the CPU, "fp16" for CUDA. Weights are quantized
+    afterwards (`onnx_quantize`), so that one build serves the export and its unquantized twin. work: for files that are
+    gone afterwards. Raises ExportError where the builder fails.
+    """
+    scratch = work / f"genai-{precision}"
+    view, built = scratch / "source", scratch / "built"
+    try:
+        view.mkdir(parents=True)
+        config = _view(source_dir, view)
+        with quiet_upstream(f"building {name} with onnxruntime-genai"), quiet_onnx():
+            _run_builder(view, built, precision)
+            _finish(built, destination, config)
+        shutil.copyfile(built / CONFIG_FILE, destination / CONFIG_FILE)
+    finally:
+        gc.collect()  # the builder's objects know each other, and hold the source
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _view(source_dir: Path, view: Path) -> dict[str, Any]:
+    """What the builder gets to see of the source; returns the source's configuration."""
+    config: dict[str, Any] = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
+    seen = {key: value for key, value in config.items() if key != "auto_map"}
+    if config["model_type"] in _GEMMAS:
+        seen["dtype"] = "float32"  # it adds 1 to norms in the type that they have
+        seen.pop("torch_dtype", None)
+    if config["model_type"] == "phi3":  # it takes two lengths for a rotary scaling, which `why_not` has ruled out
+        seen["original_max_position_embeddings"] = seen["max_position_embeddings"]
+    (view / "config.json").write_text(json.dumps(seen), encoding="utf-8")
+    others = [*TOKENIZER_FILES, "model.safetensors.index.json"]
+    for path in [*source_dir.glob("*.safetensors"), *(source_dir / name for name in others)]:
+        if path.is_file() and path.name != "config.json":
+            try:
+                os.link(path.resolve(), view / path.name)
+            except OSError:  # another disk, or one that has no links
+                shutil.copyfile(path, view / path.name)
+    return config
+
+
+def _run_builder(view: Path, built: Path, precision: BuilderPrecision) -> None:
+    options = {
+        "hf_token": "false",  # nothing to authenticate: the directory is local
+        "hf_remote": "false",
+        "windowed_kv_cache": "false",  # a cache that forgets cannot be rolled back
+        "fuse_qk_norm_gqa": "false",  # only CUDA's kernel has it, and then nothing else could check the graph
+    }
+    provider = "cpu" if precision == "fp32" else "cuda"
+    with _importable_builder() as builder:
+        arguments = (None, str(view), str(built), precision, provider, str(built / "cache"))
+        prepared = builder.parse_extra_options(*arguments, [f"{key}={value}" for key, value in options.items()])
+        builder.create_model(*arguments, **prepared)
+
+
+@contextlib.contextmanager
+def _importable_builder() -> Iterator[Any]:
+    """Its modules have top-level names and find each other on sys.path, where they are for as long as it runs only."""
+    before = list(sys.path)
+    spec = importlib.util.find_spec("onnxruntime_genai")
+    if spec is not None and spec.origin is not None:
+        sys.path.insert(
+            0, str(Path(spec.origin).parent / "models")
+        )  # before modules of the user's that are named alike
+    try:
+        yield importlib.import_module("onnxruntime_genai.models.builder")
+    finally:
+        sys.path[:] = before
+
+
+def _finish(built: Path, destination: Path, config: dict[str, Any]) -> None:
+    import onnx_ir as ir
+
+    model: Any = ir.load(built / MODEL_FILE)
+    graph = model.graph
+    strip_origins(model, f"onnxruntime-genai {importlib.metadata.version('onnxruntime-genai')}")
+    head_size = json.loads((built / CONFIG_FILE).read_text(encoding="utf-8"))["model"]["decoder"]["head_size"]
+    for value in (*graph.inputs, *graph.outputs):
+        if value.name.startswith(("past_key_values.", "present.")):
+            value.shape = ir.Shape([1, *value.shape[1:3], head_size])
+    _set_windows(graph, config)
+    _set_embedding_scale(graph, config)
+    select_rows(model)
+    save_model(model, destination)
+
+
+def _set_windows(graph: Any, config: dict[str, Any]) -> None:
+    """A family with a window and no list of layers has the window in every layer; the builder leaves it out."""
+    import onnx_ir as ir
+
+    window = config.get("sliding_window")
+    if not window or config.get("layer_types") or config.get("use_sliding_window") is False:
+        return
+    for node in graph:
+        if node.op_type == "GroupQueryAttention":
+            node.attributes["local_window_size"] = ir.AttrInt64("local_window_size", window)
+
+
+def _set_embedding_scale(graph: Any, config: dict[str, Any]) -> None:
+    """Gemma's embedding is scaled by the root of its width; the builder rounds that to two decimals."""
+    import numpy as np
+
+    if config["model_type"] not in _GEMMAS:
+        return
+    scaling = next(node for node in graph if node.name == "/model/embed_tokens/Mul")
+    dtype = scaling.inputs[0].dtype.numpy()
+    exact = np.array(math.sqrt(config["hidden_size"]), dtype)
+    scaling.replace_input_with(1, add_initializer(graph, "embedding_scale", exact))

@@ -1,0 +1,204 @@
+"""ONNX through torch's own exporter, for the families that onnxruntime-genai's builder does not know or gets wrong.
+
+The graph takes `input_ids` and `position_ids` [1, n], how far the cache reaches after the step (`seqlens_k`, that less
+one, and `total_sequence_length`, int32 [1]), and of each layer the buffer `past_key_values.i.key` / `.value` [1,
+kv_heads, positions, head_size], to be bound as `present.i.key` / `.value` too: a step writes its rows there. There is
+no mask, and nothing of the cache is copied; see `onnx_attention`. `first_row` picks the rows of `logits`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from outrider.export.convert.onnx_attention import Recording, recording_attention
+from outrider.export.convert.onnx_graph import (
+    add_initializer,
+    drop_unused,
+    quiet_onnx,
+    save_model,
+    select_rows,
+    strip_origins,
+)
+from outrider.export.quiet import quiet_upstream
+from outrider.models.errors import ExportError
+
+_OPSET: Final = 21
+_CONTROLS: Final = ("input_ids", "position_ids", "seqlens_k", "total_sequence_length")
+
+
+def export_with_dynamo(model: Any, destination: Path, name: str, precision: Literal["fp32", "fp16"] = "fp32") -> None:
+    """Writes model.onnx and model.onnx.data of a transformers model to `destination`; deterministic.
+
+    precision: of weights, activations and cache; FP16 is for CUDA, whose attention kernel takes nothing wider. The
+    model is converted to it, and otherwise left as it was. Raises ExportError for attention that cannot be put on the
+    operator, or where torch's exporter fails.
+    """
+    with quiet_upstream(f"exporting {name} to ONNX"), quiet_onnx():
+        graph = _fuse(_export((model.half() if precision == "fp16" else model).eval()))
+        drop_unused(graph)
+        _name_weights(graph.graph, model)
+        strip_origins(graph, f"torch {importlib.metadata.version('torch')}")
+        select_rows(graph)
+        drop_unused(graph)
+        save_model(graph, destination)
+
+
+def _export(model: Any) -> Any:
+    """The onnx_ir model as torch writes it."""
+    import torch
+
+    shapes = _find_shapes(model)
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    class Decoder(torch.nn.Module):
+        """The model with its cache outside."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Any, positions: Any, last_position: Any, total: Any, pasts: Any) -> Any:
+            more = {"position_ids": positions} if takes_positions else {}
+            with recording_attention(self.model, Recording(pasts, last_position, total)) as recording:
+                logits = self.model(input_ids=ids, use_cache=False, **more).logits
+            return logits, recording.presents
+
+    dtype = next(model.parameters()).dtype
+    num_new, positions = 3, 13  # all sizes differ, or the exporter would take two for one
+    dynamic = torch.export.Dim.DYNAMIC
+    arguments = (
+        torch.zeros(1, num_new, dtype=torch.long),
+        torch.arange(5, 5 + num_new)[None],
+        torch.tensor([7], dtype=torch.int32),
+        torch.tensor([8], dtype=torch.int32),
+        [tuple(torch.zeros(1, heads, positions, size, dtype=dtype) for _ in "kv") for heads, size in shapes],
+    )
+    slots = [f"{index}.{kind}" for index in range(len(shapes)) for kind in ("key", "value")]
+    with torch.no_grad():
+        program = torch.onnx.export(
+            Decoder().eval(),
+            arguments,
+            dynamo=True,
+            verbose=False,
+            opset_version=_OPSET,
+            input_names=[*_CONTROLS, *(f"past_key_values.{slot}" for slot in slots)],
+            output_names=["logits", *(f"present.{slot}" for slot in slots)],
+            dynamic_shapes=({1: dynamic}, {1: dynamic}, None, None, [({2: dynamic}, {2: dynamic})] * len(shapes)),
+        )
+    if program is None:
+        raise ExportError("torch.onnx.export gave no program")
+    _name_dimensions(program.model.graph)
+    return program.model
+
+
+def _find_shapes(model: Any) -> list[tuple[int, int]]:
+    """(kv_heads, head_size) of each layer, from one pass in torch."""
+    import torch
+
+    recording, failure = Recording(), None
+    try:
+        with torch.no_grad(), recording_attention(model, recording):
+            model(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False)
+    except Exception as error:
+        if recording.shapes:
+            raise
+        # Attention that is not looked up through the interface fails without its mask; what is missing is told below.
+        failure = error
+    expected = model.config.num_hidden_layers
+    if len(recording.shapes) != expected:
+        raise ExportError(
+            f"{len(recording.shapes)} of the {expected} layers of {type(model).__name__} call attention through "
+            "transformers' attention interface; the others cannot be put on GroupQueryAttention"
+        ) from failure
+    return recording.shapes
+
+
+def _name_dimensions(graph: Any) -> None:
+    """Names that say what they are, for the exporter's s70 and s62; inputs that nothing reads go."""
+    import onnx_ir as ir
+
+    for value in (*graph.inputs, *graph.outputs):
+        if value.name.startswith(("past_key_values.", "present.")):
+            value.shape = ir.Shape([1, value.shape[1], "positions", value.shape[3]])
+        elif value.name in ("input_ids", "position_ids"):
+            value.shape = ir.Shape([1, "num_new"])
+    for value in [value for value in graph.inputs if not value.uses()]:
+        graph.inputs.remove(value)
+
+
+def _name_weights(graph: Any, model: Any) -> None:
+    """Matrices get the names of the model's parameters back where the exporter transposed them on the way."""
+    import numpy as np
+
+    for value in list(graph.initializers.values()):
+        value.name = value.name.removeprefix("model.")
+    taken = {value.name for value in graph.initializers.values()}
+    lost = [(name, array) for name, array in model.named_parameters() if array.dim() == 2 and name not in taken]
+    for node in graph:
+        value = node.inputs[1] if node.op_type in ("MatMul", "FusedMatMul", "Gemm") else None
+        if value is None or not value.is_initializer() or not value.name.startswith("val_"):
+            continue
+        found = value.const_value.numpy()
+        for index, (name, array) in enumerate(lost):
+            own = array.detach().numpy()
+            if any(own.shape == side.shape and np.array_equal(own, side) for side in (found, found.T)):
+                value.name = name
+                del lost[index]
+                break
+
+
+def _fuse(model: Any) -> Any:
+    """RMS norms, residual additions and rotary embedding as one operator each, where they are recognised."""
+    from onnxscript.rewriter.ort_fusions import optimize_for_ort
+
+    fused, _ = optimize_for_ort(model)
+    _rotate_new_positions_only(fused)
+    _unify_norms(fused.graph)
+    return fused
+
+
+def _unify_norms(graph: Any) -> None:
+    """Gemma's norms scale in FP32 whatever the model's type; the operator that they became has one type for all."""
+    for node in graph:
+        if node.op_type != "SkipSimplifiedLayerNormalization":
+            continue
+        gamma, dtype = node.inputs[2], node.inputs[0].dtype
+        if dtype is not None and gamma.dtype not in (None, dtype) and gamma.const_value is not None:
+            values = gamma.const_value.numpy().astype(dtype.numpy())
+            name = f"{node.name}_gamma"
+            node.replace_input_with(2, add_initializer(graph, name, values))
+            node.outputs[0].dtype = dtype  # what casts it next has nothing left to do
+
+
+def _rotate_new_positions_only(model: Any) -> None:
+    """The fusion computes cosines of every position from 0 on, in every step; those of the new tokens are enough."""
+    import numpy as np
+    import onnx_ir as ir
+
+    graph = model.graph
+    positions = next((value for value in graph.inputs if value.name == "position_ids"), None)
+    ranges = [node for node in graph if node.op_type == "Range" and _ends_after(node, positions)]
+    if positions is None or not ranges:
+        return
+    flat = add_initializer(graph, "flat", np.array([-1], np.int64))
+    zero = add_initializer(graph, "zero", np.array([0], np.int64))
+    for node in ranges:
+        row = ir.node("Reshape", [positions, flat], name=f"{node.name}_new")
+        graph.insert_before(node, row)
+        node.outputs[0].replace_all_uses_with(row.outputs[0])
+    first = ir.node("Gather", [positions, zero], {"axis": 1}, name="first_position")
+    local = ir.node("Sub", [positions, first.outputs[0]], name="new_positions")
+    graph.insert_before(next(iter(graph)), [first, local])
+    for node in graph:
+        if node.op_type == "RotaryEmbedding" and node.inputs[1] is positions:
+            node.replace_input_with(1, local.outputs[0])
+
+
+def _ends_after(node: Any, positions: Any) -> bool:
+    """Whether a Range ends one after the largest of `positions`."""
+    add = node.inputs[1].producer()
+    largest = add.inputs[0].producer() if add is not None and add.op_type == "Add" else None
+    return largest is not None and largest.op_type == "ReduceMax" and largest.inputs[0] is positions

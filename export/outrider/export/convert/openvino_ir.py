@@ -1,0 +1,123 @@
+"""From a torch model to OpenVINO IR of any precision; the same input gives the same bytes."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import re
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.export.convert.upstream_repairs import choose_attention, repaired_upstream
+from outrider.export.quiet import quiet_upstream
+from outrider.models.manifest import Device, Precision, Quantization
+
+IR_NAME: Final = "openvino_model"
+# Names that OpenVINO made up, numbered by a counter of the process; those of modules are left as they are.
+_MADE_UP: Final = re.compile(r"[A-Za-z]+_\d+")
+_INT4_GROUP: Final = 64
+"""Weights a scale. Divides what models are made of, also small ones; nncf takes a smaller one where it does not."""
+
+
+def convert_to_ir(model: Any, directory: Path, name: str) -> None:
+    """Writes the stateful FP32 IR of a transformers model to `directory`. The model may be spent afterwards."""
+    with quiet_upstream(f"converting {name} to OpenVINO"):
+        from optimum.exporters.openvino import export_from_model
+        from optimum.intel import OVConfig
+
+        choose_attention(model)
+        with repaired_upstream(model):
+            export_from_model(
+                model=model,
+                output=directory,
+                task="text-generation-with-past",
+                ov_config=OVConfig(dtype="fp32"),
+                stateful=True,
+            )
+        for path in directory.iterdir():
+            if path.stem != IR_NAME:
+                path.unlink()  # configuration and tokenizer are taken from the source, unaltered
+
+
+def finish_ir(
+    directory: Path, destination: Path, name: str, precision: Precision, device: Device
+) -> Quantization | None:
+    """Writes the FP32 IR of `directory` to `destination` in `precision`, its names made stable.
+
+    Returns how weights were quantized; None where they were not. The IR of `directory` stays.
+    """
+    is_quantized = precision in ("int8", "int4")
+    with quiet_upstream(f"quantizing {name}" if is_quantized else f"writing {name}"):
+        import openvino
+
+        model = openvino.Core().read_model(directory / f"{IR_NAME}.xml")
+        quantization = _compress(model, precision, device) if is_quantized else None
+        save_ir(model, destination, halves=precision == "fp16")
+        del model
+        gc.collect()  # lets go of the mapped file, which Windows would not remove otherwise
+    return quantization
+
+
+def save_ir(model: Any, destination: Path, *, halves: bool = False) -> None:
+    """Writes a model with names that do not depend on what the process did before. halves: weights in FP16."""
+    import openvino
+
+    model.set_friendly_name(IR_NAME)
+    for index, node in enumerate(model.get_ordered_ops()):
+        if _MADE_UP.match(node.get_friendly_name()):
+            node.set_friendly_name(f"{node.get_type_name()}_{index}")
+    if halves:
+        _halve_matrices(model)
+    openvino.save_model(model, destination / f"{IR_NAME}.xml", compress_to_fp16=False)
+
+
+def _halve_matrices(model: Any) -> None:
+    """Puts constants into FP16 as OpenVINO does, and those back that are no matrices.
+
+    They weigh nothing, and one of them is the rotary frequencies: multiplied by the position, their rounding would turn
+    the angles further the longer the text, by tenths of a radian after some thousand tokens, where no check of a short
+    text looks.
+    """
+    import openvino
+    from openvino._offline_transformations import compress_model_transformation
+
+    vectors = {
+        node.get_friendly_name(): node.get_data().copy()
+        for node in model.get_ordered_ops()
+        if node.get_type_name() == "Constant" and sum(size > 1 for size in node.get_output_shape(0)) < 2
+    }
+    compress_model_transformation(model)
+    for node in model.get_ordered_ops():
+        name = node.get_friendly_name()
+        if node.get_type_name() == "Convert" and name in vectors:
+            whole = openvino.op.Constant(vectors[name])
+            whole.set_friendly_name(name)
+            for reader in node.output(0).get_target_inputs():
+                reader.replace_source_output(whole.output(0))
+
+
+def _compress(model: Any, precision: Precision, device: Device) -> Quantization:
+    """Quantizes the weights of `model` in place."""
+    if device == "npu":
+        from outrider.export.convert.symmetric import compress_int8_symmetric
+
+        compress_int8_symmetric(model)
+        return Quantization(tool="outrider", scheme="int8 symmetric, scale absmax / 127", granularity="row")
+    import nncf
+
+    tool = f"nncf {importlib.metadata.version('nncf')}"
+    if precision == "int8":
+        # Asymmetric, one scale a row of each matrix: nncf's data-free default.
+        nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_ASYM)
+        return Quantization(tool=tool, scheme="int8 asymmetric", granularity="row")
+    adjust = nncf.AdvancedCompressionParameters(group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST)
+    nncf.compress_weights(
+        model,
+        mode=nncf.CompressWeightsMode.INT4_ASYM,
+        group_size=_INT4_GROUP,
+        ratio=1.0,
+        advanced_parameters=adjust,
+    )
+    return Quantization(
+        tool=tool, scheme="int4 asymmetric, embeddings and head int8", granularity=f"group of {_INT4_GROUP}"
+    )

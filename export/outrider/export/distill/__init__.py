@@ -1,0 +1,1 @@
+"""Trains a draft on its target's own text: `outrider-export distill`."""

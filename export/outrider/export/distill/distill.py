@@ -1,0 +1,307 @@
+"""Fine-tunes a draft on its target's own continuations of the user's prompts: what `outrider-export distill` does.
+
+The order is chosen for memory: the target writes all that is needed of it and is let go before the draft is loaded.
+Neither source directory is altered, and the output is put in place last and whole, if it is worth it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from outrider.export.disk import free_bytes, telling_of_full_disks
+from outrider.export.distill.measure import Comparison, measure_heldout
+from outrider.export.distill.options import DistillOptions
+from outrider.export.distill.output import (
+    RECORD_NAME,
+    check_output,
+    partial_directory,
+    put_in_place,
+    recover_output,
+    write_model,
+)
+from outrider.export.distill.prompts import Split, split_prompts
+from outrider.export.distill.record import make_record
+from outrider.export.distill.target import TargetText, load_for_torch, write_target_text
+from outrider.export.distill.trainer.distill import Outcome, distill
+from outrider.export.distill.trainer.files import save_json
+from outrider.export.distill.trainer.memory import training_rows
+from outrider.export.distill.trainer.optim import Rates
+from outrider.export.distill.trainer.plan import DistillPlan, Weights
+from outrider.export.distill.trainer.pool import PoolPlan
+from outrider.export.distill.trainer.progress import Event, Report, Stop, silent
+from outrider.export.distill.work import StateFolder, default_work, folder_bytes, locked
+from outrider.export.interruption import Interruption
+from outrider.export.source.model_source import SourceModel, read_source
+from outrider.export.source.prompts import encode_prompts, read_prompts
+from outrider.models.errors import ConfigError, DiskFull, RuntimeUnavailable
+from outrider.models.tokenizer import require_same_tokenizer
+
+ROWS_PER_STEP = 16
+_STATE_COPIES = 10
+"""fp32 values a weight of the training's state on the disk, at most: weights, two moments and average, those once more
+while they are replaced, and the best weights, old and new.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class DistillResult:
+    """How it ended. path: the new draft, where one was written. record: what `distillation.json` has, once measured.
+
+    signal: that stopped it. message: what a user should be told.
+    """
+
+    status: Literal["written", "not written", "stopped"]
+    message: str
+    path: Path | None = None
+    record: dict[str, Any] | None = None
+    signal: int | None = None
+
+
+def distill_draft(
+    draft: str | Path,
+    target: str | Path,
+    prompts: Path,
+    out: Path,
+    options: DistillOptions | None = None,
+    report: Report = silent,
+) -> DistillResult:
+    """Distils `draft` on `target` and writes the result to `out`, unless held-out acceptance fell.
+
+    Ctrl-C and SIGTERM save the state and end it; the same call goes on from there. Raises TokenizerMismatch if the two
+    do not share one tokenizer, ExportError if a source, the prompts or the output is unusable or the disk is full,
+    ConfigError for rows longer than a model's positions, RuntimeUnavailable without the device asked for, ModelFault
+    if logits are not finite. Then `out` is what it was.
+    """
+    options = options or DistillOptions()
+    out = out.absolute()
+    draft_source, target_source = read_source(draft), read_source(target)
+    sources = (draft_source, target_source)
+    require_same_tokenizer(draft_source.tokenizer, target_source.tokenizer)
+    check_output(out, sources, overwrite=options.overwrite)
+    _check_rows(options, sources)
+    split = _split(prompts, target_source, options)
+    device = _device(options)
+    work = (options.work or default_work(out)).absolute()
+    with (
+        _telling_of_full_disks(work, out.parent),
+        locked(default_work(out)),
+        locked(work) if work != default_work(out) else contextlib.nullcontext(),
+        _threads(options.num_threads),
+        Interruption(lambda text: report(Event("stop", 1.0, text, is_news=True))) as stop,
+    ):
+        recover_output(out)
+        check_output(out, sources, overwrite=options.overwrite)
+        job = _Job(draft_source, target_source, split, out, work, options, device, report)
+        return job.run(stop)
+
+
+class _Job:
+    """One distillation between its checks and its result."""
+
+    def __init__(
+        self,
+        draft: SourceModel,
+        target: SourceModel,
+        split: Split,
+        out: Path,
+        work: Path,
+        options: DistillOptions,
+        device: str,
+        report: Report,
+    ) -> None:
+        self.draft, self.target, self.split = draft, target, split
+        self.out, self.work = out, work
+        self.options, self.device, self.report = options, device, report
+        self._news("read", f"reading and hashing {draft.name} and {target.name}")
+        self.origins = (draft.describe(), target.describe())
+        chosen = options.of_the_result()
+        for_text = {
+            "version": 1,
+            "target": self.origins[1].weights_sha256,
+            "tokenizer": target.tokenizer.fingerprint,
+            "prompts": split.fingerprint,
+            "device": device,
+            **{name: chosen[name] for name in ("tokens", "row_length", "seed", "temperatures", "target_dtype")},
+        }
+        self.text_state = StateFolder(work, "pool", for_text)
+        for_training = {"pool": self.text_state.path.name, "draft": self.origins[0].weights_sha256, **chosen}
+        self.training_state = StateFolder(work, "training", for_training)
+
+    def run(self, stop: Interruption) -> DistillResult:
+        """All stages in order."""
+        self._require_room()
+        self._describe_states()
+        text_folder = self.text_state.open(resume=self.options.resume)
+        training_folder = self.training_state.open(resume=self.options.resume)
+        text = write_target_text(self.target, self.split, self.options, self.device, text_folder, self.report, stop)
+        if text is None or stop():
+            return self._stopped(stop, "while the target was writing")
+        self._news("measure", "measuring the draft as it is")
+        student = load_for_torch(self.draft, "float32", self.device)
+        num_ids = self.target.tokenizer.size
+        measured = (text, self.options.temperatures, num_ids, self.options.row_length)
+        before = measure_heldout(student, *measured)
+        outcome = self._train(student, text, training_folder / "run.pt", stop)
+        if not outcome.is_complete:
+            return self._stopped(stop, f"at step {outcome.steps}")
+        partial = partial_directory(self.out)
+        try:
+            partial.mkdir(parents=True)
+            write_model(student, self.draft, partial)
+            del student
+            gc.collect()
+            self._news("measure", "measuring the result, from the files written")
+            after = measure_heldout(load_for_torch(read_source(partial), "float32", self.device), *measured)
+            record = make_record(
+                draft=self.origins[0],
+                target=self.origins[1],
+                tokenizer_fingerprint=self.draft.tokenizer.fingerprint,
+                split=self.split,
+                options=self.options,
+                device=self.device,
+                text=text,
+                outcome=outcome,
+                before=before,
+                after=after,
+                weights=partial,
+            )
+            return self._conclude(partial, record, Comparison.of(before, after))
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def _train(self, student: Any, text: TargetText, checkpoint: Path, stop: Stop) -> Outcome:
+        options = self.options
+        vocab_size = self.draft.architecture.vocab_size
+        plan = DistillPlan(
+            seed=options.seed,
+            minutes=options.training_minutes,
+            steps=options.steps,
+            rates=Rates.like_adamw(options.rate),
+            weights=Weights(options.kl, options.match, options.cross_entropy),
+            rows_per_step=ROWS_PER_STEP,
+            rows_per_pass=training_rows(options.row_length, vocab_size, ROWS_PER_STEP),
+            is_compiled=options.is_compiled,
+        )
+        return distill(
+            student,
+            text.pool,
+            options.temperatures,
+            plan,
+            checkpoint,
+            num_ids=self.target.tokenizer.size,
+            validation=text.validation,
+            report=self.report,
+            stop=stop,
+        )
+
+    def _conclude(self, partial: Path, record: dict[str, Any], comparison: Comparison) -> DistillResult:
+        """Puts the draft in place, or says why not."""
+        if comparison.verdict == "worse" and not self.options.force:
+            message = (
+                f"{comparison.sentence()}. Nothing was written to {self.out}. Try a lower --rate, more --tokens or "
+                f"more prompts; --force writes it all the same, from the state in {self.work}"
+            )
+            return DistillResult("not written", message, record=record)
+        save_json(record, partial / RECORD_NAME)
+        check_output(self.out, (self.draft, self.target), overwrite=self.options.overwrite)
+        put_in_place(partial, self.out)
+        self.training_state.remove()
+        kept = ""
+        if self.options.work is None:
+            self.text_state.remove()
+        else:
+            kept = f". The target's text stays in {self.work} for further runs"
+        return DistillResult("written", f"{comparison.sentence()}. Written to {self.out}{kept}", self.out, record)
+
+    def _describe_states(self) -> None:
+        """Says what is taken up, what begins anew and why, and what lies about."""
+        if not self.options.resume:
+            self._news("state", f"beginning anew, as told; states for these inputs in {self.work} are discarded")
+            return
+        for state, word in ((self.text_state, "the target's text"), (self.training_state, "the training")):
+            if state.is_resumed:
+                self._news("state", f"going on with {word} from {state.path}")
+                continue
+            for path, difference in state.others:
+                size = folder_bytes(path) / 1e6
+                self._news("state", f"{word} begins anew: {path} ({size:,.0f} MB, kept) was made with {difference}")
+
+    def _require_room(self) -> None:
+        options = self.options
+        per_token = PoolPlan(0, temperatures=options.temperatures).bytes_per_token()
+        # Rows hold their prompts too, which take up to as much again.
+        needed = max(0, 2 * options.tokens * per_token - folder_bytes(self.text_state.path))
+        needed += self.draft.architecture.parameters * 4 * _STATE_COPIES
+        free = free_bytes(self.work)
+        if free < needed:
+            raise DiskFull(
+                f"distilling needs about {needed / 1e6:,.0f} MB at {self.work}, and {free / 1e6:,.0f} MB are free; "
+                "free some space, choose another --work, or ask for fewer --tokens"
+            )
+
+    def _stopped(self, stop: Interruption, where: str) -> DistillResult:
+        message = f"stopped {where}; the same command goes on from there (state in {self.work})"
+        return DistillResult("stopped", message, signal=stop.signal)
+
+    def _news(self, stage: str, text: str) -> None:
+        self.report(Event(stage, 0.0, text, is_news=True))
+
+
+def _split(prompts: Path, target: SourceModel, options: DistillOptions) -> Split:
+    def encoded(path: Path) -> list[tuple[int, ...]]:
+        return encode_prompts(read_prompts(path), target.tokenizer, is_chat=options.is_chat)
+
+    heldout = options.heldout if isinstance(options.heldout, float) else encoded(options.heldout)
+    return split_prompts(encoded(prompts), heldout, seed=options.seed, max_tokens=options.row_length // 2)
+
+
+def _check_rows(options: DistillOptions, sources: tuple[SourceModel, ...]) -> None:
+    for source in sources:
+        if options.row_length > source.architecture.max_positions:
+            raise ConfigError(
+                f"rows of {options.row_length} tokens do not fit the {source.architecture.max_positions} positions of "
+                f"{source.name}; choose a smaller --row-length"
+            )
+
+
+def _device(options: DistillOptions) -> str:
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeUnavailable(
+            "this machine has no CUDA device that its torch can use; install a torch with CUDA, or say --device cpu"
+        )
+    return "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if count:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _telling_of_full_disks(work: Path, place: Path) -> Iterator[None]:
+    """As `disk` does, with what is true here: the state is kept."""
+    try:
+        with telling_of_full_disks(work, place):
+            yield
+    except DiskFull as error:
+        if error.__cause__ is None:  # said before the work, in its own words
+            raise
+        rooms = ", ".join(f"{free_bytes(one) / 1e6:,.0f} MB free for {one}" for one in (work, place))
+        raise DiskFull(
+            f"the disk is full ({rooms}); what was finished is kept in {work} and the output was not touched: free "
+            "some space and run the same command again, or choose another --work or --out"
+        ) from error

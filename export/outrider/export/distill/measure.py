@@ -1,0 +1,76 @@
+"""How a draft does on what was held out, and whether another one does better on the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from transformers import PreTrainedModel
+
+from outrider.export.distill.target import MEASURED_AT, TargetText
+from outrider.export.distill.trainer.acceptance import Acceptance, Change, Score, compare, score, summarize
+from outrider.export.distill.trainer.memory import training_rows
+from outrider.export.distill.trainer.validation import Agreement, measure_agreement
+
+Verdict = Literal["better", "no clear difference", "worse"]
+
+
+@dataclass(frozen=True, slots=True)
+class Heldout:
+    """Acceptance at each of MEASURED_AT, with the scores it was made of, and divergence on held-out rows."""
+
+    acceptance: tuple[Acceptance, ...]
+    scores: tuple[tuple[Score, ...], ...]
+    agreement: Agreement
+
+    def describe(self) -> dict[str, Any]:
+        """As the record has it: JSON-able, without the single scores."""
+        rows = [{name: value for name, value in asdict(row).items() if value is not None} for row in self.acceptance]
+        return {"acceptance": rows, **{name: list(values) for name, values in asdict(self.agreement).items()}}
+
+
+def measure_heldout(
+    draft: PreTrainedModel, text: TargetText, temperatures: Sequence[float], num_ids: int, row_length: int
+) -> Heldout:
+    """Scores the draft in its present dtype. Changes nothing."""
+    scores = tuple(
+        tuple(score(draft, passage, temperature, num_ids=num_ids)[0] for passage in passages)
+        for temperature, passages in zip(MEASURED_AT, text.passages, strict=True)
+    )
+    rows = training_rows(row_length, draft.config.get_text_config().vocab_size, 16)
+    return Heldout(
+        acceptance=tuple(summarize(temperature, those) for temperature, those in zip(MEASURED_AT, scores, strict=True)),
+        scores=scores,
+        agreement=measure_agreement(draft, text.test, temperatures, num_ids, rows),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two drafts on the same text: the change of acceptance at each temperature, and the mean over all."""
+
+    changes: tuple[Change, ...]
+    mean: Change
+
+    @classmethod
+    def of(cls, before: Heldout, after: Heldout) -> Comparison:
+        """`before` and `after` were measured with the same text."""
+        each = [compare([was], [is_now]) for was, is_now in zip(before.scores, after.scores, strict=True)]
+        return cls(tuple(each), compare(before.scores, after.scores))
+
+    @property
+    def verdict(self) -> Verdict:
+        """Better beyond two standard errors; worse already where the mean fell at all."""
+        if self.mean.rise < 0.0:
+            return "worse"
+        return "better" if self.mean.rise > 2.0 * self.mean.error else "no clear difference"
+
+    def sentence(self) -> str:
+        """The verdict in words."""
+        number = f"{self.mean.rise:+.3f} ± {self.mean.error:.3f} on average over temperatures"
+        return {
+            "better": f"held-out acceptance rose: {number}",
+            "no clear difference": f"held-out acceptance did not rise beyond what chance explains: {number}",
+            "worse": f"held-out acceptance FELL: {number}",
+        }[self.verdict]

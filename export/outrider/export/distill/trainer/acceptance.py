@@ -1,0 +1,249 @@
+"""How often the draft's pick is the target's, under shared noise, on text that the target writes.
+
+The draft's pick at a position is a pure function of the true text before it, and a drafted token is only tested when
+all before it in its chain were right. So one pass of the draft over the target's text gives every pick that any chain
+could have tested, and the outcome of chains of any depth is arithmetic on the vector of matches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outrider.export.distill.trainer.attention import batch_decoding
+from outrider.export.distill.trainer.progress import Stop, never
+from outrider.export.distill.trainer.rollout import Decoder
+from outrider.models.sampling import SamplingParams, pick
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Counts over rounds of drafting to one depth: a round ends at the first wrong token or when all were right."""
+
+    tested: int = 0
+    accepted: int = 0
+    rounds: int = 0
+
+    def __add__(self, other: Chain) -> Chain:
+        return Chain(self.tested + other.tested, self.accepted + other.accepted, self.rounds + other.rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What one temperature gave; rates are shares in [0, 1].
+
+    per_position: the draft's pick is the target's, at every position of the text. in_chain: the same, per tested token
+    of chains of depth `depth`. tokens_per_pass: tokens committed by a target pass, its own included. rejection: what
+    classic rejection sampling would accept per position, the sum of min(p, q), where it was measured. error: the
+    standard error of `in_chain`, prompts taken as independent.
+    """
+
+    temperature: float
+    depth: int
+    positions: int
+    per_position: float
+    in_chain: float
+    error: float
+    tokens_per_pass: float
+    rejection: float | None
+
+
+def run_chains(matches: NDArray[np.bool_], depth: int) -> Chain:
+    """Plays rounds of up to `depth` drafted tokens along one text; `matches` is `[positions]`.
+
+    A round that accepts n tokens moves on by n + 1: the target's own token follows, right or not.
+    """
+    tested = accepted = rounds = start = 0
+    while start < len(matches):
+        window = matches[start : start + depth]
+        wrong = np.flatnonzero(~window)
+        right = len(window) if wrong.size == 0 else int(wrong[0])
+        tested += right + (wrong.size > 0)
+        accepted += right
+        rounds += 1
+        start += right + 1
+    return Chain(tested, accepted, rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """A prompt's ids and the target's text after it; `start` is where that text begins, `seed` what it was drawn with.
+
+    Ends with the target's end token, if it came to one.
+    """
+
+    ids: tuple[int, ...]
+    start: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How a draft did on one passage: rounds of drafting along it, and equal picks over all its positions."""
+
+    chain: Chain
+    hits: int
+    positions: int
+
+
+def continue_prompts(
+    target: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    new_tokens: int,
+    *,
+    stop_ids: Sequence[int] = (),
+    num_ids: int | None = None,
+    rows: int | None = None,
+    stop: Stop = never,
+) -> list[Passage] | None:
+    """The target's text after each prompt, prompt `i` with seed `i`, to `new_tokens` or to one of `stop_ids`.
+
+    num_ids: tokens of the tokenizer, None for all columns. rows: prompts at once, None for all. Returns None if it was
+    told to stop.
+    """
+    rows = rows or len(prompts)
+    passages: list[Passage] = []
+    with torch.inference_mode(), batch_decoding(target):
+        for first in range(0, len(prompts), rows):
+            batch = prompts[first : first + rows]
+            found = _continue(target, batch, first, temperature, new_tokens, frozenset(stop_ids), num_ids, stop)
+            if found is None:
+                return None
+            passages += found
+    return passages
+
+
+def _continue(
+    target: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    first_seed: int,
+    temperature: float,
+    new_tokens: int,
+    stop_ids: frozenset[int],
+    num_ids: int | None,
+    stop: Stop,
+) -> list[Passage] | None:
+    decoder = Decoder(target, prompts, num_ids or target.config.get_text_config().vocab_size)
+    parameters = [SamplingParams(temperature=temperature, seed=first_seed + row) for row in range(len(prompts))]
+    texts = [list(prompt) for prompt in prompts]
+    is_open = [True] * len(texts)
+    for piece in decoder.prefill():
+        last = piece[:, -1].clone()
+    for _ in range(new_tokens):
+        logits: NDArray[np.float32] = last.cpu().numpy()
+        for row, (text, params) in enumerate(zip(texts, parameters, strict=True)):
+            if is_open[row]:
+                text.append(pick(logits[row], params, len(text)))
+                is_open[row] = text[-1] not in stop_ids
+        if not any(is_open):
+            break
+        if stop():
+            return None
+        last = decoder.step(torch.tensor([text[-1:] for text in texts], device=target.device))
+    return [
+        Passage(tuple(text), len(prompt), params.seed)
+        for text, prompt, params in zip(texts, prompts, parameters, strict=True)
+    ]
+
+
+@torch.inference_mode()
+def row_logits(model: PreTrainedModel, text: Sequence[int], start: int) -> Tensor:
+    """Logits `[len(text) - start, vocabulary]` fp32 for the tokens of `text` from `start` on, start at least 1."""
+    ids = torch.tensor([list(text[:-1])], device=model.device)
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits[0, start - 1 :].float().cpu()
+
+
+def score(
+    draft: PreTrainedModel, passage: Passage, temperature: float, depth: int = 4, num_ids: int | None = None
+) -> tuple[Score, Tensor]:
+    """How the draft does on a passage, and its logits `[positions, num_ids]` fp32 over the target's text."""
+    params = SamplingParams(temperature=temperature, seed=passage.seed)
+    logits = row_logits(draft, passage.ids, passage.start)[:, :num_ids]
+    picks = [pick(row, params, passage.start + offset) for offset, row in enumerate(logits.numpy())]
+    matches = np.array(picks) == np.array(passage.ids[passage.start :])
+    return Score(run_chains(matches, depth), int(matches.sum()), len(matches)), logits
+
+
+def summarize(temperature: float, scores: Sequence[Score], depth: int = 4, overlap: float | None = None) -> Acceptance:
+    """The rates over all passages. overlap: the sum of min(p, q) over all positions, where it was measured."""
+    total = sum((one.chain for one in scores), Chain())
+    positions = sum(one.positions for one in scores)
+    rate = total.accepted / total.tested
+    residuals = [one.chain.accepted - rate * one.chain.tested for one in scores]
+    return Acceptance(
+        temperature=temperature,
+        depth=depth,
+        positions=positions,
+        per_position=sum(one.hits for one in scores) / positions,
+        in_chain=rate,
+        error=math.sqrt(sum(residual**2 for residual in residuals)) / total.tested,
+        tokens_per_pass=positions / total.rounds,
+        rejection=None if overlap is None else overlap / positions,
+    )
+
+
+def measure(
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    new_tokens: int,
+    depth: int = 4,
+) -> Acceptance:
+    """Acceptance over `new_tokens` of the target's text after each prompt, or until it ends; 0 is greedy."""
+    end = target.config.eos_token_id
+    stop_ids = end if isinstance(end, list) else [] if end is None else [end]
+    scores: list[Score] = []
+    overlap = 0.0
+    for passage in continue_prompts(target, prompts, temperature, new_tokens, stop_ids=stop_ids) or ():
+        found, drafted = score(draft, passage, temperature, depth)
+        scores.append(found)
+        if temperature > 0.0:
+            p = torch.softmax(row_logits(target, passage.ids, passage.start) / temperature, dim=-1)
+            q = torch.softmax(drafted / temperature, dim=-1)
+            overlap += float(torch.minimum(p, q).sum())
+        else:
+            overlap += found.hits
+    return summarize(temperature, scores, depth, overlap)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How much `in_chain` rose from one draft to another on the same passages, with its standard error.
+
+    The passages are the same, so much of what makes a passage easy or hard cancels in the difference.
+    """
+
+    rise: float
+    error: float
+
+
+def compare(before: Sequence[Sequence[Score]], after: Sequence[Sequence[Score]]) -> Change:
+    """The mean change over several settings (temperatures, say), each with scores of the same prompts in one order.
+
+    The error takes prompts as independent, and the settings' passages after one prompt as they are: related.
+    """
+    rises: list[float] = []
+    residuals: list[NDArray[np.float64]] = []
+    for was, is_now in zip(before, after, strict=True):
+        (old, old_residuals), (new, new_residuals) = _rate(was), _rate(is_now)
+        rises.append(new - old)
+        residuals.append(new_residuals - old_residuals)
+    return Change(float(np.mean(rises)), float(np.sqrt((np.mean(residuals, axis=0) ** 2).sum())))
+
+
+def _rate(scores: Sequence[Score]) -> tuple[float, NDArray[np.float64]]:
+    """The rate over all passages, and how much each passage moves it."""
+    accepted = np.array([one.chain.accepted for one in scores], dtype=np.float64)
+    tested = np.array([one.chain.tested for one in scores], dtype=np.float64)
+    mean = float(accepted.sum() / tested.sum())
+    return mean, (accepted - mean * tested) / tested.sum()

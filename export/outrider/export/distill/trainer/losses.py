@@ -1,0 +1,107 @@
+"""What a draft is trained on: how far its distribution is from its target's, and how often their picks differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from outrider.export.distill.trainer.rollout import Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Which positions count, `[rows, length - 1]` bool: position t is where the token at t + 1 is predicted.
+
+    known: the target's distribution is known and the context long enough. written: the next token is the target's own.
+    """
+
+    known: Tensor
+    written: Tensor
+
+    @classmethod
+    def of(cls, rows: Rollout, skip: int) -> Masks:
+        """The first `skip` positions of a row are left out as far as they stand before the target's own text."""
+        position = torch.arange(rows.ids.shape[1] - 1, device=rows.ids.device)
+        starts, ends = rows.starts[:, None], rows.ends[:, None]
+        is_inside = position + 1 < ends
+        return cls(is_inside & (position >= (starts - 1).clamp(max=skip)), is_inside & (position + 1 >= starts))
+
+
+def match_bound(log_p: Tensor, log_q: Tensor, rest_p: Tensor, rest_q: Tensor) -> Tensor:
+    """A lower bound of the probability that shared Gumbel noise makes both distributions pick the same token.
+
+    With the same exponential race the probability is `sum_i 1 / sum_j max(p_j / p_i, q_j / q_i)` (Daliri, Musco and
+    Suresh 2024, arXiv 2408.07978). Here `log_p` and `log_q`, `[..., k]`, are the log-probabilities of k tokens and
+    `rest_p`, `rest_q`, `[...]`, the mass of all others, of which only the losses are counted. Returns `[...]`.
+    """
+    ratio_p = log_p[..., None, :] - log_p[..., :, None]
+    ratio_q = log_q[..., None, :] - log_q[..., :, None]
+    among = torch.exp(torch.maximum(ratio_p, ratio_q).clamp(max=60.0)).sum(dim=-1)
+    others = rest_p[..., None] * torch.exp(-log_p.clamp(min=-60.0)) + rest_q[..., None] * torch.exp(
+        -log_q.clamp(min=-60.0)
+    )
+    return (1.0 / (among + others)).sum(dim=-1)
+
+
+def draft_logits(student: nn.Module, ids: Tensor, num_ids: int) -> Tensor:
+    """Logits `[rows, length - 1, num_ids]` for all tokens of `ids` `[rows, length]` but the first, bf16 inside."""
+    with torch.autocast(ids.device.type, dtype=torch.bfloat16):
+        logits: Tensor = student(input_ids=ids, use_cache=False).logits
+    return logits[:, :-1, :num_ids].float()
+
+
+def agreement(
+    logits: Tensor, top_ids: Tensor, top_logits: Tensor, log_norm: Tensor, temperature: Tensor, match_k: int
+) -> tuple[Tensor, Tensor]:
+    """Forward KL in nats and match bound at one temperature, each `[rows, positions]`.
+
+    logits `[rows, positions, vocabulary]`, the draft's; top_ids, top_logits `[rows, positions, k]` and log_norm
+    `[rows, positions]`, the target's. Tokens outside the k likeliest count as one.
+    """
+    scaled = logits / temperature
+    log_p = top_logits.float() / temperature - log_norm[..., None]
+    log_q = scaled.gather(-1, top_ids) - torch.logsumexp(scaled, dim=-1, keepdim=True)
+    rest_p, rest_q = _rest(log_p), _rest(log_q)
+    divergence = (log_p.exp() * (log_p - log_q)).sum(dim=-1) + rest_p * (rest_p.log() - rest_q.log())
+    log_p, log_q = log_p[..., :match_k], log_q[..., :match_k]
+    return divergence, match_bound(log_p, log_q, _rest(log_p), _rest(log_q))
+
+
+def _rest(log_p: Tensor) -> Tensor:
+    return (1.0 - log_p.exp().sum(dim=-1)).clamp(min=1e-5)
+
+
+def weighted_loss(
+    student: nn.Module,
+    ids: Tensor,
+    top_ids: Tensor,
+    top_logits: Tensor,
+    log_norm: Tensor,
+    temperature: Tensor,
+    row_temperatures: Tensor,
+    known: Tensor,
+    written: Tensor,
+    weights: Tensor,
+    match_k: int,
+    num_ids: int,
+    has_cross_entropy: bool,
+) -> tuple[Tensor, Tensor]:
+    """The loss, and its three parts `[3]`: sums over positions of forward KL, match bound and cross-entropy, in nats.
+
+    The first two at `temperature` over `known` positions; the last over `written` ones, of the token that the target
+    wrote, at the temperature at which it was drawn, and 0 unless `has_cross_entropy`. The loss is their sum with
+    `weights` `[3]`. ids `[rows, length]`; top_ids, top_logits `[rows, length, k]`; log_norm `[rows, length]`;
+    row_temperatures `[rows]`; known, written as in `Masks`.
+    """
+    logits = draft_logits(student, ids, num_ids)
+    divergence, match = agreement(logits, top_ids[:, :-1], top_logits[:, :-1], log_norm[:, :-1], temperature, match_k)
+    nats = torch.zeros((), device=ids.device)
+    if has_cross_entropy:
+        drawn_at = logits / row_temperatures[:, None, None]
+        each = functional.cross_entropy(drawn_at.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+        nats = (each * written.flatten()).sum()
+    parts = torch.stack([(divergence * known).sum(), (match * known).sum(), nats])
+    return (parts * weights).sum(), parts.detach()

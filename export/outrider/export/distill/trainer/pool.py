@@ -1,0 +1,176 @@
+"""The pool: text that the target wrote, in a folder, in parts that appear whole or not at all.
+
+A part is a pure function of the model, the prompts, the plan and its number, so a killed run goes on where it was. The
+parts are mapped into memory when they are read, so a pool may be larger than the memory.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import PreTrainedModel
+
+from outrider.export.distill.trainer import parallel
+from outrider.export.distill.trainer.files import load_tensors, save_json, save_tensors
+from outrider.export.distill.trainer.order import BATCHES_SORTED, batch_by_length
+from outrider.export.distill.trainer.progress import Event, Report, Stop, never, silent
+from outrider.export.distill.trainer.rollout import Rollout, Writing, concatenate, sample_rows
+from outrider.models.errors import ModelFault
+
+PROGRESS_FILE = "pool.json"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """How much text to sample, in minutes of wall clock, tokens or batches (one of the three), and how.
+
+    rows: sampled at once, at temperatures spread evenly over `sample_between`. temperatures: those at which a draft can
+    be trained. top_k: likeliest tokens recorded at every position. num_ids: tokens of the tokenizer; None for all that
+    the model has. stop_ids: what ends a row; without any, the target writes on after the end of a text.
+    """
+
+    seed: int
+    minutes: float | None = None
+    tokens: int | None = None
+    batches: int | None = None
+    row_length: int = 192
+    rows: int = 256
+    sample_between: tuple[float, float] = (0.5, 1.0)
+    temperatures: tuple[float, ...] = (0.5, 0.8, 1.0)
+    top_k: int = 64
+    num_ids: int | None = None
+    stop_ids: tuple[int, ...] = ()
+
+    def bytes_per_token(self) -> int:
+        """What a token of the pool takes on the disk."""
+        return 4 + 6 * self.top_k + 4 * len(self.temperatures)
+
+
+@dataclass(slots=True)
+class _Made:
+    """What a folder holds so far."""
+
+    parts: int = 0
+    rows: int = 0
+    tokens: int = 0
+    used_s: float = 0.0
+    is_complete: bool = False
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the pool in `folder` is finished."""
+    return _read(folder).is_complete
+
+
+def sample_pool(
+    teacher: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    plan: PoolPlan,
+    folder: Path,
+    report: Report = silent,
+    stop: Stop = never,
+    stage: str = "pool",
+) -> bool:
+    """Fills `folder` with rows that the teacher wrote, going on from the parts that are there; `stage` names it.
+
+    Prompts of `plan.row_length` tokens or more are left out. Returns False if it was told to stop before the end; then
+    the finished parts stay. Under `torchrun` each process needs a folder of its own. Raises `ValueError` when no prompt
+    is usable or the plan names not exactly one budget, ModelFault when the teacher's logits are not finite.
+    """
+    if sum(budget is not None for budget in (plan.minutes, plan.tokens, plan.batches)) != 1:
+        raise ValueError(f"{plan} has no budget or several; expected minutes, tokens or batches")
+    usable = [prompt for prompt in prompts if 0 < len(prompt) < plan.row_length]
+    lengths = [len(prompt) for prompt in usable]
+    seed = plan.seed + 1000 * parallel.rank()
+    made = _read(folder)
+    device = teacher.device
+    writing = Writing(
+        plan.row_length,
+        plan.temperatures,
+        plan.top_k,
+        num_ids=plan.num_ids or teacher.config.get_text_config().vocab_size,
+        stop_ids=plan.stop_ids,
+    )
+    began = time.monotonic() - made.used_s
+    while not made.is_complete:
+        chosen = batch_by_length(lengths, plan.rows, seed, made.parts, _sort_over(plan))
+        generator = torch.Generator(device).manual_seed(seed * 1_000_003 + made.parts)
+        temperatures = torch.linspace(*plan.sample_between, plan.rows)
+        rows = sample_rows(teacher, [usable[index] for index in chosen], temperatures, writing, generator, stop)
+        if rows is None:
+            return False
+        if not bool(torch.isfinite(rows.log_norms).all() & torch.isfinite(rows.top_logits).all()):
+            raise ModelFault("the target's logits are not finite; try it in fp32, and check that its files are whole")
+        save_tensors(asdict(rows), _part(folder, made.parts))
+        made = _Made(
+            parts=made.parts + 1,
+            rows=made.rows + len(rows),
+            tokens=made.tokens + int((rows.ends - rows.starts).sum()),
+            used_s=time.monotonic() - began,
+        )
+        share = _share(made, plan)
+        made = replace(made, is_complete=share >= 1.0)
+        save_json(asdict(made), folder / PROGRESS_FILE)
+        text = f"{made.rows:,} rows with {made.tokens:,} tokens of the target's, {made.used_s / 60:.1f} min"
+        report(Event(stage, min(1.0, share), text, is_news=True))
+    return True
+
+
+class Pool:
+    """The rows of a folder that `sample_pool` filled. Reads from the disk; changes nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.made = _read(folder)
+        if not self.made.is_complete:
+            raise ValueError(f"the pool in {folder} is not finished; sample it first")
+        names = [_part(folder, number) for number in range(self.made.parts)]
+        self._parts = [Rollout(**load_tensors(path, is_mapped=True)) for path in names]
+        self._firsts = np.cumsum([0, *(len(part) for part in self._parts)])
+
+    def __len__(self) -> int:
+        return self.made.rows
+
+    def take(self, rows: NDArray[np.int64]) -> Rollout:
+        """The rows of those numbers, in that order, in memory of their own."""
+        where = np.searchsorted(self._firsts, rows, side="right") - 1
+        offsets = rows - self._firsts[where]
+        pieces = [
+            self._parts[part].take(torch.tensor([offset]))
+            for part, offset in zip(where.tolist(), offsets.tolist(), strict=True)
+        ]
+        return concatenate(pieces)
+
+
+def _share(made: _Made, plan: PoolPlan) -> float:
+    """How much of the budget is used; more than 1 once there is more than was asked for."""
+    if plan.tokens is not None:
+        return made.tokens / plan.tokens
+    if plan.batches is not None:
+        return made.parts / plan.batches
+    assert plan.minutes is not None
+    return made.used_s / (60.0 * plan.minutes)
+
+
+def _sort_over(plan: PoolPlan) -> int:
+    """Batches that are sorted together: no more than there will be, or a small pool would lack some lengths."""
+    if plan.batches is not None:
+        return min(BATCHES_SORTED, plan.batches)
+    if plan.tokens is None:
+        return BATCHES_SORTED
+    return max(1, min(BATCHES_SORTED, plan.tokens // (plan.rows * plan.row_length)))
+
+
+def _part(folder: Path, number: int) -> Path:
+    return folder / f"part-{number:05d}.pt"
+
+
+def _read(folder: Path) -> _Made:
+    path = folder / PROGRESS_FILE
+    return _Made(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else _Made()

@@ -1,0 +1,114 @@
+"""One step of distillation after another: which rows, at which temperature, with which weights. Knows no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outrider.export.distill.trainer import parallel
+from outrider.export.distill.trainer.compiling import BackwardPass
+from outrider.export.distill.trainer.losses import Masks, weighted_loss
+from outrider.export.distill.trainer.optim import Average, MatrixOptimizer, rate_scale
+from outrider.export.distill.trainer.order import shuffled
+from outrider.export.distill.trainer.plan import DistillPlan
+from outrider.export.distill.trainer.pool import Pool
+from outrider.export.distill.trainer.rollout import Rollout
+from outrider.models.errors import ModelFault
+
+_SMOOTHING = 0.95
+
+
+class Trainer:
+    """Changes `student` by steps. What a step does is a function of its number and of the state alone."""
+
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        optimizer: MatrixOptimizer,
+        average: Average,
+        pool: Pool,
+        temperatures: tuple[float, ...],
+        plan: DistillPlan,
+        num_ids: int,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.student = student
+        self.optimizer = optimizer
+        self.average = average
+        self.step = 0
+        self._pool = pool
+        self._temperatures = temperatures
+        self._plan = plan
+        self._num_ids = num_ids
+        self._pass = BackwardPass(weighted_loss, is_compiled=plan.is_compiled, tell=tell)
+        self._rows_per_step = max(1, plan.rows_per_step // parallel.size())
+        self._recent = np.zeros(3)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether steps run through `torch.compile`."""
+        return self._pass.is_compiled
+
+    @property
+    def pool_rows(self) -> int:
+        """Rows of this process's pool."""
+        return len(self._pool)
+
+    def train(self, progress: float) -> None:
+        """One step at `progress` in [0, 1] of the budget. Raises ModelFault when the training diverges."""
+        plan = self._plan
+        random = np.random.default_rng([plan.seed, 3, self.step, parallel.rank()])
+        choice = int(random.choice(len(self._temperatures), p=plan.temperature_shares or None))
+        rows = self._rows()
+        masks = Masks.of(rows, plan.skip_positions)
+        counts = torch.stack([masks.known.sum(), masks.known.sum(), masks.written.sum()]).clamp(min=1)
+        share = plan.divergence_share(progress)
+        wanted = (plan.weights.divergence * share, -plan.weights.match * (1.0 - share), plan.weights.cross_entropy)
+        weights = torch.tensor(wanted, device=rows.ids.device) / counts
+        parts = torch.zeros(3, device=rows.ids.device)
+        for first in range(0, len(rows), plan.rows_per_pass):
+            cut = slice(first, first + plan.rows_per_pass)
+            parts += self._pass(
+                self.student,
+                rows.ids[cut].long(),
+                rows.top_ids[cut].long(),
+                rows.top_logits[cut],
+                rows.log_norms[cut, :, choice],
+                torch.tensor(self._temperatures[choice], device=rows.ids.device),
+                rows.temperatures[cut],
+                masks.known[cut],
+                masks.written[cut],
+                weights,
+                plan.match_k,
+                self._num_ids,
+                plan.weights.cross_entropy != 0.0,
+            )
+        self._remember(parts / counts)
+        self.optimizer.step(rate_scale(progress, plan.rates.warmup))
+        self.average.update(self.student)
+        self.step += 1
+
+    def describe(self) -> str:
+        """Where the training is, in words, with means over the last twenty steps or so."""
+        divergence, match, nats = self._recent
+        entropy = f", cross-entropy {nats:.3f}" if self._plan.weights.cross_entropy else ""
+        return f"step {self.step}: KL {divergence:.3f}, match {match:.4f}{entropy}"
+
+    def epochs(self) -> float:
+        """How many times every row of the pool has been seen, on average."""
+        return self.step * self._rows_per_step / len(self._pool)
+
+    def _rows(self) -> Rollout:
+        size = self._rows_per_step
+        numbers = shuffled(len(self._pool), self._plan.seed, self.step * size, size)
+        return self._pool.take(numbers).to(self.student.device)
+
+    def _remember(self, parts: Tensor) -> None:
+        found = parts.double().cpu().numpy()
+        if not np.isfinite(found).all():
+            raise ModelFault(f"the training diverged at step {self.step}; begin again with a lower rate")
+        self._recent = found if not self._recent.any() else _SMOOTHING * self._recent + (1.0 - _SMOOTHING) * found

@@ -1,0 +1,164 @@
+"""A draft and its target, exported together: refused if they do not belong together, judged by how often they
+agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.export.check.acceptance import Continuation, continue_prompts, measure_acceptance
+from outrider.export.check.runner import open_draft, open_target
+from outrider.export.check.source_logits import prompts_for
+from outrider.export.make.pipeline import StagedExport, require_ready, stage_export, work_store
+from outrider.export.progress import Progress, StageEvent, silent
+from outrider.export.recipes import ExportOptions
+from outrider.export.report.card import TargetTimes, require_acceptance
+from outrider.export.report.card_html import PageWriter
+from outrider.export.source.model_source import REFERENCE_ROOT, SourceModel, read_source
+from outrider.export.source.prompts import Ids, encode_prompts
+from outrider.models.bundle import Bundle
+from outrider.models.errors import ConfigError, ExportError
+from outrider.models.tokenizer import require_same_tokenizer
+
+REFERENCE: Final = "reference"
+"""The word that stands for the bundled pair where a model directory is expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairPaths:
+    """Where the two bundles of a pair are."""
+
+    draft: Path
+    target: Path
+
+
+def reference_directories() -> PairPaths:
+    """The bundled pair's Hugging Face directories. Raises ExportError if this installation lacks them."""
+    pair = PairPaths(REFERENCE_ROOT / "draft", REFERENCE_ROOT / "target")
+    for path in (pair.draft, pair.target):
+        if not (path / "config.json").is_file():
+            raise ExportError(
+                f"the bundled reference pair is not in this installation ({path} has no config.json); "
+                "reinstall Outrider, or name your own draft and target directories"
+            )
+    return pair
+
+
+def export_pair(
+    draft: str | Path,
+    target: str | Path,
+    out: str | Path,
+    *,
+    draft_options: ExportOptions | None = None,
+    target_options: ExportOptions | None = None,
+    prompts: Sequence[Any] | None = None,
+    step_ms: float | None = None,
+    extra_ms: float | None = None,
+    is_chat: bool = False,
+    is_forced: bool = False,
+    page: PageWriter | None = None,
+    progress: Progress = silent,
+) -> tuple[Bundle, Bundle]:
+    """Exports both to `out`/draft and `out`/target; acceptance and what follows from it go into the draft's manifest.
+
+    prompts: what the draft is judged on, texts or lists of chat messages; None: built-in ones. is_chat: whether texts
+    are a user's messages, for the target's chat template. step_ms, extra_ms: the target's step where it will run, and
+    what a drafted token adds to it; None: as measured here. page: the report card to write beside them.
+    Raises TokenizerMismatch before any work if the two do not share one tokenizer, ExportError if the draft is accepted
+    too rarely and this is not forced; otherwise what `export_model` and `PageWriter` raise. Nothing is put in place
+    unless both pass and everything could be written; what is left then are renames.
+    """
+    draft_options = draft_options or ExportOptions("draft")
+    target_options = target_options or ExportOptions("target")
+    if (draft_options.role, target_options.role) != ("draft", "target"):
+        raise ConfigError("a pair is a draft and a target; their options must say so")
+    TargetTimes.require_sense(step_ms, extra_ms)
+    root = Path(out)
+    require_places(root, draft_options, target_options, page)
+    draft_source, target_source = read_pair(draft, target)
+    ids = encode_judging(target_source, prompts, is_chat=is_chat)
+    store = work_store()
+    with (
+        stage_export(target_source, root / "target", target_options, progress, store) as staged_target,
+        stage_export(draft_source, root / "draft", draft_options, progress, store) as staged_draft,
+        page or nullcontext(),
+    ):
+        progress(StageEvent("pair", "measure"))
+        texts = write_texts(staged_target, target_source, ids)
+        times = TargetTimes.resolve(staged_target.manifest.report.timing, step_ms, extra_ms)
+        judge(staged_draft, texts, times, target_source, is_forced=is_forced)
+        progress(StageEvent("pair", "write"))
+        staged_target.seal()  # both, before either is in place: a disk that is full now replaces neither
+        staged_draft.seal()
+        if page is not None:
+            page.write([staged_draft.manifest], staged_target.manifest)
+        target_bundle = staged_target.commit()
+        draft_bundle = staged_draft.commit()
+        store.release()
+        if page is not None:
+            page.commit()
+    return draft_bundle, target_bundle
+
+
+def require_places(
+    root: Path, draft_options: ExportOptions, target_options: ExportOptions, page: PageWriter | None
+) -> None:
+    """Raises what `require_ready` and `PageWriter.check` do: before the work, not after the larger half of it."""
+    require_ready(root / "draft", draft_options)
+    require_ready(root / "target", target_options)
+    if page is not None:
+        page.check()
+
+
+def read_pair(draft: str | Path, target: str | Path) -> tuple[SourceModel, SourceModel]:
+    """Both sources. Raises TokenizerMismatch if they do not share one tokenizer, and what `read_source` raises."""
+    draft_source, target_source = read_source(draft), read_source(target)
+    require_same_tokenizer(draft_source.tokenizer, target_source.tokenizer)
+    return draft_source, target_source
+
+
+def encode_judging(target: SourceModel, prompts: Sequence[Any] | None, *, is_chat: bool) -> list[Ids]:
+    """Token ids of the prompts that drafts are judged on: texts or lists of chat messages; None: built-in texts.
+
+    is_chat: texts too go through the target's chat template. Raises TokenizerError if it has none, ConfigError for
+    built-in texts as messages, which they are not, ExportError for an empty prompt.
+    """
+    if is_chat and not prompts:
+        raise ConfigError("the built-in prompts are no messages of a chat; give your own with --prompts, or no --chat")
+    ids = encode_prompts(prompts or prompts_for(target), target.tokenizer, is_chat=is_chat)
+    if empty := [number for number, prompt in enumerate(ids, start=1) if not prompt]:
+        raise ExportError(
+            f"{len(empty)} of {len(ids)} prompts are empty, the first at place {empty[0]}; leave them out"
+        )
+    return ids
+
+
+def write_texts(
+    target: StagedExport, source: SourceModel, prompts: Sequence[Sequence[int]]
+) -> tuple[Continuation, ...]:
+    """What the target writes after these prompts, at every temperature: what its drafts are judged on."""
+    with closing(open_target(target.model_file, target.options)) as runtime:
+        return continue_prompts(runtime, prompts, num_ids=source.tokenizer.size, stop_ids=target.manifest.eos_token_ids)
+
+
+def judge(
+    draft: StagedExport,
+    texts: Sequence[Continuation],
+    times: TargetTimes,
+    target: SourceModel,
+    *,
+    is_forced: bool,
+) -> None:
+    """Measures the draft on `texts` and puts what came out into its report.
+
+    Raises ExportError if it is accepted too rarely and this is not forced.
+    """
+    with closing(open_draft(draft.model_file, draft.options)) as runtime:
+        measured = measure_acceptance(runtime, texts, num_ids=target.tokenizer.size, target_name=target.name)
+    if not is_forced:
+        require_acceptance(measured, draft.manifest.name)
+    draft.add_acceptance(measured, times)

@@ -1,0 +1,211 @@
+"""One model in, one checked bundle out.
+
+The order is chosen for memory: the source in FP32 is loaded once, tells its logits, is converted and let go
+before the result is quantized and run. Nothing is put in place until every check has passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from outrider.export.check.runner import check_export, check_twin, model_file, where_to_check
+from outrider.export.check.source_logits import Truth
+from outrider.export.convert.safetensors_cast import config_for
+from outrider.export.disk import require_room, telling_of_full_disks
+from outrider.export.make.build import Job, build, build_twin, package_versions
+from outrider.export.make.sizes import finished_bytes, widened_bytes
+from outrider.export.make.stage_store import WorkStore
+from outrider.export.progress import Progress, StageEvent, silent
+from outrider.export.recipes import ExportOptions
+from outrider.export.report.card import TargetTimes, forecast_for
+from outrider.export.source.family_facts import require_runtime
+from outrider.export.source.model_source import SourceModel, read_source
+from outrider.export.source.weight_range import require_range
+from outrider.export.source.widen import describe_widening, widen
+from outrider.models.bundle import Bundle
+from outrider.models.bundle_writer import BundleWriter
+from outrider.models.errors import ExportError
+from outrider.models.manifest import Acceptance, ExportReport, FileEntry, Manifest, Quantization, Source
+from outrider.models.places import default_cache_dir
+from outrider.models.runtimes.base import PROMISED_POSITIONS
+from outrider.models.tokenizer import TOKENIZER_FILES
+
+
+class StagedExport:
+    """A bundle that is built and checked but not yet in place. truth: what the unquantized source says."""
+
+    def __init__(self, writer: BundleWriter, manifest: Manifest, options: ExportOptions, truth: Truth) -> None:
+        self._writer = writer
+        self.manifest = manifest
+        self.options = options
+        self.truth = truth
+
+    @property
+    def directory(self) -> Path:
+        """Where its files are for now."""
+        return self._writer.directory
+
+    @property
+    def model_file(self) -> Path:
+        """What a runtime opens of them."""
+        return model_file(self.directory, self.options)
+
+    def add_acceptance(self, measured: tuple[Acceptance, ...], target: TargetTimes) -> None:
+        """Puts measured acceptance rates into the report, and what they are expected to be worth beside this target."""
+        timing = self.manifest.report.timing
+        if timing is not None:
+            forecast = forecast_for(measured, timing.token_ms, target)
+            timing = timing.model_copy(update={"forecast": forecast})
+        report = self.manifest.report.model_copy(update={"acceptance": measured, "timing": timing})
+        self.manifest = self.manifest.model_copy(update={"report": report})
+
+    def seal(self) -> None:
+        """Does all of the commit that needs room on the disk."""
+        self._writer.seal(self.manifest)
+
+    def commit(self) -> Bundle:
+        """Puts the bundle in its place."""
+        return self._writer.commit(self.manifest)
+
+
+def work_store() -> WorkStore:
+    """Where expensive stages keep their results until an export has succeeded: in the user's cache."""
+    return WorkStore(default_cache_dir() / "work")
+
+
+def export_model(
+    model: str | Path, destination: str | Path, options: ExportOptions, progress: Progress = silent
+) -> Bundle:
+    """Exports a local or a hub's model directory to a bundle at `destination`, which is written last and whole.
+
+    Raises ExportError if the model cannot be exported or fails the parity check, BundleError if the
+    destination may not be replaced, TokenizerError if the model has no usable tokenizer; then nothing is
+    written but what expensive stages keep in the cache for the next try.
+    """
+    require_ready(destination, options)
+    store = work_store()
+    with stage_export(read_source(model), destination, options, progress, store) as staged:
+        progress(StageEvent(options.role, "write"))
+        bundle = staged.commit()
+    store.release()
+    return bundle
+
+
+def require_ready(destination: str | Path, options: ExportOptions) -> None:
+    """Raises what is known to end an export before its model is looked at: BundleError if the destination may not be
+    replaced, RuntimeUnavailable if compiling ahead was asked for and nothing here compiles.
+    """
+    place = Path(destination)
+    with telling_of_full_disks(place):
+        BundleWriter(place, overwrite=options.overwrite).check_destination()
+    if options.compiles_ahead:
+        from outrider.export.convert.ahead_of_time import require_compiler
+
+        require_compiler(options.npu_platform)
+
+
+@contextlib.contextmanager
+def stage_export(
+    source: SourceModel, destination: str | Path, options: ExportOptions, progress: Progress, store: WorkStore
+) -> Iterator[StagedExport]:
+    """Builds and checks a bundle beside `destination`; it is removed again unless `commit` is called inside.
+
+    What expensive stages made stays in `store`: release it when nothing needs it again.
+    """
+    place = Path(destination)
+    options = options.fitting(source.architecture.max_positions)
+    require_runtime(source.config, source.name, options.resolved_runtime, options.device)
+    with telling_of_full_disks(place, default_cache_dir()), BundleWriter(place, overwrite=options.overwrite) as writer:
+        progress(StageEvent(options.role, "read"))
+        origin = source.describe()
+        require_room((place, finished_bytes(source, options) + widened_bytes(options)))
+        require_range(source.weight_files, options.resolved_precision)
+        scratch = writer.directory / "work"
+        scratch.mkdir()
+        built = source
+        if options.widen_mb is not None:
+            progress(StageEvent(options.role, "widen"))
+            widened = widen(source.path, scratch / "widened", options.widen_mb)
+            # The widened files go away before the manifest is written; names and tokenizer are the original's anyway.
+            built = replace(widened, name=source.name, revision=source.revision, tokenizer=source.tokenizer)
+        of_built = origin if built is source else built.describe()
+        job = Job(built, of_built, writer.directory, scratch, options, store, progress)
+        truth, quantization = build(job)
+        twin = build_twin(job)
+        _copy_texts(built, writer.directory, options)
+        progress(StageEvent(options.role, "check"))
+        try:
+            if twin is not None:
+                _copy_texts(built, twin, options)
+                check_twin(twin, options, truth)
+            shutil.rmtree(scratch)
+            examined = check_export(writer.directory, options, truth, num_ids=source.tokenizer.size)
+        except ExportError:
+            store.release()  # what was made on the way may be what is wrong
+            raise
+        files = writer.list_files()
+        report = ExportReport(
+            size_bytes=sum(entry.size for entry in files),
+            parity=examined.parity,
+            agreement=examined.agreement,
+            timing=examined.timing,
+            notes=(*built.notes, *_notes_of(options)),
+            versions=package_versions(),
+        )
+        manifest = _manifest(built, origin, options, files, quantization, report)
+        yield StagedExport(writer, manifest, options, truth)
+
+
+def _notes_of(options: ExportOptions) -> tuple[str, ...]:
+    if options.compiles_ahead and not where_to_check(options).is_real:
+        return (
+            "its blob was compiled where there is no NPU, so it has never been run; what was checked is the model that "
+            "it was compiled from",
+        )
+    return ()
+
+
+def _copy_texts(source: SourceModel, directory: Path, options: ExportOptions) -> None:
+    """The configuration, with the precision that safetensors now have, and the tokenizer."""
+    config = source.runtime_config
+    if options.format == "safetensors":
+        promised = {PROMISED_POSITIONS: source.architecture.max_positions}
+        config = config_for(source.config, options.resolved_precision) | promised
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (directory / "config.json").write_text(text, encoding="utf-8", newline="\n")
+    for name in TOKENIZER_FILES:
+        if (source.path / name).is_file():
+            shutil.copyfile(source.path / name, directory / name)
+
+
+def _manifest(
+    source: SourceModel,
+    origin: Source,
+    options: ExportOptions,
+    files: tuple[FileEntry, ...],
+    quantization: Quantization | None,
+    report: ExportReport,
+) -> Manifest:
+    return Manifest(
+        name=options.name or source.name,
+        role=options.role,
+        architecture=source.architecture,
+        format=options.format,
+        runtime=options.resolved_runtime,
+        device=options.device,
+        precision=options.resolved_precision,
+        quantization=quantization,
+        static_shapes=options.resolved_shapes,
+        tokenizer_fingerprint=source.tokenizer.fingerprint,
+        eos_token_ids=source.tokenizer.eos_token_ids,
+        bos_token_id=source.tokenizer.bos_token_id,
+        source=origin,
+        widened=describe_widening(source),
+        files=files,
+        report=report,
+    )

@@ -1,0 +1,175 @@
+"""Every way to make a draft for a device, measured against one target: which is the best of them?
+
+All are built and checked beside the destination and judged on the same texts; then one is put in place. What cannot be
+made here is no failure: it is listed with its reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.export.disk import telling_of_full_disks
+from outrider.export.make.build import place_files
+from outrider.export.make.pair import encode_judging, judge, read_pair, require_places, write_texts
+from outrider.export.make.pipeline import StagedExport, stage_export, work_store
+from outrider.export.progress import Progress, StageEvent, silent
+from outrider.export.recipes import RECIPES, ExportOptions, runtimes_for
+from outrider.export.report.card import TargetTimes, label, require_acceptance
+from outrider.export.report.card_html import PageWriter
+from outrider.export.report.comparison import Comparison, NotMade, acceptance_of, compare
+from outrider.models.bundle import Bundle
+from outrider.models.bundle_writer import BundleWriter
+from outrider.models.errors import ConfigError, DiskFull, ExportError, OutriderError
+from outrider.models.places import default_cache_dir
+from outrider.models.prediction import Setting
+
+DEFAULT_RTT_MS: Final = 50.0
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What a sweep found and put in place. kept: the drafts that were not recommended, by label, if they were kept."""
+
+    comparison: Comparison
+    draft: Bundle
+    target: Bundle
+    kept: Mapping[str, Bundle]
+
+
+def recipes_for(options: ExportOptions) -> tuple[ExportOptions, ...]:
+    """Every draft that `options` allows: all runtimes and precisions of its device, but for what it names."""
+    runtimes = runtimes_for("draft", options.device) if options.runtime is None else (options.resolved_runtime,)
+    return tuple(
+        replace(options, runtime=runtime, precision=precision)
+        for runtime in runtimes
+        for precision in RECIPES["draft", options.device, runtime]
+        if options.precision in (None, precision)
+    )
+
+
+def sweep_pair(
+    draft: str | Path,
+    target: str | Path,
+    out: str | Path,
+    *,
+    draft_options: ExportOptions | None = None,
+    target_options: ExportOptions | None = None,
+    prompts: Sequence[Any] | None = None,
+    is_chat: bool = False,
+    round_trips_ms: Sequence[float] = (DEFAULT_RTT_MS,),
+    step_ms: float | None = None,
+    extra_ms: float | None = None,
+    keeps_all: bool = False,
+    is_forced: bool = False,
+    page: PageWriter | None = None,
+    progress: Progress = silent,
+) -> Swept:
+    """Exports the target, and the draft in every way that fits its device; the recommended one goes to `out`/draft.
+
+    draft_options: precision and runtime, where given, narrow the sweep. round_trips_ms: where the predictions are
+    compared, on average. prompts, is_chat, step_ms, extra_ms, page: as for `export_pair`. keeps_all: the other drafts
+    go to `out`/sweep. Raises as `export_pair`; ExportError also if no draft could be made, with the reason of each.
+    """
+    draft_options = draft_options or ExportOptions("draft")
+    target_options = target_options or ExportOptions("target")
+    if (draft_options.role, target_options.role) != ("draft", "target"):
+        raise ConfigError("a sweep is of drafts for a target; their options must say so")
+    TargetTimes.require_sense(step_ms, extra_ms)
+    if not round_trips_ms:
+        raise ConfigError("a sweep compares drafts at round trips; give at least one")
+    for rtt_ms in round_trips_ms:
+        Setting(0.0, 0.0, 1.0, 0.0, rtt_ms)
+    root, store = Path(out), work_store()
+    require_places(root, draft_options, target_options, page)
+    draft_source, target_source = read_pair(draft, target)
+    ids = encode_judging(target_source, prompts, is_chat=is_chat)
+    recipes = {_name(options): options for options in recipes_for(draft_options)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(telling_of_full_disks(root, default_cache_dir()))
+        # Opened before the work, so that what is in the way is told before it.
+        writers = {
+            name: stack.enter_context(
+                BundleWriter(root / "sweep" / name.replace(" ", "-"), overwrite=draft_options.overwrite)
+            )
+            for name in (recipes if keeps_all else ())
+        }
+        staged_target = stack.enter_context(
+            stage_export(target_source, root / "target", target_options, progress, store)
+        )
+        progress(StageEvent("target", "measure"))
+        texts = write_texts(staged_target, target_source, ids)
+        times = TargetTimes.resolve(staged_target.manifest.report.timing, step_ms, extra_ms)
+        made: dict[str, StagedExport] = {}
+        not_made: list[NotMade] = []
+        for name, options in recipes.items():
+            told = _telling_of(name, progress)
+            try:
+                with contextlib.ExitStack() as attempt:
+                    staged = attempt.enter_context(stage_export(draft_source, root / "draft", options, told, store))
+                    told(StageEvent("draft", "measure"))
+                    judge(staged, texts, times, target_source, is_forced=True)
+                    stack.push(attempt.pop_all())
+                made[name] = staged
+            except DiskFull:
+                raise  # says nothing about this draft, and the others would not fit either
+            except OutriderError as error:
+                not_made.append(NotMade(name, str(error)))
+        found = _compare(made, not_made, round_trips_ms, is_forced=is_forced)
+        progress(StageEvent("pair", "write"))
+        if page is not None:
+            stack.enter_context(page)
+        swept = _put_in_place(found, made, staged_target, writers, page)
+        store.release()
+        if page is not None:
+            page.commit()
+    return swept
+
+
+def _put_in_place(
+    found: Comparison,
+    made: Mapping[str, StagedExport],
+    target: StagedExport,
+    writers: Mapping[str, BundleWriter],
+    page: PageWriter | None,
+) -> Swept:
+    """The recommended draft, the target, and the other drafts that there is a writer for; the page is only written."""
+    best = made[found.recommended]
+    others = {name: staged for name, staged in made.items() if name in writers and staged is not best}
+    for name, staged in others.items():
+        place_files(staged.directory, writers[name].directory)
+        writers[name].seal(staged.manifest)
+    target.seal()  # all, before any is in place: a disk that is full now replaces nothing
+    best.seal()
+    if page is not None:
+        page.write([row.manifest for row in found.rows], target.manifest, found)
+    kept = {name: writers[name].commit(staged.manifest) for name, staged in others.items()}
+    target_bundle = target.commit()
+    return Swept(found, best.commit(), target_bundle, kept)
+
+
+def _compare(
+    made: Mapping[str, StagedExport], not_made: Sequence[NotMade], round_trips_ms: Sequence[float], *, is_forced: bool
+) -> Comparison:
+    if not made:
+        reasons = "; ".join(f"{skipped.label}: {skipped.reason}" for skipped in not_made)
+        raise ExportError(f"no draft could be made. {reasons}")
+    manifests = [staged.manifest for staged in made.values()]
+    found = compare(manifests, round_trips_ms, not_made, is_forced=is_forced)
+    if found is None:
+        highest = max(manifests, key=acceptance_of)
+        require_acceptance(highest.report.acceptance, f"{highest.name} ({label(highest)}, the best of {len(made)})")
+    assert found is not None
+    return found
+
+
+def _name(options: ExportOptions) -> str:
+    return f"{options.resolved_runtime} {options.resolved_precision}"
+
+
+def _telling_of(name: str, progress: Progress) -> Progress:
+    """The same progress, with the draft called by its name."""
+    return lambda event: progress(StageEvent(name, event.stage) if event.bundle == "draft" else event)

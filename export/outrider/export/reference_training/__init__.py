@@ -1,0 +1,1 @@
+"""Trains, evaluates and describes the bundled reference pair. Run by hand: `train`, then `evaluate`."""

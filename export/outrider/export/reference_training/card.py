@@ -1,0 +1,131 @@
+"""Renders the pair's numbers: tables for the terminal and MODEL_CARD.md. It measures nothing itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Record = Mapping[str, Any]
+
+TEXT = """\
+# The Outrider reference pair
+
+A Llama-style target of {target_m:.1f}M parameters and a draft of {draft_m:.2f}M, with one byte-level BPE tokenizer of
+{vocabulary} entries. Both complete Python source. They exist so that speculative decoding can be seen and measured with
+real acceptance, on real text, without a download. They are no assistants, know nothing but the Python standard
+library, and what they write is plausible, not right.
+
+* Format: Hugging Face directories `target/` and `draft/`, bfloat16 safetensors, up to 1,024 positions.
+* Limit: the target was trained at context {contexts} and weakens slowly beyond; the draft was trained at
+  {draft_contexts} and distilled on rows of {row_length}, so **acceptance falls clearly beyond about 250 positions**.
+* Use: `AutoModelForCausalLM.from_pretrained(...)`, or `outrider.reference.target_dir()` and `draft_dir()`.
+* `prompts.json`: prompts, the beginnings of functions and methods in held-out files, with file and line.
+
+## Measured
+
+On the {num_files} files held out ({heldout_tokens:,} tokens), in fp32 from the stored bfloat16 weights. Every number
+of this section comes from `python -m outrider.export.reference_training.evaluate`; `--check` compares a fresh run with
+`metrics.json`.
+
+{tables}
+
+Acceptance is measured over the {new_tokens} tokens that the target writes after each of {num_prompts} prompts, draft
+and target picking with the same position-keyed noise (`outrider.models.sampling`), prompt `i` with seed `i`. *In
+chain* is the headline: the share of tested draft tokens that equal the target's own pick, in chains of four (±
+standard error). *Per position* asks at every position; *tokens per pass* counts the target's own token; *rejection* is
+the sum of min(p, q): what classic rejection sampling would accept, the most that any coupling can. Greedy text
+repeats itself, which flatters that row. The draft's own perplexity is high because distillation fits it to what the
+target writes, not to what people wrote.
+
+## Data
+
+The source of the Python {python} standard library as installed: {train_files} files for training, {train_chars:.1f}M
+characters, {train_tokens:.2f}M tokens. Left out: tests, tables of data (codecs, entities, topics), bundled wheels.
+{num_files} whole files are held out: of those between 6,000 and 60,000 characters, the ones whose path has the lowest
+SHA-256. They are stored in `heldout.json`, so that evaluation does not depend on the Python that runs it. Corpus
+fingerprint: `{fingerprint}`.
+Of the held-out lines of 20 characters or more, {shared:.0%} also stand in a training file (licence headers, imports,
+common idioms, and modules with a sibling, such as `bz2` and `lzma`).
+
+The library is copyright the Python Software Foundation and others, under the PSF licence version 2
+(<https://docs.python.org/3/license.html>). `heldout.json` and `prompts.json` quote it under that licence, and models
+of this size can repeat passages of it. The weights are under the licence of this repository.
+
+## Recipe
+
+`python -m outrider.export.reference_training.train` makes everything again with the same seeds and stages; as stages
+are given minutes, not steps, the result depends on the machine and is not equal bit by bit. This run: {hardware},
+Python {python}, torch {torch}, transformers {transformers}:
+
+{stages}
+
+* Weight matrices: Muon (momentum 0.95); embeddings and norms: AdamW (0.9, 0.95). Rates rise over the first 4 % of a
+  stage and fall linearly to zero.
+* bfloat16 autocast over fp32 weights, model and loss compiled together.
+* Distillation: the target continues the beginnings of functions, and random passages, of its training files at
+  temperatures from {low} to {high}; its 64 likeliest next tokens are recorded at every position. The draft is trained
+  on that pool, first by forward KL divergence, then by the probability that shared noise makes both pick the same
+  token (`distillation.losses.match_bound`), and ends with an exponential average of its weights.
+{notes}
+* Seeds: data {data_seed}, target {target_seed}, draft {draft_seed}, distillation {distill_seed}.
+
+Held-out files:
+
+{files}
+"""
+
+
+def tables(metrics: Record) -> str:
+    """Two Markdown tables: held-out loss of both models, acceptance by temperature."""
+    lines = ["| model | parameters | loss (nats/token) | perplexity | bits per byte |", "|---|---|---|---|---|"]
+    for name, loss in metrics["heldout"].items():
+        lines.append(
+            f"| {name} | {metrics['parameters'][name]:,} | {loss['nats_per_token']:.3f} | "
+            f"{loss['perplexity']:.2f} | {loss['bits_per_byte']:.3f} |"
+        )
+    lines += ["", "| temperature | in chain | per position | tokens per pass | rejection |", "|---|---|---|---|---|"]
+    for row in metrics["acceptance"]:
+        name = "0 (greedy)" if row["temperature"] == 0.0 else f"{row['temperature']}"
+        rejection = "-" if row["temperature"] == 0.0 else f"{row['rejection']:.3f}"
+        lines.append(
+            f"| {name} | {row['in_chain']:.3f} ± {row['error']:.3f} | {row['per_position']:.3f} | "
+            f"{row['tokens_per_pass']:.2f} | {rejection} |"
+        )
+    return "\n".join(lines)
+
+
+def render(metrics: Record, training: Record) -> str:
+    """The text of MODEL_CARD.md, from `metrics.json` and `training.json`."""
+    corpus, seeds, distillation = training["corpus"], training["seeds"], training["distillation"]
+    stages = [f"{number}. {text}" for number, text in enumerate(training["stages"], start=1)]
+    return TEXT.format(
+        target_m=metrics["parameters"]["target"] / 1e6,
+        draft_m=metrics["parameters"]["draft"] / 1e6,
+        vocabulary=f"{training['vocabulary']:,}",
+        contexts=training["contexts"],
+        draft_contexts=training["draft_contexts"],
+        row_length=distillation["row_length"],
+        num_prompts=metrics["prompts"],
+        new_tokens=metrics["new_tokens"],
+        num_files=len(corpus["heldout"]),
+        heldout_tokens=metrics["heldout"]["target"]["tokens"],
+        tables=tables(metrics),
+        python=corpus["python"],
+        train_files=corpus["train_files"],
+        train_chars=corpus["train_chars"] / 1e6,
+        train_tokens=corpus["train_tokens"] / 1e6,
+        fingerprint=corpus["fingerprint"],
+        hardware=training["hardware"],
+        torch=training["torch"],
+        transformers=training["transformers"],
+        stages="\n".join(stages),
+        notes="\n".join(f"* {note}" for note in training["notes"]) or "* Nothing unusual happened during the run.",
+        shared=corpus["heldout_lines_in_training"],
+        low=distillation["sample_between"][0],
+        high=distillation["sample_between"][1],
+        data_seed=seeds["data"],
+        target_seed=seeds["target"],
+        draft_seed=seeds["draft"],
+        distill_seed=seeds["distillation"],
+        files="\n".join(f"* `{path}`" for path in corpus["heldout"]),
+    )

@@ -1,0 +1,154 @@
+"""Measures the reference pair on the files held out: `python -m outrider.export.reference_training.evaluate`.
+
+Prints held-out perplexity and the acceptance table; with `--check` compares them with `metrics.json`, which is kept
+beside the models, and exits with status 1 where they differ by more than another processor's rounding explains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from outrider.export.distill.trainer.acceptance import Acceptance, measure
+from outrider.export.reference_training import card
+from outrider.export.reference_training.corpus import SourceFile
+from outrider.export.reference_training.data import SEPARATOR_ID
+from outrider.reference import draft_dir, load_prompts, pair_dir, target_dir
+
+TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
+NUM_PROMPTS = 256
+NEW_TOKENS = 96
+HERE = pair_dir()
+ACCEPTANCE_TOLERANCE = 0.015
+"""Absolute. Another processor rounds otherwise, so a sampled text may part from the stored run's somewhere."""
+
+LOSS_TOLERANCE = 0.005
+TEXT_TOLERANCE = 0.05
+"""Relative."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Held-out loss: mean nats a token, its exponential, and bits per byte of UTF-8 text."""
+
+    tokens: int
+    nats_per_token: float
+    perplexity: float
+    bits_per_byte: float
+
+
+@torch.inference_mode()
+def heldout_loss(model: PreTrainedModel, tokenizer: Tokenizer, files: Sequence[SourceFile], context: int = 512) -> Loss:
+    """Scores every token of every file, each with at least `context // 4` tokens before it or all there are."""
+    nats, tokens, num_bytes = 0.0, 0, 0
+    overlap = context // 4
+    stride = context - overlap
+    for file in files:
+        ids = torch.tensor([SEPARATOR_ID, *tokenizer.encode(file.text).ids])
+        num_bytes += len(file.text.encode())
+        for start in range(0, max(1, len(ids) - 1 - overlap), stride):
+            window = ids[start : start + context + 1]
+            fresh = 0 if start == 0 else overlap
+            logits = model(input_ids=window[None, :-1], use_cache=False).logits[0, fresh:].float()
+            nats += float(torch.nn.functional.cross_entropy(logits, window[1 + fresh :], reduction="sum"))
+            tokens += len(window) - 1 - fresh
+    mean = nats / tokens
+    return Loss(tokens, mean, math.exp(mean), nats / math.log(2.0) / num_bytes)
+
+
+def load_heldout() -> list[SourceFile]:
+    """The held-out files as they were when the pair was trained, whatever Python runs now."""
+    entries = json.loads((HERE / "heldout.json").read_text(encoding="utf-8"))
+    return [SourceFile(**entry) for entry in entries]
+
+
+def evaluate(target: Path, draft: Path, num_prompts: int = NUM_PROMPTS) -> dict[str, object]:
+    """All that `metrics.json` holds, computed in fp32 from the models stored in the two directories."""
+    models = {"target": load_model(target), "draft": load_model(draft)}
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    files = load_heldout()
+    prompts = [tokenizer.encode(prompt.text).ids for prompt in load_prompts(num_prompts)]
+    acceptance: list[Acceptance] = []
+    for temperature in TEMPERATURES:
+        acceptance.append(measure(models["target"], models["draft"], prompts, temperature, NEW_TOKENS))
+    return {
+        "parameters": {name: model.num_parameters() for name, model in models.items()},
+        "heldout": {name: asdict(heldout_loss(model, tokenizer, files)) for name, model in models.items()},
+        "prompts": len(prompts),
+        "new_tokens": NEW_TOKENS,
+        "acceptance": [asdict(row) for row in acceptance],
+    }
+
+
+def load_model(directory: Path) -> PreTrainedModel:
+    """The model in `directory`, in fp32, ready for evaluation."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model.eval()
+
+
+def differences(found: Mapping[str, object], stored: Mapping[str, object]) -> list[str]:
+    """One line for each number of `found` that is not that of `stored`, beyond what rounding explains."""
+    lines: list[str] = []
+    expected = dict(_numbers(stored))
+    for path, value in _numbers(found):
+        wanted = expected.get(path)
+        if wanted is None:
+            lines.append(f"{path}: {value} is not in metrics.json; was it written by another version?")
+        elif abs(value - wanted) > _allowed(path, wanted):
+            lines.append(f"{path}: found {value:.4f}, stored {wanted:.4f}")
+    return lines
+
+
+def _allowed(path: str, wanted: float) -> float:
+    name = path.rpartition("/")[2]
+    if name in ("per_position", "in_chain", "rejection", "error"):
+        return ACCEPTANCE_TOLERANCE
+    if name in ("nats_per_token", "perplexity", "bits_per_byte"):
+        return LOSS_TOLERANCE * wanted
+    return TEXT_TOLERANCE * wanted if name in ("positions", "tokens_per_pass") else 0.0
+
+
+def _numbers(value: object, path: str = "") -> list[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        return [pair for key, item in value.items() for pair in _numbers(item, f"{path}/{key}")]
+    if isinstance(value, list):
+        return [pair for index, item in enumerate(value) for pair in _numbers(item, f"{path}/{index}")]
+    return [(path, float(value))] if isinstance(value, int | float) else []
+
+
+def main() -> int:
+    """Runs the evaluation; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, default=target_dir(), help="directory of the target")
+    parser.add_argument("--draft", type=Path, default=draft_dir(), help="directory of the draft")
+    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="use the first so many prompts")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--check", action="store_true", help="compare with metrics.json")
+    parser.add_argument("--write", action="store_true", help="write metrics.json and MODEL_CARD.md")
+    arguments = parser.parse_args()
+    if (arguments.check or arguments.write) and arguments.prompts != NUM_PROMPTS:
+        parser.error(f"--check and --write are about the first {NUM_PROMPTS} prompts; leave out --prompts")
+    metrics = evaluate(arguments.target, arguments.draft, arguments.prompts)
+    print(json.dumps(metrics, indent=2) if arguments.json else card.tables(metrics))
+    stored = HERE / "metrics.json"
+    if arguments.write:
+        stored.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+        training = json.loads((HERE / "training.json").read_text(encoding="utf-8"))
+        (HERE / "MODEL_CARD.md").write_text(card.render(metrics, training), encoding="utf-8")
+    if arguments.check:
+        lines = differences(metrics, json.loads(stored.read_text(encoding="utf-8")))
+        print("\n".join(lines) if lines else "every number agrees with metrics.json")
+        return 1 if lines else 0
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

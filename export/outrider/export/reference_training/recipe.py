@@ -1,0 +1,78 @@
+"""The pair's shapes, seeds and minutes: every choice that makes the reference pair what it is, in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from outrider.export.distill.trainer.optim import Rates
+from outrider.export.distill.trainer.plan import DistillPlan
+from outrider.export.distill.trainer.pool import PoolPlan
+from outrider.export.reference_training.pretrain import Plan
+from outrider.export.reference_training.vocabulary import VOCABULARY_SIZE
+
+MAX_POSITIONS = 1024
+DATA_SEED = 20
+TARGET_SEED = 21
+DRAFT_SEED = 22
+DISTILL_SEED = 23
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The plans of the three trained stages and of the pool."""
+
+    target: Plan
+    draft: Plan
+    pool: PoolPlan
+    distillation: DistillPlan
+
+    def scaled(self, factor: float) -> Recipe:
+        """The same recipe with every stage's minutes multiplied by `factor`: small factors make a quick try."""
+        return Recipe(
+            target=replace(self.target, minutes=self.target.minutes * factor),
+            draft=replace(self.draft, minutes=self.draft.minutes * factor),
+            pool=replace(self.pool, minutes=factor * (self.pool.minutes or 0.0)),
+            distillation=replace(self.distillation, minutes=factor * (self.distillation.minutes or 0.0)),
+        )
+
+
+REFERENCE = Recipe(
+    target=Plan(minutes=48.0, rates=Rates(), seed=TARGET_SEED),
+    draft=Plan(minutes=15.0, rates=Rates(), seed=DRAFT_SEED, phases=((0.0, 256),)),
+    pool=PoolPlan(minutes=4.5, seed=DISTILL_SEED, temperatures=(0.5, 0.8, 1.0)),
+    distillation=DistillPlan(minutes=30.0, seed=DISTILL_SEED, temperature_shares=(0.2, 0.65, 0.15)),
+)
+
+
+def llama(hidden: int, layers: int, heads: int, kv_heads: int, head_dim: int, feed_forward: int) -> LlamaConfig:
+    """A Llama configuration with tied embeddings and the pair's vocabulary."""
+    return LlamaConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=feed_forward,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+        attn_implementation="sdpa",
+    )
+
+
+def new_target() -> PreTrainedModel:
+    """The target before training: 14.6M parameters, fp32."""
+    torch.manual_seed(TARGET_SEED)
+    return LlamaForCausalLM(llama(448, 6, heads=8, kv_heads=2, head_dim=64, feed_forward=1152))
+
+
+def new_draft() -> PreTrainedModel:
+    """The draft before training: 1.4M parameters, fp32."""
+    torch.manual_seed(DRAFT_SEED)
+    return LlamaForCausalLM(llama(128, 4, heads=4, kv_heads=2, head_dim=32, feed_forward=448))

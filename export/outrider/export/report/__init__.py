@@ -1,0 +1,1 @@
+"""The verdict on an export: report card, comparison and HTML page."""

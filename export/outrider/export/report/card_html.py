@@ -1,0 +1,215 @@
+"""The report card as one HTML file that needs nothing else: no scripts, no links, no fonts; plots are part of it."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import jinja2
+from markupsafe import Markup
+
+from outrider.export.report.card import DEPTH_OF_ALPHA, JUDGED_AT, judged, label, step_of, tokens_per_pass, warnings_of
+from outrider.export.report.card_plots import Item, acceptance_plot, cost_plot, require_plots, speed_up_plot
+from outrider.export.report.comparison import Comparison
+from outrider.models.errors import BundleError, ExportError
+from outrider.models.manifest import Manifest
+
+TEMPLATE: Final = "report.html.j2"
+REPORT_NAME: Final = "report.html"
+"""What the page is called beside a pair's bundles."""
+
+_MARK: Final = '<meta name="generator" content="Outrider">'
+
+
+class PageWriter:
+    """The page at `path`, made in two steps beside bundles: all that can fail before they are put in place, a rename
+    after it.
+
+    A context manager; what is not put in place is removed again. A page that Outrider made is replaced where
+    `overwrite` says so, anything else never.
+    """
+
+    def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
+        self.path = Path(path)
+        self._overwrite = overwrite
+        place = self.path.absolute()
+        self._partial = place.parent / f".{place.name}.partial-{secrets.token_hex(4)}"
+
+    def __enter__(self) -> PageWriter:
+        self.check()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            self._partial.unlink(missing_ok=True)
+
+    def check(self) -> None:
+        """Raises BundleError if a file is in the way, ModuleNotFoundError if what draws the plots is not installed,
+        ExportError if the place cannot be looked at.
+        """
+        require_plots()
+        try:
+            self._check_destination()
+        except OSError as error:
+            raise self._cannot(error, "no bundle is touched by this") from error
+
+    def write(
+        self, drafts: Sequence[Manifest], target: Manifest | None = None, comparison: Comparison | None = None
+    ) -> None:
+        """Writes the page for these drafts of one model, and their target if it is at hand, beside its place.
+
+        Without drafts the page is the target's. The same figures give the same bytes. Raises OSError.
+        """
+        text = card_html(drafts, target, comparison)
+        self._partial.write_text(text, encoding="utf-8", newline="\n")
+
+    def commit(self) -> Path:
+        """Puts the page in its place and returns it.
+
+        Raises BundleError if a file is in the way by now, ExportError if the system refuses.
+        """
+        self._check_destination()
+        try:
+            self._partial.replace(self.path)
+        except OSError as error:
+            raise self._cannot(error, "the bundles are as they should be") from error
+        return self.path
+
+    def _cannot(self, error: OSError, bundles: str) -> ExportError:
+        return ExportError(
+            f"the report card cannot be written to {self.path} ({error.strerror}); {bundles}. Make it elsewhere: "
+            "outrider-export inspect BUNDLE --html PATH"
+        )
+
+    def _check_destination(self) -> None:
+        if not self.path.exists():
+            return
+        if not _is_page(self.path):
+            raise BundleError(
+                f"{self.path} exists and is no report card of this version, so it is not replaced; delete it, or "
+                "choose another place"
+            )
+        if not self._overwrite:
+            raise BundleError(f"{self.path} exists already; choose another place, or say --overwrite")
+
+
+def write_card_html(
+    path: str | Path, drafts: Sequence[Manifest], target: Manifest | None = None, comparison: Comparison | None = None
+) -> Path:
+    """Writes the page, as `PageWriter.write` does, and puts it at `path`, where it may replace another such page.
+
+    Raises BundleError if something else is there, ExportError if the file cannot be written.
+    """
+    with PageWriter(path, overwrite=True) as page:
+        try:
+            page.write(drafts, target, comparison)
+        except OSError as error:
+            raise page._cannot(error, "no bundle is touched by this") from error
+        return page.commit()
+
+
+def _is_page(path: Path) -> bool:
+    """Whether Outrider made the file."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return _MARK.encode() in file.read(1024)
+
+
+def card_html(drafts: Sequence[Manifest], target: Manifest | None = None, comparison: Comparison | None = None) -> str:
+    """The page; see `write_card_html`."""
+    assert drafts or target is not None, "a report card is of something"
+    items = [Item(label(draft), draft) for draft in drafts]
+    everything = items if target is None else [*items, Item(f"target, {label(target)}", target)]
+    first = comparison.best if comparison is not None else everything[0].manifest
+    judged_items = [item for item in items if judged(item.manifest.report.acceptance) is not None]
+    forecasts = [item for item in items if item.forecast is not None]
+    marks = comparison.round_trips_ms if comparison is not None else ()
+    shown = [item.manifest for item in everything if comparison is None or item.manifest in (first, target)]
+    return _template().render(
+        mark=Markup(_MARK),
+        title=f"Report card: {first.role} {first.name}",
+        subtitle=_subtitle(first, target),
+        warnings=list(dict.fromkeys(warning for manifest in shown for warning in warnings_of(manifest))),
+        comparison=comparison,
+        tiles=_tiles(first),
+        depth=DEPTH_OF_ALPHA,
+        judged_at=f"{JUDGED_AT:g}",
+        temperatures=[f"{found.temperature:g}" for found in first.report.acceptance],
+        drafts=judged_items,
+        forecasts=forecasts,
+        everything=everything,
+        speed_ups=Markup(speed_up_plot(forecasts, marks)) if forecasts else None,
+        acceptance=Markup(acceptance_plot(judged_items)) if judged_items else None,
+        costs=Markup(cost_plot(everything)),
+        timed_on=_timed_on([item.manifest for item in everything]),
+        footer=_footer(first),
+        rests_on=_rests_on(forecasts),
+        tokens_per_pass=tokens_per_pass,
+    )
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    text = resources.files("outrider.export.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    return environment.from_string(text)
+
+
+def _subtitle(manifest: Manifest, target: Manifest | None) -> str:
+    shape = manifest.architecture
+    words = (
+        f"{shape.name}, {shape.parameters / 1e6:,.1f} million parameters, {shape.layers} layers; "
+        f"{manifest.runtime} on {manifest.device}, {manifest.precision}"
+    )
+    if target is None or target is manifest:
+        return words
+    words += f". Judged on {target.name}: {target.architecture.parameters / 1e6:,.1f} million parameters"
+    if target.widened is not None:
+        words += f", widened to {target.widened.fp32_megabytes:,.0f} MB for measurements without changing its function"
+    return words
+
+
+def _tiles(manifest: Manifest) -> list[tuple[str, str]]:
+    report, found = manifest.report, judged(manifest.report.acceptance)
+    tiles = [(f"{report.size_bytes / 1e6:,.1f} MB", "size")]
+    if report.timing is not None:
+        tiles.append((f"{report.timing.token_ms:.3g} ms", "a token"))
+    if report.agreement is not None:
+        tiles.append((f"{report.agreement.argmax:.1%}", "argmaxes as unquantized"))
+    if found is not None:
+        error = f"±\N{NO-BREAK SPACE}{found.error:.3f}"
+        tiles.append((f"{found.rate:.3f}", f"acceptance at temperature {JUDGED_AT:g} ({error})"))
+        tiles.append((f"{tokens_per_pass((found,)):.2f}", f"tokens a target pass, {DEPTH_OF_ALPHA} drafted"))
+    return tiles
+
+
+def _rests_on(items: Sequence[Item]) -> str:
+    """What the predictions take the target to be, in words; one target, whatever the number of drafts."""
+    targets = [forecast for item in items if (forecast := item.forecast) is not None]
+    if not targets:
+        return ""
+    words = step_of(targets[0])
+    return (
+        f"{words[0].upper()}{words[1:]}, each draft's own time a token, and its own acceptance at temperature "
+        f"{targets[0].temperature:g}."
+    )
+
+
+def _timed_on(manifests: Sequence[Manifest]) -> str:
+    timings = [manifest.report.timing for manifest in manifests]
+    places = dict.fromkeys(f"{timing.machine} ({timing.provider})" for timing in timings if timing is not None)
+    return f"Times are medians on {'; '.join(places)}." if places else ""
+
+
+def _footer(manifest: Manifest) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(manifest.report.versions.items()))
+    return f"Made by outrider-export. Source weights {manifest.source.weights_sha256[:12]}. {versions}."

@@ -1,0 +1,1 @@
+"""Reads what comes in: model directories, hub ids, prompts."""

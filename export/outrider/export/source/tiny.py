@@ -1,0 +1,136 @@
+"""Tiny random-weight model directories of every family, made on the spot: no hub, no download, a second or less each.
+
+What the table of families is measured on, and what the tests export. A runtime that is right for them is right for
+their family's arithmetic; how well a precision suits a trained model, they cannot tell. Heavy packages are imported on
+first use.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.export.quiet import quiet_upstream
+from outrider.export.source import family_facts as known_families
+
+FAMILIES: Final[tuple[str, ...]] = tuple(known_families.FAMILIES)
+
+WINDOW: Final = 32
+"""The sliding window of the families that have one: short, so that little text is beyond it."""
+
+# What tiny tokenizers are trained on: prose, code, digits, accents, an emoji; merges cross byte boundaries.
+SAMPLE_TEXT: Final = (
+    "The target's output is a pure function of the prompt, the parameters and the seed.",
+    "def verify(tokens, drafts):\n    for token, draft in zip(tokens, drafts):\n        if token != draft:\n",
+    "            return False\n    return True\n\n\nclass Session:\n    def __init__(self, prompt):\n",
+    "0123456789 3.14159 2026-11-21 naïve café – Größe, 東京, 😀 and a tab\there",
+)
+
+# The weights are scaled up so that logits spread over several units and a wrong address shows.
+_COMMON: Final[dict[str, Any]] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_ROTARY: Final = {"intermediate_size": 128, "max_position_embeddings": 512}
+_GROUPED: Final = {**_ROTARY, "num_key_value_heads": 2}
+_GEMMA: Final = {
+    **_GROUPED,
+    "head_dim": 16,
+    "query_pre_attn_scalar": 16,
+    "sliding_window": WINDOW,
+    "tie_word_embeddings": True,
+}
+_FIELDS: Final[dict[str, dict[str, Any]]] = {
+    "llama": _GROUPED,
+    "qwen2": _GROUPED,
+    "qwen3": {**_GROUPED, "head_dim": 16},
+    # Capped so low that leaving it out shows at once.
+    "gemma2": {**_GEMMA, "attn_logit_softcapping": 5.0},
+    "gemma3_text": _GEMMA,
+    "gpt_neox": _ROTARY,
+    "bloom": {"tie_word_embeddings": True},
+    "gpt_neo": {**_ROTARY, "window_size": WINDOW, "tie_word_embeddings": True},
+    "mistral": {**_GROUPED, "sliding_window": WINDOW},
+    "phi3": {**_GROUPED, "sliding_window": WINDOW},
+}
+
+
+def make_tiny_model(family: str, directory: Path, *, vocab_size: int = 96, seed: int = 0, **overrides: Any) -> Path:
+    """Writes a random FP32 model of `family` (one of FAMILIES) to `directory`, and returns it.
+
+    Defaults: 2 layers, hidden 64, 4 query heads of 16, 2 key/value heads where the family has fewer, embeddings tied
+    where the family ties them, 512 positions; where it slides, a window of WINDOW in every layer (Mistral, Phi-3) or in
+    every other (Gemma, GPT-Neo). `overrides` are fields of the family's config, under its own names or the usual ones
+    (`tie_word_embeddings=True`, `num_hidden_layers=3`, ...).
+    """
+    with quiet_upstream(f"making a tiny {family}"):
+        import torch
+        import transformers
+
+        kind = type(transformers.AutoConfig.for_model(family))
+        fields = _COMMON | {"vocab_size": vocab_size} | _FIELDS[family] | overrides
+        layers = range(fields["num_hidden_layers"])
+        if family == "gemma3_text":
+            fields.setdefault("layer_types", [("sliding_attention", "full_attention")[i % 2] for i in layers])
+        if family == "gpt_neo":
+            fields.setdefault("attention_types", [[[("global", "local")[i % 2]], 1] for i in layers])
+        config = kind(**{kind.attribute_map.get(name, name): value for name, value in fields.items()})
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            for parameter in model.parameters():
+                if parameter.dim() == 1:  # biases and norms begin as zeros and ones, which hide mistakes
+                    parameter.data += 0.1 * torch.randn_like(parameter)
+        model.generation_config.eos_token_id = config.eos_token_id
+        directory.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(directory)
+    return directory
+
+
+def make_tiny_tokenizer(
+    directory: Path,
+    *,
+    vocab_size: int = 300,
+    special_tokens: tuple[str, ...] = ("<|end|>",),
+    chat_template: str | None = None,
+    text: tuple[str, ...] = SAMPLE_TEXT,
+) -> int:
+    """Trains a byte-level BPE, writes it to `directory` as transformers does; returns its vocabulary size.
+
+    `vocab_size` is an upper bound, at least 256 + the special tokens; the specials have ids 0, 1, ..., and
+    the first of them is the end-of-text token. Deterministic: same arguments, same files.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(text, trainer)
+    directory.mkdir(parents=True, exist_ok=True)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special_tokens[0])
+    if chat_template is not None:
+        fast.chat_template = chat_template
+    fast.save_pretrained(directory)
+    return int(tokenizer.get_vocab_size())
+
+
+def make_tiny_source(family: str, directory: Path, *, vocab_size: int = 320, seed: int = 0, **overrides: Any) -> Path:
+    """A whole source in `directory`, tokenizer and model, as `read_source` takes it; returns the directory.
+
+    `vocab_size` is of the model: what the tokenizer leaves of it is padding.
+    """
+    make_tiny_tokenizer(directory)
+    return make_tiny_model(family, directory, vocab_size=vocab_size, seed=seed, **overrides)

@@ -1,0 +1,110 @@
+"""Bounds on what one caller can take: the size of a body, requests per second, open sessions.
+
+Knows callers only as opaque bytes. The engine bounds the rest: prompt length, queue, blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.cloud.api.errors import Throttled
+from outrider.models.errors import RequestError
+
+BURST_S: Final = 2.0
+"""How many seconds' worth of requests may come at once."""
+
+
+class BodyLimit:
+    """ASGI layer that refuses bodies over `max_bytes` with 413: by their announced length, or, sent in chunks, as soon
+    as they exceed it.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD", "DELETE"):
+            return await self._app(scope, receive, send)
+        for name, value in scope["headers"]:
+            if name == b"content-length" and int(value) > self._max_bytes:
+                raise self._refusal()
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise self._refusal()
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _refusal(self) -> RequestError:
+        limit = f"{self._max_bytes} bytes; send less, or raise the server's --max-body-kb"
+        return RequestError("body_too_large", f"the body is larger than {limit}", status=413)
+
+
+class RateLimiter:
+    """A token bucket for each owner; `rate_per_s` 0 is no limit."""
+
+    def __init__(self, rate_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate_per_s = rate_per_s
+        self._capacity = max(1.0, rate_per_s * BURST_S)
+        self._clock = clock
+        self._levels: dict[bytes, tuple[float, float]] = {}
+
+    def spend(self, owner: bytes) -> None:
+        """Takes one request from the owner's bucket. Raises RequestError 429 `rate_limited`."""
+        if not self._rate_per_s:
+            return
+        now = self._clock()
+        level, then = self._levels.get(owner, (self._capacity, now))
+        level = min(self._capacity, level + (now - then) * self._rate_per_s)
+        if level < 1.0:
+            self._levels[owner] = (level, now)
+            wait_s = math.ceil((1.0 - level) / self._rate_per_s)
+            raise Throttled(
+                "rate_limited",
+                f"more than {self._rate_per_s:g} requests a second; come again in {wait_s} s",
+                retry_after_s=wait_s,
+            )
+        self._levels[owner] = (level - 1.0, now)
+
+
+class Slots:
+    """How many sequences each owner has open in sessions and completions."""
+
+    def __init__(self, max_each: int) -> None:
+        self._max_each = max_each
+        self._taken: Counter[bytes] = Counter()
+
+    @property
+    def num_taken(self) -> int:
+        """Open sequences of all owners."""
+        return self._taken.total()
+
+    def take(self, owner: bytes, count: int = 1) -> None:
+        """Takes `count` places. Raises RequestError 429 `too_many_sessions` and takes none if they are not there."""
+        if self._taken[owner] + count > self._max_each:
+            raise RequestError(
+                "too_many_sessions",
+                f"{self._taken[owner]} sequences are open with this key and {count} more were asked for; at most "
+                f"{self._max_each} may be open: end some, or raise the server's --max-sessions",
+                status=429,
+            )
+        self._taken[owner] += count
+
+    def release(self, owner: bytes, count: int = 1) -> None:
+        """Gives `count` places back."""
+        self._taken[owner] -= count
+        if not self._taken[owner]:
+            del self._taken[owner]

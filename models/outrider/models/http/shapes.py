@@ -1,0 +1,109 @@
+"""How an OpenAI-compatible answer looks: whole, or piece by piece as server-sent events."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from typing import Any, ClassVar, Protocol
+
+from outrider.cloud.api.generation import Delta
+from outrider.models.http import openai
+
+
+class Shape(Protocol):
+    """Builds the answer of one call."""
+
+    def __init__(self, model: str, seed: int) -> None: ...
+
+    def whole(
+        self, texts: list[str], reasons: list[Any], usage: openai.CompletionUsage
+    ) -> openai.Completion | openai.ChatCompletion:
+        """All of it."""
+        ...
+
+    def first(self) -> bytes:
+        """What a stream begins with; may be nothing."""
+        ...
+
+    def piece(self, delta: Delta) -> bytes:
+        """New text."""
+        ...
+
+    def last(self, usage: openai.CompletionUsage) -> bytes:
+        """What the stream took."""
+        ...
+
+
+class _Head:
+    """What all messages of one call begin with."""
+
+    _prefix: ClassVar[str]
+    _piece_object: ClassVar[str]
+
+    def __init__(self, model: str, seed: int) -> None:
+        self._head: dict[str, Any] = {
+            "id": f"{self._prefix}-{secrets.token_urlsafe(12)}",
+            "created": int(time.time()),
+            "model": model,
+            "seed": seed,
+        }
+
+    def _event(self, **rest: Any) -> bytes:
+        message = {**self._head, "object": self._piece_object, **rest}
+        return f"data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+    def last(self, usage: openai.CompletionUsage) -> bytes:
+        """What the stream took."""
+        return self._event(choices=[], usage=usage.model_dump())
+
+
+class CompletionShape(_Head):
+    """Of /v1/completions."""
+
+    _prefix = "cmpl"
+    _piece_object = "text_completion"
+
+    def whole(
+        self, texts: list[str], reasons: list[Any], usage: openai.CompletionUsage
+    ) -> openai.Completion | openai.ChatCompletion:
+        """All of it."""
+        choices = [
+            openai.CompletionChoice(index=index, text=text, finish_reason=reason)
+            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        ]
+        return openai.Completion(**self._head, choices=choices, usage=usage)
+
+    def first(self) -> bytes:
+        """Nothing."""
+        return b""
+
+    def piece(self, delta: Delta) -> bytes:
+        """New text."""
+        choice = {"index": delta.index, "text": delta.text, "logprobs": None, "finish_reason": delta.finish_reason}
+        return self._event(choices=[choice])
+
+
+class ChatShape(_Head):
+    """Of /v1/chat/completions."""
+
+    _prefix = "chatcmpl"
+    _piece_object = "chat.completion.chunk"
+
+    def whole(
+        self, texts: list[str], reasons: list[Any], usage: openai.CompletionUsage
+    ) -> openai.Completion | openai.ChatCompletion:
+        """All of it."""
+        choice = openai.ChatChoice(message=openai.AssistantMessage(content=texts[0]), finish_reason=reasons[0])
+        return openai.ChatCompletion(**self._head, choices=[choice], usage=usage)
+
+    def first(self) -> bytes:
+        """Who speaks."""
+        return self._chunk({"role": "assistant", "content": ""}, None)
+
+    def piece(self, delta: Delta) -> bytes:
+        """New text."""
+        return self._chunk({"content": delta.text} if delta.text else {}, delta.finish_reason)
+
+    def _chunk(self, delta: dict[str, str], finish_reason: str | None) -> bytes:
+        return self._event(choices=[{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}])
