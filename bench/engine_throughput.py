@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
-from outrider.cloud.engine.types import CommitEvent, Event, GenerateRequest
+from outrider.cloud.seam import CommitEvent, Event, GenerateRequest
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.bundle import Bundle
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
@@ -123,7 +123,7 @@ def drafted_passes(
             engine.draft(sequence_id, base, [devices[sequence_id].guesses()])
         fresh.clear()
     stats = engine.stats()
-    return stats.passes_total / stats.committed_total, stats.committed_total / stats.passes_total
+    return stats.totals.passes / stats.totals.committed, stats.totals.committed / stats.totals.passes
 
 
 def main(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from outrider.cloud.engine import Engine, EngineConfig
-from outrider.cloud.engine.types import CommitEvent, EndEvent, Event, GenerateRequest
+from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.sampling import SamplingParams, pick

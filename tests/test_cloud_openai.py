@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.serving import EOS_ID, FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
 
-from outrider.cloud.api.generation import TextAssembler
 from outrider.models.http import openai
+from outrider.models.http.text import TextAssembler
 from outrider.models.protocol import ErrorAnswer
 from outrider.models.sampling import SamplingParams
 

@@ -24,14 +24,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.serving import FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
 from typer.testing import CliRunner
 
+from outrider.cloud.api.sessions import encode_commit
 from outrider.cloud.api.state import ServerSettings
-from outrider.cloud.engine.types import CommitEvent
+from outrider.cloud.seam import CommitEvent
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.logs import LogFormat, configure_logging
 from outrider.cloud.server.serving import VerifierServer, open_socket, url_of
 from outrider.models.errors import ConfigError
-from outrider.models.http import sse
 from outrider.models.http.security import KeyRing, require_safe_host
 from outrider.models.protocol import Commit, ReadyAnswer, SessionEnd, SessionOpen, parse_event
 
@@ -59,7 +59,7 @@ def client(server: FakeServer) -> Iterator[httpx.Client]:
 def test_commits_on_the_wire_are_the_protocols(base: int, tokens: list[int], proposed: int) -> None:
     """What is written by hand is what the protocol's model reads, and as short as it can be."""
     event = CommitEvent(base, tuple(tokens), min(proposed, 1), proposed)
-    data = sse.encode_commit(event)
+    data = encode_commit(event)
     assert data.startswith(b"data: ") and data.endswith(b"\n\n")
     assert parse_event(data[6:]) == Commit(base=base, tokens=tokens, accepted=min(proposed, 1), proposed=proposed)
     raw = json.loads(data[6:])
@@ -76,7 +76,7 @@ def test_what_is_no_event_is_refused() -> None:
 
 def test_a_token_costs_less_than_sixty_bytes_down(client: httpx.Client) -> None:
     """The worst case of a session, a commit for every token, with numbers of four digits."""
-    assert len(sse.encode_commit(CommitEvent(9999, (151_935,), 0, 0))) < 60
+    assert len(encode_commit(CommitEvent(9999, (151_935,), 0, 0))) < 60
     with client.stream("POST", "/v1/sessions", json=BODY) as response:
         received = sum(map(len, response.iter_raw()))
     assert received / 24 < 60

@@ -182,7 +182,7 @@ def test_a_client_that_leaves_frees_what_it_held(path: str, request_body: bytes)
         server.wait_until(lambda: not server.server.server_state.tasks)
         gate.open()
         server.wait_until(server.is_empty)
-        assert server.core.engine.stats().committed_total < 10
+        assert server.core.engine.stats().totals.committed < 10
         assert run_session(client, body()).tokens == target_tokens(PROMPT, 24)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
-from outrider.cloud.engine.types import GenerateRequest
+from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.runtimes.fake import FakeBatchRuntime
@@ -142,7 +142,7 @@ def test_when_blocks_run_out_the_youngest_gives_way_and_nothing_is_lost() -> Non
     collectors = [harness.submit(prompt, 40)[1] for prompt in PROMPTS]
     harness.run()
     assert [c.tokens for c in collectors] == [plain(prompt, SAMPLED, 40) for prompt in PROMPTS]
-    assert harness.engine.stats().preempted_total > 0
+    assert harness.engine.stats().totals.preempted > 0
     harness.assert_all_returned()
 
 
@@ -548,7 +548,7 @@ def test_verify_policy_waits_where_latency_would_not() -> None:
     """When passes are scarce a wait of a step is fine, and passes per token fall."""
     device = Device(0.030, policy=Policy.VERIFY)
     assert device.waited_s() > 0.05
-    assert device.harness.engine.stats().passes_total < 27
+    assert device.harness.engine.stats().totals.passes < 27
     assert Device(0.030).waited_s() == 0.0
 
 

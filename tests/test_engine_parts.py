@@ -15,7 +15,6 @@ from tests.engine_harness import SAMPLED, Collector, plain
 
 from outrider.cloud.engine import Engine, EngineThread
 from outrider.cloud.engine.pool import BlockPool, chain_hash
-from outrider.cloud.engine.types import Event, GenerateRequest, Sink
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepTimeCurve
 from outrider.cloud.pending.policy import (
     ENOUGH_ANSWERS,
@@ -26,6 +25,7 @@ from outrider.cloud.pending.policy import (
     rate_waiting,
 )
 from outrider.cloud.pending.trie import MAX_NODES, DraftTrie
+from outrider.cloud.seam import Event, GenerateRequest, Sink
 from outrider.models.errors import RequestError
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.runtimes.fake import FakeBatchRuntime
@@ -160,17 +160,17 @@ def test_closed_form_equals_the_simulation(rtt_ms: float, never: float, patient:
     assert streaming == pytest.approx(never, rel=0.02)
     assert max(streaming, waiting) == pytest.approx(patient, rel=0.02)
     lags = [rtt + k * draft for k in range(1, 9)]
-    assert (plan_wait(alpha, step, extra, lags, 1.0, capacity=False) != NO_WAIT) == (waiting > streaming)
+    assert (plan_wait(alpha, step, extra, lags, 1.0, saves_passes=False) != NO_WAIT) == (waiting > streaming)
 
 
 def test_nobody_waits_for_a_draft_that_is_never_right_or_never_comes() -> None:
     """Low acceptance, unknown lags and unanswered waits all mean: go on."""
     lags = [0.002] * 8
-    assert plan_wait(0.6, 0.04, 0.001, lags, 1.0, capacity=False) != NO_WAIT
-    assert plan_wait(0.01, 0.04, 0.001, lags, 1.0, capacity=False) == NO_WAIT
-    assert plan_wait(0.01, 0.04, 0.001, lags, 1.0, capacity=True) == NO_WAIT
-    assert plan_wait(0.6, 0.04, 0.001, [None] * 8, 1.0, capacity=True) == NO_WAIT
-    assert plan_wait(0.6, 0.04, 0.001, lags, 0.3, capacity=True) == NO_WAIT
+    assert plan_wait(0.6, 0.04, 0.001, lags, 1.0, saves_passes=False) != NO_WAIT
+    assert plan_wait(0.01, 0.04, 0.001, lags, 1.0, saves_passes=False) == NO_WAIT
+    assert plan_wait(0.01, 0.04, 0.001, lags, 1.0, saves_passes=True) == NO_WAIT
+    assert plan_wait(0.6, 0.04, 0.001, [None] * 8, 1.0, saves_passes=True) == NO_WAIT
+    assert plan_wait(0.6, 0.04, 0.001, lags, 0.3, saves_passes=True) == NO_WAIT
 
 
 def test_acceptance_is_a_ratio_of_sums_by_position() -> None:
@@ -278,7 +278,7 @@ def test_a_step_that_raises_ends_its_requests_and_not_the_thread() -> None:
     end = collectors[0].end
     assert end is not None and end.error is not None and end.error.code == "internal_error"
     assert thread.stats().free_blocks == thread.stats().num_blocks
-    assert thread.stats().faults_total == 1
+    assert thread.stats().totals.faults == 1
     thread.submit(GenerateRequest((1, 2, 3), SAMPLED, 12), sink_of(1))
     assert ends[1].wait(60)
     assert collectors[1].tokens == plain([1, 2, 3], SAMPLED, 12)

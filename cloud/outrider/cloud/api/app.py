@@ -7,27 +7,31 @@ the drafts endpoint (which answers its own route), and then FastAPI's router. Al
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import Final
 
 from fastapi import FastAPI
 
 from outrider.cloud.api.completions import completion_routes
 from outrider.cloud.api.drafts import DraftsEndpoint
-from outrider.cloud.api.errors import ErrorBoundary, install_handlers
+from outrider.cloud.api.errors import install_handlers
 from outrider.cloud.api.health import health_routes
 from outrider.cloud.api.metrics import HttpMetrics
 from outrider.cloud.api.openapi import install_openapi
 from outrider.cloud.api.sessions import session_routes
 from outrider.cloud.api.state import Core, ServedModel, ServerSettings
 from outrider.cloud.api.verify import verify_routes
+from outrider.cloud.seam import ServingEngine
+from outrider.models.http.errors import ErrorBoundary
 from outrider.models.http.limits import BodyLimit, RateLimiter, Slots
 from outrider.models.http.security import Gate
 
-if TYPE_CHECKING:
-    from outrider.cloud.engine.thread import EngineThread
+OPEN_PATHS: Final = ("/health/live", "/health/ready", "/openapi.json", "/docs")
+"""Answered without a key."""
+COSTLY_PATHS: Final = ("/v1/sessions", "/v1/verify", "/v1/completions", "/v1/chat/completions")
+"""Counted against a key's rate. Drafts are not: they belong to a session, and sessions are counted and bounded."""
 
 
-def create_app(engine: EngineThread, model: ServedModel, settings: ServerSettings | None = None) -> FastAPI:
+def create_app(engine: ServingEngine, model: ServedModel, settings: ServerSettings | None = None) -> FastAPI:
     """The application over a started engine, which stays the caller's to stop. `app.state.core` is its Core."""
     settings = settings or ServerSettings()
     core = Core(engine, model, settings, Slots(settings.max_sessions))
@@ -44,7 +48,13 @@ def create_app(engine: EngineThread, model: ServedModel, settings: ServerSetting
     install_openapi(app, needs_key=bool(len(settings.keys)))
     # Added from the inside out.
     app.add_middleware(DraftsEndpoint, core=core)
-    app.add_middleware(Gate, keys=settings.keys, limiter=RateLimiter(settings.rate_per_s))
+    app.add_middleware(
+        Gate,
+        keys=settings.keys,
+        limiter=RateLimiter(settings.rate_per_s),
+        open_paths=OPEN_PATHS,
+        costly_paths=COSTLY_PATHS,
+    )
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(ErrorBoundary)
     app.add_middleware(HttpMetrics, metrics=core.metrics)

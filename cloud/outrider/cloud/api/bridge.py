@@ -11,12 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
-from starlette.types import Receive
-
-from outrider.cloud.engine.types import Event, Sink
+from outrider.cloud.seam import Event, Sink
 
 Delivery = tuple[int, Event]
 
@@ -99,19 +95,3 @@ class Mailbox:
                 self._waiter = None
         items, self._items = self._items, []
         return items
-
-
-@asynccontextmanager
-async def closed_on_disconnect(mailbox: Mailbox, receive: Receive) -> AsyncIterator[None]:
-    """While inside, the client's leaving closes the mailbox. The request's body must have been read before."""
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        mailbox.close()
-
-    watcher = asyncio.get_running_loop().create_task(watch())
-    try:
-        yield
-    finally:
-        watcher.cancel()

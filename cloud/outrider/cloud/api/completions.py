@@ -10,14 +10,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from outrider.cloud.api.bridge import closed_on_disconnect
-from outrider.cloud.api.errors import FieldError, error_body
 from outrider.cloud.api.generation import CallUsage, Generation
-from outrider.cloud.api.state import Core, owner_of, parse, sampling_of
-from outrider.cloud.engine.types import GenerateRequest
+from outrider.cloud.api.state import Core
+from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError, TokenizerError
 from outrider.models.http import openai, sse
+from outrider.models.http.errors import FieldError, error_body
+from outrider.models.http.requests import owner_of, parse, sampling_of
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
+from outrider.models.http.sse import closed_on_disconnect
 from outrider.models.protocol import ErrorAnswer
 
 _DONE = b"data: [DONE]\n\n"
@@ -108,7 +109,7 @@ async def _answer(
         generation.close()
     if generation.mailbox.is_closed:
         return Response(status_code=499)  # the client has left: nobody reads this
-    answer = shape.whole(texts, reasons, usage_of(generation.usage))
+    answer = shape.whole(texts, reasons, completion_usage(generation.usage))
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
@@ -119,13 +120,13 @@ async def _stream(generation: Generation, shape: Shape, *, includes_usage: bool)
         async for deltas in generation.deltas():
             yield b"".join(map(shape.piece, deltas)) or sse.KEEP_ALIVE
         if includes_usage:
-            yield shape.last(usage_of(generation.usage))
+            yield shape.last(completion_usage(generation.usage))
         yield _DONE
     except RequestError as error:
         yield sse.encode(ErrorAnswer(error=error_body(error))) + _DONE
 
 
-def usage_of(usage: CallUsage) -> openai.CompletionUsage:
+def completion_usage(usage: CallUsage) -> openai.CompletionUsage:
     """The wire form of a call's usage."""
     return openai.CompletionUsage(
         prompt_tokens=usage.prompt_tokens,

@@ -13,8 +13,9 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.cloud.api.metrics import ROUTE
-from outrider.cloud.api.state import Core, parse, read_body
+from outrider.cloud.api.state import Core
 from outrider.models.errors import RequestError
+from outrider.models.http.requests import parse, read_body
 from outrider.models.http.security import ANYBODY, OWNER
 from outrider.models.protocol import DraftRequest
 

@@ -1,8 +1,4 @@
-"""Text from the engine: the sequences of one completion call, detokenized as they come, cut at stop strings.
-
-What a call returns does not depend on how commits were chunked: tokens are looked at one by one, and those after the
-one that completes a stop string do not count.
-"""
+"""Runs the sequences of one completion call and turns their commits into text."""
 
 from __future__ import annotations
 
@@ -10,73 +6,13 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from outrider.cloud.api.bridge import Mailbox
-from outrider.cloud.api.errors import internal_error
 from outrider.cloud.api.metrics import CommitTimer
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.verify import shutting_down
-from outrider.cloud.engine.types import CommitEvent, EndEvent, GenerateRequest, SequenceUsage
-from outrider.models.detokenizer import StreamingDetokenizer
-
-
-class TextAssembler:
-    """Tokens in, text out; text that may yet turn out to begin a stop string is held back."""
-
-    def __init__(
-        self, detokenizer: StreamingDetokenizer, stop_strings: Sequence[str], stop_ids: frozenset[int]
-    ) -> None:
-        self._detokenizer = detokenizer
-        self._stop_strings = stop_strings
-        self._stop_ids = stop_ids
-        self._held = ""
-        self.num_tokens = 0
-        self.is_stopped = False
-
-    def push(self, tokens: Sequence[int]) -> str:
-        """The text that `tokens` let out. After a stop string, which is not part of it, nothing comes any more."""
-        shown = ""
-        for token in tokens:
-            if self.is_stopped:
-                break
-            self.num_tokens += 1
-            if token not in self._stop_ids:
-                shown += self._let_out(self._detokenizer.push(token))
-        return shown
-
-    def finish(self) -> str:
-        """What was held back, once no more tokens come."""
-        if self.is_stopped:
-            return ""
-        shown = self._let_out(self._detokenizer.flush())
-        if not self.is_stopped:
-            shown += self._held
-            self._held = ""
-        return shown
-
-    def _let_out(self, piece: str) -> str:
-        text = self._held + piece
-        ends = [found for found in (text.find(stop) for stop in self._stop_strings) if found >= 0]
-        if ends:
-            self.is_stopped = True
-            self._held = ""
-            return text[: min(ends)]
-        keep = max((_overlap(text, stop) for stop in self._stop_strings), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """New text of choice `index`; with finish_reason the last of it."""
-
-    index: int
-    text: str
-    finish_reason: str | None = None
+from outrider.cloud.seam import CommitEvent, EndEvent, GenerateRequest, SequenceUsage
+from outrider.models.http.errors import internal_error
+from outrider.models.http.shapes import Delta
+from outrider.models.http.text import TextAssembler
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
@@ -16,40 +17,13 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.cloud.engine.types import EngineStats
+from outrider.cloud.seam import EngineStats
 
 ROUTE: Final = "outrider.route"
 """Key of the ASGI scope under which a route below the framework names itself."""
 
 _FAST_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _SLOW_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-_GAUGES: Final = {
-    "running": "Sequences in the batch.",
-    "queued": "Sequences that wait for admission.",
-    "parked": "Prefixes kept for the next verify call.",
-    "parked_blocks": "Blocks that parked prefixes hold: not free, and given up when a sequence needs them.",
-    "num_blocks": "Blocks of the KV cache.",
-    "free_blocks": "Blocks that a new sequence could have.",
-    "patience_ms": "Longest wait for a draft that the engine now chooses, milliseconds.",
-    "step_ms": "Measured decode step with nothing drafted, milliseconds.",
-    "draft_token_ms": "Measured extra time of a drafted token in a step, milliseconds.",
-}
-_COUNTERS: Final = {
-    "steps_total": "Engine steps.",
-    "step_tokens_total": "Tokens run through the model.",
-    "committed_total": "Tokens committed.",
-    "proposed_total": "Drafted tokens verified; with accepted, the acceptance rate as a ratio of sums.",
-    "accepted_total": "Drafted tokens that were right.",
-    "passes_total": "Target passes that committed tokens.",
-    "preempted_total": "Sequences whose blocks were taken back for older ones.",
-    "finished_total": "Sequences that ended, however they ended.",
-    "faults_total": "Steps that the model or the engine failed on; the log says where.",
-    "prefix_hit_tokens_total": "Prompt tokens whose cache was shared.",
-    "waited_s_total": "Seconds that sequences waited for drafts.",
-    "model_s_total": "Seconds in the model.",
-    "overhead_s_total": "Seconds of engine steps outside the model.",
-}
 
 
 class Metrics:
@@ -121,13 +95,14 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         yield GaugeMetricFamily("outrider_sessions_open", "Open event streams.", value=self._num_sessions())
-        for name, text in _GAUGES.items():
-            value = getattr(stats, name)
-            if value is not None:
-                yield GaugeMetricFamily(f"outrider_engine_{name}", text, value=value)
-        for name, text in _COUNTERS.items():
-            plain = name.removesuffix("_total").replace("_s", "_seconds") if "_s_" in name else name
-            yield CounterMetricFamily(f"outrider_engine_{plain}", text, value=getattr(stats, name))
+        for gauge in fields(stats):
+            value = getattr(stats, gauge.name)
+            if gauge.name != "totals" and value is not None:
+                yield GaugeMetricFamily(f"outrider_engine_{gauge.name}", gauge.metadata["help"], value=value)
+        for counter in fields(stats.totals):
+            name = counter.name.removesuffix("_s") + "_seconds" if counter.name.endswith("_s") else counter.name
+            value = getattr(stats.totals, counter.name)
+            yield CounterMetricFamily(f"outrider_engine_{name}", counter.metadata["help"], value=value)
 
 
 class HttpMetrics:

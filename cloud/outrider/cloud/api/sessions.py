@@ -13,21 +13,15 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from outrider.cloud.api.bridge import Mailbox
-from outrider.cloud.api.errors import error_body, internal_error
 from outrider.cloud.api.metrics import CommitTimer
-from outrider.cloud.api.state import Core, Session, owner_of, parse, sampling_of
-from outrider.cloud.engine.types import EndEvent, GenerateRequest
+from outrider.cloud.api.state import Core, Session
+from outrider.cloud.seam import CommitEvent, EndEvent, GenerateRequest
 from outrider.models.http import sse
-from outrider.models.protocol import EndReason, SessionEnd, SessionOpen, SessionRequest, Usage
+from outrider.models.http.errors import error_body, internal_error
+from outrider.models.http.requests import owner_of, parse, sampling_of
+from outrider.models.protocol import SessionEnd, SessionOpen, SessionRequest, Usage
 
 _SESSION_ID_BYTES = 9
-_REASONS: dict[str, EndReason] = {
-    "stop": "stop",
-    "length": "length",
-    "context": "context",
-    "cancelled": "cancelled",
-    "shutdown": "shutdown",
-}
 
 
 def session_routes(core: Core) -> APIRouter:
@@ -106,19 +100,17 @@ async def _events(opened: SessionOpen, mailbox: Mailbox, timer: CommitTimer) -> 
                 yield chunk + sse.encode(_end(event))
                 return
             timer.committed()
-            chunk += sse.encode_commit(event)
+            chunk += encode_commit(event)
         yield chunk or sse.KEEP_ALIVE
 
 
 def _end(event: EndEvent) -> SessionEnd:
-    reason = _REASONS.get(event.reason, "error")
-    error = None
-    if reason == "error":
-        error = error_body(event.error or internal_error())
-    return SessionEnd(reason=reason, usage=usage_of(event), error=error)
+    assert event.reason != "once"  # no session asks for it
+    error = error_body(event.error or internal_error()) if event.reason == "error" else None
+    return SessionEnd(reason=event.reason, usage=session_usage(event), error=error)
 
 
-def usage_of(event: EndEvent) -> Usage:
+def session_usage(event: EndEvent) -> Usage:
     """The wire form of what a sequence took."""
     usage = event.usage
     return Usage(
@@ -130,3 +122,18 @@ def usage_of(event: EndEvent) -> Usage:
         cached_prompt_tokens=usage.cached_prompt_tokens,
         waited_ms=round(usage.waited_s * 1000.0, 3),
     )
+
+
+def encode_commit(event: CommitEvent) -> bytes:
+    """`protocol.Commit` as an event. Written by hand: this runs once per sequence and step.
+
+    Commits are most of what goes down, so they carry no `type` (an event without one is a commit), and neither
+    `accepted` nor `proposed` when nothing was proposed.
+    """
+    tokens = ",".join(map(str, event.tokens))
+    if event.proposed:
+        return (
+            f'data: {{"base":{event.base},"tokens":[{tokens}],'
+            f'"accepted":{event.accepted},"proposed":{event.proposed}}}\n\n'
+        ).encode()
+    return f'data: {{"base":{event.base},"tokens":[{tokens}]}}\n\n'.encode()

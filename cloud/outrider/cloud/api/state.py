@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
-
-from pydantic import BaseModel, ValidationError
-from starlette.requests import Request
-from starlette.types import Receive
 
 from outrider.cloud.api.bridge import Bridge
-from outrider.cloud.api.errors import FieldError, from_validation
 from outrider.cloud.api.metrics import Metrics
-from outrider.models.errors import RequestError, SamplingError
+from outrider.cloud.seam import ServingEngine
+from outrider.models.errors import RequestError
+from outrider.models.http.errors import FieldError
 from outrider.models.http.limits import Slots
-from outrider.models.http.security import ANYBODY, OWNER, KeyRing
+from outrider.models.http.security import KeyRing
 from outrider.models.manifest import Manifest
-from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from outrider.cloud.engine.thread import EngineThread
-
-M = TypeVar("M", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +86,7 @@ class SessionTable:
 class Core:
     """Handed to every group of routes. is_draining: the server is on its way down and takes no new work."""
 
-    engine: EngineThread
+    engine: ServingEngine
     model: ServedModel
     settings: ServerSettings
     slots: Slots
@@ -133,39 +122,3 @@ class Core:
                 param="tokenizer",
                 status=409,
             )
-
-
-def owner_of(request: Request) -> bytes:
-    """The caller's identity, as the gate found it."""
-    owner: bytes = request.scope.get(OWNER, ANYBODY)
-    return owner
-
-
-def parse(message: type[M], body: bytes) -> M:
-    """A message from a request's body. Raises RequestError 400 naming the first field that is wrong."""
-    try:
-        return message.model_validate_json(body)
-    except ValidationError as error:
-        raise from_validation(error) from None
-
-
-def sampling_of(make: Callable[[], SamplingParams]) -> SamplingParams:
-    """Runs `make`; a SamplingError becomes RequestError 400 `invalid_parameter`."""
-    try:
-        return make()
-    except SamplingError as error:
-        message = str(error)
-        raise FieldError("invalid_parameter", message, param=message.partition(" ")[0]) from None
-
-
-async def read_body(receive: Receive) -> bytes:
-    """A request's whole body."""
-    message = await receive()
-    body: bytes = message.get("body", b"")
-    if message.get("more_body"):
-        parts = [body]
-        while message.get("more_body"):
-            message = await receive()
-            parts.append(message.get("body", b""))
-        body = b"".join(parts)
-    return body

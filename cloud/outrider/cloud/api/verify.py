@@ -13,12 +13,14 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
-from outrider.cloud.api.bridge import Delivery, Mailbox, closed_on_disconnect
-from outrider.cloud.api.errors import error_body, from_validation, internal_error
-from outrider.cloud.api.state import Core, parse, sampling_of
-from outrider.cloud.engine.types import CommitEvent, GenerateRequest
+from outrider.cloud.api.bridge import Delivery, Mailbox
+from outrider.cloud.api.state import Core
+from outrider.cloud.seam import CommitEvent, GenerateRequest
 from outrider.models.acceptance import Rule
 from outrider.models.errors import RequestError
+from outrider.models.http.errors import error_body, from_validation, internal_error
+from outrider.models.http.requests import parse, sampling_of
+from outrider.models.http.sse import closed_on_disconnect
 from outrider.models.protocol import MAX_VERIFY_ITEMS, VerifyAnswer, VerifyItem, VerifyResult
 
 _FINISHED: Final[dict[str, Literal["stop", "length", "context"]]] = {

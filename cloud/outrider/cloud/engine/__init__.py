@@ -1,7 +1,8 @@
 """The engine: continuous batching over a paged KV cache. Synchronous and free of HTTP; `EngineThread` drives it."""
 
+from outrider.cloud.engine.config import EngineConfig
 from outrider.cloud.engine.engine import Engine
 from outrider.cloud.engine.thread import EngineThread
-from outrider.cloud.engine.types import EngineConfig, Policy
+from outrider.cloud.pending.policy import Policy
 
 __all__ = ["Engine", "EngineConfig", "EngineThread", "Policy"]

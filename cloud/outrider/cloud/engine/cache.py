@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.cloud.engine.parked import ParkedPrefix, ParkedPrefixes
 from outrider.cloud.engine.pool import ROOT_HASH, BlockPool, chain_hash
-from outrider.cloud.engine.sequence import Sequence
+from outrider.cloud.engine.sequence_state import SequenceState
 
 
 class SequenceCache:
@@ -25,7 +25,7 @@ class SequenceCache:
         """Blocks that parked prefixes hold."""
         return self._parked.num_blocks
 
-    def grow(self, sequence: Sequence, length: int) -> bool:
+    def grow(self, sequence: SequenceState, length: int) -> bool:
         """Gives `sequence` blocks for `length` tokens, at the cost of idle blocks and parked prefixes if need be.
 
         False, and nothing changed for the sequence, when there are not enough.
@@ -40,7 +40,7 @@ class SequenceCache:
             sequence.blocks += self.pool.allocate(needed) or []
         return True
 
-    def match_prefix(self, sequence: Sequence) -> None:
+    def match_prefix(self, sequence: SequenceState) -> None:
         """Takes over blocks that hold the sequence's own beginning; at least its last token is left to be run."""
         if sequence.blocks or not self._share_prefixes:
             return
@@ -53,7 +53,7 @@ class SequenceCache:
         sequence.computed = len(sequence.blocks) * size
         sequence.usage.cached_prompt_tokens = min(sequence.computed, sequence.usage.prompt_tokens)
 
-    def register_full_blocks(self, sequence: Sequence) -> None:
+    def register_full_blocks(self, sequence: SequenceState) -> None:
         """Makes blocks known by hash once all their tokens are committed and computed: nobody writes to them again."""
         size = self.pool.block_size
         while (len(sequence.hashes) + 1) * size <= sequence.computed:
@@ -64,12 +64,12 @@ class SequenceCache:
             if self._share_prefixes:
                 self.pool.register(sequence.blocks[index], content)
 
-    def drop(self, sequence: Sequence) -> None:
+    def drop(self, sequence: SequenceState) -> None:
         """Takes all blocks from the sequence; its tokens will have to be run again."""
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.hashes, sequence.computed = [], [], 0
 
-    def park(self, sequence: Sequence) -> str:
+    def park(self, sequence: SequenceState) -> str:
         """Keeps a finished sequence's blocks for the call that continues it; returns the hash of its tokens."""
         kept = ParkedPrefix(tuple(sequence.tokens), tuple(sequence.blocks), sequence.computed, tuple(sequence.hashes))
         return self._parked.park(kept)

@@ -11,23 +11,24 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.cloud.engine.cache import SequenceCache
-from outrider.cloud.engine.faults import log_fault
+from outrider.cloud.engine.config import EngineConfig
 from outrider.cloud.engine.requests import check_draft, check_request
 from outrider.cloud.engine.scheduler import Scheduler, Share
-from outrider.cloud.engine.sequence import Sequence
-from outrider.cloud.engine.totals import Totals
-from outrider.cloud.engine.types import CommitEvent, EndEvent, EngineConfig, EngineStats, GenerateRequest, Sink
+from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.pending.drafting import Drafting
+from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag
+from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, GenerateRequest, SequenceEndReason, Sink, Totals
 from outrider.models.acceptance import accept, accept_picks
 from outrider.models.errors import ConfigError, ModelFault, RequestError
+from outrider.models.faults import log_fault
 from outrider.models.runtimes.base import BatchRuntime, ModelLimits, PickingRuntime, SequenceSlice
 
 # Logits [rows, V], or for each row the pick that the runtime has made of it.
@@ -47,11 +48,11 @@ class Engine:
         self._runtime = runtime
         self._config = config or EngineConfig()
         self._clock = clock
-        self._drafting = Drafting(self._config)
+        self._drafting = Drafting(self._config.max_draft, self._config.policy)
         self._totals = Totals()
         self._start_afresh()
         self._inbox: deque[Callable[[], None]] = deque()
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[int, SequenceState] = {}
         self._ids = itertools.count(1)
         longest = min(runtime.limits.max_positions, runtime.num_blocks * runtime.block_size)
         self._limits = ModelLimits(runtime.limits.vocab_size, longest)
@@ -83,9 +84,8 @@ class Engine:
         Raises RequestError: `overloaded`, `empty_prompt`, `context_length_exceeded`, `token_out_of_range`,
         `prefix_not_held`.
         """
-        num_waiting = len(self._sequences) - len(
-            self._scheduler.running
-        )  # also those that the engine has not looked at yet
+        # Also counts those that the engine has not looked at yet.
+        num_waiting = len(self._sequences) - len(self._scheduler.running)
         if num_waiting >= self._config.max_queue:
             raise RequestError("overloaded", f"{num_waiting} requests wait already; try again later", status=503)
         held = self._cache.take_parked(request.prefix_hash) if request.prefix_hash else None
@@ -100,17 +100,17 @@ class Engine:
                 self._inbox.append(lambda: self._cache.park_again(held))
             raise
         tokens = [*(held.tokens if held else ()), *request.prompt]
-        sequence = Sequence(
-            id=next(self._ids),
-            request=request,
-            sink=sink,
-            acceptance=AcceptanceEstimator(self._config.max_draft, parent=self._drafting.acceptance),
-            tokens=tokens,
-            lag=DraftLag(request.draft_lag_ms),
+        drafts = PendingDrafts(
+            committed=[],
             max_new=min(request.max_tokens, self._limits.max_positions - len(tokens)),
+            acceptance=AcceptanceEstimator(self._config.max_draft, parent=self._drafting.acceptance),
+            lag=DraftLag(request.draft_lag_ms),
+            patience_ms=request.patience_ms,
+            num_own=len(request.draft) if request.once else None,
         )
+        drafts.trie.merge(request.draft, prefer=True)
+        sequence = SequenceState(next(self._ids), request, sink, tokens, drafts)
         sequence.usage.prompt_tokens = len(sequence.tokens)
-        sequence.pending.merge(request.draft, prefer=True)
         if held:
             sequence.blocks, sequence.hashes = list(held.blocks), list(held.hashes)
             sequence.computed = sequence.usage.cached_prompt_tokens = min(held.computed, len(sequence.tokens) - 1)
@@ -118,7 +118,7 @@ class Engine:
         self._inbox.append(lambda: self._enqueue(sequence))
         return sequence.id
 
-    def draft(self, sequence_id: int, base: int, paths: Seq[Seq[int]]) -> None:
+    def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
         """Adds guesses of what follows the first `base` tokens that the sequence committed, likeliest path first.
 
         Raises RequestError: `unknown_session`, `draft_ahead`, `token_out_of_range`, `stale_draft`.
@@ -131,9 +131,9 @@ class Engine:
             check_draft(base, paths, sequence.generated, self._limits)
         except RequestError as error:
             if error.code == "stale_draft":  # even so it tells how long the device takes to answer
-                self._inbox.append(lambda: self._drafting.merge(sequence, base, paths, arrived))
+                self._inbox.append(lambda: self._drafting.merge(sequence.drafts, base, paths, arrived))
             raise
-        self._inbox.append(lambda: self._drafting.merge(sequence, base, paths, arrived))
+        self._inbox.append(lambda: self._drafting.merge(sequence.drafts, base, paths, arrived))
 
     def cancel(self, sequence_id: int) -> None:
         """Ends a sequence early; nothing happens if it is over."""
@@ -141,9 +141,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot; cheap."""
-        totals, curve = self._totals, self._drafting.curve
+        curve = self._drafting.curve
         step_s, extra_s = curve.step_and_extra() if curve.is_known else (None, None)
         return EngineStats(
+            totals=replace(self._totals),
             running=len(self._scheduler.running),
             queued=len(self._scheduler.queue),
             parked=self._cache.num_parked,
@@ -152,20 +153,7 @@ class Engine:
             free_blocks=self._cache.pool.num_available,
             step_ms=None if step_s is None else step_s * 1e3,
             draft_token_ms=None if extra_s is None else extra_s * 1e3,
-            steps_total=totals.steps,
-            step_tokens_total=totals.step_tokens,
-            committed_total=totals.committed,
-            proposed_total=totals.proposed,
-            accepted_total=totals.accepted,
-            passes_total=totals.passes,
-            preempted_total=totals.preempted,
-            finished_total=totals.finished,
-            faults_total=totals.faults,
-            prefix_hit_tokens_total=totals.prefix_hits,
-            waited_s_total=totals.waited_s,
-            model_s_total=totals.model_s,
-            overhead_s_total=totals.overhead_s,
-            patience_ms=max((s.wait.lag_s * 1e3 for s in list(self._scheduler.running)), default=0.0),
+            patience_ms=max((s.drafts.wait.lag_s * 1e3 for s in list(self._scheduler.running)), default=0.0),
         )
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
@@ -194,7 +182,7 @@ class Engine:
         self._totals.count_step(num_tokens, model_s=ran - ready, overhead_s=ready - started + self._clock() - ran)
         return 0.0
 
-    def _forward(self, shares: Seq[Share]) -> Rows:
+    def _forward(self, shares: Sequence[Share]) -> Rows:
         """Rows of logits, or the picks themselves where the runtime makes them."""
         slices = [share.as_slice() for share in shares]
         if not isinstance(self._runtime, PickingRuntime):
@@ -207,28 +195,28 @@ class Engine:
         while self._inbox:
             self._inbox.popleft()()
 
-    def _enqueue(self, sequence: Sequence) -> None:
+    def _enqueue(self, sequence: SequenceState) -> None:
         if sequence.id in self._sequences:
             self._scheduler.queue.append(sequence)
 
-    def _commit(self, shares: Seq[Share], rows: Rows, now: float) -> None:
+    def _commit(self, shares: Sequence[Share], rows: Rows, now: float) -> None:
         """Picks row by row, accepts drafted tokens while they equal the picks, and tells the sinks."""
         first = 0
         for share in shares:
             own = rows[first : first + share.num_rows]
             first += share.num_rows
-            if not share.picks:
+            if not share.is_complete:
                 share.sequence.computed += len(share.new)
                 self._cache.register_full_blocks(share.sequence)
                 continue
             sequence, params = share.sequence, share.sequence.request.params
-            stops, wanted = sequence.request.stop_ids, sequence.num_wanted
+            stops, left = sequence.request.stop_ids, sequence.num_left
             try:
                 if isinstance(own, list):
-                    tokens = accept_picks(own, share.drafted, stop_ids=stops, max_tokens=wanted)
+                    tokens = accept_picks(own, share.drafted, stop_ids=stops, max_tokens=left)
                 else:
                     position = len(sequence.tokens)
-                    tokens = accept(own, share.drafted, params, position, stop_ids=stops, max_tokens=wanted)
+                    tokens = accept(own, share.drafted, params, position, stop_ids=stops, max_tokens=left)
             except ModelFault as fault:
                 self._fail([share], fault)
             else:
@@ -236,18 +224,13 @@ class Engine:
 
     def _take_tokens(self, share: Share, tokens: list[int], now: float) -> None:
         """Makes the picked tokens part of the sequence, tells its sink, and ends it if they end it."""
-        sequence, base, proposed, accepted = (
-            share.sequence,
-            len(share.sequence.generated),
-            len(share.drafted),
-            len(tokens) - 1,
-        )
-        pending = sequence.pending.likeliest(self._config.max_draft)
+        sequence = share.sequence
+        base, proposed, accepted = len(sequence.generated), len(share.drafted), len(tokens) - 1
+        pending = sequence.drafts.trie.likeliest(self._config.max_draft)
         sequence.computed = len(sequence.tokens) + accepted
         sequence.tokens += tokens
-        sequence.generated += tokens
-        for token in tokens:
-            sequence.pending.advance(token)
+        sequence.generated.extend(tokens)
+        sequence.drafts.advance(tokens)
         self._cache.register_full_blocks(sequence)
         sequence.usage.count_pass(len(tokens), proposed, accepted)
         self._totals.count_pass(len(tokens), proposed, accepted)
@@ -256,12 +239,12 @@ class Engine:
         if reason:
             self._finish(sequence, reason)
         else:
-            self._drafting.committed(sequence, pending, tokens, now, is_busy=bool(self._scheduler.queue))
+            self._drafting.committed(sequence.drafts, pending, tokens, now, is_busy=bool(self._scheduler.queue))
 
-    def _end_reason(self, sequence: Sequence) -> str | None:
+    def _end_reason(self, sequence: SequenceState) -> SequenceEndReason | None:
         if sequence.tokens[-1] in sequence.request.stop_ids:
             return "stop"
-        if sequence.num_wanted == 0:
+        if sequence.num_left == 0:
             return "length" if len(sequence.generated) == sequence.request.max_tokens else "context"
         return "once" if sequence.request.once else None
 
@@ -272,7 +255,7 @@ class Engine:
         if sequence is not None:
             self._finish(sequence, "cancelled")
 
-    def _finish(self, sequence: Sequence, reason: str, error: RequestError | None = None) -> None:
+    def _finish(self, sequence: SequenceState, reason: SequenceEndReason, error: RequestError | None = None) -> None:
         """Gives back everything the sequence holds, or parks it, and tells its sink."""
         del self._sequences[sequence.id]
         self._scheduler.remove(sequence)
@@ -284,7 +267,7 @@ class Engine:
         self._totals.finished += 1
         sequence.sink(EndEvent(reason, sequence.usage, error, name))
 
-    def _fail(self, shares: Seq[Share], error: Exception) -> None:
+    def _fail(self, shares: Sequence[Share], error: Exception) -> None:
         log_fault(error)
         self._totals.faults += 1
         for share in shares:

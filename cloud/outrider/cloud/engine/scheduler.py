@@ -7,31 +7,34 @@ blocks and drafts, but neither the model nor what is picked.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.cloud.engine.cache import SequenceCache
-from outrider.cloud.engine.sequence import Sequence
-from outrider.cloud.engine.totals import Totals
-from outrider.cloud.engine.types import EngineConfig
+from outrider.cloud.engine.config import EngineConfig
+from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.policy import NO_WAIT
+from outrider.cloud.seam import Totals
 from outrider.models.runtimes.base import SequenceSlice
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one sequence does in a step: runs `new` tokens, the last of them `drafted`; picks if they reach its end."""
+    """What one sequence does in a step: runs `new` tokens, the last of them `drafted`.
 
-    sequence: Sequence
+    is_complete: the tokens reach the sequence's end, so the target picks its next token in this step.
+    """
+
+    sequence: SequenceState
     new: list[int]
     drafted: list[int]
-    picks: bool
+    is_complete: bool
 
     @property
     def num_rows(self) -> int:
         """Rows of logits that it needs."""
-        return 1 + len(self.drafted) if self.picks else 0
+        return 1 + len(self.drafted) if self.is_complete else 0
 
     def as_slice(self) -> SequenceSlice:
         """The same in the runtime's terms."""
@@ -46,10 +49,10 @@ class Scheduler:
         self._cache = cache
         self._drafting = drafting
         self._totals = totals
-        self.queue: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # oldest first
+        self.queue: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []  # oldest first
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: SequenceState) -> None:
         """Takes a sequence out, wherever it is; its blocks are the caller's business."""
         if sequence in self.running:
             self.running.remove(sequence)
@@ -64,18 +67,20 @@ class Scheduler:
             if not self._cache.grow(sequence, len(sequence.tokens) + 1) and self.running:
                 self._cache.drop(sequence)
                 return
-            self._totals.prefix_hits += sequence.usage.cached_prompt_tokens
+            self._totals.prefix_hit_tokens += sequence.usage.cached_prompt_tokens
             self.running.append(self.queue.popleft())
 
     def gather(self, now: float) -> list[Share]:
         """Who takes part with which tokens: all that decode, then their drafts, then prompt chunks in what is left."""
         for sequence in self.running:
-            sequence.has_company = len(self.running) > 1
+            sequence.drafts.has_company = len(self.running) > 1
         ready = [s for s in self.running if not self._is_waiting(s, now)]
         decoding = [s for s in ready if s.num_missing == 1]
         budget = max(0, self._config.step_tokens - len(decoding))
         has_prompts = len(decoding) < len(ready)
-        drafts = self._drafting.choose(decoding, budget // 2 if has_prompts else budget, is_busy=bool(self.queue))
+        drafts = self._drafting.choose(
+            [s.drafts for s in decoding], budget // 2 if has_prompts else budget, is_busy=bool(self.queue)
+        )
         # However busy a step is, prompts go on in it, by a block at least: nobody waits for a first token for ever.
         budget = max(budget - sum(map(len, drafts.values())), self._cache.pool.block_size)
         shares: list[Share] = []
@@ -84,25 +89,26 @@ class Scheduler:
             is_prompt = sequence.num_missing > 1
             if is_prompt and budget <= 0:
                 continue
-            picks = len(new) == sequence.num_missing
-            drafted = (
-                drafts.get(sequence, []) if not is_prompt else sequence.own_draft(budget - len(new) if picks else 0)
-            )
+            is_complete = len(new) == sequence.num_missing
+            if is_prompt:
+                drafted = sequence.drafts.own_draft(budget - len(new)) if is_complete else []
+            else:
+                drafted = drafts.get(sequence.drafts, [])
             length = sequence.computed + len(new)
             if drafted and sequence in self.running and not self._cache.grow(sequence, length + len(drafted)):
                 drafted = []  # nobody gives way for a guess
             if self._reserve(sequence, length + len(drafted), shares):
                 budget -= len(new) + len(drafted) if is_prompt else 0
-                shares.append(Share(sequence, [*new, *drafted], drafted, picks))
+                shares.append(Share(sequence, [*new, *drafted], drafted, is_complete))
         return shares
 
-    def _is_waiting(self, sequence: Sequence, now: float) -> bool:
-        before = sequence.usage.waited_s
-        is_waiting = self._drafting.is_waiting(sequence, now)
-        self._totals.waited_s += sequence.usage.waited_s - before
+    def _is_waiting(self, sequence: SequenceState, now: float) -> bool:
+        is_waiting = self._drafting.is_waiting(sequence.drafts, now)
+        self._totals.waited_s += sequence.drafts.waited_s - sequence.usage.waited_s
+        sequence.usage.waited_s = sequence.drafts.waited_s
         return is_waiting
 
-    def _reserve(self, sequence: Sequence, length: int, planned: Seq[Share]) -> bool:
+    def _reserve(self, sequence: SequenceState, length: int, planned: Sequence[Share]) -> bool:
         """Blocks for `length` tokens, for which the youngest sequences give way; False if it had to give way itself."""
         if sequence not in self.running:
             return False  # preempted for an older one just now
@@ -118,7 +124,7 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         """Sends a sequence back to the head of the queue; what it has committed stays, its cache is computed again."""
         self.running.remove(sequence)
         self._cache.drop(sequence)
@@ -127,7 +133,7 @@ class Scheduler:
 
     def next_deadline(self, now: float) -> float | None:
         """Seconds until the first wait ends; None when there is nothing to do."""
-        deadlines = [s.wait_deadline for s in self.running if s.wait is not NO_WAIT]
+        deadlines = [s.drafts.wait_deadline for s in self.running if s.drafts.wait is not NO_WAIT]
         if deadlines:
             return max(0.0, min(deadlines) - now)
         return 0.0 if self.running or self.queue else None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from outrider.cloud.engine.engine import Engine
-from outrider.cloud.engine.types import EngineStats, GenerateRequest, Sink
+from outrider.cloud.seam import EngineStats, GenerateRequest, Sink
 from outrider.models.errors import RequestError
 from outrider.models.runtimes.base import ModelLimits
 

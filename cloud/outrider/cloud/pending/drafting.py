@@ -1,86 +1,94 @@
-"""What the engine does about drafts: merges them, chooses how many to verify, and waits for them when that pays."""
+"""Merges drafts, chooses how many to verify, and waits for them when that pays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
-from outrider.cloud.engine.sequence import Sequence
-from outrider.cloud.engine.types import EngineConfig, Policy
+from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepTimeCurve
-from outrider.cloud.pending.policy import NO_WAIT, choose_drafts, longest_wait, plan_wait
+from outrider.cloud.pending.policy import NO_WAIT, Policy, choose_drafts, longest_wait, plan_wait
 
 _MAX_WAITED_FOR = 8  # drafted tokens: what more would add to a pass is never worth a longer wait
 _LIKELY = 0.05  # survival under which a drafted token is not worth its place even when passes are all that counts
 
 
 class Drafting:
-    """The decisions of `policy`, taken on what was measured. The engine's thread owns it."""
+    """Takes the decisions of `policy` on what was measured. The engine's thread owns it.
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+    max_draft: drafted tokens verified per sequence and step.
+    """
+
+    def __init__(self, max_draft: int, policy: Policy) -> None:
+        self._max_draft = max_draft
+        self._policy = policy
         self.curve = StepTimeCurve()
-        self.acceptance = AcceptanceEstimator(config.max_draft)
+        self.acceptance = AcceptanceEstimator(max_draft)
 
-    def merge(self, sequence: Sequence, base: int, paths: Seq[Seq[int]], arrived: float) -> None:
+    def merge(self, drafts: PendingDrafts, base: int, paths: Sequence[Sequence[int]], arrived: float) -> None:
         """Adds what is consistent with the commits since `base`; the newest message's first path is the likeliest."""
-        sequence.lag.drafted(base, len(paths[0]), arrived)
-        is_newest = base >= sequence.newest_base
-        overlap = len(sequence.generated) - base
+        drafts.lag.drafted(base, len(paths[0]), arrived)
+        is_newest = base >= drafts.newest_base
+        overlap = len(drafts.committed) - base
         for path in reversed(paths):  # the likeliest last, so that it wins
-            if len(path) > overlap and list(path[:overlap]) == sequence.generated[base:]:
-                sequence.pending.merge(path[overlap:], prefer=is_newest)
-        sequence.newest_base = max(base, sequence.newest_base)
+            if len(path) > overlap and list(path[:overlap]) == drafts.committed[base:]:
+                drafts.trie.merge(path[overlap:], prefer=is_newest)
+        drafts.newest_base = max(base, drafts.newest_base)
 
-    def committed(self, sequence: Sequence, pending: Seq[int], tokens: Seq[int], now: float, *, is_busy: bool) -> None:
-        """Learns from a commit; starts a wait if it left nothing pending. pending: the likeliest path before the step.
+    def committed(
+        self, drafts: PendingDrafts, pending: Sequence[int], tokens: Sequence[int], now: float, *, is_busy: bool
+    ) -> None:
+        """Learns from a commit; starts a wait if nothing is pending after it.
 
-        is_busy: other sequences are queued for a place.
+        pending: the likeliest path before the step. is_busy: other sequences are queued for a place.
         """
-        sequence.acceptance.observe(pending, tokens)
-        if not sequence.pending:  # the device has lost step: how fast it answers is what a wait would cost
-            sequence.lag.committed(len(sequence.generated), now)
-            self._start_wait(sequence, now, is_busy=is_busy)
+        drafts.acceptance.observe(pending, tokens)
+        if not drafts.trie:  # the device is out of sync: how fast it answers is what a wait would cost
+            drafts.lag.committed(len(drafts.committed), now)
+            self._start_wait(drafts, now, is_busy=is_busy)
 
-    def _start_wait(self, sequence: Sequence, now: float, *, is_busy: bool) -> None:
-        allowed = sequence.request.patience_ms
-        if allowed == 0 or self._config.max_draft == 0 or sequence.num_wanted <= 1:
+    def _start_wait(self, drafts: PendingDrafts, now: float, *, is_busy: bool) -> None:
+        allowed = drafts.patience_ms
+        if allowed == 0 or self._max_draft == 0 or drafts.num_left <= 1:
             return
         step_s, extra_s = self.curve.step_and_extra()
-        most = min(self._config.max_draft, _MAX_WAITED_FOR, sequence.num_wanted - 1)
-        lags = [sequence.lag.seconds_until(k) for k in range(1, most + 1)]
-        if sequence.has_company:
-            # The others' steps go on meanwhile, so it can join again at the end of one of theirs only.
+        most = min(self._max_draft, _MAX_WAITED_FOR, drafts.num_left - 1)
+        lags = [drafts.lag.seconds_until(k) for k in range(1, most + 1)]
+        if drafts.has_company:
+            # The others' steps go on meanwhile: it can join again only at the end of one of theirs.
             lags = [None if lag is None else -(-lag // step_s) * step_s for lag in lags]
         wait = plan_wait(
-            sequence.acceptance.rate,
+            drafts.acceptance.rate,
             step_s,
             extra_s,
             lags,
-            sequence.lag.answer_rate,
-            capacity=self._is_capacity_scarce(is_busy),
+            drafts.lag.answer_rate,
+            saves_passes=self._saves_passes(is_busy),
         )
         if wait.want == 0 or (allowed is not None and wait.lag_s * 1e3 > allowed):
             return
         longest = longest_wait(wait.lag_s)
-        sequence.wait, sequence.wait_started = wait, now
-        sequence.wait_deadline = now + (longest if allowed is None else min(longest, allowed / 1e3))
+        drafts.wait, drafts.wait_started = wait, now
+        drafts.wait_deadline = now + (longest if allowed is None else min(longest, allowed / 1e3))
 
-    def is_waiting(self, sequence: Sequence, now: float) -> bool:
+    def is_waiting(self, drafts: PendingDrafts, now: float) -> bool:
         """Whether the sequence sits this step out for a draft; ends the wait when the draft is here or late."""
-        if sequence.wait is NO_WAIT:
+        if drafts.wait is NO_WAIT:
             return False
-        want = min(sequence.wait.want, sequence.num_wanted - 1)
-        if now < sequence.wait_deadline and len(sequence.pending_path(want)) < want:
+        want = min(drafts.wait.want, drafts.num_left - 1)
+        if now < drafts.wait_deadline and len(drafts.likeliest(want)) < want:
             return True
-        sequence.lag.waited(bool(sequence.pending))
-        sequence.usage.waited_s += now - sequence.wait_started
-        sequence.wait = NO_WAIT
+        drafts.lag.waited(bool(drafts.trie))
+        drafts.waited_s += now - drafts.wait_started
+        drafts.wait = NO_WAIT
         return False
 
-    def _is_capacity_scarce(self, is_busy: bool) -> bool:
-        return self._config.policy is Policy.VERIFY or (self._config.policy is Policy.AUTO and is_busy)
+    def _saves_passes(self, is_busy: bool) -> bool:
+        """Whether target passes are what is scarce."""
+        return self._policy is Policy.VERIFY or (self._policy is Policy.AUTO and is_busy)
 
-    def choose(self, decoding: list[Sequence], budget: int, *, is_busy: bool) -> dict[Sequence, list[int]]:
+    def choose(
+        self, decoding: Sequence[PendingDrafts], budget: int, *, is_busy: bool
+    ) -> dict[PendingDrafts, list[int]]:
         """The drafted tokens that each decoding sequence verifies in this step, at most `budget` in all.
 
         is_busy: other sequences are queued for a place.
@@ -88,24 +96,24 @@ class Drafting:
         if not decoding:
             return {}
         # An item of /v1/verify asks for all of its draft to be verified, and pays nothing for its neighbours' choice.
-        once = [s for s in decoding if s.request.once]
-        chosen = {s: s.pending_path(len(s.request.draft)) for s in once}
-        for sequence, path in chosen.items():
-            chosen[sequence] = path[:budget]
-            budget -= len(chosen[sequence])
-        others = [s for s in decoding if not s.request.once]
-        paths = [s.pending_path(self._config.max_draft) for s in others]
-        survivals = [s.acceptance.survival(len(p)) for s, p in zip(others, paths, strict=True)]
-        if self._is_capacity_scarce(is_busy):
+        chosen: dict[PendingDrafts, list[int]] = {}
+        for drafts in decoding:
+            if drafts.num_own is not None:
+                chosen[drafts] = drafts.own_draft(budget)
+                budget -= len(chosen[drafts])
+        others = [drafts for drafts in decoding if drafts.num_own is None]
+        paths = [drafts.likeliest(self._max_draft) for drafts in others]
+        survivals = [drafts.acceptance.survival(len(p)) for drafts, p in zip(others, paths, strict=True)]
+        if self._saves_passes(is_busy):
             counts = _all_likely(survivals, budget)
         else:
             most = min(budget, sum(map(len, paths)))
             num_fixed = len(decoding) + sum(map(len, chosen.values()))
             counts = choose_drafts(survivals, num_fixed, len(decoding), self.curve.seconds(num_fixed + most), most)
-        return chosen | {s: p[:n] for s, p, n in zip(others, paths, counts, strict=True)}
+        return chosen | {drafts: p[:n] for drafts, p, n in zip(others, paths, counts, strict=True)}
 
 
-def _all_likely(survivals: Seq[Seq[float]], budget: int) -> list[int]:
+def _all_likely(survivals: Sequence[Sequence[float]], budget: int) -> list[int]:
     """For when passes are scarce: all that is likely, in turn, at most `budget` in all."""
     counts = []
     for row in survivals:

@@ -1,4 +1,4 @@
-"""The engine's two decisions about drafts, as pure functions: how many to verify, how long to wait.
+"""Decides about drafts, in pure functions: how many to verify, how long to wait for them.
 
 Both maximize tokens committed per second. `docs/policy.md` derives the closed form and compares it with the simulation.
 """
@@ -8,8 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import numpy as np
+
+
+class Policy(StrEnum):
+    """What the engine optimizes when it decides whether to wait for a draft."""
+
+    AUTO = "auto"  # latency, until work queues up; then capacity
+    STREAM = "stream"  # latency: tokens per second of each session
+    VERIFY = "verify"  # capacity: the fewest target passes
 
 
 def choose_drafts(
@@ -55,10 +64,10 @@ def longest_wait(lag_s: float) -> float:
 
 
 def rate_waiting(alpha: float, k: int, step_s: float, extra_s: float, lag_s: float) -> float:
-    """Tokens per second when every loss of step with the device is waited out for `lag_s`, verifying k a pass.
+    """Tokens per second when the target waits `lag_s` each time the device is out of sync, verifying k per pass.
 
     A cycle is one wait, then M passes of E tokens each: E = (1 - a^(k+1)) / (1 - a), and M = 1 / (1 - a^(k+1)) passes
-    until one ends with a token that the device did not foresee.
+    until one ends with a token that the device did not draft.
     """
     full = alpha ** (k + 1)
     expected, passes = (1 - full) / (1 - alpha), 1 / (1 - full)
@@ -66,9 +75,9 @@ def rate_waiting(alpha: float, k: int, step_s: float, extra_s: float, lag_s: flo
 
 
 def rate_streaming(alpha: float, k: int, step_s: float, extra_s: float, lag_s: float) -> float:
-    """Tokens per second when the target never waits: plain steps go on until the device is in step again.
+    """Tokens per second when the target never waits: plain steps go on until the device is in sync again.
 
-    n = ceil(lag / step) plain steps must all be foreseen in a row before a draft is of use: that takes
+    n = ceil(lag / step) plain steps must all be guessed in a row before a draft is of use: that takes
     B = a^-1 + ... + a^-n plain steps on average, of one token each; then M passes of E tokens as above.
     """
     full = alpha ** (k + 1)
@@ -87,19 +96,19 @@ def plan_wait(
     lags: Sequence[float | None],
     answer_rate: float,
     *,
-    capacity: bool,
+    saves_passes: bool,
 ) -> Wait:
-    """Whether to wait for drafts after the device has lost step, and for how many.
+    """Whether to wait for drafts while the device is out of sync, and for how many.
 
     lags: seconds until 1, 2, ... drafted tokens are expected (None: unknown). answer_rate: share of waits that a draft
-    ended. capacity: passes are what is scarce, so wait whenever a draft is likely worth its verification.
+    ended. saves_passes: target passes are scarce, so wait whenever a draft is likely worth its verification.
     """
     alpha = min(max(alpha, 0.01), 0.99)
     known = [(k, lag) for k, lag in enumerate(lags, start=1) if lag is not None]
     if not known or answer_rate < ENOUGH_ANSWERS:
         return NO_WAIT
     k, lag = max(known, key=lambda item: rate_waiting(alpha, item[0], step_s, extra_s, item[1]))
-    if capacity:
+    if saves_passes:
         return Wait(k, lag) if alpha > 0.2 else NO_WAIT
     waiting = answer_rate * rate_waiting(alpha, k, step_s, extra_s, lag) + (1 - answer_rate) / (step_s + lag)
     streaming = max(rate_streaming(alpha, j, step_s, extra_s, known[0][1]) for j in range(len(lags) + 1))

@@ -13,8 +13,8 @@ from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.cloud.api.errors import Throttled
 from outrider.models.errors import RequestError
+from outrider.models.http.errors import Throttled
 
 BURST_S: Final = 2.0
 """How many seconds' worth of requests may come at once."""

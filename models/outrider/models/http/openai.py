@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-from outrider.cloud.api.errors import FieldError
+from outrider.models.http.errors import FieldError
 from outrider.models.protocol import TokenId
 from outrider.models.sampling import MAX_SEED, SamplingParams
 

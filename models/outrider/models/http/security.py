@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final
 
@@ -25,8 +25,6 @@ OWNER: Final = "outrider.owner"
 """Key of the ASGI scope under which the caller's identity travels."""
 
 ANYBODY: Final = b""
-_OPEN_PATHS: Final = frozenset({"/health/live", "/health/ready", "/openapi.json", "/docs"})
-_COSTLY_PATHS: Final = frozenset({"/v1/sessions", "/v1/verify", "/v1/completions", "/v1/chat/completions"})
 
 
 class KeyRing:
@@ -78,13 +76,21 @@ class KeyRing:
 
 
 class Gate:
-    """ASGI layer that identifies the caller, and holds back one who calls too often.
+    """ASGI layer that identifies the caller, and refuses one who calls too often."""
 
-    Drafts are not counted against the rate: they belong to a session, and sessions are counted and bounded.
-    """
-
-    def __init__(self, app: ASGIApp, keys: KeyRing, limiter: RateLimiter) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        limiter: RateLimiter,
+        *,
+        open_paths: Collection[str],
+        costly_paths: Collection[str],
+    ) -> None:
+        """open_paths: need no key. costly_paths: their POSTs count against the rate."""
         self._app = app
+        self._open_paths = frozenset(open_paths)
+        self._costly_paths = frozenset(costly_paths)
         self._keys = keys
         self._limiter = limiter
 
@@ -92,10 +98,10 @@ class Gate:
         """ASGI."""
         if scope["type"] == "http":
             path = scope["path"]
-            if path not in _OPEN_PATHS:
+            if path not in self._open_paths:
                 owner = self._keys.owner(_header(scope, b"authorization"))
                 scope[OWNER] = owner
-                if path in _COSTLY_PATHS and scope["method"] == "POST":
+                if path in self._costly_paths and scope["method"] == "POST":
                     self._limiter.spend(owner)
         await self._app(scope, receive, send)
 

@@ -5,10 +5,19 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from outrider.cloud.api.generation import Delta
 from outrider.models.http import openai
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text of choice `index`; with finish_reason the last of it."""
+
+    index: int
+    text: str
+    finish_reason: str | None = None
 
 
 class Shape(Protocol):

@@ -7,7 +7,7 @@ import traceback
 
 from outrider.models.errors import OutriderError
 
-_log = logging.getLogger("outrider.cloud")
+_log = logging.getLogger("outrider")
 
 
 def log_fault(error: BaseException) -> None:

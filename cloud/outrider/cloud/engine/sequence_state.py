@@ -1,0 +1,42 @@
+"""Holds one sequence in the engine: its tokens, which of them are in the cache, and its pending drafts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from outrider.cloud.pending.drafts import PendingDrafts
+from outrider.cloud.seam import GenerateRequest, SequenceUsage, Sink
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """Owned by the engine's thread; other threads read `generated` (append-only) and nothing else.
+
+    computed: how many of the tokens have valid keys and values in `blocks`; always under len(tokens).
+    hashes: chain hash of each full block of committed tokens that was registered or matched.
+    """
+
+    id: int
+    request: GenerateRequest
+    sink: Sink
+    tokens: list[int]
+    drafts: PendingDrafts
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    computed: int = 0
+    usage: SequenceUsage = field(default_factory=SequenceUsage)
+
+    @property
+    def generated(self) -> list[int]:
+        """The tokens committed after the prompt."""
+        return self.drafts.committed
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens that must be run before the next one can be picked; 1 when the sequence is decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def num_left(self) -> int:
+        """Tokens it may still commit."""
+        return self.drafts.num_left

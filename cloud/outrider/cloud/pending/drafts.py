@@ -1,0 +1,53 @@
+"""Holds the drafts that wait to be verified for one sequence, and what was measured of the device that sends them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag
+from outrider.cloud.pending.policy import NO_WAIT, Wait
+from outrider.cloud.pending.trie import DraftTrie
+
+
+@dataclass(slots=True, eq=False)
+class PendingDrafts:
+    """The pending drafts of one sequence. The engine's thread owns it.
+
+    committed: the tokens that the sequence has generated; the engine's own list, which it appends to.
+    max_new: tokens that the sequence may commit in all. patience_ms: longest wait for a draft; None: no bound.
+    num_own: drafted tokens that a /v1/verify item brought, all of which are verified at once; None for a session.
+    has_company: other sequences run too.
+    """
+
+    committed: list[int]
+    max_new: int
+    acceptance: AcceptanceEstimator
+    lag: DraftLag = field(default_factory=DraftLag)
+    patience_ms: float | None = None
+    num_own: int | None = None
+    trie: DraftTrie = field(default_factory=DraftTrie)
+    newest_base: int = -1  # of the messages merged so far
+    wait: Wait = NO_WAIT
+    wait_started: float = 0.0
+    wait_deadline: float = 0.0
+    waited_s: float = 0.0
+    has_company: bool = False
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that the sequence may still commit."""
+        return self.max_new - len(self.committed)
+
+    def likeliest(self, limit: int) -> list[int]:
+        """The likeliest pending path, at most `limit` tokens; the last token to commit needs no draft."""
+        return self.trie.likeliest(max(0, min(limit, self.num_left - 1)))
+
+    def own_draft(self, room: int) -> list[int]:
+        """The drafted tokens of a /v1/verify item, as far as there is room for them beside its prompt."""
+        return self.likeliest(min(self.num_own, room)) if self.num_own is not None else []
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Drops what the committed `tokens` contradict; what follows them stays pending."""
+        for token in tokens:
+            self.trie.advance(token)
