@@ -215,7 +215,7 @@ def test_the_bucket_fills_with_time() -> None:
     limiter = RateLimiter(2.0, clock=lambda: now)
     for _ in range(4):
         limiter.spend(b"a")
-    with pytest.raises(RequestError, match="2 requests a second"):
+    with pytest.raises(RequestError, match="2 requests per second"):
         limiter.spend(b"a")
     limiter.spend(b"b")
     now = 0.5

@@ -1,4 +1,4 @@
-"""Faults that nobody foresaw: what may be written about them, without anything of a request in it."""
+"""Logs unexpected faults without anything of a request."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ _log = logging.getLogger("outrider")
 
 
 def log_fault(error: BaseException) -> None:
-    """Logs type and place; the message only of errors that we word ourselves, since others may quote a prompt."""
+    """Logs type and place; the message only of our own errors, since others may quote a prompt."""
     said = f": {error}" if isinstance(error, OutriderError) else ""
     _log.error("%s%s\n%s", type(error).__name__, said, "".join(traceback.format_tb(error.__traceback__)))

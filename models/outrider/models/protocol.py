@@ -1,11 +1,11 @@
-"""The wire: every message that crosses between the agent and the verifier, as pydantic models.
+"""Defines the wire: every message between agent and verifier, as pydantic models.
 
-Imported by both sides, so it stays light: no server, no engine, no model library. Unknown keys are refused in requests
-and ignored in answers, so that a newer server can talk to an older agent. On the wire everything is JSON; only token
-ids cross, never probabilities. docs/protocol.md shows each message by example, with its bytes.
+Both sides import it, so it stays light: no server, no engine, no model library. Unknown keys are refused in requests
+and ignored in answers, so that a newer server can talk to an older agent. Everything is JSON; only token ids cross,
+never probabilities. docs/protocol.md shows each message by example, with its bytes.
 
-Positions: a session's `prompt` holds every token before the first one wanted (also those that an earlier session
-committed, when one is resumed); `base` counts tokens committed *in this session*.
+Positions: a session's `prompt` holds every token before the first one to generate, also those that an earlier session
+committed when one is resumed. `base` counts tokens committed *in this session*.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SamplingFields(_Request):
     seed: int = Field(default=0, ge=0, le=MAX_SEED)
 
     def sampling(self) -> SamplingParams:
-        """The same as the value that the sampler takes; raises SamplingError."""
+        """The sampler's parameters; raises SamplingError."""
         return SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
 
 
@@ -63,7 +63,7 @@ class SessionRequest(SamplingFields):
         default=None,
         ge=0.0,
         le=60_000.0,
-        description="a hint: how long after a commit the agent's drafts that know of it arrive; also measured",
+        description="a hint: time from a commit to the drafts that know of it; also measured",
     )
     tokenizer: str | None = Field(
         default=None, description="the agent's tokenizer fingerprint; a different one is refused"
@@ -86,8 +86,8 @@ class SessionOpen(_Answer):
 class Commit(_Answer):
     """Tokens that the target has committed. `base` is how many were committed before them.
 
-    accepted of proposed drafted tokens were right in this pass; both are left out of the JSON when nothing was
-    proposed. `type` is always left out: commits are most of what goes down, and an event without a type is one.
+    The target accepted `accepted` of `proposed` drafted tokens in this pass; both are left out of the JSON when nothing
+    was proposed. `type` is always left out: most events are commits, and an event without a type is one.
     """
 
     type: Literal["commit"] = "commit"
@@ -98,7 +98,7 @@ class Commit(_Answer):
 
 
 class Usage(_Answer):
-    """What a session took. target_passes counts forward passes that committed tokens (prompt chunks not counted)."""
+    """What a session took. target_passes counts forward passes that committed tokens, not prompt chunks."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -110,7 +110,7 @@ class Usage(_Answer):
 
 
 class SessionEnd(_Answer):
-    """Last event of a session's stream. `error` is there when reason is "error"."""
+    """Last event of a session's stream. `error` is set when reason is "error"."""
 
     type: Literal["end"] = "end"
     reason: EndReason
@@ -119,11 +119,11 @@ class SessionEnd(_Answer):
 
 
 class DraftRequest(_Request):
-    """POST /v1/sessions/{id}/drafts: what the device believes follows.
+    """POST /v1/sessions/{id}/drafts: the device's guesses.
 
     base: tokens the device has seen committed in this session. paths: whole guesses of what follows, likeliest first.
     Self-contained and idempotent: loss, duplication and reordering are harmless. Answered 204, or 409 `stale_draft`
-    when every path contradicts what was committed meanwhile (an agent ignores that: the commits are on their way).
+    when every path contradicts newer commits. An agent ignores that: those commits are on their way to it.
     """
 
     base: int = Field(ge=0)
@@ -133,9 +133,10 @@ class DraftRequest(_Request):
 
 
 class VerifyItem(SamplingFields):
-    """A stateless verification: a prefix, by its tokens or by the hash of one that the server still holds, and drafts.
+    """A stateless verification: a prefix and a draft. The prefix is given by its tokens, or by a hash that the server
+    holds.
 
-    With both, `prefix` are the tokens that follow the hashed prefix.
+    With both, `prefix` holds the tokens that follow the hashed prefix.
     """
 
     prefix: list[TokenId] = Field(default_factory=list)
@@ -155,7 +156,7 @@ class VerifyRequest(_Request):
 
 
 class ErrorBody(_Answer):
-    """What went wrong: `code` is stable and for programs, `message` for people; `param` names the offending field."""
+    """An error: `code` is stable and for programs, `message` is for people, `param` names the wrong field."""
 
     code: str
     message: str
@@ -170,9 +171,9 @@ class ErrorAnswer(_Answer):
 
 
 class VerifyResult(_Answer):
-    """The answer to one item: `tokens` are the accepted drafts and the token that follows them; or `error`.
+    """The answer to one item: `tokens` are the accepted drafted tokens and the one that follows them; or `error`.
 
-    prefix_hash names prefix + tokens, which the server holds for a while: send it instead of the tokens next time.
+    prefix_hash names prefix + tokens, which the server holds for a while: send it next time in place of the tokens.
     """
 
     accepted: int = 0
@@ -183,7 +184,7 @@ class VerifyResult(_Answer):
 
 
 class VerifyAnswer(_Answer):
-    """Results in the order of the items. `error` is there when every item failed with one HTTP status, the answer's."""
+    """Results in the order of the items. `error` is set when every item failed with one HTTP status, the answer's."""
 
     results: list[VerifyResult]
     error: ErrorBody | None = None
@@ -207,13 +208,12 @@ SessionEvent = SessionOpen | Commit | SessionEnd
 
 
 def parse_event(data: str | bytes) -> SessionEvent:
-    """One event of a session's stream, from what follows `data: `. Raises ValueError on anything else.
-
-    pydantic's ValidationError is a ValueError.
+    """Parses one event of a session's stream, from what follows `data: `. Raises ValueError on anything else;
+    pydantic's ValidationError is one.
     """
     raw = from_json(data)
     kind = raw.get("type", "commit") if isinstance(raw, dict) else None
     for message in (Commit, SessionOpen, SessionEnd):
         if kind == message.model_fields["type"].default:
             return message.model_validate(raw)
-    raise ValueError(f"an event of type {kind!r}; expected open, commit or end")
+    raise ValueError(f"the event has type {kind!r}; expected open, commit or end")

@@ -1,7 +1,7 @@
-"""The verifier's HTTP application.
+"""Builds the verifier's HTTP application.
 
-A request passes, from the outside in: the HTTP metrics, the error boundary, the body limit, the gate (keys and rate),
-the drafts endpoint (which answers its own route), and then FastAPI's router. All layers are plain ASGI.
+A request passes these layers, from the outside in: the HTTP metrics, the error boundary, the body limit, the gate (keys
+and rate), the drafts endpoint (which answers its own route), then FastAPI's router. All layers are plain ASGI.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COSTLY_PATHS: Final = ("/v1/sessions", "/v1/verify", "/v1/completions", "/v1/cha
 
 
 def create_app(engine: ServingEngine, model: ServedModel, settings: ServerSettings | None = None) -> FastAPI:
-    """The application over a started engine, which stays the caller's to stop. `app.state.core` is its Core."""
+    """The application over a started engine. The caller stops the engine. `app.state.core` is the app's Core."""
     settings = settings or ServerSettings()
     core = Core(engine, model, settings, Slots(settings.max_sessions))
     app = FastAPI(

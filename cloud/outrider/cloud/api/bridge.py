@@ -1,10 +1,10 @@
-"""From the engine's thread to the event loop: many events, one wake-up.
+"""Carries events from the engine's thread to the event loop, with one wake-up for many events.
 
-The engine calls a sink once per sequence and step. Waking the loop for each would cost a system call and a switch
-apiece on a core that the model may be using, so events are queued and the loop is woken once for all that are waiting.
+The engine calls a sink once per sequence and step. Waking the loop each time would cost a system call and a thread
+switch on a core that the model may be using. So events are queued, and the loop is woken once for all that wait.
 
-A mailbox is bounded by what its sequences may still commit (`max_tokens` each, one event at least one token): a client
-that never reads its stream makes nothing grow beyond that, and its place among its key's sessions stays taken.
+A mailbox is bounded by what its sequences may still commit: `max_tokens` each, at least one token per event. A client
+that never reads its stream cannot make it grow beyond that, and still counts among its key's sessions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Bridge:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def mailbox(self) -> Mailbox:
-        """A new mailbox, to be read on the running loop, which is the same at every call."""
+        """A new mailbox. Read it on the running loop, which must be the same at every call."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         return Mailbox(self)
@@ -42,7 +42,7 @@ class Bridge:
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
-                pass  # the loop is closed: nobody is left to tell
+                pass  # the loop is closed: nobody reads any more
 
     def _deliver(self) -> None:
         self._is_armed = False
@@ -52,7 +52,7 @@ class Bridge:
 
 
 class Mailbox:
-    """The events of a request's sequences, in order, told apart by the tag of their sink."""
+    """The events of a request's sequences, in order, each with the tag of its sink."""
 
     __slots__ = ("_bridge", "_items", "_waiter", "is_closed")
 
@@ -86,7 +86,7 @@ class Mailbox:
         self.poke()
 
     async def take(self) -> list[Delivery]:
-        """Everything that has arrived, waiting for something if need be; empty after a poke or when closed."""
+        """Everything that has arrived; waits until there is something. Empty after a poke or when closed."""
         if not self._items and not self.is_closed:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

@@ -1,4 +1,4 @@
-"""POST /v1/completions, /v1/chat/completions and GET /v1/models: target only, as the OpenAI API has them."""
+"""Answers the OpenAI-compatible routes, without drafts: completions, chat completions, models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def completion_routes(core: Core) -> APIRouter:
 
     @router.post("/v1/completions", response_model=openai.Completion)
     async def complete(request: Request) -> Response:
-        """Continues each prompt; n is 1, so choice i belongs to prompt i. With `stream`, server-sent events."""
+        """Continues each prompt; `n` is 1, so choice i belongs to prompt i. `stream` sends server-sent events."""
         arrived_s = time.monotonic()
         body = parse(openai.CompletionRequest, await request.body())
         prompts = await asyncio.to_thread(_encode_prompts, core, body.prompts())
@@ -39,7 +39,7 @@ def completion_routes(core: Core) -> APIRouter:
 
     @router.post("/v1/chat/completions", response_model=openai.ChatCompletion)
     async def chat(request: Request) -> Response:
-        """Answers a conversation, through the model's chat template. With `stream`, server-sent events."""
+        """Answers a conversation, through the model's chat template. `stream` sends server-sent events."""
         arrived_s = time.monotonic()
         body = parse(openai.ChatRequest, await request.body())
         prompt = await asyncio.to_thread(_encode_chat, core, body)
@@ -66,7 +66,8 @@ def _encode_chat(core: Core, body: openai.ChatRequest) -> list[int]:
     tokenizer = core.model.tokenizer
     if not tokenizer.has_chat_template:
         raise RequestError(
-            "no_chat_template", f"{core.model.name} has no chat template: it is no chat model. Use /v1/completions"
+            "no_chat_template",
+            f"{core.model.name} has no chat template, so it is not a chat model. Use /v1/completions",
         )
     try:
         text = tokenizer.apply_chat_template(
@@ -88,7 +89,12 @@ async def _answer(
 ) -> Response:
     body.refuse_unsupported()
     if body.model not in (None, "", core.model.name):
-        raise FieldError("model_not_found", f"this server has {core.model.name} only", param="model", status=404)
+        raise FieldError(
+            "model_not_found",
+            f"this server serves {core.model.name} only; GET /v1/models lists it",
+            param="model",
+            status=404,
+        )
     params = sampling_of(body.sampling)
     stop_ids = core.stop_set(body.stop_token_ids, body.ignore_eos)
     requests = [GenerateRequest(tuple(prompt), params, max_tokens, stop_ids) for prompt in prompts]
@@ -108,7 +114,7 @@ async def _answer(
     finally:
         generation.close()
     if generation.mailbox.is_closed:
-        return Response(status_code=499)  # the client has left: nobody reads this
+        return Response(status_code=499)  # the client has left
     answer = shape.whole(texts, reasons, completion_usage(generation.usage))
     return Response(answer.model_dump_json(), media_type="application/json")
 

@@ -1,9 +1,9 @@
-"""POST /v1/sessions/{id}/drafts, answered below the framework.
+"""Answers POST /v1/sessions/{id}/drafts, below the framework.
 
 A device posts drafts many times a second while the model computes on the same core, so this one route is a plain ASGI
-layer: the body is parsed once, into the engine it goes, and the answer is a bare 204. It is documented with the others
-(`openapi.py`), and its errors have the same shape; but a client that sends `Prefer: return=minimal` gets the one error
-that is no news to it, 409 for a stale draft, without a body.
+layer: the body is parsed once, the engine takes it, and the answer is a bare 204. `openapi.py` documents the route with
+the others, and its errors have the same shape. One exception: a client that sends `Prefer: return=minimal` gets 409 for
+a stale draft without a body.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BODY: Final = {"type": "http.response.body", "body": b""}
 
 
 def _prefers_minimal(scope: Scope) -> bool:
-    """Whether the client asks for answers without a body where the status says it all (RFC 7240, section 4.2)."""
+    """Whether the client asks for answers without a body where the status is enough (RFC 7240, section 4.2)."""
     return any(name == b"prefer" and b"return=minimal" in value for name, value in scope["headers"])
 
 

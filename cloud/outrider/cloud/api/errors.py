@@ -1,4 +1,4 @@
-"""Makes FastAPI's own refusals take the one JSON shape of errors."""
+"""Gives FastAPI's own errors the JSON shape of all errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HTTP_CODES: Final = {404: "not_found", 405: "method_not_allowed", 413: "body_to
 
 
 def install_handlers(app: FastAPI) -> None:
-    """Makes every refusal of the routes, and of the router itself, take the one shape."""
+    """Gives every error of the routes, and of the router itself, the one JSON shape."""
 
     async def on_request_error(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
@@ -30,7 +30,7 @@ def install_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         code = _HTTP_CODES.get(error.status_code, "invalid_request")
         message = {
-            404: f"there is no {request.url.path[:MAX_PARAM_CHARS]}; /openapi.json lists what there is",
+            404: f"there is no {request.url.path[:MAX_PARAM_CHARS]}; /openapi.json lists all paths",
             405: f"{request.method} is not allowed here; see the Allow header",
         }.get(error.status_code, str(error.detail))
         return error_response(RequestError(code, message, status=error.status_code), error.headers)

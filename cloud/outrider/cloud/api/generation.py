@@ -21,12 +21,12 @@ class _Choice:
     assembler: TextAssembler
     timer: CommitTimer
     is_over: bool = False
-    is_told: bool = False
+    has_ended_text: bool = False
 
 
 @dataclass(slots=True)
 class CallUsage:
-    """What all sequences of a call took together."""
+    """What all sequences of a call took, summed."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -35,7 +35,7 @@ class CallUsage:
     cached_prompt_tokens: int = 0
 
     def add(self, usage: SequenceUsage, num_tokens: int) -> None:
-        """Adds a sequence of which `num_tokens` made it into the text."""
+        """Adds a sequence; `num_tokens` of its tokens are in the text."""
         self.prompt_tokens += usage.prompt_tokens
         self.completion_tokens += num_tokens
         self.accepted_tokens += usage.accepted_tokens
@@ -45,7 +45,7 @@ class CallUsage:
 
 @dataclass(slots=True)
 class Generation:
-    """The sequences of one call, a choice each. `close` must be called at the end, however it ends."""
+    """The sequences of one call, one per choice. Call `close` at the end, however it ends."""
 
     core: Core
     owner: bytes
@@ -63,7 +63,7 @@ class Generation:
         stop_strings: Sequence[str],
         arrived_s: float,
     ) -> Generation:
-        """Submits a sequence for each request. Raises RequestError, with nothing left behind."""
+        """Submits a sequence for each request. Raises RequestError and leaves nothing behind."""
         generation = cls(core, owner, core.bridge.mailbox())
         core.slots.take(owner, len(requests))
         generation._num_slots = len(requests)
@@ -79,7 +79,7 @@ class Generation:
         return generation
 
     def close(self) -> None:
-        """Ends what still runs and gives the places back; may be called twice."""
+        """Ends what still runs and frees its slots; may be called twice."""
         for choice in self._choices:
             if not choice.is_over:
                 self.core.engine.cancel(choice.sequence_id)
@@ -88,9 +88,9 @@ class Generation:
             self._num_slots = 0
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """New text as it comes, each list being what was ready at once; an empty one after a poke of the mailbox.
+        """New text as it comes, one list per wake-up; an empty list after a poke of the mailbox.
 
-        Ends when all choices have, or the client has left. Raises RequestError if a sequence fails.
+        Ends when all choices have ended or the client has left. Raises RequestError if a sequence fails.
         """
         while not all(choice.is_over for choice in self._choices):
             arrived = await self.mailbox.take()
@@ -108,12 +108,12 @@ class Generation:
     def _commit(self, index: int, event: CommitEvent) -> list[Delta]:
         choice = self._choices[index]
         choice.timer.committed()
-        if choice.is_told:
+        if choice.has_ended_text:
             return []  # committed between the stop string and the cancellation
         text = choice.assembler.push(event.tokens)
         if choice.assembler.is_stopped:
             self.core.engine.cancel(choice.sequence_id)
-            choice.is_told = True
+            choice.has_ended_text = True
             return [Delta(index, text, "stop")]
         return [Delta(index, text)] if text else []
 
@@ -125,7 +125,7 @@ class Generation:
         if event.reason == "error":
             raise event.error or internal_error()
         self.usage.add(event.usage, choice.assembler.num_tokens)
-        if choice.is_told:
+        if choice.has_ended_text:
             return []
         text = choice.assembler.finish()
         is_stop = event.reason == "stop" or choice.assembler.is_stopped

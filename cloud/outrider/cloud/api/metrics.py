@@ -1,7 +1,7 @@
-"""What Prometheus reads at /metrics.
+"""Collects what Prometheus reads at /metrics.
 
-The engine's own numbers are taken from its snapshot when they are asked for; only what the HTTP side alone can see
-(requests, time to first token, time between commits) is recorded as it happens.
+The engine's numbers come from its snapshot at each scrape. Only what the HTTP side alone sees is recorded as it
+happens: requests, time to first token, time between commits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SLOW_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
 
 
 class Metrics:
-    """The server's metrics, in a registry of their own, so that two servers in one process do not meet."""
+    """The server's metrics, in a registry of their own, so that one process can hold two servers."""
 
     def __init__(self, stats: Callable[[], EngineStats], num_sessions: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
@@ -60,11 +60,11 @@ class Metrics:
         )
 
     def commit_timer(self, arrived_s: float) -> CommitTimer:
-        """A timer for one sequence; arrived_s: when its request came, by the monotonic clock."""
+        """A timer for one sequence; arrived_s: when its request arrived, by the monotonic clock."""
         return CommitTimer(self._ttft_s, self._gap_s, arrived_s)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
-        """All metrics in the text format that `accept` prefers, and that format's content type."""
+        """All metrics in the text format that `accept` prefers, and its content type."""
         encoder, content_type = choose_encoder(accept)
         return encoder(self._registry), content_type
 
@@ -129,6 +129,6 @@ class HttpMetrics:
 
 
 def _route(scope: Scope) -> str:
-    """The route's pattern, never the path itself: that would make a series of every session."""
+    """The route's pattern, never the path itself: each session would become a time series."""
     own = scope.get(ROUTE)
     return str(own or getattr(scope.get("route"), "path", "unmatched"))

@@ -1,4 +1,4 @@
-"""The OpenAPI document, complete: with bodies that are parsed by hand, streams, and the route below the framework."""
+"""Completes the OpenAPI document: bodies parsed by hand, streams, and the route below the framework."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BODIES: Final[dict[str, type[BaseModel]]] = {
     "/v1/completions": openai.CompletionRequest,
     "/v1/chat/completions": openai.ChatRequest,
 }
-# Path -> what one event of its stream may be.
+# Path -> the messages that its stream may carry.
 _STREAMS: Final[dict[str, tuple[type[BaseModel], ...]]] = {
     "/v1/sessions": (protocol.SessionOpen, protocol.Commit, protocol.SessionEnd),
     "/v1/completions": (openai.Completion, protocol.ErrorAnswer),
@@ -29,7 +29,7 @@ _STREAMS: Final[dict[str, tuple[type[BaseModel], ...]]] = {
 
 
 def install_openapi(app: FastAPI, *, needs_key: bool) -> None:
-    """Makes `app.openapi()` give the whole document; needs_key: whether calls must carry an API key."""
+    """Makes `app.openapi()` return the whole document. needs_key: calls must carry an API key."""
     generate = app.openapi
 
     def document() -> dict[str, Any]:

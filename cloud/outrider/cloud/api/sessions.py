@@ -1,4 +1,4 @@
-"""POST /v1/sessions and DELETE /v1/sessions/{id}: the event stream of one sequence.
+"""Opens and ends sessions: the event stream of one sequence.
 
 A session lives as long as its stream: when the client leaves, the sequence and its blocks are freed.
 """
@@ -83,15 +83,15 @@ def session_routes(core: Core) -> APIRouter:
     return router
 
 
-def bounded_patience(wanted_ms: float | None, max_ms: float | None) -> float | None:
-    """The session's bound on waiting for drafts under the server's; None leaves it to the engine."""
-    if wanted_ms is None or max_ms is None:
-        return max_ms if wanted_ms is None else wanted_ms
-    return min(wanted_ms, max_ms)
+def bounded_patience(asked_ms: float | None, max_ms: float | None) -> float | None:
+    """The smaller of the session's and the server's bound on waiting for drafts; None leaves it to the engine."""
+    if asked_ms is None or max_ms is None:
+        return max_ms if asked_ms is None else asked_ms
+    return min(asked_ms, max_ms)
 
 
 async def _events(opened: SessionOpen, mailbox: Mailbox, timer: CommitTimer) -> AsyncIterator[bytes]:
-    """The stream's bytes, to the end of the sequence or until the client has left."""
+    """The stream's bytes, until the sequence ends or the client leaves."""
     yield sse.encode(opened)
     while not mailbox.is_closed:
         chunk = b""
@@ -127,8 +127,8 @@ def session_usage(event: EndEvent) -> Usage:
 def encode_commit(event: CommitEvent) -> bytes:
     """`protocol.Commit` as an event. Written by hand: this runs once per sequence and step.
 
-    Commits are most of what goes down, so they carry no `type` (an event without one is a commit), and neither
-    `accepted` nor `proposed` when nothing was proposed.
+    Most events are commits. So they carry no `type` (an event without one is a commit), and no `accepted` or `proposed`
+    when nothing was proposed.
     """
     tokens = ",".join(map(str, event.tokens))
     if event.proposed:

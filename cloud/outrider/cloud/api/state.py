@@ -1,4 +1,4 @@
-"""What every route needs, in one place: the engine, the model it serves, the settings, and who has what open."""
+"""Holds what every route needs: the engine, the model that it serves, the settings, and the open sessions."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from outrider.models.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """How the server treats its callers.
+    """How the server treats its clients.
 
-    keys: who is let in. max_sessions: sequences that one key may have open in sessions and completions.
-    rate_per_s: requests a key may make that start work; 0 is no limit. max_patience_ms: bound on every session's
+    keys: the API keys. max_sessions: sequences that one key may have open in sessions and completions.
+    rate_per_s: requests that start work, per second and key; 0 is no limit. max_patience_ms: bound on every session's
     patience. keep_alive_s: silence on a stream after which a comment is sent.
     """
 
     keys: KeyRing = field(default_factory=KeyRing)
-    max_body_bytes: int = 1 << 20  # parsing more than this would hold up every stream
+    max_body_bytes: int = 1 << 20  # parsing more than this would delay every stream
     max_sessions: int = 256
     rate_per_s: float = 0.0
     max_patience_ms: float | None = None
@@ -35,7 +35,7 @@ class ServerSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model behind the engine, as clients see it. manifest: of its bundle; None for a model that has none."""
+    """The model behind the engine, as clients see it. manifest: its bundle's; None for a model without a bundle."""
 
     name: str
     tokenizer: Tokenizer
@@ -46,7 +46,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """An open session: the engine's sequence, and the key it belongs to."""
+    """An open session: the engine's sequence and the owner's key."""
 
     sequence_id: int
     owner: bytes
@@ -62,11 +62,11 @@ class SessionTable:
         return len(self._sessions)
 
     def add(self, session_id: str, session: Session) -> None:
-        """Makes a session known."""
+        """Adds a session."""
         self._sessions[session_id] = session
 
     def remove(self, session_id: str) -> None:
-        """Forgets a session."""
+        """Removes a session."""
         self._sessions.pop(session_id, None)
 
     def find(self, session_id: str, owner: bytes) -> Session:
@@ -75,8 +75,8 @@ class SessionTable:
         if session is None or session.owner != owner:
             raise RequestError(
                 "unknown_session",
-                "there is no such session: it has ended, or is on another server; open one with the prompt and the "
-                "tokens committed so far, and the text goes on",
+                "there is no such session: it has ended, or another server has it. To continue the text, open "
+                "a session with the prompt and the tokens committed so far",
                 status=404,
             )
         return session
@@ -84,7 +84,7 @@ class SessionTable:
 
 @dataclass(slots=True)
 class Core:
-    """Handed to every group of routes. is_draining: the server is on its way down and takes no new work."""
+    """What every group of routes shares. is_draining: the server is shutting down and takes no new work."""
 
     engine: ServingEngine
     model: ServedModel

@@ -1,6 +1,6 @@
-"""POST /v1/verify: batched, stateless verification.
+"""Answers POST /v1/verify: batched, stateless verification.
 
-Items are validated, submitted and answered one by one, so that a bad one fails alone; in the engine they share steps
+Items are validated, submitted and answered one by one, so that a bad one fails alone. In the engine they share steps
 with each other and with everything else.
 """
 
@@ -31,7 +31,7 @@ _FINISHED: Final[dict[str, Literal["stop", "length", "context"]]] = {
 
 
 class _Envelope(BaseModel):
-    """`protocol.VerifyRequest` with the items not looked into yet."""
+    """`protocol.VerifyRequest`, its items not validated yet."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -47,8 +47,8 @@ def verify_routes(core: Core) -> APIRouter:
     async def verify(request: Request) -> Response:
         """Runs one verification pass for each item.
 
-        Answers in the items' order; an item that fails has `error`. When no item could be answered and all failed with
-        one HTTP status, so is the whole answer's (a lone `prefix_not_held`: 409), with `error` beside `results`.
+        Results come in the items' order; an item that fails has `error`. When all items fail with one HTTP status, the
+        whole answer has that status (a lone `prefix_not_held`: 409) and `error` beside `results`.
         """
         envelope = parse(_Envelope, await request.body())
         core.require_tokenizer(envelope.tokenizer)
@@ -64,7 +64,7 @@ def verify_routes(core: Core) -> APIRouter:
 
 
 class _Batch:
-    """The items of one call: what has been submitted, and what has come back."""
+    """The items of one call: submitted ones, and results so far."""
 
     def __init__(self, core: Core, items: Sequence[Any]) -> None:
         self.mailbox: Mailbox = core.bridge.mailbox()
@@ -108,7 +108,7 @@ class _Batch:
         return GenerateRequest(
             prompt=tuple(item.prefix),
             params=params,
-            # Unset, one pass is the only bound; no pass commits as much as the model has positions.
+            # Unset, one pass is the only bound; no pass commits as many tokens as the model has positions.
             max_tokens=item.max_tokens or self._core.engine.limits.max_positions,
             stop_ids=self._core.stop_set(item.stop_ids, item.ignore_eos),
             patience_ms=0.0,
@@ -140,5 +140,7 @@ class _Batch:
 
 
 def shutting_down() -> RequestError:
-    """What a call learns whose sequences the server's end cut short."""
-    return RequestError("shutting_down", "the server shut down before this was done; use another one", status=503)
+    """Raised to a caller whose sequences were ended by shutdown."""
+    return RequestError(
+        "shutting_down", "the server shut down before the request was complete; use another server", status=503
+    )

@@ -1,4 +1,4 @@
-"""Which blocks each sequence holds: prefix sharing, growth, parking. Who must give way is the engine's decision."""
+"""Gives blocks to sequences: prefix sharing, growth, parking. The scheduler decides who gives way."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from outrider.cloud.engine.sequence_state import SequenceState
 
 
 class SequenceCache:
-    """The block pool as sequences see it. The engine's thread owns it, but for `take_parked`."""
+    """The block pool as sequences see it. The engine's thread owns it, except for `take_parked`."""
 
     def __init__(self, num_blocks: int, block_size: int, *, max_parked: int, share_prefixes: bool) -> None:
         self.pool = BlockPool(num_blocks, block_size)
@@ -26,13 +26,13 @@ class SequenceCache:
         return self._parked.num_blocks
 
     def grow(self, sequence: SequenceState, length: int) -> bool:
-        """Gives `sequence` blocks for `length` tokens, at the cost of idle blocks and parked prefixes if need be.
+        """Gives `sequence` blocks for `length` tokens; takes idle blocks and parked prefixes if necessary.
 
-        False, and nothing changed for the sequence, when there are not enough.
+        False, with the sequence unchanged, when there are not enough.
         """
         needed = -(-length // self.pool.block_size) - len(sequence.blocks)
         if needed > self.pool.num_available + self._parked.num_blocks:
-            return False  # giving up parked prefixes would not do either
+            return False  # not enough even without the parked prefixes
         while needed > self.pool.num_available:
             if not self._parked.evict_one():
                 return False
@@ -41,7 +41,7 @@ class SequenceCache:
         return True
 
     def match_prefix(self, sequence: SequenceState) -> None:
-        """Takes over blocks that hold the sequence's own beginning; at least its last token is left to be run."""
+        """Takes shared blocks that hold the sequence's beginning; leaves at least its last token to run."""
         if sequence.blocks or not self._share_prefixes:
             return
         size, hashes, parent = self.pool.block_size, [], ROOT_HASH
@@ -54,7 +54,7 @@ class SequenceCache:
         sequence.usage.cached_prompt_tokens = min(sequence.computed, sequence.usage.prompt_tokens)
 
     def register_full_blocks(self, sequence: SequenceState) -> None:
-        """Makes blocks known by hash once all their tokens are committed and computed: nobody writes to them again."""
+        """Registers full blocks by hash once all their tokens are committed and computed: they never change again."""
         size = self.pool.block_size
         while (len(sequence.hashes) + 1) * size <= sequence.computed:
             index = len(sequence.hashes)
@@ -65,7 +65,7 @@ class SequenceCache:
                 self.pool.register(sequence.blocks[index], content)
 
     def drop(self, sequence: SequenceState) -> None:
-        """Takes all blocks from the sequence; its tokens will have to be run again."""
+        """Releases all blocks of the sequence; its tokens must be run again."""
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.hashes, sequence.computed = [], [], 0
 
@@ -83,6 +83,6 @@ class SequenceCache:
         self._parked.park(prefix)
 
     def release_parked(self) -> None:
-        """Gives up every parked prefix."""
+        """Releases every parked prefix."""
         while self._parked.evict_one():
             pass

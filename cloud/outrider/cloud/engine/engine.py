@@ -1,7 +1,7 @@
-"""The engine: sequences join and leave between steps, and each step is admit, gather, forward, commit, emit.
+"""Runs sequences together: they join and leave between steps. A step: admit, gather, forward, commit, emit.
 
-Knows nothing of HTTP or of which model runs. One thread calls `step`; `submit`, `draft`, `cancel` and `stats` may be
-called from any. The output is a pure function of target, prompt, parameters and seed: drafts, batching, chunking,
+Knows neither HTTP nor the model. One thread calls `step`; any thread may call `submit`, `draft`, `cancel` and `stats`.
+The output is a pure function of target, prompt, parameters and seed: drafts, batching, chunking,
 preemption and prefix sharing change when a token is committed, never which (up to float rounding in the runtime: see
 docs/exactness.md).
 """
@@ -31,7 +31,7 @@ from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.faults import log_fault
 from outrider.models.runtimes.base import BatchRuntime, ModelLimits, PickingRuntime, SequenceSlice
 
-# Logits [rows, V], or for each row the pick that the runtime has made of it.
+# Logits [rows, V], or for each row the token that the runtime picked.
 Rows = NDArray[np.float32] | list[int | None]
 
 
@@ -87,11 +87,11 @@ class Engine:
         # Also counts those that the engine has not looked at yet.
         num_waiting = len(self._sequences) - len(self._scheduler.running)
         if num_waiting >= self._config.max_queue:
-            raise RequestError("overloaded", f"{num_waiting} requests wait already; try again later", status=503)
+            raise RequestError("overloaded", f"{num_waiting} requests are queued already; try again later", status=503)
         held = self._cache.take_parked(request.prefix_hash) if request.prefix_hash else None
         if request.prefix_hash and held is None:
             raise RequestError(
-                "prefix_not_held", "this prefix is not held (any more); send its tokens instead of the hash", status=409
+                "prefix_not_held", "this prefix is not held here; send its tokens in place of the hash", status=409
             )
         try:
             check_request(request, len(held.tokens) if held else 0, self._limits)
@@ -125,18 +125,20 @@ class Engine:
         """
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
-            raise RequestError("unknown_session", "no such session: it has ended, or never was here", status=404)
+            raise RequestError(
+                "unknown_session", "there is no such session: it has ended, or another server has it", status=404
+            )
         arrived = self._clock()
         try:
             check_draft(base, paths, sequence.generated, self._limits)
         except RequestError as error:
-            if error.code == "stale_draft":  # even so it tells how long the device takes to answer
+            if error.code == "stale_draft":  # even a stale draft shows how long the device takes to answer
                 self._inbox.append(lambda: self._drafting.merge(sequence.drafts, base, paths, arrived))
             raise
         self._inbox.append(lambda: self._drafting.merge(sequence.drafts, base, paths, arrived))
 
     def cancel(self, sequence_id: int) -> None:
-        """Ends a sequence early; nothing happens if it is over."""
+        """Ends a sequence early; does nothing if it is over."""
         self._inbox.append(lambda: self._cancel(sequence_id))
 
     def stats(self) -> EngineStats:
@@ -171,8 +173,8 @@ class Engine:
             rows = self._forward(shares)
             num_rows = sum(share.num_rows for share in shares)
             if len(rows) != num_rows:
-                raise ModelFault(f"the runtime gave {len(rows)} rows of logits for {num_rows}")
-        except Exception as error:  # whatever a runtime raises ends its requests, not the engine
+                raise ModelFault(f"the runtime returned {len(rows)} rows of logits; expected {num_rows}")
+        except Exception as error:  # a runtime's fault ends its requests, not the engine
             self._fail(shares, error)
             return 0.0
         ran = self._clock()
@@ -183,7 +185,7 @@ class Engine:
         return 0.0
 
     def _forward(self, shares: Sequence[Share]) -> Rows:
-        """Rows of logits, or the picks themselves where the runtime makes them."""
+        """Rows of logits, or the picks where the runtime makes them."""
         slices = [share.as_slice() for share in shares]
         if not isinstance(self._runtime, PickingRuntime):
             return self._runtime.forward(slices)
@@ -200,7 +202,7 @@ class Engine:
             self._scheduler.queue.append(sequence)
 
     def _commit(self, shares: Sequence[Share], rows: Rows, now: float) -> None:
-        """Picks row by row, accepts drafted tokens while they equal the picks, and tells the sinks."""
+        """Picks row by row, accepts drafted tokens while they equal the picks, and notifies the sinks."""
         first = 0
         for share in shares:
             own = rows[first : first + share.num_rows]
@@ -223,7 +225,7 @@ class Engine:
                 self._take_tokens(share, tokens, now)
 
     def _take_tokens(self, share: Share, tokens: list[int], now: float) -> None:
-        """Makes the picked tokens part of the sequence, tells its sink, and ends it if they end it."""
+        """Appends the picked tokens to the sequence, notifies its sink, and ends it where they end it."""
         sequence = share.sequence
         base, proposed, accepted = len(sequence.generated), len(share.drafted), len(tokens) - 1
         pending = sequence.drafts.trie.likeliest(self._config.max_draft)
@@ -256,7 +258,7 @@ class Engine:
             self._finish(sequence, "cancelled")
 
     def _finish(self, sequence: SequenceState, reason: SequenceEndReason, error: RequestError | None = None) -> None:
-        """Gives back everything the sequence holds, or parks it, and tells its sink."""
+        """Frees everything the sequence holds, or parks it, and notifies its sink."""
         del self._sequences[sequence.id]
         self._scheduler.remove(sequence)
         name = None
@@ -275,9 +277,9 @@ class Engine:
             self._finish(share.sequence, "error", fault)
 
     def reset(self, error: Exception) -> None:
-        """After a step that raised, which is a bug of ours: ends every sequence with an error and starts afresh.
+        """Ends every sequence with an error and starts afresh, after a step that raised (a bug of ours).
 
-        Blocks and books may be in any state then, so they are not trusted: the cache begins empty.
+        Blocks and books may be in any state, so they are not trusted: the cache starts empty.
         """
         log_fault(error)
         self._totals.faults += 1
@@ -290,11 +292,11 @@ class Engine:
             self._totals.finished += 1
             try:
                 sequence.sink(EndEvent("error", sequence.usage, fault))
-            except Exception as second:  # a sink that raises may be what brought us here
+            except Exception as second:  # a sink that raises may be the cause
                 log_fault(second)
 
     def shut_down(self) -> None:
-        """Ends every sequence with reason "shutdown" and gives all blocks back; the engine can be used again."""
+        """Ends every sequence with reason "shutdown" and frees all blocks; the engine can be used again."""
         self._read_inbox()
         for sequence in list(self._sequences.values()):
             self._finish(sequence, "shutdown")
@@ -307,12 +309,12 @@ class Engine:
         if blocks is None:
             raise ConfigError(
                 f"the KV cache has {self._cache.pool.num_blocks} blocks of {self._cache.pool.block_size} tokens, "
-                "too few even to measure a step; give it more (--kv-cache-mb)"
+                "too few to measure a step; raise --kv-cache-mb"
             )
         try:
             self._runtime.forward([SequenceSlice([0] * context, 0, blocks, 1)])
             sizes = [n for n in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32) if n <= max_tokens]
-            for n in sizes:  # untimed: a runtime may prepare itself for a shape that is new to it
+            for n in sizes:  # untimed: a runtime may prepare for a new shape
                 self._runtime.forward([SequenceSlice([0] * n, context, blocks, n)])
             for n in sizes * repeats:
                 started = self._clock()

@@ -1,4 +1,4 @@
-"""Caches of finished /v1/verify passes, kept under the hash of their tokens for the call that continues them."""
+"""Keeps the caches of finished /v1/verify passes, by the hash of their tokens, for the call that continues them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class ParkedPrefix:
 
 
 def prefix_hash(tokens: tuple[int, ...]) -> str:
-    """The name of a prefix on the wire: 32 hexadecimal digits over all its token ids."""
+    """The prefix's name on the wire: 32 hexadecimal digits over all its token ids."""
     return chain_hash(ROOT_HASH, tokens).hex()
 
 
 class ParkedPrefixes:
-    """Least-recently-parked go first. `take` may be called from any thread; blocks are released on the engine's."""
+    """Prefixes kept, evicted oldest first. Any thread may call `take`; the engine's thread releases blocks."""
 
     def __init__(self, pool: BlockPool, max_parked: int) -> None:
         self._pool = pool
@@ -38,12 +38,12 @@ class ParkedPrefixes:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that all of them hold together; prefixes may share some."""
+        """Blocks that all prefixes hold; they may share some."""
         with self._lock:
             return len({block for entry in self._entries.values() for block in entry.blocks})
 
     def park(self, prefix: ParkedPrefix) -> str:
-        """Keeps the prefix, and the references on its blocks with it; returns its hash. Engine's thread only."""
+        """Keeps the prefix with its references on blocks; returns its hash. Engine's thread only."""
         name = prefix_hash(prefix.tokens)
         with self._lock:
             older = self._entries.pop(name, None)
@@ -54,12 +54,12 @@ class ParkedPrefixes:
         return name
 
     def take(self, name: str) -> ParkedPrefix | None:
-        """Hands the prefix over with its references; None when it is not held (any more)."""
+        """Hands the prefix over with its references; None when it is not held."""
         with self._lock:
             return self._entries.pop(name, None)
 
     def evict_one(self) -> bool:
-        """Gives up the oldest; False when there is none. Engine's thread only."""
+        """Releases the oldest; False when there is none. Engine's thread only."""
         with self._lock:
             if not self._entries:
                 return False

@@ -1,7 +1,7 @@
-"""Blocks of the KV cache: reference-counted, reused by content hash, evicted least-recently-used.
+"""Manages blocks of the KV cache: reference-counted, reused by content hash, evicted least-recently-used.
 
-Knows numbers and hashes only, no tensors. A block is in one of three states: free (content worthless), in use
-(one reference or more), or idle (no reference, but its content is known by hash and can be taken up again).
+Knows numbers and hashes, no tensors. A block is free (content worthless), in use (one reference or more), or idle (no
+reference, but its content is known by hash and can be reused).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOT_HASH = b""
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Hash (16 bytes) of a prefix: that of the prefix before it, and the tokens that follow."""
+    """Hash (16 bytes) of a prefix: of the parent prefix's hash and the tokens that follow it."""
     return hashlib.blake2b(parent + np.asarray(tokens, dtype="<i8").tobytes(), digest_size=16).digest()
 
 
@@ -39,11 +39,11 @@ class BlockPool:
 
     @property
     def num_in_use(self) -> int:
-        """Blocks that somebody references."""
+        """Blocks with a reference."""
         return self.num_blocks - self.num_available
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one reference each, or None (and nothing taken) when there are not as many."""
+        """`count` blocks with one reference each; None, with nothing taken, when there are too few."""
         if count > self.num_available:
             return None
         return [self._take() for _ in range(count)]
@@ -58,7 +58,7 @@ class BlockPool:
         return block
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drops one reference of each. Later blocks become idle first, so that a prefix outlives what followed it."""
+        """Drops one reference of each. Later blocks become idle first, so that a prefix outlives its continuation."""
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} released twice"
             self._references[block] -= 1
@@ -69,9 +69,9 @@ class BlockPool:
                     self._free.append(block)
 
     def register(self, block: int, content: bytes) -> None:
-        """Says that a block in use is full, final, and holds the prefix that `content` hashes.
+        """Records that a block in use is full and final and holds the prefix that `content` hashes.
 
-        The first block registered under a hash keeps it; an equal one stays anonymous.
+        The first block registered under a hash keeps it; a later equal one stays anonymous.
         """
         assert self._references[block] > 0, f"block {block} registered while not in use"
         if content not in self._block_of and block not in self._hash_of:
@@ -79,7 +79,7 @@ class BlockPool:
             self._hash_of[block] = content
 
     def match(self, contents: Iterable[bytes]) -> list[int]:
-        """The longest run of known blocks for these hashes, in order, with a reference taken on each."""
+        """The longest run of known blocks for these hashes, in order; takes a reference on each."""
         matched: list[int] = []
         for content in contents:
             block = self._block_of.get(content)

@@ -1,4 +1,4 @@
-"""What the engine refuses, before anything of it reaches the model."""
+"""Checks requests before they reach the model."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) 
 
 
 def check_draft(base: int, paths: Sequence[Sequence[int]], generated: Sequence[int], limits: ModelLimits) -> None:
-    """Raises RequestError `draft_ahead`, `token_out_of_range`, or `stale_draft` when no path is of use any more."""
-    committed = len(generated)  # grows meanwhile; a draft found useful here may still turn out stale at the merge
+    """Raises RequestError `draft_ahead`, `token_out_of_range`, or `stale_draft` when no path is of use."""
+    committed = len(generated)  # grows meanwhile: a useful draft may be stale at the merge
     if base > committed:
         raise RequestError(
             "draft_ahead",
-            f"base is {base}, but only {committed} tokens were committed; base counts tokens seen committed",
+            f"base is {base}, but {committed} tokens are committed; send the number of committed tokens received",
         )
     overlap = committed - base
     is_live = False
@@ -42,7 +42,7 @@ def check_draft(base: int, paths: Sequence[Sequence[int]], generated: Sequence[i
     if not is_live:
         raise RequestError(
             "stale_draft",
-            f"{committed} tokens are committed by now, and every path contradicts them or ends there",
+            f"{committed} tokens are committed, and every path contradicts them or ends there",
             status=409,
         )
 

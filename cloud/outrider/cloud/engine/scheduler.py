@@ -1,7 +1,7 @@
-"""Who takes part in a step, with which tokens, and who must give way when blocks run out.
+"""Decides who takes part in a step, with which tokens, and who gives way when blocks run out.
 
-Decoding sequences come first, then their drafts, then prompt chunks in what is left of the step's token budget. Knows
-blocks and drafts, but neither the model nor what is picked.
+Decoding sequences come first, then their drafts, then prompt chunks in the rest of the step's token budget. Knows
+blocks and drafts, but neither the model nor the picks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.models.runtimes.base import SequenceSlice
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one sequence does in a step: runs `new` tokens, the last of them `drafted`.
+    """One sequence's part of a step: `new` tokens to run, the last of them `drafted`.
 
     is_complete: the tokens reach the sequence's end, so the target picks its next token in this step.
     """
@@ -37,7 +37,7 @@ class Share:
         return 1 + len(self.drafted) if self.is_complete else 0
 
     def as_slice(self) -> SequenceSlice:
-        """The same in the runtime's terms."""
+        """The same for the runtime."""
         return SequenceSlice(self.new, self.sequence.computed, self.sequence.blocks, self.num_rows)
 
 
@@ -53,14 +53,14 @@ class Scheduler:
         self.running: list[SequenceState] = []  # oldest first
 
     def remove(self, sequence: SequenceState) -> None:
-        """Takes a sequence out, wherever it is; its blocks are the caller's business."""
+        """Removes a sequence, queued or running; the caller frees its blocks."""
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.queue:
             self.queue.remove(sequence)
 
     def admit(self) -> None:
-        """Takes queued sequences in, in order, while there is room for the tokens they have and for the next one."""
+        """Admits queued sequences in order, while there is room for their tokens and the next one."""
         while self.queue and len(self.running) < self._config.max_running:
             sequence = self.queue[0]
             self._cache.match_prefix(sequence)
@@ -71,7 +71,7 @@ class Scheduler:
             self.running.append(self.queue.popleft())
 
     def gather(self, now: float) -> list[Share]:
-        """Who takes part with which tokens: all that decode, then their drafts, then prompt chunks in what is left."""
+        """Who takes part, with which tokens: decoding sequences, their drafts, then prompt chunks in the rest."""
         for sequence in self.running:
             sequence.drafts.has_company = len(self.running) > 1
         ready = [s for s in self.running if not self._is_waiting(s, now)]
@@ -81,7 +81,7 @@ class Scheduler:
         drafts = self._drafting.choose(
             [s.drafts for s in decoding], budget // 2 if has_prompts else budget, is_busy=bool(self.queue)
         )
-        # However busy a step is, prompts go on in it, by a block at least: nobody waits for a first token for ever.
+        # However full a step is, a prompt advances by at least a block: every sequence gets its first token.
         budget = max(budget - sum(map(len, drafts.values())), self._cache.pool.block_size)
         shares: list[Share] = []
         for sequence in ready:
@@ -96,7 +96,7 @@ class Scheduler:
                 drafted = drafts.get(sequence.drafts, [])
             length = sequence.computed + len(new)
             if drafted and sequence in self.running and not self._cache.grow(sequence, length + len(drafted)):
-                drafted = []  # nobody gives way for a guess
+                drafted = []  # no sequence gives way for a guess
             if self._reserve(sequence, length + len(drafted), shares):
                 budget -= len(new) + len(drafted) if is_prompt else 0
                 shares.append(Share(sequence, [*new, *drafted], drafted, is_complete))
@@ -109,13 +109,13 @@ class Scheduler:
         return is_waiting
 
     def _reserve(self, sequence: SequenceState, length: int, planned: Sequence[Share]) -> bool:
-        """Blocks for `length` tokens, for which the youngest sequences give way; False if it had to give way itself."""
+        """Reserves blocks for `length` tokens; the youngest sequences give way. False if this one had to."""
         if sequence not in self.running:
-            return False  # preempted for an older one just now
+            return False  # just preempted for an older one
         taking_part = {id(share.sequence) for share in planned}
         while not self._cache.grow(sequence, length):
             idle = next((s for s in reversed(self.queue) if s.blocks), None)
-            if idle is not None:  # continues a parked prefix and has not been admitted yet
+            if idle is not None:  # continues a parked prefix, not admitted yet
                 self._cache.drop(idle)
                 continue
             victim = next(s for s in reversed(self.running) if id(s) not in taking_part)
@@ -125,7 +125,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: SequenceState) -> None:
-        """Sends a sequence back to the head of the queue; what it has committed stays, its cache is computed again."""
+        """Moves a sequence to the head of the queue. Its tokens stay; its cache is computed again."""
         self.running.remove(sequence)
         self._cache.drop(sequence)
         self.queue.appendleft(sequence)

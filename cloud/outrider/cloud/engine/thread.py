@@ -1,4 +1,4 @@
-"""Drives an Engine on a thread of its own, so that model calls never block an event loop."""
+"""Runs an Engine on a thread of its own, so that model calls never block an event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.models.runtimes.base import ModelLimits
 
 
 class EngineThread:
-    """The engine with a thread around it. All methods may be called from any thread; sinks run on its own."""
+    """An engine on its own thread, on which sinks run. Any thread may call any method."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -30,11 +30,11 @@ class EngineThread:
         return self._engine.limits
 
     def start(self) -> None:
-        """Starts the thread; once."""
+        """Starts the thread. Call it once."""
         self._thread.start()
 
     def stop(self, *, drain_s: float = 0.0) -> None:
-        """Refuses new work, lets what runs finish for up to `drain_s` seconds, ends the rest, joins the thread."""
+        """Refuses new work, lets running sequences finish for up to `drain_s` seconds, then ends the rest. Blocking."""
         with self._gate:
             self._is_draining = True
         deadline = time.monotonic() + drain_s
@@ -48,9 +48,9 @@ class EngineThread:
 
     def submit(self, request: GenerateRequest, sink: Sink) -> int:
         """As `Engine.submit`; also raises RequestError `shutting_down`."""
-        with self._gate:  # or a request could slip in behind the engine's last look at its inbox
+        with self._gate:  # otherwise a request could arrive after the engine's last look at its inbox
             if self._is_draining:
-                raise RequestError("shutting_down", "the server is shutting down; use another one", status=503)
+                raise RequestError("shutting_down", "the server is shutting down; use another server", status=503)
             sequence_id = self._engine.submit(request, sink)
         self._wake.set()
         return sequence_id
@@ -71,10 +71,10 @@ class EngineThread:
 
     def _run(self) -> None:
         while not self._is_stopping:
-            self._wake.clear()  # before the inbox is read: what arrives from here on wakes the wait below
+            self._wake.clear()  # before the inbox is read: later arrivals end the wait below
             try:
                 delay_s = self._engine.step()
-            except Exception as error:  # a bug of ours must not leave every client hanging
+            except Exception as error:  # a bug of ours must not hang every client
                 self._engine.reset(error)
                 delay_s = 0.0
             if delay_s is None:
@@ -82,4 +82,4 @@ class EngineThread:
             if delay_s != 0.0:
                 self._wake.wait(timeout=delay_s)
         self._engine.shut_down()
-        self._is_idle.set()  # a slower `stop` that still waits has nothing left to wait for
+        self._is_idle.set()  # a `stop` that still waits can return

@@ -1,1 +1,1 @@
-"""Pending drafts of a sequence and the decisions about them, for any engine."""
+"""Pending drafts, and the decisions about them, for any engine."""

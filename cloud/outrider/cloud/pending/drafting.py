@@ -8,8 +8,8 @@ from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepTimeCurve
 from outrider.cloud.pending.policy import NO_WAIT, Policy, choose_drafts, longest_wait, plan_wait
 
-_MAX_WAITED_FOR = 8  # drafted tokens: what more would add to a pass is never worth a longer wait
-_LIKELY = 0.05  # survival under which a drafted token is not worth its place even when passes are all that counts
+_MAX_WAITED_FOR = 8  # drafted tokens: more of them are never worth a longer wait
+_LIKELY = 0.05  # survival below which a drafted token is not verified even when only passes count
 
 
 class Drafting:
@@ -95,7 +95,7 @@ class Drafting:
         """
         if not decoding:
             return {}
-        # An item of /v1/verify asks for all of its draft to be verified, and pays nothing for its neighbours' choice.
+        # A /v1/verify item gets its whole draft verified, whatever its neighbours choose.
         chosen: dict[PendingDrafts, list[int]] = {}
         for drafts in decoding:
             if drafts.num_own is not None:
@@ -114,7 +114,7 @@ class Drafting:
 
 
 def _all_likely(survivals: Sequence[Sequence[float]], budget: int) -> list[int]:
-    """For when passes are scarce: all that is likely, in turn, at most `budget` in all."""
+    """For scarce passes: all that is likely, sequence by sequence, at most `budget` in all."""
     counts = []
     for row in survivals:
         counts.append(min(sum(p >= _LIKELY for p in row), budget))

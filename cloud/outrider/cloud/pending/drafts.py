@@ -1,4 +1,4 @@
-"""Holds the drafts that wait to be verified for one sequence, and what was measured of the device that sends them."""
+"""Holds the pending drafts of one sequence, and what was measured of its device."""
 
 from __future__ import annotations
 

@@ -26,12 +26,12 @@ def choose_drafts(
 ) -> list[int]:
     """How many drafted tokens each sequence verifies in this step.
 
-    survivals: for each sequence, P(its first i + 1 pending tokens are all right), i = 0, 1, ... (not increasing).
-    num_fixed: tokens in the step whatever is decided here. num_committing: sequences that will commit at least one.
+    survivals: for each sequence, P(its first i + 1 pending tokens are all accepted), i = 0, 1, ... (not increasing).
+    num_fixed: tokens in the step without drafts. num_committing: sequences that will commit at least one.
     step_s: seconds of a step of 1, 2, ... tokens; must cover num_fixed + budget. budget: drafted tokens at most.
 
     Takes tokens by falling probability and stops at the count where expected tokens per second is highest: the optimum,
-    because a step's time depends on how many tokens it has and not on whose they are.
+    because a step's time depends on the number of its tokens, not on whose they are.
     """
     order = sorted(((p, s) for s, row in enumerate(survivals) for p in row), reverse=True)[:budget]
     counts = [0] * len(survivals)
@@ -55,11 +55,11 @@ class Wait:
 NO_WAIT = Wait(0, 0.0)
 
 ENOUGH_ANSWERS = 0.5
-"""Share of waits that drafts must have ended for another to be tried."""
+"""Share of waits that a draft must have ended for another wait to be tried."""
 
 
 def longest_wait(lag_s: float) -> float:
-    """Half as long again as expected, and a little for timers: past that the draft is late and the step goes on."""
+    """Half as long again as expected, plus a margin for timers; after that the draft is late."""
     return 1.5 * lag_s + 0.003
 
 

@@ -1,6 +1,6 @@
-"""Pending drafts of one sequence: a trie rooted at the last committed token.
+"""Keeps a sequence's pending drafts in a trie rooted at the last committed token.
 
-Committing walks down, so whatever is still consistent with the truth stays pending and the rest is forgotten.
+A commit moves the root down: what is consistent with it stays pending, the rest is dropped.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ class _Node:
 
 
 class DraftTrie:
-    """What may follow the last committed token, by the device's guesses."""
+    """The device's guesses of what follows the last committed token."""
 
     __slots__ = ("_num_nodes", "_root")
 
     def __init__(self) -> None:
         self._root = _Node()
-        self._num_nodes = 0  # upper bound: branches that commits cut off are counted until the trie is empty
+        self._num_nodes = 0  # upper bound: dropped branches count until the trie is empty
 
     def __bool__(self) -> bool:
         return bool(self._root.children)
 
     def merge(self, path: Sequence[int], *, prefer: bool) -> None:
-        """Adds a path. With `prefer` it becomes the likeliest; otherwise it only fills what has no opinion yet.
+        """Adds a path. With `prefer` it becomes the likeliest; otherwise only where no path was there before.
 
-        A trie of MAX_NODES takes no more nodes: the rest of the path is dropped, which a draft may always be.
+        At MAX_NODES nodes the rest of the path is dropped, which is always allowed.
         """
         node = self._root
         for token in path:
@@ -48,7 +48,7 @@ class DraftTrie:
             node = child
 
     def advance(self, token: int) -> None:
-        """Commits one token: its subtree is what stays pending."""
+        """Commits one token: its subtree stays pending."""
         child = self._root.children.get(token)
         if child is None:
             self.clear()
@@ -67,6 +67,6 @@ class DraftTrie:
         return path
 
     def clear(self) -> None:
-        """Forgets everything."""
+        """Drops everything."""
         self._root = _Node()
         self._num_nodes = 0

@@ -1,1 +1,1 @@
-"""What every HTTP endpoint of ours shares: OpenAI messages, event streams, limits, keys. Loaded by servers only."""
+"""Shared by all our HTTP endpoints: OpenAI messages, event streams, limits, keys. Only servers load it."""

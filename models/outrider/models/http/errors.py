@@ -1,6 +1,6 @@
-"""Every error's way to the client: one JSON shape, a stable code, the status that a client library expects.
+"""Turns errors into answers: one JSON shape, a stable code, the status that a client library expects.
 
-What went wrong inside is logged by type and place, never sent, and never with the text or the tokens of a request.
+Internal faults are logged by type and place. They are never sent, and never logged with a request's text or tokens.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from outrider.models.protocol import ErrorAnswer, ErrorBody
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 MAX_PARAM_CHARS: Final = 100
-"""Of a client's own words that an error repeats: a field's name, a path."""
+"""Longest piece of a request that an error quotes: a field's name, a path."""
 
 
 class Invalid(Protocol):
-    """What a failed validation offers: pydantic's ValidationError, or FastAPI's RequestValidationError."""
+    """A failed validation: pydantic's ValidationError or FastAPI's RequestValidationError."""
 
     def errors(self) -> Sequence[Any]:
-        """What is wrong, one mapping a fault, as pydantic writes it."""
+        """The faults, one mapping each, as pydantic writes them."""
         ...
 
 
@@ -39,7 +39,7 @@ class FieldError(RequestError):
 
 
 class Throttled(RequestError):
-    """A RequestError 429 for one who calls too often, with the seconds after which a call would be let in."""
+    """A RequestError 429 for a client over its rate. retry_after_s: when its next call would be accepted."""
 
     def __init__(self, code: str, message: str, *, retry_after_s: int) -> None:
         super().__init__(code, message, status=429)
@@ -52,18 +52,18 @@ def error_body(error: RequestError) -> ErrorBody:
     param = error.param if isinstance(error, FieldError) else None
     message = str(error)
     if error.status == 500 and error.code != "internal_error":
-        # A runtime's own words may hold paths and addresses: the engine has logged them.
+        # A runtime's message may hold paths and addresses: the engine has logged it.
         message = "the model failed on this request; the server's log has the details"
     return ErrorBody(code=error.code, message=message, type=kind, param=param)
 
 
 def internal_error() -> RequestError:
-    """What a client learns of a fault of ours: nothing but that."""
+    """The error that a client gets for a fault of ours: no details."""
     return RequestError("internal_error", "the server failed on this request; its log has the details", status=500)
 
 
 def from_validation(found: Invalid, *, prefix: str = "") -> RequestError:
-    """The first thing that is wrong with a message, with the field named; the input itself is never quoted."""
+    """The first fault of a message, with the field's name; the input itself is never quoted."""
     errors: Sequence[Any] = found.errors()
     first = errors[0]
     if first["type"] == "json_invalid":
@@ -83,20 +83,20 @@ def _reason(first: Any) -> str:
 
 
 def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
-    """The response that carries an error; 429 and 503 tell when to come again."""
+    """The response for an error; 429 and 503 carry Retry-After."""
     body = ErrorAnswer(error=error_body(error)).model_dump_json().encode()
     sent = dict(headers or {})
     if error.status in (429, 503):
         sent.setdefault("retry-after", str(error.retry_after_s if isinstance(error, Throttled) else 1))
     if error.status == 413:
-        sent.setdefault("connection", "close")  # or the rest of the body would have to be read
+        sent.setdefault("connection", "close")  # otherwise the rest of the body would have to be read
     if error.status == 401:
         sent.setdefault("www-authenticate", "Bearer")
     return Response(body, error.status, sent, "application/json")
 
 
 class ErrorBoundary:
-    """ASGI layer around all that may fail: whatever escapes becomes a bare 500, or ends a response that has begun."""
+    """ASGI layer that turns any escaped exception into a bare 500, or cuts a response that has begun."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -115,15 +115,16 @@ class ErrorBoundary:
         try:
             await self._app(scope, receive, note_start)
         except asyncio.CancelledError:
-            pass  # the server is closing and has waited long enough; uvicorn would log a trace of it
+            pass  # the server is closing; uvicorn would log a traceback
         except ClientDisconnect:
-            pass  # gone while its body was read: nobody is left to answer
+            pass  # the client left while its body was read
         except Exception as error:
             if isinstance(error, RequestError):
                 answer = error
             else:
                 log_fault(error)
                 answer = internal_error()
-            # With a response begun, returning is enough: the server closes the connection, so the client sees a cut.
+            # After a response has begun, returning is enough: the server closes the connection and the client sees a
+            # cut.
             if not started:
                 await error_response(answer)(scope, receive, send)

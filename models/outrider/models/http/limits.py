@@ -1,6 +1,6 @@
-"""Bounds on what one caller can take: the size of a body, requests per second, open sessions.
+"""Bounds what one client can take: body size, requests per second, open sequences.
 
-Knows callers only as opaque bytes. The engine bounds the rest: prompt length, queue, blocks.
+Knows clients only as opaque bytes. The engine bounds the rest: prompt length, queue, blocks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from outrider.models.errors import RequestError
 from outrider.models.http.errors import Throttled
 
 BURST_S: Final = 2.0
-"""How many seconds' worth of requests may come at once."""
+"""A burst may hold the requests of this many seconds."""
 
 
 class BodyLimit:
-    """ASGI layer that refuses bodies over `max_bytes` with 413: by their announced length, or, sent in chunks, as soon
-    as they exceed it.
+    """ASGI layer that refuses bodies over `max_bytes` with 413: by their Content-Length, or as soon as the chunks
+    received exceed it.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -49,12 +49,12 @@ class BodyLimit:
         await self._app(scope, counted, send)
 
     def _refusal(self) -> RequestError:
-        limit = f"{self._max_bytes} bytes; send less, or raise the server's --max-body-kb"
-        return RequestError("body_too_large", f"the body is larger than {limit}", status=413)
+        message = f"the body is larger than {self._max_bytes} bytes; send less at a time"
+        return RequestError("body_too_large", message, status=413)
 
 
 class RateLimiter:
-    """A token bucket for each owner; `rate_per_s` 0 is no limit."""
+    """A token bucket per owner; `rate_per_s` 0 is no limit."""
 
     def __init__(self, rate_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate_per_s = rate_per_s
@@ -74,14 +74,14 @@ class RateLimiter:
             wait_s = math.ceil((1.0 - level) / self._rate_per_s)
             raise Throttled(
                 "rate_limited",
-                f"more than {self._rate_per_s:g} requests a second; come again in {wait_s} s",
+                f"more than {self._rate_per_s:g} requests per second; retry in {wait_s} s",
                 retry_after_s=wait_s,
             )
         self._levels[owner] = (level - 1.0, now)
 
 
 class Slots:
-    """How many sequences each owner has open in sessions and completions."""
+    """Counts the sequences that each owner has open, at most `max_each`."""
 
     def __init__(self, max_each: int) -> None:
         self._max_each = max_each
@@ -93,18 +93,18 @@ class Slots:
         return self._taken.total()
 
     def take(self, owner: bytes, count: int = 1) -> None:
-        """Takes `count` places. Raises RequestError 429 `too_many_sessions` and takes none if they are not there."""
+        """Takes `count` slots. Raises RequestError 429 `too_many_sessions`, and takes none, when too few are free."""
         if self._taken[owner] + count > self._max_each:
             raise RequestError(
                 "too_many_sessions",
-                f"{self._taken[owner]} sequences are open with this key and {count} more were asked for; at most "
-                f"{self._max_each} may be open: end some, or raise the server's --max-sessions",
+                f"{self._taken[owner]} sequences are open with this key and the request needs {count} more; at most "
+                f"{self._max_each} may be open. End some first",
                 status=429,
             )
         self._taken[owner] += count
 
     def release(self, owner: bytes, count: int = 1) -> None:
-        """Gives `count` places back."""
+        """Frees `count` slots."""
         self._taken[owner] -= count
         if not self._taken[owner]:
             del self._taken[owner]

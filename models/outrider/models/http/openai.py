@@ -1,8 +1,8 @@
-"""The OpenAI-compatible messages: what clients send and get.
+"""Defines the OpenAI-compatible messages.
 
-Fields that would change the output and are not supported are refused by name; fields that do not exist here are
-ignored, because clients send many. Beyond OpenAI's: `top_k`, `min_p`, `ignore_eos` and `stop_token_ids` in requests,
-`seed` in answers (the one that was used, so that any answer can be had again).
+An unsupported field that would change the output is refused by name. Unknown fields are ignored, because clients send
+many. Additions to OpenAI's fields: `top_k`, `min_p`, `ignore_eos` and `stop_token_ids` in requests; `seed` in answers,
+so that any answer can be reproduced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.models.sampling import MAX_SEED, SamplingParams
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 1000
 DEFAULT_MAX_TOKENS: Final = 16
-"""Of /v1/completions, as OpenAI has it; chat goes on to the end of the context."""
+"""OpenAI's default for /v1/completions; chat continues to the end of the context."""
 
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 Texts = Annotated[list[str], Field(min_length=1, max_length=64)]
@@ -27,7 +27,7 @@ TokenLists = Annotated[list[TokenIds], Field(min_length=1, max_length=64)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 FinishReason = Literal["stop", "length"]
 
-# Field -> the values that ask for nothing.
+# Field -> the values that change nothing.
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "n": (1,),
     "best_of": (1,),
@@ -46,17 +46,17 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 
 
 class StreamOptions(BaseModel):
-    """What a stream has besides the text."""
+    """What a stream carries beside the text."""
 
     include_usage: bool = False
 
 
 class GenerationRequest(BaseModel):
-    """What both kinds of completion share. null means the default everywhere."""
+    """Fields of both kinds of completion. null means the default."""
 
     model_config = ConfigDict(extra="ignore")
 
-    model: str | None = Field(default=None, description="the served model's name, or nothing")
+    model: str | None = Field(default=None, description="the served model's name; may be left out")
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: FiniteFloat | None = Field(default=None, ge=0.0, le=100.0, description="1 if unset; 0 is greedy")
     top_p: FiniteFloat | None = Field(default=None, gt=0.0, le=1.0)
@@ -104,14 +104,14 @@ class GenerationRequest(BaseModel):
         )
 
     def refuse_unsupported(self) -> None:
-        """Raises FieldError 400 `unsupported_parameter` for a field that asks for what is not there."""
+        """Raises FieldError 400 `unsupported_parameter` for a field that asks for something unsupported."""
         for name, neutral in _NEUTRAL.items():
             value = getattr(self, name)
             if value is not None and value not in neutral:
                 allowed = " or ".join(map(repr, neutral))
                 raise FieldError(
                     "unsupported_parameter",
-                    f"{name} is not supported here, except as {allowed}: leave it out",
+                    f"{name} is not supported, except as {allowed}; leave it out",
                     param=name,
                 )
 
@@ -131,14 +131,14 @@ class CompletionRequest(GenerationRequest):
 
 
 class ContentPart(BaseModel):
-    """A piece of a message; only text is understood."""
+    """A part of a message; only text is supported."""
 
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(BaseModel):
-    """One turn of a conversation. Other fields go to the chat template as they are."""
+    """One turn of a conversation. The chat template gets other fields unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -146,7 +146,7 @@ class ChatMessage(BaseModel):
     content: str | list[ContentPart] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As a chat template takes it: the content is one text."""
+        """The message for a chat template: its content is one text."""
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
@@ -162,14 +162,14 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionTokensDetails(BaseModel):
-    """How drafted tokens fared."""
+    """Drafted tokens, by the target's verdict."""
 
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
 
 
 class PromptTokensDetails(BaseModel):
-    """How much of the prompt had not to be computed."""
+    """How much of the prompt came from the cache."""
 
     cached_tokens: int = 0
 
@@ -192,7 +192,7 @@ class _Head(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One text. finish_reason is null until its last piece."""
+    """One text. finish_reason is null until its last chunk."""
 
     index: int
     text: str
@@ -201,7 +201,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(_Head):
-    """The answer of /v1/completions, and each piece of its stream."""
+    """The answer of /v1/completions, and each chunk of its stream."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]
@@ -233,14 +233,14 @@ class ChatCompletion(_Head):
 
 
 class ChatDelta(BaseModel):
-    """What a piece of a stream adds; fields that add nothing are left out."""
+    """What a chunk adds; empty fields are left out."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
 
 
 class ChatChunkChoice(BaseModel):
-    """One piece of the stream's one choice."""
+    """A chunk of the stream's one choice."""
 
     index: int = 0
     delta: ChatDelta
@@ -249,7 +249,7 @@ class ChatChunkChoice(BaseModel):
 
 
 class ChatChunk(_Head):
-    """A piece of the stream of /v1/chat/completions."""
+    """A chunk of the stream of /v1/chat/completions."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]

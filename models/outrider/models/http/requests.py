@@ -1,4 +1,4 @@
-"""Reads requests: bodies into messages, and who sent them."""
+"""Reads requests: parses bodies into messages, finds the owner."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def owner_of(request: Request) -> bytes:
-    """The caller's identity, as the gate found it."""
+    """The client's identity, as the gate found it."""
     owner: bytes = request.scope.get(OWNER, ANYBODY)
     return owner
 
 
 def parse(message: type[M], body: bytes) -> M:
-    """A message from a request's body. Raises RequestError 400 naming the first field that is wrong."""
+    """Parses a request's body. Raises RequestError 400, which names the first wrong field."""
     try:
         return message.model_validate_json(body)
     except ValidationError as error:

@@ -1,7 +1,7 @@
-"""API keys: who may call, and which session belongs to whom.
+"""Checks API keys: who may call, and who owns a session.
 
-Only SHA-256 digests are kept. Comparison takes the same time whichever key matches, and whether one does. Without keys
-everybody is one owner, which is why `serve` then refuses to listen beyond loopback.
+Only SHA-256 digests are kept. A comparison takes the same time whichever key matches, and whether one does. Without
+keys all clients are one owner, so `serve` then refuses to listen beyond loopback.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from outrider.models.http.limits import RateLimiter
 KEYS_VARIABLE: Final = "OUTRIDER_API_KEYS"
 MIN_KEY_CHARS: Final = 16
 OWNER: Final = "outrider.owner"
-"""Key of the ASGI scope under which the caller's identity travels."""
+"""Key of the ASGI scope that holds the client's identity."""
 
 ANYBODY: Final = b""
 
 
 class KeyRing:
-    """The keys that are let in; none means that no key is asked for."""
+    """The accepted keys; without any, no key is required."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self._digests: list[bytes] = []
@@ -39,8 +39,9 @@ class KeyRing:
 
     @classmethod
     def load(cls, path: Path | None) -> KeyRing:
-        """Keys from `path`, one a line (blank lines and lines that begin with # are skipped), and from the environment
-        variable OUTRIDER_API_KEYS, separated by commas. Raises ConfigError if the file has none or cannot be read.
+        """Keys from `path`, one per line (blank lines and lines that begin with # are skipped), and from the
+        environment variable OUTRIDER_API_KEYS, separated by commas. Raises ConfigError if the file has none or cannot
+        be read.
         """
         keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
         if path is not None:
@@ -50,7 +51,7 @@ class KeyRing:
                 raise ConfigError(f"the key file {path} cannot be read: {error}") from None
             from_file = [line for line in lines if line and not line.startswith("#")]
             if not from_file:
-                raise ConfigError(f"the key file {path} has no key; write one a line")
+                raise ConfigError(f"the key file {path} has no key; write one per line")
             keys += from_file
         return cls(keys)
 
@@ -58,25 +59,25 @@ class KeyRing:
         return len(self._digests)
 
     def owner(self, authorization: bytes | None) -> bytes:
-        """Who calls, from the Authorization header's bytes. Raises RequestError 401 `unauthorized`."""
+        """The client's identity, from the Authorization header's bytes. Raises RequestError 401 `unauthorized`."""
         if not self._digests:
             return ANYBODY
         scheme, _, key = (authorization or b"").partition(b" ")
         if scheme.lower() != b"bearer" or not key:
             raise RequestError(
-                "unauthorized", "an API key is needed: send the header `Authorization: Bearer <key>`", status=401
+                "unauthorized", "an API key is required: send the header `Authorization: Bearer <key>`", status=401
             )
         digest = hashlib.sha256(key.strip()).digest()
         found = False
         for known in self._digests:
             found |= hmac.compare_digest(known, digest)
         if not found:
-            raise RequestError("unauthorized", "this API key is not known here", status=401)
+            raise RequestError("unauthorized", "this API key is not accepted", status=401)
         return digest
 
 
 class Gate:
-    """ASGI layer that identifies the caller, and refuses one who calls too often."""
+    """ASGI layer that identifies the client and enforces its rate."""
 
     def __init__(
         self,
@@ -115,12 +116,12 @@ def _header(scope: Scope, wanted: bytes) -> bytes | None:
 
 
 def require_safe_host(host: str, keys: KeyRing, *, is_insecure_allowed: bool) -> None:
-    """Raises ConfigError if `host` can be reached from elsewhere while nobody needs a key."""
+    """Raises ConfigError if other machines can reach `host` and no key is required."""
     if len(keys) or is_insecure_allowed or is_loopback(host):
         return
     raise ConfigError(
         f"refusing to listen on {host} without API keys: anybody who reaches this port could use the model. Give "
-        f"--api-key-file (or {KEYS_VARIABLE}), listen on 127.0.0.1, or insist with --insecure-no-keys"
+        f"--api-key-file, or --insecure-no-keys to allow it"
     )
 
 

@@ -1,4 +1,4 @@
-"""How an OpenAI-compatible answer looks: whole, or piece by piece as server-sent events."""
+"""Shapes OpenAI-compatible answers: whole, or chunk by chunk as server-sent events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.models.http import openai
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text of choice `index`; with finish_reason the last of it."""
+    """New text of choice `index`; finish_reason marks the last."""
 
     index: int
     text: str
@@ -28,11 +28,11 @@ class Shape(Protocol):
     def whole(
         self, texts: list[str], reasons: list[Any], usage: openai.CompletionUsage
     ) -> openai.Completion | openai.ChatCompletion:
-        """All of it."""
+        """The whole answer."""
         ...
 
     def first(self) -> bytes:
-        """What a stream begins with; may be nothing."""
+        """The first bytes of a stream; may be empty."""
         ...
 
     def piece(self, delta: Delta) -> bytes:
@@ -40,12 +40,12 @@ class Shape(Protocol):
         ...
 
     def last(self, usage: openai.CompletionUsage) -> bytes:
-        """What the stream took."""
+        """The usage, as the last chunk."""
         ...
 
 
 class _Head:
-    """What all messages of one call begin with."""
+    """The fields that all messages of one call share."""
 
     _prefix: ClassVar[str]
     _piece_object: ClassVar[str]
@@ -63,7 +63,7 @@ class _Head:
         return f"data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
     def last(self, usage: openai.CompletionUsage) -> bytes:
-        """What the stream took."""
+        """The usage, as the last chunk."""
         return self._event(choices=[], usage=usage.model_dump())
 
 
@@ -76,7 +76,7 @@ class CompletionShape(_Head):
     def whole(
         self, texts: list[str], reasons: list[Any], usage: openai.CompletionUsage
     ) -> openai.Completion | openai.ChatCompletion:
-        """All of it."""
+        """The whole answer."""
         choices = [
             openai.CompletionChoice(index=index, text=text, finish_reason=reason)
             for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
@@ -102,12 +102,12 @@ class ChatShape(_Head):
     def whole(
         self, texts: list[str], reasons: list[Any], usage: openai.CompletionUsage
     ) -> openai.Completion | openai.ChatCompletion:
-        """All of it."""
+        """The whole answer."""
         choice = openai.ChatChoice(message=openai.AssistantMessage(content=texts[0]), finish_reason=reasons[0])
         return openai.ChatCompletion(**self._head, choices=[choice], usage=usage)
 
     def first(self) -> bytes:
-        """Who speaks."""
+        """The role."""
         return self._chunk({"role": "assistant", "content": ""}, None)
 
     def piece(self, delta: Delta) -> bytes:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 KEEP_ALIVE: Final = b":\n\n"
-"""A comment: readers skip it, proxies see life, and a vanished client is noticed."""
+"""A comment: readers skip it, proxies keep the connection, and a vanished client is noticed."""
 
 _HEADERS: Final = [
     (b"content-type", b"text/event-stream"),
@@ -41,8 +41,8 @@ def encode(message: BaseModel) -> bytes:
 class EventStream(Response):
     """Streams what `chunks` yields until it ends or the client leaves.
 
-    The client's leaving closes `reader`, on which `chunks` waits. `on_close` is called in any case, once. When nothing
-    was written for `keep_alive_s` the reader is poked, upon which `chunks` is expected to yield KEEP_ALIVE.
+    When the client leaves, `reader` is closed, on which `chunks` waits. `on_close` is called once in any case. After
+    `keep_alive_s` without a write the reader is poked; `chunks` should then yield KEEP_ALIVE.
     """
 
     media_type = "text/event-stream"
@@ -89,7 +89,7 @@ class EventStream(Response):
 
 @asynccontextmanager
 async def closed_on_disconnect(reader: Reader, receive: Receive) -> AsyncIterator[None]:
-    """While inside, the client's leaving closes `reader`. The request's body must have been read before."""
+    """Closes `reader` if the client leaves while inside. The request's body must have been read before."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

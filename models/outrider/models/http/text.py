@@ -1,6 +1,6 @@
 """Turns tokens into the text of an answer, cut at stop strings.
 
-The text does not depend on how commits were chunked: tokens are looked at one by one, and those after the one that
+The text does not depend on how commits were chunked: tokens are taken one by one, and those after the one that
 completes a stop string do not count.
 """
 
@@ -12,7 +12,7 @@ from outrider.models.detokenizer import StreamingDetokenizer
 
 
 class TextAssembler:
-    """Tokens in, text out; text that may yet turn out to begin a stop string is held back."""
+    """Tokens in, text out; holds back text that may begin a stop string."""
 
     def __init__(
         self, detokenizer: StreamingDetokenizer, stop_strings: Sequence[str], stop_ids: frozenset[int]
@@ -25,27 +25,27 @@ class TextAssembler:
         self.is_stopped = False
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that `tokens` let out. After a stop string, which is not part of it, nothing comes any more."""
+        """The text that `tokens` add. A stop string is not part of it, and nothing follows it."""
         shown = ""
         for token in tokens:
             if self.is_stopped:
                 break
             self.num_tokens += 1
             if token not in self._stop_ids:
-                shown += self._let_out(self._detokenizer.push(token))
+                shown += self._release(self._detokenizer.push(token))
         return shown
 
     def finish(self) -> str:
-        """What was held back, once no more tokens come."""
+        """The text held back; call it after the last token."""
         if self.is_stopped:
             return ""
-        shown = self._let_out(self._detokenizer.flush())
+        shown = self._release(self._detokenizer.flush())
         if not self.is_stopped:
             shown += self._held
             self._held = ""
         return shown
 
-    def _let_out(self, piece: str) -> str:
+    def _release(self, piece: str) -> str:
         text = self._held + piece
         ends = [found for found in (text.find(stop) for stop in self._stop_strings) if found >= 0]
         if ends:
