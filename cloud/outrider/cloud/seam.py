@@ -6,7 +6,7 @@ The API imports this module and no engine. `engine.thread.EngineThread` implemen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from outrider.models.errors import RequestError
@@ -66,6 +66,11 @@ class SequenceUsage:
         self.target_passes += 1
         self.accepted_tokens += accepted
         self.rejected_tokens += proposed - accepted
+
+    def add(self, other: SequenceUsage) -> None:
+        """Adds what another sequence took."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from outrider.cloud.api.generation import CallUsage, Generation
+from outrider.cloud.api.generation import Generation
 from outrider.cloud.api.state import Core
-from outrider.cloud.seam import GenerateRequest
+from outrider.cloud.seam import GenerateRequest, SequenceUsage
 from outrider.models.errors import RequestError, TokenizerError
 from outrider.models.http import openai, sse
 from outrider.models.http.errors import FieldError, error_body
@@ -132,7 +132,7 @@ async def _stream(generation: Generation, shape: Shape, *, includes_usage: bool)
         yield sse.encode(ErrorAnswer(error=error_body(error))) + _DONE
 
 
-def completion_usage(usage: CallUsage) -> openai.CompletionUsage:
+def completion_usage(usage: SequenceUsage) -> openai.CompletionUsage:
     """The wire form of a call's usage."""
     return openai.CompletionUsage(
         prompt_tokens=usage.prompt_tokens,

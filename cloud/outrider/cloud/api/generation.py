@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.cloud.api.bridge import Mailbox
 from outrider.cloud.api.metrics import CommitTimer
@@ -25,32 +25,13 @@ class _Choice:
 
 
 @dataclass(slots=True)
-class CallUsage:
-    """What all sequences of a call took, summed."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    accepted_tokens: int = 0
-    rejected_tokens: int = 0
-    cached_prompt_tokens: int = 0
-
-    def add(self, usage: SequenceUsage, num_tokens: int) -> None:
-        """Adds a sequence; `num_tokens` of its tokens are in the text."""
-        self.prompt_tokens += usage.prompt_tokens
-        self.completion_tokens += num_tokens
-        self.accepted_tokens += usage.accepted_tokens
-        self.rejected_tokens += usage.rejected_tokens
-        self.cached_prompt_tokens += usage.cached_prompt_tokens
-
-
-@dataclass(slots=True)
 class Generation:
     """The sequences of one call, one per choice. Call `close` at the end, however it ends."""
 
     core: Core
     owner: bytes
     mailbox: Mailbox
-    usage: CallUsage = field(default_factory=CallUsage)
+    usage: SequenceUsage = field(default_factory=SequenceUsage)  # of all choices
     _choices: list[_Choice] = field(default_factory=list)
     _num_slots: int = 0
 
@@ -124,7 +105,7 @@ class Generation:
             raise shutting_down()
         if event.reason == "error":
             raise event.error or internal_error()
-        self.usage.add(event.usage, choice.assembler.num_tokens)
+        self.usage.add(replace(event.usage, completion_tokens=choice.assembler.num_tokens))  # those in the text
         if choice.has_ended_text:
             return []
         text = choice.assembler.finish()
