@@ -7,7 +7,6 @@ from statistics import median
 
 from rich.console import Console
 from rich.table import Table
-
 from tests.test_layout import DISTRIBUTIONS, ROOMS, module_name, place, sources
 
 
