@@ -11,7 +11,13 @@ import pytest
 import typer.main
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "bench" / "README.md",
+    ROOT / "examples" / "laptop_npu" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def commands() -> list[str]:
@@ -46,7 +52,7 @@ def test_readme_names_the_two_commands_and_they_are_make_targets() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_and_file_names_in_documents_exist(document: Path) -> None:
     """Relative links and names of repository files in backticks point at something."""
     text = document.read_text(encoding="utf-8")
@@ -55,6 +61,25 @@ def test_links_and_file_names_in_documents_exist(document: Path) -> None:
     files = re.findall(r"`((?:models|edge|cloud|export|tests|bench|docs|examples)/[\w./-]+\.\w+)`", text)
     for name in files:
         assert (ROOT / name).exists(), f"{document.name} names {name}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_modules_named_in_documents_exist(document: Path) -> None:
+    """`outrider.PART.module`, also with a function behind it, and `bench.module` are where the documents say."""
+    for name in set(re.findall(r"\b(?:outrider|bench)\.[a-z]\w+(?:\.[a-z]\w+)*", document.read_text(encoding="utf-8"))):
+        first, part, *rest = name.split(".")
+        base = ROOT / "bench" if first == "bench" else ROOT / part / "outrider" / part
+        parts = [part, *rest] if first == "bench" else rest
+        for length in (len(parts), len(parts) - 1):  # the last may be something in the module
+            path = base.joinpath(*parts[:length])
+            if path.with_suffix(".py").is_file():
+                source = path.with_suffix(".py").read_text(encoding="utf-8")
+                assert length == len(parts) or re.search(rf"^(?:def|class) {parts[-1]}\b", source, re.MULTILINE)
+                break
+            if (path / "__init__.py").is_file() and length == len(parts):
+                break
+        else:
+            pytest.fail(f"{document.name} names {name}")
 
 
 def test_tests_named_in_documents_exist() -> None:
