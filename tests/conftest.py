@@ -1,4 +1,4 @@
-"""Fixtures that several test modules share. Models are made on the spot; see tests/tiny_models.py."""
+"""Fixtures that several test modules share. Tests make their models; see tests/tiny_models.py."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tests import tiny_models
 if TYPE_CHECKING:
     from outrider.export.make.pair import PairPaths
 
-# Set before anything imports huggingface_hub, which reads it once: no test reaches for a hub.
+# Set before anything imports huggingface_hub, which reads it once: no test contacts a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# A vocabulary of 96 and odd sizes elsewhere: nothing should depend on round numbers.
+# A vocabulary of 96 here, odd sizes elsewhere: nothing should depend on round numbers.
 TINY_VOCAB = 96
 
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What exports keep between their stages goes to a place of this run's own, also from processes it starts."""
+    """Gives this run its own directory for what exports keep between stages, also in processes that it starts."""
     place = tmp_path_factory.mktemp("cache")
     before = os.environ.get("OUTRIDER_CACHE")
     os.environ["OUTRIDER_CACHE"] = str(place)
@@ -36,8 +36,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects_to_collect() -> None:
-    """Takes what has been imported so far out of the collector's sight: exports call it at every stage, and half a
-    second a time it was a fifth of all tests' time.
+    """Hides all objects imported so far from the garbage collector. Exports run it at every stage; at 0.5 s per run it
+    took a fifth of all tests' time.
     """
     gc.collect()
     gc.freeze()
@@ -45,7 +45,7 @@ def few_objects_to_collect() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`tiny_model("qwen2")` is the Hugging Face directory of a random FP32 model, made once a session.
+    """`tiny_model("qwen2")` is the Hugging Face directory of a random FP32 model, made once per session.
 
     Qwen2's embeddings are tied, the others' are not.
     """
@@ -65,7 +65,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(scope="session")
 def tiny_ir(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`tiny_ir("qwen2", int8=True)` is the directory of that model's OpenVINO IR, exported once a session."""
+    """`tiny_ir("qwen2", int8=True)` is the directory of that model's OpenVINO IR, exported once per session."""
     root = tmp_path_factory.mktemp("tiny-ir")
     made: dict[str, Path] = {}
 
@@ -84,7 +84,7 @@ def tiny_ir(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="session")
 def reference_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache directory (for OUTRIDER_CACHE) that holds the bundled pair's exports, made once a session."""
+    """A cache directory (for OUTRIDER_CACHE) that holds the bundled pair's exports, made once per session."""
     from outrider.export.make.reference_pair import export_reference_pair
 
     root = tmp_path_factory.mktemp("reference-cache")

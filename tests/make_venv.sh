@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes the virtual environment named by $1. Debian and Ubuntu ship Python without venv: installs it where that is possible
-# without asking, and says what to do where it is not.
+# Makes the virtual environment $1. Debian and Ubuntu ship Python without venv: installs it if no password is needed,
+# otherwise prints the command.
 set -eu
 venv=$1
 python=${PYTHON:-python3}

@@ -1,4 +1,4 @@
-"""A real verifier on a loopback port, over the fake runtime: uvicorn in a thread of the test's own process.
+"""Runs a real verifier on a loopback port with the fake runtime: uvicorn in a thread of the test process.
 
     with serve_fake() as server:
         httpx.get(server.url + "/health/ready")
@@ -32,7 +32,7 @@ from outrider.models.sampling import SamplingParams, pick
 from outrider.models.tokenizer import Tokenizer
 
 EOS_ID = 0
-"""`<|end|>`; the fake language utters it about once in 300 tokens."""
+"""`<|end|>`; about one in 300 tokens of the fake language."""
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -71,14 +71,14 @@ def fake_tokenizer(*, has_chat_template: bool = True) -> Tokenizer:
         root = Path(directory)
         save_fake_tokenizer(root, has_chat_template=has_chat_template)
         tokenizer = Tokenizer.from_dir(root, name="fake")
-        # Read now what is read lazily: the directory goes away.
+        # Load the lazy properties now: the directory is temporary.
         assert tokenizer.fingerprint and tokenizer.eos_token_ids == (EOS_ID,)
         assert tokenizer.has_chat_template == has_chat_template
     return tokenizer
 
 
 class StepGate:
-    """For `on_step`: holds the engine before each step until the test lets it go on."""
+    """For `on_step`: holds the engine before each step until the test allows the step."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -104,7 +104,7 @@ class StepGate:
 
 
 def target_tokens(prompt: Sequence[int], count: int, params: SamplingParams | None = None) -> list[int]:
-    """What the fake target says after `prompt`, one token after the other, with no engine."""
+    """The fake target's text after `prompt`, token by token, without an engine."""
     target, tokens = FakeSequenceRuntime(vocab_size=fake_tokenizer().size), list(prompt)
     row = target.extend(prompt)
     for _ in range(count):
@@ -115,7 +115,7 @@ def target_tokens(prompt: Sequence[int], count: int, params: SamplingParams | No
 
 @dataclass(frozen=True)
 class FakeServer:
-    """A running server: where it listens, and its inside."""
+    """A running server: its URL and its internals."""
 
     url: str
     core: Core
@@ -123,14 +123,14 @@ class FakeServer:
     runtime: FakeBatchRuntime
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Returns when `is_so`; fails the test after TIMEOUT_S. For what the engine does in its own time."""
+        """Returns once `is_so()` is true; fails the test after TIMEOUT_S. The engine works in the background."""
         deadline = time.monotonic() + TIMEOUT_S
         while not is_so():
             assert time.monotonic() < deadline, "the condition did not come true in time"
             time.sleep(0.002)
 
     def is_empty(self) -> bool:
-        """Whether nothing runs or waits, every block is free, and nobody has a place taken."""
+        """Whether nothing runs or waits, and every block and slot is free."""
         stats = self.core.engine.stats()
         return (
             stats.running == stats.queued == self.core.slots.num_taken == len(self.core.sessions) == 0
@@ -148,7 +148,7 @@ def serve_fake(
     has_chat_template: bool = True,
     drain_s: float = 0.0,
 ) -> Iterator[FakeServer]:
-    """A verifier of the fake model "fake". gate: opened at the end; drain_s: see VerifierServer."""
+    """Serves the fake model "fake". gate: opened at the end; drain_s: see VerifierServer."""
     tokenizer = fake_tokenizer(has_chat_template=has_chat_template)
     runtime = runtime or FakeBatchRuntime(vocab_size=tokenizer.size, on_step=gate)
     engine = EngineThread(Engine(runtime, config))
@@ -174,7 +174,7 @@ def serve_fake(
 
 
 def read_events(response: httpx.Response) -> Iterator[SessionEvent]:
-    """The events of a session's stream as they come."""
+    """The events of a session's stream as they arrive."""
     for line in response.iter_lines():
         if line.startswith("data: "):
             yield parse_event(line.removeprefix("data: "))
@@ -182,7 +182,7 @@ def read_events(response: httpx.Response) -> Iterator[SessionEvent]:
 
 @dataclass(frozen=True)
 class Transcript:
-    """A whole session: how it began, what was committed, how it ended."""
+    """A whole session: the open event, the commits, the end event."""
 
     open: SessionOpen
     commits: list[Commit]
@@ -195,7 +195,7 @@ class Transcript:
 
 
 def run_session(client: httpx.Client, body: dict[str, object]) -> Transcript:
-    """Opens a session and reads it to its end; checks that commits join up."""
+    """Opens a session and reads it to its end; checks that commits are contiguous."""
     with client.stream("POST", "/v1/sessions", json=body) as response:
         assert response.status_code == 200, response.read()
         events = list(read_events(response))

@@ -1,4 +1,4 @@
-"""Every refusal of the server: its status, its code, its one shape, and an engine that serves on unharmed."""
+"""Tests every error of the server: status, code and shape, and that the engine goes on serving."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def server() -> Iterator[FakeServer]:
 def client(server: FakeServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url) as opened:
         yield opened
-        # Whatever a test provoked, the engine serves on and holds nothing.
+        # After any error the engine still serves, and it holds nothing.
         assert run_session(opened, {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}).tokens == target_tokens(
             PROMPT, 8
         )
@@ -46,8 +46,8 @@ def refused(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
     body = answer.json()
     assert set(body) == {"error"} and set(body["error"]) == {"code", "message", "type", "param"}
     assert "Traceback" not in answer.text and ".py" not in answer.text
-    found: dict[str, Any] = body["error"]
-    return found
+    error: dict[str, Any] = body["error"]
+    return error
 
 
 @pytest.mark.parametrize(
@@ -75,26 +75,26 @@ def refused(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
         (b"\xff\xfe", "malformed_json", None),
     ],
 )
-def test_a_session_that_asks_wrongly_is_refused(client: httpx.Client, body: bytes, code: str, param: str) -> None:
-    """Each wrong field is named."""
+def test_an_invalid_session_request_is_refused(client: httpx.Client, body: bytes, code: str, param: str) -> None:
+    """The error names the invalid field."""
     error = refused(client.post("/v1/sessions", content=body), 400, code)
     assert error["param"] == param and error["type"] == "invalid_request_error"
 
 
 def test_another_tokenizer_is_refused(client: httpx.Client) -> None:
-    """An agent with another tokenizer is told so before anything is generated."""
+    """An agent with another tokenizer gets an error before anything is generated."""
     body = {"prompt": PROMPT, "max_tokens": 1, "tokenizer": "0" * 64}
     assert refused(client.post("/v1/sessions", json=body), 409, "tokenizer_mismatch")["param"] == "tokenizer"
 
 
 def test_unknown_sessions_are_404(client: httpx.Client) -> None:
-    """Drafts for, and the end of, a session that is not there."""
+    """Drafts for an unknown session, and its deletion."""
     refused(client.post("/v1/sessions/nope/drafts", json={"base": 0, "paths": [[1]]}), 404, "unknown_session")
     refused(client.delete("/v1/sessions/nope"), 404, "unknown_session")
 
 
 def test_unknown_routes_and_methods_have_the_same_shape(client: httpx.Client) -> None:
-    """404 and 405 come from the router, in the one shape."""
+    """The router's 404 and 405 have the shape of every other error."""
     refused(client.get("/v2/sessions"), 404, "not_found")
     answer = client.get("/v1/sessions")
     refused(answer, 405, "method_not_allowed")
@@ -104,20 +104,20 @@ def test_unknown_routes_and_methods_have_the_same_shape(client: httpx.Client) ->
 @pytest.mark.parametrize("path", ["/v1/sessions", "/v1/sessions/x/drafts", "/v1/verify", "/v1/completions"])
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_body_that_is_too_large_is_413(client: httpx.Client, path: str, is_chunked: bool) -> None:
-    """By its announced length, or, without one, as soon as it is too long."""
+    """By its announced length; without one, as soon as it is too long."""
     body = b'{"prompt":"' + b"x" * 50_000 + b'"}'
     pieces = (body[at : at + 10_000] for at in range(0, len(body), 10_000))
     answer = client.post(path, content=pieces if is_chunked else body)
-    if path.endswith("drafts"):  # an unknown session is found out before the body is read
+    if path.endswith("drafts"):  # an unknown session is detected before the body is read
         assert answer.status_code == (404 if is_chunked else 413)
     else:
         refused(answer, 413, "body_too_large")
 
 
-def test_a_fault_of_ours_tells_nothing(
+def test_an_internal_error_reveals_nothing(
     client: httpx.Client, server: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A bug is a bare 500; the log names its type and place, and neither has a word of the prompt."""
+    """A bug gives a bare 500; the log names its type and place; neither contains any of the prompt."""
 
     prompt = "the secret prompt"
 
@@ -131,8 +131,8 @@ def test_a_fault_of_ours_tells_nothing(
     assert "ValueError" in caplog.text and "secret" not in caplog.text and "secret" not in str(error)
 
 
-def test_keys_are_asked_for_and_sessions_belong_to_them() -> None:
-    """Without a key or with a wrong one 401; another's session is unknown; health needs no key."""
+def test_keys_are_required_and_sessions_belong_to_them() -> None:
+    """A missing or wrong key gives 401; another key's session is unknown; health needs no key."""
     gate = StepGate()
     alice, bob = ({"authorization": f"Bearer {key}"} for key in (ALICE, BOB))
     settings = ServerSettings(keys=KeyRing([ALICE, BOB]))
@@ -159,8 +159,8 @@ def test_keys_are_asked_for_and_sessions_belong_to_them() -> None:
         server.wait_until(server.is_empty)
 
 
-def test_one_key_may_not_have_too_much_open() -> None:
-    """Sequences over the limit are refused with 429 until others have ended."""
+def test_open_sequences_are_limited_per_key() -> None:
+    """Sequences over the limit are refused with 429 until others end."""
     gate = StepGate()
     with (
         serve_fake(ServerSettings(max_sessions=2), gate=gate) as server,
@@ -177,7 +177,7 @@ def test_one_key_may_not_have_too_much_open() -> None:
 
 
 def test_a_full_queue_is_503() -> None:
-    """What the engine cannot queue is refused, to be tried again."""
+    """A request that the engine cannot queue is refused and may be retried."""
     gate = StepGate()
     config = EngineConfig(max_running=1, max_queue=1)
     with serve_fake(gate=gate, config=config) as server, httpx.Client(base_url=server.url) as client:
@@ -186,7 +186,7 @@ def test_a_full_queue_is_503() -> None:
         with client.stream("POST", "/v1/sessions", json=body):
             server.wait_until(lambda: stats().running == 1)
             with client.stream("POST", "/v1/sessions", json=body):
-                gate.allow(1)  # the engine looks at what has arrived between two steps
+                gate.allow(1)  # the engine takes new requests between two steps
                 server.wait_until(lambda: stats().queued == 1)
                 answer = client.post("/v1/sessions", json=body)
                 assert refused(answer, 503, "overloaded")["type"] == "server_error"
@@ -195,8 +195,8 @@ def test_a_full_queue_is_503() -> None:
         server.wait_until(server.is_empty)
 
 
-def test_a_key_that_calls_too_often_is_429() -> None:
-    """Requests that start work are limited per key; looking and other keys are not."""
+def test_the_request_rate_is_limited_per_key() -> None:
+    """Requests that start work are limited; reads and other keys are not."""
     settings = ServerSettings(keys=KeyRing([ALICE, BOB]), rate_per_s=0.001)
     with serve_fake(settings) as server, httpx.Client(base_url=server.url) as client:
         alice, bob = ({"authorization": f"Bearer {key}"} for key in (ALICE, BOB))
@@ -204,13 +204,13 @@ def test_a_key_that_calls_too_often_is_429() -> None:
         assert client.post("/v1/completions", json=body, headers=alice).status_code == 200
         answer = client.post("/v1/completions", json=body, headers=alice)
         refused(answer, 429, "rate_limited")
-        assert 900 <= int(answer.headers["retry-after"]) <= 1000  # a thousandth of a request a second
+        assert 900 <= int(answer.headers["retry-after"]) <= 1000  # 0.001 requests per second
         assert client.get("/v1/models", headers=alice).status_code == 200
         assert client.post("/v1/completions", json=body, headers=bob).status_code == 200
 
 
 def test_the_bucket_fills_with_time() -> None:
-    """A caller gets its rate in the long run, and two seconds' worth at once."""
+    """A caller gets its rate in the long run, and two seconds' worth in one burst."""
     now = 0.0
     limiter = RateLimiter(2.0, clock=lambda: now)
     for _ in range(4):
@@ -225,6 +225,6 @@ def test_the_bucket_fills_with_time() -> None:
 
 
 def test_weak_keys_are_refused() -> None:
-    """A key that could be guessed is a mistake of the operator."""
+    """A key that is easy to guess is a configuration error."""
     with pytest.raises(ConfigError, match="16 or more"):
         KeyRing(["short"])

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible endpoints, by plain HTTP: what existing clients send, and what they read."""
+"""Tests the OpenAI-compatible endpoints over plain HTTP: what existing clients send and read."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def complete(client: httpx.Client, **fields: Any) -> dict[str, Any]:
     answer = client.post("/v1/completions", json={"prompt": PROMPT, "temperature": 0, "ignore_eos": True} | fields)
     assert answer.status_code == 200, answer.text
     openai.Completion.model_validate_json(answer.content)
-    found: dict[str, Any] = answer.json()
-    return found
+    completion: dict[str, Any] = answer.json()
+    return completion
 
 
 def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def said(prompt: str = PROMPT, count: int = 30) -> list[int]:
+def expected_tokens(prompt: str = PROMPT, count: int = 30) -> list[int]:
     return target_tokens(fake_tokenizer().encode(prompt), count)
 
 
@@ -60,7 +60,7 @@ def test_a_completion_is_the_targets_text(client: httpx.Client) -> None:
     """Text, reason and usage of a greedy completion."""
     answer = complete(client, max_tokens=30)
     (choice,) = answer["choices"]
-    assert choice == {"index": 0, "text": text_of(said()), "logprobs": None, "finish_reason": "length"}
+    assert choice == {"index": 0, "text": text_of(expected_tokens()), "logprobs": None, "finish_reason": "length"}
     num_prompt = len(fake_tokenizer().encode(PROMPT))
     assert answer["object"] == "text_completion" and answer["model"] == "fake"
     assert answer["usage"]["prompt_tokens"] == num_prompt and answer["usage"]["completion_tokens"] == 30
@@ -71,7 +71,7 @@ def test_a_completion_is_the_targets_text(client: httpx.Client) -> None:
     }
 
 
-def test_sixteen_tokens_unless_told_otherwise(client: httpx.Client) -> None:
+def test_max_tokens_defaults_to_16(client: httpx.Client) -> None:
     """The default of max_tokens is OpenAI's."""
     assert complete(client)["usage"]["completion_tokens"] == openai.DEFAULT_MAX_TOKENS == 16
 
@@ -81,7 +81,7 @@ def test_a_prompt_may_be_ids_or_several(client: httpx.Client) -> None:
     ids = fake_tokenizer().encode(PROMPT)
     one = complete(client)["choices"][0]["text"]
     assert complete(client, prompt=ids)["choices"][0]["text"] == one
-    other = text_of(said("zip(", 16))
+    other = text_of(expected_tokens("zip(", 16))
     for prompts in ([PROMPT, "zip("], [ids, fake_tokenizer().encode("zip(")]):
         answer = complete(client, prompt=prompts)
         assert [choice["text"] for choice in answer["choices"]] == [one, other]
@@ -89,8 +89,8 @@ def test_a_prompt_may_be_ids_or_several(client: httpx.Client) -> None:
         assert answer["usage"]["completion_tokens"] == 32
 
 
-def test_a_stream_says_the_same(client: httpx.Client) -> None:
-    """The pieces put together are the whole answer, for each choice; usage comes last, if asked for."""
+def test_a_stream_gives_the_same_text(client: httpx.Client) -> None:
+    """For each choice the joined pieces equal the whole answer; usage comes last, on request."""
     prompts = [PROMPT, "zip("]
     whole = complete(client, prompt=prompts, max_tokens=30)
     body = {"prompt": prompts, "temperature": 0, "max_tokens": 30, "ignore_eos": True, "stream": True}
@@ -111,8 +111,8 @@ def test_a_stream_says_the_same(client: httpx.Client) -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_a_stop_string_ends_the_text_before_it(client: httpx.Client, is_stream: bool) -> None:
-    """The stop string is not part of the text, wherever token borders lie, and the tokens after it do not count."""
-    full = text_of(said())
+    """The stop string is not part of the text, wherever token borders lie; tokens after it do not count."""
+    full = text_of(expected_tokens())
     stop = full[9:12]
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 30, "ignore_eos": True, "stop": ["\x00never", stop]}
     answer = client.post(
@@ -126,12 +126,12 @@ def test_a_stop_string_ends_the_text_before_it(client: httpx.Client, is_stream: 
         (choice,), usage = answer.json()["choices"], answer.json()["usage"]
         text, reason = choice["text"], choice["finish_reason"]
     assert text == full[: full.index(stop)] and reason == "stop"
-    needed = next(n for n in range(31) if stop in text_of(said()[:n]))
+    needed = next(n for n in range(31) if stop in text_of(expected_tokens()[:n]))
     assert usage["completion_tokens"] == needed
 
 
-def test_the_end_token_leaves_no_text(client: httpx.Client) -> None:
-    """A text that ends by the model's own end token says "stop", and the token is not spelled."""
+def test_the_end_token_is_not_part_of_the_text(client: httpx.Client) -> None:
+    """A text that ends with the model's end token has the reason "stop", and the token is not shown."""
     prompt = next([n, 1] for n in range(300) if EOS_ID in target_tokens([n, 1], 20)[3:])
     tokens = target_tokens(prompt, 20)
     answer = complete(client, prompt=prompt, max_tokens=20, ignore_eos=False)
@@ -141,8 +141,8 @@ def test_the_end_token_leaves_no_text(client: httpx.Client) -> None:
     assert answer["usage"]["completion_tokens"] == tokens.index(EOS_ID) + 1
 
 
-def test_a_seed_that_was_not_given_is_reported(client: httpx.Client) -> None:
-    """Sampling without a seed differs from call to call, and can be had again with the seed in the answer."""
+def test_a_seed_chosen_by_the_server_is_reported(client: httpx.Client) -> None:
+    """Sampling without a seed differs from call to call; the seed in the answer repeats it."""
     body = {"temperature": 1.0, "top_p": 0.95, "top_k": 100, "min_p": 0.001, "max_tokens": 20}
     first, second = complete(client, **body), complete(client, **body)
     assert first["seed"] != second["seed"] and first["choices"][0]["text"] != second["choices"][0]["text"]
@@ -153,7 +153,7 @@ def test_a_seed_that_was_not_given_is_reported(client: httpx.Client) -> None:
 
 
 def test_unknown_fields_and_nulls_are_ignored(client: httpx.Client) -> None:
-    """Clients send many fields; those that ask for nothing change nothing."""
+    """Fields that ask for the default do not change the answer."""
     fields = {
         "user": "someone",
         "n": 1,
@@ -188,7 +188,7 @@ def test_unknown_fields_and_nulls_are_ignored(client: httpx.Client) -> None:
         ("response_format", {"type": "json_object"}),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(client: httpx.Client, field: str, value: Any) -> None:
+def test_unsupported_parameters_are_refused_by_name(client: httpx.Client, field: str, value: Any) -> None:
     """A field that would change the output is never silently dropped."""
     answer = client.post("/v1/completions", json={"prompt": PROMPT, field: value})
     error = ErrorAnswer.model_validate_json(answer.content).error
@@ -210,17 +210,17 @@ def test_what_is_not_supported_is_refused_by_name(client: httpx.Client, field: s
         (b'{"prompt":', 400, "malformed_json", None),
     ],
 )
-def test_bad_requests_are_told_apart(
+def test_bad_requests_have_distinct_codes(
     client: httpx.Client, body: bytes, status: int, code: str, param: str | None
 ) -> None:
-    """Each has the status and the code that client libraries look at."""
+    """Each has the status and the code that client libraries read."""
     answer = client.post("/v1/completions", content=body)
     error = ErrorAnswer.model_validate_json(answer.content).error
     assert (answer.status_code, error.code, error.param) == (status, code, param)
 
 
-def test_one_refused_prompt_leaves_nothing_behind(client: httpx.Client, server: FakeServer) -> None:
-    """When the second prompt of a call is refused, the first is ended and its place is back."""
+def test_a_refused_prompt_ends_the_whole_call(client: httpx.Client, server: FakeServer) -> None:
+    """When the second prompt of a call is refused, the first ends and frees its slot."""
     answer = client.post("/v1/completions", json={"prompt": [[1, 2], [300]], "max_tokens": 4000})
     assert answer.status_code == 400
     server.wait_until(server.is_empty)
@@ -232,14 +232,14 @@ MESSAGES = [
 ]
 
 
-def test_chat_goes_through_the_template(client: httpx.Client) -> None:
-    """Messages become the prompt that the template makes, with no special tokens added."""
+def test_chat_uses_the_template(client: httpx.Client) -> None:
+    """The template turns messages into the prompt; no special tokens are added."""
     body = {"messages": MESSAGES, "temperature": 0, "max_completion_tokens": 20, "ignore_eos": True}
     answer = client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200
     openai.ChatCompletion.model_validate_json(answer.content)
     (choice,) = answer.json()["choices"]
-    text = text_of(said("system: be brief\nuser: zip?\nassistant:", 20))
+    text = text_of(expected_tokens("system: be brief\nuser: zip?\nassistant:", 20))
     assert choice["message"] == {"role": "assistant", "content": text}
     assert choice["finish_reason"] == "length"
     pieces = chunks_of(client.post("/v1/chat/completions", json=body | {"stream": True}))
@@ -252,7 +252,7 @@ def test_chat_goes_through_the_template(client: httpx.Client) -> None:
 
 
 def test_chat_without_a_template_is_refused() -> None:
-    """A model that has no chat template says so."""
+    """The error names the endpoint that needs no template."""
     with serve_fake(has_chat_template=False) as server:
         answer = httpx.post(server.url + "/v1/chat/completions", json={"messages": MESSAGES})
     error = ErrorAnswer.model_validate_json(answer.content).error
@@ -260,7 +260,7 @@ def test_chat_without_a_template_is_refused() -> None:
 
 
 def test_a_shutdown_ends_a_stream_with_an_error() -> None:
-    """A stream that the server's end cuts short says so, in the stream; a plain call gets 503."""
+    """A stream that shutdown ends gets an error event; a plain call gets 503."""
     gate = StepGate()
     with serve_fake(gate=gate) as server, httpx.Client(base_url=server.url) as client:
         body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True}
@@ -273,7 +273,7 @@ def test_a_shutdown_ends_a_stream_with_an_error() -> None:
     assert error.code == "shutting_down"
 
 
-def test_models_lists_the_one(client: httpx.Client) -> None:
+def test_models_lists_the_served_model(client: httpx.Client) -> None:
     """GET /v1/models, as OpenAI's clients read it."""
     (card,) = openai.ModelList.model_validate_json(client.get("/v1/models").content).data
     assert card.id == "fake" and card.max_model_len == 4096
@@ -285,7 +285,7 @@ def test_models_lists_the_one(client: httpx.Client) -> None:
     stops=st.lists(st.text("abdefilnorstvy (:,é東", min_size=1, max_size=3), max_size=3),
 )
 def test_text_does_not_depend_on_how_commits_are_cut(tokens: list[int], cuts: list[int], stops: list[str]) -> None:
-    """However tokens arrive, the same text comes out, with no stop string in it, and the same number is counted."""
+    """Text, number of tokens and stop are the same however tokens arrive; no stop string is in the text."""
 
     def assemble(pieces: list[list[int]]) -> tuple[str, int, bool]:
         assembler = TextAssembler(fake_tokenizer().detokenizer(), stops, frozenset())

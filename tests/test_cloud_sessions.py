@@ -1,4 +1,4 @@
-"""Sessions over real HTTP: streams, drafts, ends, and what a client that leaves gives back."""
+"""Tests sessions over real HTTP: streams, drafts, ends, and what a disconnected client frees."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ def body(**changes: Any) -> dict[str, Any]:
     "params", [{}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.0, "top_p": 0.9, "top_k": 40}]
 )
 def test_a_session_streams_the_targets_tokens(client: httpx.Client, params: dict[str, Any]) -> None:
-    """What is committed is what the target alone says, greedy or sampled."""
-    told = run_session(client, body(**params))
-    assert told.tokens == target_tokens(PROMPT, 24, SamplingParams(**params))
-    assert told.end.reason == "length"
-    assert told.end.usage.completion_tokens == 24 and told.end.usage.prompt_tokens == len(PROMPT)
-    assert told.open.model == "fake"
+    """The committed tokens equal those of the target alone, greedy or sampled."""
+    result = run_session(client, body(**params))
+    assert result.tokens == target_tokens(PROMPT, 24, SamplingParams(**params))
+    assert result.end.reason == "length"
+    assert result.end.usage.completion_tokens == 24 and result.end.usage.prompt_tokens == len(PROMPT)
+    assert result.open.model == "fake"
 
 
 def test_a_stop_id_ends_the_session(client: httpx.Client) -> None:
-    """A session ends after the first of its stop ids, which is committed."""
-    said = target_tokens(PROMPT, 24)
-    told = run_session(client, body(stop_ids=[said[6]], ignore_eos=False))
-    assert told.tokens == said[: said.index(said[6]) + 1]
-    assert told.end.reason == "stop"
+    """A session ends after its first stop id, which is committed."""
+    expected = target_tokens(PROMPT, 24)
+    result = run_session(client, body(stop_ids=[expected[6]], ignore_eos=False))
+    assert result.tokens == expected[: expected.index(expected[6]) + 1]
+    assert result.end.reason == "stop"
 
 
 def test_the_models_own_end_token_stops_unless_ignored(client: httpx.Client) -> None:
-    """With the end token among the stop ids, `ignore_eos` takes it out again."""
+    """The end token is a stop id unless `ignore_eos` is set."""
     start = next(seed for seed in range(4000) if EOS_ID in target_tokens([seed % 300, seed // 300 + 1], 6))
     prompt = [start % 300, start // 300 + 1]
     stopped = run_session(client, body(prompt=prompt, max_tokens=6, ignore_eos=False))
@@ -65,17 +65,17 @@ def test_the_models_own_end_token_stops_unless_ignored(client: httpx.Client) -> 
 
 
 def test_the_context_ends_a_session(client: httpx.Client, server: FakeServer) -> None:
-    """A session that would outgrow the model ends with the reason "context"."""
+    """A session that reaches the model's maximum length ends with the reason "context"."""
     long = [7] * (server.core.engine.limits.max_positions - 5)
-    told = run_session(client, body(prompt=long, max_tokens=100))
-    assert (told.end.reason, len(told.tokens)) == ("context", 5)
+    result = run_session(client, body(prompt=long, max_tokens=100))
+    assert (result.end.reason, len(result.tokens)) == ("context", 5)
 
 
-@pytest.mark.parametrize("is_right", [True, False])
-def test_drafts_change_the_passes_and_never_the_tokens(is_right: bool) -> None:
-    """Right drafts are accepted, wrong ones cost nothing but passes; the stream is the same."""
-    said = target_tokens(PROMPT, 24)
-    guess = said[:12] if is_right else [(token + 1) % 300 for token in said[:12]]
+@pytest.mark.parametrize("is_correct", [True, False])
+def test_drafts_change_the_passes_and_never_the_tokens(is_correct: bool) -> None:
+    """Correct drafts are accepted, wrong ones are not; the stream is the same."""
+    expected = target_tokens(PROMPT, 24)
+    guess = expected[:12] if is_correct else [(token + 1) % 300 for token in expected[:12]]
     gate = StepGate()
     with (
         serve_fake(gate=gate, config=EngineConfig(policy=Policy.VERIFY)) as server,
@@ -90,17 +90,17 @@ def test_drafts_change_the_passes_and_never_the_tokens(is_right: bool) -> None:
         gate.open()
         *commits, end = list(events)
     assert isinstance(end, SessionEnd)
-    assert [token for commit in commits if isinstance(commit, Commit) for token in commit.tokens] == said
-    if is_right:
+    assert [token for commit in commits if isinstance(commit, Commit) for token in commit.tokens] == expected
+    if is_correct:
         assert end.usage.accepted_prediction_tokens > 0 and end.usage.target_passes < 24
     else:
         assert end.usage.accepted_prediction_tokens == 0
 
 
-def test_drafts_that_are_refused_leave_the_session_unharmed() -> None:
-    """Drafts that are stale, ahead of the commits or outside the vocabulary get their own errors; the text goes on."""
+def test_refused_drafts_do_not_change_the_session() -> None:
+    """Drafts that are stale, ahead of the commits or outside the vocabulary: each has its error; the text continues."""
     gate = StepGate()
-    said = target_tokens(PROMPT, 24)
+    expected = target_tokens(PROMPT, 24)
     with (
         serve_fake(gate=gate) as server,
         httpx.Client(base_url=server.url) as client,
@@ -116,7 +116,7 @@ def test_drafts_that_are_refused_leave_the_session_unharmed() -> None:
             assert isinstance(commit, Commit)
             seen += commit.tokens
         url = f"/v1/sessions/{opened.session}/drafts"
-        wrong = [(said[0] + 1) % 300, 1, 2, 3, 4]
+        wrong = [(expected[0] + 1) % 300, 1, 2, 3, 4]
         for draft, status, code in (
             ({"base": 0, "paths": [wrong]}, 409, "stale_draft"),
             ({"base": 50, "paths": [[1]]}, 400, "draft_ahead"),
@@ -135,11 +135,11 @@ def test_drafts_that_are_refused_leave_the_session_unharmed() -> None:
         for event in events:
             if isinstance(event, Commit):
                 seen += event.tokens
-    assert seen == said
+    assert seen == expected
 
 
 def test_delete_ends_a_session() -> None:
-    """DELETE answers 204, the stream ends with "cancelled", and then the session is unknown."""
+    """DELETE answers 204, the stream ends with "cancelled"; afterwards the session is unknown."""
     gate = StepGate()
     with (
         serve_fake(gate=gate) as server,
@@ -165,12 +165,12 @@ def test_delete_ends_a_session() -> None:
         ("/v1/completions", b'{"prompt":"a","max_tokens":4000,"ignore_eos":true}'),
         ("/v1/completions", b'{"prompt":["a","b"],"max_tokens":4000,"ignore_eos":true,"stream":true}'),
         ("/v1/chat/completions", b'{"messages":[{"role":"user","content":"a"}],"ignore_eos":true,"stream":true}'),
-        # A prompt of several chunks, so that there are steps left to be spared.
+        # A prompt of several chunks, so that cancelling saves steps.
         ("/v1/verify", b'{"items":[{"prefix":[%s]}]}' % b",".join([b"9"] * 1000)),
     ],
 )
-def test_a_client_that_leaves_frees_what_it_held(path: str, request_body: bytes) -> None:
-    """When the connection goes, the sequences end, blocks and places are back, and the server serves on."""
+def test_a_disconnected_client_frees_its_sequences(path: str, request_body: bytes) -> None:
+    """When the connection closes, sequences end, blocks and slots are free, and the server goes on serving."""
     gate = StepGate()
     with serve_fake(gate=gate) as server, httpx.Client(base_url=server.url) as client:
         host, port = server.url.removeprefix("http://").split(":")
@@ -186,8 +186,8 @@ def test_a_client_that_leaves_frees_what_it_held(path: str, request_body: bytes)
         assert run_session(client, body()).tokens == target_tokens(PROMPT, 24)
 
 
-def test_silence_on_a_stream_is_filled_with_comments() -> None:
-    """While nothing is committed, comments keep the stream alive, and readers skip them."""
+def test_comments_keep_an_idle_stream_open() -> None:
+    """The server sends comments while nothing is committed; readers skip them."""
     gate = StepGate()
     with (
         serve_fake(ServerSettings(keep_alive_s=0.01), gate=gate) as server,
@@ -208,7 +208,7 @@ def _tokens(line: str) -> list[int]:
 
 
 def test_a_failing_model_ends_its_session_only() -> None:
-    """NaN logits end the session with an error that tells nothing of the inside; others go on."""
+    """NaN logits end the session with an error that reveals no internals; others continue."""
     from outrider.models.runtimes.fake import FakeBatchRuntime
 
     runtime = FakeBatchRuntime(vocab_size=300, fail_on_token=299)
@@ -224,12 +224,12 @@ def test_a_failing_model_ends_its_session_only() -> None:
         server.wait_until(server.is_empty)
 
 
-def test_many_sessions_at_once_stay_apart(server: FakeServer, client: httpx.Client) -> None:
-    """Sessions that share steps each get their own text."""
+def test_concurrent_sessions_get_their_own_texts(server: FakeServer, client: httpx.Client) -> None:
+    """Also when they share steps."""
     from concurrent.futures import ThreadPoolExecutor
 
     prompts = [[n + 1, 2 * n + 1, 40] for n in range(12)]
     with ThreadPoolExecutor(12) as pool:
-        told = list(pool.map(lambda prompt: run_session(client, body(prompt=prompt)), prompts))
-    assert [one.tokens for one in told] == [target_tokens(prompt, 24) for prompt in prompts]
+        results = list(pool.map(lambda prompt: run_session(client, body(prompt=prompt)), prompts))
+    assert [result.tokens for result in results] == [target_tokens(prompt, 24) for prompt in prompts]
     server.wait_until(server.is_empty)

@@ -1,4 +1,4 @@
-"""/v1/verify over real HTTP: batches, bad items among good ones, held prefixes."""
+"""Tests /v1/verify over real HTTP: batches, bad items among good ones, held prefixes."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def verify(client: httpx.Client, *items: Any) -> list[VerifyResult]:
 
 
 @pytest.mark.parametrize("params", [{}, SAMPLED])
-@pytest.mark.parametrize("num_right", [0, 3, 5])
+@pytest.mark.parametrize("num_correct", [0, 3, 5])
 def test_an_item_gets_its_accepted_drafts_and_one_more(
-    client: httpx.Client, params: dict[str, Any], num_right: int
+    client: httpx.Client, params: dict[str, Any], num_correct: int
 ) -> None:
-    """The tokens are the accepted drafts and the target's own next one."""
-    said = target_tokens(PREFIX, 6, SamplingParams(**params))
-    draft = said[:5]
-    if num_right < 5:
-        draft[num_right] = (draft[num_right] + 1) % 300
+    """The tokens are the accepted drafts and the target's next token."""
+    expected = target_tokens(PREFIX, 6, SamplingParams(**params))
+    draft = expected[:5]
+    if num_correct < 5:
+        draft[num_correct] = (draft[num_correct] + 1) % 300
     (result,) = verify(client, {"prefix": PREFIX, "draft": draft} | params)
-    assert result.accepted == num_right
-    assert result.tokens == said[: num_right + 1]
+    assert result.accepted == num_correct
+    assert result.tokens == expected[: num_correct + 1]
     assert result.finish_reason is None and result.error is None
 
 
@@ -58,7 +58,7 @@ def test_greedy_is_temperature_zero(client: httpx.Client) -> None:
 
 
 def test_one_bad_item_fails_alone(client: httpx.Client) -> None:
-    """Every kind of bad item has its own error, and the good ones beside it are answered."""
+    """Each bad item gets its own error; the good items beside it are answered."""
     too_long = [1] * 5000
     good = {"prefix": PREFIX, "draft": target_tokens(PREFIX, 2)}
     results = verify(
@@ -98,7 +98,7 @@ def test_one_bad_item_fails_alone(client: httpx.Client) -> None:
 
 
 def test_not_a_number_fails_its_item_only(client: httpx.Client) -> None:
-    """The literal NaN, which JSON libraries write, is refused for its item."""
+    """The literal NaN, which JSON libraries write, is an error of its item."""
     body = b'{"items":[{"prefix":[1],"temperature":NaN},{"prefix":[1],"min_p":Infinity},{"prefix":[5,17,99,3]}]}'
     results = VerifyAnswer.model_validate_json(client.post("/v1/verify", content=body).content).results
     assert [result.error.param if result.error else None for result in results] == [
@@ -110,16 +110,16 @@ def test_not_a_number_fails_its_item_only(client: httpx.Client) -> None:
 
 
 def test_a_held_prefix_is_continued_by_its_hash(client: httpx.Client) -> None:
-    """An answer's prefix_hash stands for the prefix and the answer's tokens; it is good once."""
-    said = target_tokens(PREFIX, 10)
-    (first,) = verify(client, {"prefix": PREFIX, "draft": said[:4]})
-    assert first.prefix_hash is not None and first.tokens == said[:5]
-    (second,) = verify(client, {"prefix_hash": first.prefix_hash, "draft": said[5:8]})
-    assert second.tokens == said[5:9] and second.accepted == 3
+    """An answer's prefix_hash stands for the prefix and the answer's tokens; it is valid once."""
+    expected = target_tokens(PREFIX, 10)
+    (first,) = verify(client, {"prefix": PREFIX, "draft": expected[:4]})
+    assert first.prefix_hash is not None and first.tokens == expected[:5]
+    (second,) = verify(client, {"prefix_hash": first.prefix_hash, "draft": expected[5:8]})
+    assert second.tokens == expected[5:9] and second.accepted == 3
 
 
-def test_a_lone_miss_is_a_409(client: httpx.Client) -> None:
-    """When all items fail with one status, that is the answer's, with the error in both places."""
+def test_a_single_unknown_prefix_is_a_409(client: httpx.Client) -> None:
+    """When all items fail with one status, the answer has it too; the error is in both places."""
     answer = client.post("/v1/verify", json={"items": [{"prefix_hash": "00" * 16, "prefix": [1]}]})
     assert answer.status_code == 409
     assert answer.json()["error"]["code"] == answer.json()["results"][0]["error"]["code"] == "prefix_not_held"
@@ -138,42 +138,42 @@ def test_a_lone_miss_is_a_409(client: httpx.Client) -> None:
     ],
 )
 def test_a_bad_envelope_fails_the_call(client: httpx.Client, body: bytes, code: str, param: str | None) -> None:
-    """What is wrong outside the items is wrong for all."""
+    """An error outside the items fails all items."""
     answer = client.post("/v1/verify", content=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, code, param)
 
 
-def test_ends_are_told(client: httpx.Client) -> None:
-    """stop, length and context, each where it applies; no reason when it is only the pass that ended."""
-    said = target_tokens(PREFIX, 5)
+def test_finish_reasons_are_reported(client: httpx.Client) -> None:
+    """stop, length and context, each where it applies; none while the text can continue."""
+    expected = target_tokens(PREFIX, 5)
     longest = 4096
     results = verify(
         client,
-        {"prefix": PREFIX, "draft": said[:4], "stop_ids": [said[2]]},
-        {"prefix": PREFIX, "draft": said[:4], "max_tokens": 2},
+        {"prefix": PREFIX, "draft": expected[:4], "stop_ids": [expected[2]]},
+        {"prefix": PREFIX, "draft": expected[:4], "max_tokens": 2},
         {"prefix": [7] * (longest - 1)},
-        {"prefix": PREFIX, "draft": said[:4]},
+        {"prefix": PREFIX, "draft": expected[:4]},
     )
     assert [result.finish_reason for result in results] == ["stop", "length", "context", None]
-    assert results[0].tokens == said[: said.index(said[2]) + 1]
-    assert results[1].tokens == said[:2]
+    assert results[0].tokens == expected[: expected.index(expected[2]) + 1]
+    assert results[1].tokens == expected[:2]
 
 
-def test_concurrent_calls_are_answered_each(client: httpx.Client, server: FakeServer) -> None:
-    """Calls at once, of several items each, get their own results in their order."""
+def test_concurrent_calls_get_their_own_results(client: httpx.Client, server: FakeServer) -> None:
+    """Each call has several items; its results are in the order of its items."""
 
     def call(n: int) -> list[list[int]]:
         return [result.tokens for result in verify(client, *({"prefix": [n + 1, k + 1]} for k in range(5)))]
 
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(call, range(8)))
-    assert found == [[target_tokens([n + 1, k + 1], 1) for k in range(5)] for n in range(8)]
+        results = list(pool.map(call, range(8)))
+    assert results == [[target_tokens([n + 1, k + 1], 1) for k in range(5)] for n in range(8)]
     server.wait_until(lambda: server.core.engine.stats().running == 0)
 
 
 def test_another_tokenizer_is_refused(client: httpx.Client, server: FakeServer) -> None:
-    """A call of an agent with another tokenizer is a 409; its own fingerprint is fine."""
+    """Another tokenizer's fingerprint gives a 409; the server's own is accepted."""
     items = [{"prefix": [1]}]
     answer = client.post("/v1/verify", json={"items": items, "tokenizer": "f" * 64})
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "tokenizer_mismatch")

@@ -1,7 +1,7 @@
-"""The text is a pure function of target, prompt, parameters and seed: every mode, token by token.
+"""Tests, token by token in every mode, that the text depends only on target, prompt, parameters and seed.
 
-Over the fake language equality is bitwise whatever the batches' shapes; over the reference pair, on the runtimes that
-users run, a near-tie in float32 would be an explanation. The full run is `python -m bench.invariant`.
+With the fake language texts are bitwise equal whatever the shapes of the batches. With the reference pair, on the
+runtimes that users run, a near-tie in float32 may explain a difference. The full run is `python -m bench.invariant`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEP_S = 0.002  # long enough that drafts arrive between steps
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[FakeServer]:
-    """One verifier for all modes: what one leaves behind must not reach another."""
+    """One verifier for all modes: no state of one may reach another."""
     runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size, on_step=lambda batch: time.sleep(STEP_S))
     with serve_fake(runtime=runtime) as server:
         yield server
@@ -47,7 +47,7 @@ def server() -> Iterator[FakeServer]:
 
 @pytest.fixture(scope="module")
 def drafters() -> list[Drafter]:
-    """A worker's draft each, right about seven times in ten."""
+    """One drafter per worker; about 70 % of its tokens are accepted."""
     size = fake_tokenizer().size
     return [ModelDrafter(FakeSequenceRuntime(vocab_size=size, agreement=0.7)) for _ in range(NUM_WORKERS)]
 
@@ -66,30 +66,30 @@ def _requests(sampling: SamplingParams) -> list[GenerationRequest]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_gives_the_targets_own_text(server: FakeServer, drafters: list[Drafter], mode: str) -> None:
-    """Bit for bit, greedy and sampled, and no session is left behind."""
+    """Bit for bit, greedy and sampled; no session stays open."""
     results: list[GenerationResult] = []
     for sampling in SAMPLINGS.values():
         requests = _requests(sampling)
         expected = plain_texts(FakeBatchRuntime(vocab_size=fake_tokenizer().size), requests)
-        found = asyncio.run(generate_all(mode, server.url, drafters, fake_tokenizer().size, requests))
-        assert [result.tokens for result in found] == expected
-        results += found
-    num_judged = sum(result.num_tested for result in results)
-    num_right = sum(result.num_accepted for result in results)
-    # The mode did what it is for; otherwise equal texts would show nothing.
+        generated = asyncio.run(generate_all(mode, server.url, drafters, fake_tokenizer().size, requests))
+        assert [result.tokens for result in generated] == expected
+        results += generated
+    num_tested = sum(result.num_tested for result in results)
+    num_accepted = sum(result.num_accepted for result in results)
+    # The mode did what it is for; otherwise equal texts would prove nothing.
     if mode == CUT:
         assert sum(result.num_sessions - 1 for result in results) >= len(results)
     elif mode == FAULTY:
         assert sum(result.num_failed_posts for result in results) > 0
     elif mode == WRONG_BLOCKS:
-        assert num_right < 0.02 * num_judged  # a wrong guess, shifted, may be right by accident
+        assert num_accepted < 0.02 * num_tested  # a wrong token, shifted, may be correct by chance
     elif mode in ("stream", "stop-and-wait"):
-        assert 0 < num_right < num_judged
+        assert 0 < num_accepted < num_tested
     server.wait_until(lambda: server.core.engine.stats().running == len(server.core.sessions) == 0)
 
 
 def test_the_reference_pair_keeps_its_text_in_every_mode(reference_pair: PairPaths) -> None:
-    """On OpenVINO, cloud in a process of its own: no difference that a near-tie in float32 does not explain."""
+    """On OpenVINO, cloud in its own process: a near-tie in float32 explains every difference."""
     with open_lab(reference_pair.target, reference_pair.draft) as lab:
         options = argparse.Namespace(prompts=2, max_tokens=16, workers=2)
         counts = measure(lab, options, Console(quiet=True))
@@ -104,7 +104,7 @@ def test_the_reference_pair_keeps_its_text_in_every_mode(reference_pair: PairPat
 def test_drafts_of_every_runtime_keep_the_targets_text(
     kind: str, reference_pair: PairPaths, request: pytest.FixtureRequest
 ) -> None:
-    """Each rounds in its own way and keeps its own cache; right or wrong, the text is the target's."""
+    """Each rounds in its own way and keeps its own cache; whatever it drafts, the text is the target's."""
     if kind == "emulated NPU":
         draft, choice = request.getfixturevalue("npu_pair").draft, DraftChoice(emulate_npu=True)
         provider = EMULATED_NPU
@@ -120,20 +120,20 @@ def test_drafts_of_every_runtime_keep_the_targets_text(
         vocab_size = target.manifest.architecture.vocab_size
         requests = [*make_requests(lab, SAMPLINGS["greedy"], 1, 32), *make_requests(lab, SAMPLINGS[HOT], 2, 32)]
         expected = plain_texts(runtime, requests)
-        num_judged = num_right = 0
-        for mode in ("stop-and-wait", FAULTY):  # whatever the draft's pace, these draft
+        num_tested = num_accepted = 0
+        for mode in ("stop-and-wait", FAULTY):  # these draft at any speed of the draft model
             results = asyncio.run(generate_all(mode, lab.url, [lab.drafter], vocab_size, requests))
             counted = count(runtime, requests, expected, results)
             assert counted.num_texts == 3 and all(difference.is_near_tie for difference in counted.differences)
             assert all(result.draft_error is None and result.num_drafted > 0 for result in results)
-            num_judged += counted.num_tested
-            num_right += counted.num_accepted
-        # Were a cache wrong, a draft would be right by chance only; were it never wrong, nothing was rolled back.
-        assert 0.4 * num_judged < num_right < num_judged
+            num_tested += counted.num_tested
+            num_accepted += counted.num_accepted
+        # With a wrong cache drafts would be accepted by chance only; with no rejection nothing would be rolled back.
+        assert 0.4 * num_tested < num_accepted < num_tested
 
 
-def test_a_text_that_differs_for_no_reason_is_found_out() -> None:
-    """The measurement can fail: another token, or a text that ends early, is a difference and no near-tie."""
+def test_an_unexplained_difference_is_detected() -> None:
+    """The measurement can fail: another token, or a text that ends early, is a difference and not a near-tie."""
     runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size)
     for sampling in SAMPLINGS.values():
         (request, *_) = _requests(sampling)
@@ -146,7 +146,7 @@ def test_a_text_that_differs_for_no_reason_is_found_out() -> None:
 
 
 def test_a_near_tie_explains_a_difference() -> None:
-    """Two tokens with the same score, in a language of two equal logits, are told apart by nothing."""
+    """Two tokens with equal logits have the same score."""
 
     class TwoEqual(FakeBatchRuntime):
         def forward(self, batch):  # type: ignore[no-untyped-def]

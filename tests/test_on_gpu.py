@@ -1,4 +1,4 @@
-"""What only a machine with a GPU can show: exports for one, checked on it; skipped elsewhere, and said to be."""
+"""Checks exports for a GPU on the GPU; skipped, with the reason, on a machine without one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GPU_RECIPES = [
 def test_an_export_for_a_gpu_passes_its_check_there(
     role: Role, runtime: RuntimeName, precision: Precision, tmp_path: Path
 ) -> None:
-    """Prefill, cached steps, steps of several tokens and after rollbacks, in the runtime and on the device."""
+    """Prefill, cached steps, steps of several tokens and steps after rollbacks, in the runtime and on the device."""
     options = ExportOptions(role, precision, runtime, device="gpu")
     if not (place := where_to_check(options)).is_real:
         pytest.skip(f"no GPU for {runtime}: {place.words}")

@@ -1,6 +1,6 @@
-"""Tiny random-weight Hugging Face directories for tests, from the exporter's own `tiny`, and their IR.
+"""Makes tiny Hugging Face directories with random weights for tests, with the exporter's `tiny`, and their IR.
 
-`export_openvino` and `compress_int8` make the IR by upstream's means alone. Heavy packages are imported on first use.
+`export_openvino` and `compress_int8` make the IR with upstream tools only. Heavy packages are imported on first use.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from outrider.export.source.tiny import SAMPLE_TEXT, make_tiny_model, make_tiny_
 __all__ = ["FAMILIES", "SAMPLE_TEXT", "compress_int8", "export_openvino", "make_tiny_model", "make_tiny_tokenizer"]
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-"""Those that runtimes' own tests run; all of `outrider.export.source.tiny` are exported in test_export_families."""
+"""The families in the tests of the runtimes; test_export_families exports all of `outrider.export.source.tiny`."""
 
 
 def make_unknown(directory: Path, model_type: str, **fields: Any) -> Path:
-    """A tiny whole source of a family that `outrider.export.source.family_facts` does not know."""
+    """A complete tiny source of a family that `outrider.export.source.family_facts` does not know."""
     import torch
     import transformers
 
@@ -34,7 +34,7 @@ def make_unknown(directory: Path, model_type: str, **fields: Any) -> Path:
 
 
 def export_openvino(model_dir: Path, directory: Path) -> Path:
-    """Writes a Hugging Face directory's stateful OpenVINO IR, FP32, to `directory`, and returns it."""
+    """Exports a Hugging Face directory as stateful FP32 OpenVINO IR to `directory`, and returns it."""
     from optimum.exporters.openvino import main_export
     from optimum.intel import OVConfig
 
@@ -52,7 +52,7 @@ def export_openvino(model_dir: Path, directory: Path) -> Path:
 
 
 def compress_int8(ir: Path, directory: Path) -> Path:
-    """Writes an IR directory's twin with INT8 weights (symmetric, per channel) to `directory`, and returns it."""
+    """Writes a copy of an IR directory with INT8 weights (symmetric, per channel) to `directory`, and returns it."""
     import nncf
     import openvino
 
@@ -65,5 +65,5 @@ def compress_int8(ir: Path, directory: Path) -> Path:
     return directory
 
 
-if __name__ == "__main__":  # a directory to play with: python tests/tiny_models.py qwen2 /tmp/tiny
+if __name__ == "__main__":  # a directory to try things with: python tests/tiny_models.py qwen2 /tmp/tiny
     make_tiny_model(sys.argv[1], Path(sys.argv[2]), vocab_size=make_tiny_tokenizer(Path(sys.argv[2])))

@@ -1,7 +1,6 @@
-"""Builds the wheels, installs each way of being a device from them into fresh environments, and proves that no torch is
-needed there.
+"""Builds the wheels, installs each extra for devices into a fresh environment, and checks that it works without torch.
 
-Run by `make wheel`. The sources are out of reach: everything runs in a temporary directory, isolated from the checkout.
+Run by `make wheel`. Everything runs in a temporary directory, isolated from the checkout.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "onnx", "optimum", "nncf")
 RUNTIMES = {"edge": ("openvino", "onnxruntime"), "edge-onnxruntime": ("onnxruntime", "openvino")}
-"""Extra -> the runtime that it brings, and the one that it leaves out."""
+"""Extra -> the runtime that it installs, and the one that it does not."""
 
 PROOF = """
 import importlib.util, pathlib, sys
 heavy, there, not_there = {heavy!r}, {there!r}, {not_there!r}
-missing = [name for name in (*heavy, not_there, "outrider.reference") if importlib.util.find_spec(name)]
-assert not missing, f"this environment is meant to be without {{missing}}"
-assert importlib.util.find_spec(there), f"{{there}} is not here"
+extra = [name for name in (*heavy, not_there, "outrider.reference") if importlib.util.find_spec(name)]
+assert not extra, f"this environment must not contain {{extra}}"
+assert importlib.util.find_spec(there), f"{{there}} is not installed"
 import outrider.edge, outrider.edge.modes.stream, outrider.edge.cli.run, outrider.models.runtimes
 where = pathlib.Path(outrider.edge.__file__).resolve()
-assert "site-packages" in where.parts, f"outrider comes from {{where}}, not from the wheel"
+assert "site-packages" in where.parts, f"outrider is imported from {{where}}, not from the wheel"
 loaded = sorted(m for m in sys.modules if m.split(".")[0] in heavy)
 assert not loaded, f"importing the edge loaded {{loaded}}"
 foreign = sorted(m for m in sys.modules if m.startswith(("outrider.cloud", "outrider.export", "outrider.models.http")))
@@ -41,13 +40,13 @@ assert len(load_prompts()) >= 200
 
 
 def run(*command: str | Path, cwd: Path) -> None:
-    """Runs a command, its output shown; SystemExit if it fails."""
+    """Runs a command and shows its output; raises CalledProcessError if it fails."""
     print("$", *command, flush=True)
     subprocess.run([str(part) for part in command], cwd=cwd, check=True)
 
 
 def build(source: Path, place: Path) -> Path:
-    """The wheel of `source`, built into `place`."""
+    """Builds the wheel of `source` in `place`, and returns it."""
     run(sys.executable, "-m", "build", "--wheel", "--outdir", place, source, cwd=place.parent)
     (wheel,) = place.glob("*.whl")
     print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
@@ -55,12 +54,12 @@ def build(source: Path, place: Path) -> Path:
 
 
 def size_mb(folder: Path) -> float:
-    """What the files below `folder` take, 10^6 bytes."""
+    """Size of the files below `folder` in MB (10^6 bytes)."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
 
 
 def main() -> None:
-    """The whole job."""
+    """Runs the job."""
     with tempfile.TemporaryDirectory(prefix="outrider-wheel-") as scratch:
         place = Path(scratch)
         wheel = build(ROOT, place / "dist")
