@@ -17,7 +17,6 @@ from outrider.cloud.api.bridge import Delivery, Mailbox, closed_on_disconnect
 from outrider.cloud.api.errors import error_body, from_validation, internal_error
 from outrider.cloud.api.state import Core, parse, sampling_of
 from outrider.cloud.engine.types import CommitEvent, GenerateRequest
-from outrider.models.acceptance import Rule
 from outrider.models.errors import RequestError
 from outrider.models.protocol import MAX_VERIFY_ITEMS, VerifyAnswer, VerifyItem, VerifyResult
 
@@ -101,8 +100,7 @@ class _Batch:
 
     def _request(self, raw: Any) -> GenerateRequest:
         item = VerifyItem.model_validate(raw)
-        params = sampling_of(item.sampling)
-        params = Rule(item.rule).apply(params)
+        params = item.rule.apply(sampling_of(item.sampling))
         return GenerateRequest(
             prompt=tuple(item.prefix),
             params=params,
