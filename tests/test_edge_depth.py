@@ -18,10 +18,10 @@ from outrider.edge.drafting.depth import (
     FixedDepth,
     ThresholdDepth,
     best_verified,
-    expected_tokens,
 )
 from outrider.edge.drafting.estimates import Estimates
 from outrider.models.errors import ConfigError
+from outrider.models.prediction import tokens_per_pass
 
 
 def judged(num_right: int, is_wrong: bool) -> CommitOutcome:
@@ -168,9 +168,9 @@ def test_a_draft_that_becomes_good_is_used_again() -> None:
 
 @settings(deadline=None)
 @given(st.floats(0, 1), st.integers(0, 32))
-def test_expected_tokens_is_between_one_and_all(acceptance: float, k: int) -> None:
+def test_tokens_per_pass_are_between_one_and_all(acceptance: float, k: int) -> None:
     """A pass commits at least one token and at most every drafted one and the bonus."""
-    assert 1.0 <= expected_tokens(acceptance, k) <= k + 1.0
+    assert 1.0 <= tokens_per_pass(acceptance, k) <= k + 1.0
 
 
 def test_more_tokens_are_verified_where_they_are_cheaper() -> None:

@@ -176,7 +176,7 @@ def test_a_graph_without_row_selection_is_driven_as_well(
     onnx.save(model, path / "model.onnx")
     assert worst_delta(OnnxRuntimeSequence(path, OPTIONS), truth("llama")) < 5e-5
     (path / "genai_config.json").unlink()
-    with pytest.raises(BundleError, match="does not say the sizes of past_key_values"):
+    with pytest.raises(BundleError, match="does not give the sizes of past_key_values"):
         OnnxRuntimeSequence(path, OPTIONS)
 
 
@@ -344,7 +344,7 @@ def test_broken_files_are_named(graph: Callable[..., Path], tmp_path: Path) -> N
     broken(lambda path: (path / "model.onnx.data").unlink(), "cannot load .*External data path")
     broken(lambda path: (path / "model.onnx").write_bytes(b"PK" * 500), "cannot load .*No graph was found")
     broken(lambda path: (path / "model.onnx.data").write_bytes(b""), "cannot load", "prefer-npu")
-    broken(other_graph, "is not a decoder that this runtime drives: inputs x; outputs logits")
+    broken(other_graph, "is not a decoder that this runtime can drive: inputs x; outputs logits")
 
 
 def test_bad_options_are_named(graph: Callable[..., Path], tmp_path: Path) -> None:

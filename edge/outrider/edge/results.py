@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from outrider.models.errors import ConfigError
 from outrider.models.sampling import SamplingParams
@@ -49,6 +51,14 @@ class GenerationRequest:
             raise ConfigError("the prompt has no tokens; expected at least one")
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens is {self.max_tokens}; expected at least 1")
+
+    def wire_fields(self) -> dict[str, Any]:
+        """The fields that every message with this request repeats: sampling parameters, and which tokens end a text."""
+        return {
+            "stop_ids": sorted(self.stop_ids) if self.stop_ids is not None else None,
+            "ignore_eos": self.ignore_eos,
+            **dataclasses.asdict(self.params),
+        }
 
 
 @dataclass(frozen=True, slots=True)

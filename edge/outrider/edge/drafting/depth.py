@@ -14,6 +14,7 @@ from typing import Protocol
 from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.estimates import Estimates, ForgettingRatio
 from outrider.models.errors import ConfigError
+from outrider.models.prediction import tokens_per_pass
 
 MAX_DEPTH = 32
 
@@ -189,7 +190,7 @@ class CostModelDepth:
 
         def per_token(k: int) -> float:
             took = k * (e.draft_ms + e.extra_ms) + e.round_trip_ms + e.step_ms
-            return took / expected_tokens(e.acceptance, k)
+            return took / tokens_per_pass(e.acceptance, k)
 
         return min(range(1, self._options.max_depth + 1), key=per_token)
 
@@ -221,11 +222,6 @@ class CostModelDepth:
         return survival * e.step_ms > options.effort * e.draft_ms + options.token_cost_ms
 
 
-def expected_tokens(acceptance: float, k: int) -> float:
-    """Expected tokens of a pass that verifies k drafted ones: 1 + a + ... + a^k (Leviathan et al. 2023, equation 1)."""
-    return sum(acceptance**i for i in range(k + 1))
-
-
 def best_verified(acceptance: float, step_ms: float, extra_ms: float, max_k: int) -> int:
     """The k <= max_k that maximizes expected tokens per ms of a step of step_ms + k * extra_ms; at least 1."""
-    return max(range(1, max_k + 1), key=lambda k: expected_tokens(acceptance, k) / (step_ms + extra_ms * k))
+    return max(range(1, max_k + 1), key=lambda k: tokens_per_pass(acceptance, k) / (step_ms + extra_ms * k))

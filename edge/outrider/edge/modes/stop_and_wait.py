@@ -87,13 +87,7 @@ class StopAndWaitAgent:
             prefix=[*request.prompt, *belief.known],
             draft=list(belief.drafted),
             max_tokens=request.max_tokens - belief.num_known,
-            stop_ids=sorted(request.stop_ids) if request.stop_ids is not None else None,
-            ignore_eos=request.ignore_eos,
-            temperature=request.params.temperature,
-            top_k=request.params.top_k,
-            top_p=request.params.top_p,
-            min_p=request.params.min_p,
-            seed=request.params.seed,
+            **request.wire_fields(),
         )
         if prefix_hash is not None:
             try:

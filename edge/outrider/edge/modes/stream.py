@@ -123,16 +123,10 @@ class _Generation:
         return SessionRequest(
             prompt=[*request.prompt, *known],
             max_tokens=request.max_tokens - len(known),
-            stop_ids=sorted(request.stop_ids) if request.stop_ids is not None else None,
-            ignore_eos=request.ignore_eos,
             patience_ms=request.patience_ms if self._agent.drafter else 0.0,
             draft_lag_ms=self._agent.estimates.lag_ms if self._agent.drafter else None,
             tokenizer=request.tokenizer,
-            temperature=request.params.temperature,
-            top_k=request.params.top_k,
-            top_p=request.params.top_p,
-            min_p=request.params.min_p,
-            seed=request.params.seed,
+            **request.wire_fields(),
         )
 
     def _over(self) -> str | None:
