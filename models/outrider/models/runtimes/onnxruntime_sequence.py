@@ -28,8 +28,8 @@ ort.disable_telemetry_events()  # Windows builds report their use by default
 
 # A longer prompt runs in pieces: memory for activations grows with the piece, and ONNX Runtime never returns it.
 _MAX_STEP: Final = 256
-# Where caches live, as ONNX Runtime names memory. For other providers they live on the host and are bound, and so copied
-# if necessary, in every step.
+# Where caches live, as ONNX Runtime names memory. For other providers they live on the host and are bound, and so
+# copied if necessary, in every step.
 _CACHE_DEVICES: Final = {CUDA: "cuda", DIRECTML: "dml"}
 
 

@@ -73,8 +73,8 @@ def load_onnx_model(path: Path, options: RuntimeOptions) -> OnnxModel:
     """Loads `path` (an .onnx file, or a directory with model.onnx) on the provider that `options.device` names.
 
     `options.properties`: keys with a dot are session entries ("session.intra_op.allow_spinning"), others the
-    provider's own options. Raises BundleError when files are missing or not such a decoder, ConfigError for an option out of
-    range, RuntimeUnavailable when the provider is missing or did not take the model.
+    provider's own options. Raises BundleError when files are missing or not such a decoder, ConfigError for an option
+    out of range, RuntimeUnavailable when the provider is missing or did not take the model.
     """
     file = path if path.suffix == ".onnx" else path / MODEL_FILE
     if not file.is_file():
