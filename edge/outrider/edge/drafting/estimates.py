@@ -66,7 +66,7 @@ class Estimates:
         self._extra_ms = draft_token_ms
 
     def on_commit(self, outcome: CommitOutcome, confidences: Sequence[float], interval_ms: float | None) -> None:
-        """Takes a commit; the first `outcome.num_tested` of `confidences` are those of the drafted tokens that it tested."""
+        """Takes a commit; `confidences` begin with those of the `outcome.num_tested` drafted tokens that it tested."""
         if outcome.num_tested:
             self.accepted.add(outcome.num_right, outcome.num_tested)
         for i in range(outcome.num_tested):
