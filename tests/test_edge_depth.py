@@ -76,7 +76,7 @@ def test_a_depth_out_of_range_is_refused(depth: int) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 10), st.booleans()), max_size=80))
-def test_threshold_depth_takes_one_step_at_a_time_within_its_range(seen: list[tuple[int, bool]]) -> None:
+def test_threshold_depth_moves_by_one_at_a_time_within_its_range(seen: list[tuple[int, bool]]) -> None:
     """Whatever the acceptance, depth stays in 2..10 and changes by at most one per commit."""
     controller = ThresholdDepth()
     for num_right, is_wrong in seen:

@@ -309,7 +309,7 @@ def test_bad_options_and_files_are_named(tiny_ir: Callable[..., Path], tmp_path:
         reader.replace_source_output(counted.output(0))
     bloom.remove_parameter(positions.get_node())
     ov.save_model(bloom, tmp_path / "bloom.xml")
-    with pytest.raises(BundleError, match=r"takes no position_ids.* such as Bloom"):
+    with pytest.raises(BundleError, match=r"has no input position_ids.* such as Bloom"):
         OpenVinoNpuRuntime(tmp_path / "bloom.xml", replace(OPTIONS, max_positions=64))
     x = ops.parameter([-1, 4], np.float32, name="x")
     ov.save_model(ov.Model([ops.relu(x)], [x]), tmp_path / "openvino_model.xml")

@@ -131,8 +131,8 @@ def compile_ir(core: Any, xml: Path, shapes: StaticShapes, options: RuntimeOptio
         )
     if missing := {"input_ids", "attention_mask", "position_ids"} - port_names(model.inputs):
         raise BundleError(
-            f"{xml} takes no {', '.join(sorted(missing))}, by which the NPU's path tells a prompt from a cached step; "
-            "models without positions, such as Bloom, are exported for the CPU (--device cpu)"
+            f"{xml} has no input {', '.join(sorted(missing))}, which the NPU's path needs to recognize a cached step; "
+            "export models without positions, such as Bloom, for the CPU (--device cpu)"
         )
     return core.compile_model(model, _device(options), properties)
 

@@ -19,7 +19,7 @@ _LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "seq_length", "
 class OneSequence:
     """The state of one sequence whose cache is cut back by counting: rollback is a smaller length."""
 
-    full_advice: ClassVar = "stop earlier or raise max_positions"
+    full_advice: ClassVar = "stop earlier"
 
     def __init__(self, limits: ModelLimits) -> None:
         self._limits = limits

@@ -29,7 +29,7 @@ from outrider.models.runtimes.openvino_graph import find_ir, shared_tensor
 class OpenVinoNpuRuntime(OneSequence):
     """One sequence of at most `limits.max_positions` tokens, for the lengths of `options.static_shapes`."""
 
-    full_advice = "stop earlier, or export the draft with longer static shapes"
+    full_advice = "export the draft with longer static shapes"
 
     def __init__(self, path: Path, options: RuntimeOptions) -> None:
         """Compiles the stateful IR at `path` (directory or .xml), or takes it from `options.cache_dir`.
