@@ -1,4 +1,4 @@
-"""Ways in which model directories and bundles go bad, each with what its message has to say."""
+"""Breaks model directories and bundles in many ways, each with the message to expect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_sources(root: Path) -> None:
 
 
 def cut(name: str, keep: float) -> Damage:
-    """Keeps that share of a file; all but a byte for 1."""
+    """Keeps this share of a file; for 1, all but one byte."""
 
     def damage(directory: Path) -> None:
         path = next(directory.glob(name))
@@ -56,7 +56,7 @@ def weight(value: float) -> Damage:
 
 
 def without(name: str) -> Damage:
-    """Leaves a tensor out."""
+    """Omits a tensor."""
 
     def damage(directory: Path) -> None:
         tensors = {key: np.array(tensor) for key, tensor in load_file(directory / WEIGHTS).items() if key != name}
@@ -66,7 +66,7 @@ def without(name: str) -> Damage:
 
 
 def other_tokenizer(directory: Path) -> None:
-    """One that was trained on another text."""
+    """A tokenizer trained on another text."""
     make_tiny_tokenizer(directory, text=("something else entirely", "with other merges"))
 
 
@@ -76,7 +76,7 @@ def write(name: str, content: str) -> Damage:
 
 
 def pickled(directory: Path) -> None:
-    """Weights as old checkpoints have them."""
+    """Pickled weights, as in old checkpoints."""
     (directory / WEIGHTS).rename(directory / "pytorch_model.bin")
 
 

@@ -1,19 +1,19 @@
-"""The draft loop beside its bare runtime, and beside the loops of the runtimes' own packages on the same files.
+"""Times the draft loop against its bare runtime, and against the loops of the runtimes' own packages on the same files.
 
     pip install openvino-genai==2026.4.1
     python -m bench.draft_loop
 
 A random model of Qwen2's kind with 88M parameters (768 x 12, vocabulary 16k) is exported to INT8 for OpenVINO and for
 ONNX Runtime. All contestants run in one process, in turns of changing order, with two threads, from the same prompt
-(greedy where nothing else is said); ratios are medians over the rounds:
+(greedy by default); ratios are medians over the rounds:
 
-  bare      the runtime's `extend` alone, one known token a time, at the lengths that the loop has
+  bare      the runtime's `extend` alone, one known token at a time, at the lengths of the loop
   loop      the agent's drafter: noise, pick, confidence, and a rollback of three tokens every eight
-  straight  the loop without rollbacks, so that its contexts are the peer's
+  straight  the loop without rollbacks, so its contexts are those of the peer
   peer      onnxruntime-genai's generator, openvino_genai's pipeline
 
-Exits 1 where the loop takes more than 1.15 of the bare step, or straight on more than the peer (beyond 2 %, the noise
-of a quiet machine).
+Exits 1 if the loop takes more than 1.15 times the bare step, or without rollbacks more than the peer (beyond 2 %, the
+noise of an idle machine).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Round = Callable[[Sequence[int], int], float]
 
 
 def bare(runtime: SequenceRuntime, prompt: Sequence[int], num_tokens: int) -> float:
-    """One `extend` a token, the tokens known beforehand; nothing else is timed."""
+    """One `extend` per token, with the tokens known beforehand; nothing else is timed."""
     runtime.truncate(0)
     runtime.extend(prompt)
     spent = 0.0
@@ -82,7 +82,7 @@ def bare(runtime: SequenceRuntime, prompt: Sequence[int], num_tokens: int) -> fl
 def loop(
     runtime: SequenceRuntime, prompt: Sequence[int], num_tokens: int, temperature: float, num_rolled: int = ROLLED
 ) -> float:
-    """What the agent does: proposals, and once a round some of them turn out wrong."""
+    """The agent's work: proposals, some of which are rejected once per round."""
     runtime.truncate(0)
     drafter = ModelDrafter(runtime)
     drafter.begin(prompt, SamplingParams(temperature=temperature))
@@ -141,7 +141,7 @@ def openvino_genai_round(directory: Path, copy: Path) -> Round:
         strict=True,
     ):
         ov.save_model(model, copy / f"{name}.xml")
-    # Its own choices but for the threads, and for the arithmetic: the default, bf16, is slower with INT8 weights.
+    # Its defaults except threads and arithmetic: the default, bf16, is slower with INT8 weights.
     properties = {"INFERENCE_NUM_THREADS": THREADS, "INFERENCE_PRECISION_HINT": "f32"}
     pipeline = openvino_genai.LLMPipeline(str(copy), "CPU", **properties)
 
@@ -162,9 +162,9 @@ PEERS: dict[RuntimeName, Callable[[Path, Path], Round]] = {
 
 
 def measure(bundle: Bundle, peer: Round, runs: int, num_tokens: int) -> dict[str, list[float]]:
-    """Milliseconds a token of each contestant in each round.
+    """Milliseconds per token of each contestant in each round.
 
-    Every round has its own order: who comes after whom decides what is in the processor's caches.
+    Every round has its own order: the order decides what is in the processor's caches.
     """
     prompt = [(7 * i) % 250 + 2 for i in range(CONTEXT)]
     options = RuntimeOptions(num_threads=THREADS)
@@ -196,7 +196,7 @@ def main(
     tokens: Annotated[int, typer.Option(min=16, help="tokens a round")] = 64,
     json_path: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
 ) -> None:
-    """Measures; exits 1 where a bound is missed."""
+    """Measures; exits 1 if a bound is missed."""
     table = Table("runtime", "ms: bare", "loop", "straight", "peer", "loop/bare", "T 0.8/bare", "straight/peer")
     rows: dict[str, dict[str, float]] = {}
     is_fine = True

@@ -1,7 +1,7 @@
-"""A target and a draft whose times are exact: they sleep as long as they are told, and speak the fake language.
+"""Emulates a target and a draft with exact times: they sleep for a given time, and speak the fake language.
 
-For measuring the protocol, and nothing else, on a machine that is busy: sleeping takes no processor and no memory
-bandwidth. The cloud is the real one, in a process of its own, over `FakeBatchRuntime`.
+Measures the protocol alone, even on a busy machine: sleeping takes no processor and no memory bandwidth. The cloud is
+the real one, in its own process, over `FakeBatchRuntime`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ MAX_POSITIONS = 2048
 
 @contextmanager
 def open_emulated(step_ms: float, extra_ms: float, acceptance: float, draft_ms: float) -> Iterator[Subject]:
-    """A verifier whose step takes step_ms + extra_ms for each token after the first, and a draft of draft_ms a token
-    that is right with chance `acceptance`.
+    """A verifier whose step takes step_ms + extra_ms for each token after the first, and a draft that takes draft_ms
+    per token and is accepted with probability `acceptance`.
     """
     cores = plan_cores()
     serve = ["-m", "bench.emulated", "--step-ms", str(step_ms), "--extra-ms", str(extra_ms)]

@@ -1,4 +1,4 @@
-"""The engine on the widened target, in process, on one core: what batching gives, and what verify mode saves.
+"""Measures the engine on the widened target, in process, on one core: what batching gives, and what verify mode saves.
 
     python bench/engine_throughput.py [--widen 1200]
 
@@ -53,7 +53,7 @@ def bare_step_ms(runtime: BatchRuntime, num_sequences: int, repeats: int) -> flo
 
 
 def decode_rate(runtime: BatchRuntime, prompts: list[tuple[int, ...]], count: int) -> float:
-    """Tokens per second of the engine once all sequences decode; no prefix is shared, no draft comes."""
+    """Tokens per second of the engine once all sequences decode; without shared prefixes and drafts."""
     engine = Engine(runtime, EngineConfig(share_prefixes=False))
     committed = [0] * len(prompts)
 
@@ -66,7 +66,7 @@ def decode_rate(runtime: BatchRuntime, prompts: list[tuple[int, ...]], count: in
         engine.submit(GenerateRequest(prompt, params, count), sink)
     while not all(committed):  # prefill
         engine.step()
-    # Until the first is done: those whose prompts were read first have more, and from there on the batch shrinks.
+    # Until the first is done: sequences prefilled first have more tokens, and afterwards the batch shrinks.
     before, started = sum(committed), time.perf_counter()
     while max(committed) < count:
         engine.step()
@@ -81,7 +81,7 @@ class Device:
         self.text = list(prompt)
 
     def guesses(self) -> list[int]:
-        """The draft's own continuation of the text so far; the cache is rebuilt, since many sequences share it."""
+        """The draft's continuation of the text so far; its cache is rebuilt, since many sequences share it."""
         self.runtime.truncate(0)
         row, guessed = self.runtime.extend(self.text), list[int]()
         while True:
@@ -99,7 +99,7 @@ def drafted_passes(
     policy: Policy,
     temperature: float,
 ) -> tuple[float, float]:
-    """Target passes per token, and tokens per pass, with drafts that are always there in time."""
+    """Target passes per token, and tokens per pass, with drafts that are always in time."""
     engine = Engine(runtime, EngineConfig(share_prefixes=False, policy=policy))
     engine.calibrate(max_tokens=32)
     devices: dict[int, Device] = {}
@@ -133,7 +133,7 @@ def main(
     core: Annotated[int, typer.Option(help="the core to run on")] = 0,
     temperature: Annotated[float, typer.Option(help="of the second table")] = 0.8,
 ) -> None:
-    """Measures and prints; exits 1 when 16 sequences reach less than 6x, or verify mode 0.45 passes a token or more."""
+    """Measures and prints; exits 1 when 16 sequences reach under 6x, or verify mode 0.45 passes per token or more."""
     pair = export_reference_pair(widen_mb=widen or None)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})

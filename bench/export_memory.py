@@ -1,12 +1,12 @@
-"""How much memory an export holds at its worst, as a multiple of the model in FP32.
+"""Measures the peak memory of an export, as a multiple of the model in FP32.
 
     python -m bench.export_memory
 
-Each path exports a random Qwen2-type model in a process of its own, and again a tiny one of the same make: the peak of
-the tiny one is what imports, compilers and buffers take, so the difference is the model. What is counted is the
-resident set with its file mappings (Linux' VmHWM), so a mapped weight file counts although the system could drop its
-pages. Exits 1 if any path holds the model three times or more: as of now an NPU's where it is emulated for the check,
-whose plugin compiles the model twice and keeps more than three copies of its weights.
+Each path exports a random Qwen2-type model in its own process, then a tiny one of the same type: the tiny one's peak is
+that of imports, compilers and buffers, so the difference is the model's. Counts the resident set with its file mappings
+(Linux' VmHWM), so a mapped weight file counts although the system could drop its pages. Exits 1 if any path holds the
+model three times or more: at present that of an NPU emulated for the check, whose plugin compiles the model twice and
+keeps more than three copies of its weights.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def make_source(directory: Path, megabytes: float) -> Path:
 
 
 def peaks_of(source: Path, path: tuple[str, ...], threads: int) -> dict[str, int]:
-    """Peak bytes by the end of each stage of exporting `source` by `path`, in a process and a cache of its own."""
+    """Peak bytes by the end of each stage of exporting `source` by `path`, in its own process and cache."""
     with tempfile.TemporaryDirectory() as place:
         environment = os.environ | {"OUTRIDER_CACHE": f"{place}/cache", "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-W", "ignore", "-c", _CHILD, str(source), f"{place}/out", *path, str(threads)]

@@ -1,8 +1,8 @@
-"""What HTTP costs the server: CPU time of its event loop per drafts message and per commit event.
+"""Measures what HTTP costs the server: CPU time of its event loop per drafts message and per commit event.
 
-The event loop shares a core with the model where there is no other, so each microsecond here is taken from tokens.
-A server process runs the fake runtime; this process talks to it over a plain socket with the headers that httpx
-sends. Counted is the CPU time of the server's event-loop thread alone (the engine's thread is the model's business).
+With a single core the event loop shares it with the model, so each microsecond here costs tokens. A server process runs
+the fake runtime; this process talks to it over a plain socket with the headers that httpx sends. Counts only the CPU
+time of the server's event-loop thread, not of the engine's thread.
 
     python bench/http_overhead.py [--json PATH]
 """
@@ -79,7 +79,7 @@ class Server:
         return next(float(t.user_time + t.system_time) for t in threads if t.id == self._thread_id)
 
     def open(self, prompt: list[int], max_tokens: int) -> tuple[socket.socket, bytes, str]:
-        """Opens a session; returns its connection, what was read beyond the open event, and its id."""
+        """Opens a session; returns its connection, the bytes read after the open event, and its id."""
         body = json.dumps({"prompt": prompt, "max_tokens": max_tokens}).encode()
         connection = self.connect()
         connection.sendall(_request(self.port, "/v1/sessions", body))

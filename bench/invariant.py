@@ -1,9 +1,9 @@
-"""The invariant, over the reference pair: whatever happens to drafts and network, the tokens are the target's own.
+"""Checks the invariant on the reference pair: whatever happens to drafts and network, the tokens are the target's own.
 
 Prompts x {greedy, temperature 0.8, temperature 0.8 with top-p 0.9} x every mode of `bench.invariant_modes`, each text
 compared token by token with the plain loop of `bench.plain_text` on the same runtime, same seed. The cloud shares
-prefixes and has too little room for all texts at once. Prints the counts, and for each difference whether a near-tie in
-float32 explains it. Exits 1 when more than one token in 10,000 differs, or one for no such reason.
+prefixes and has too few blocks for all texts at once. Prints the counts, and for each difference whether a near-tie in
+float32 explains it. Exits 1 when more than one token in 10,000 differs, or one without such a reason.
 
     python -m bench.invariant [--prompts 200] [--max-tokens 64] [--widen MB] [--json PATH]
 """
@@ -47,7 +47,7 @@ LIMIT = 1e-4
 
 @dataclass(slots=True)
 class Count:
-    """Of one mode and one sampling. num_tokens: compared, up to the first difference of each text."""
+    """Counts of one mode and one sampling. num_tokens: compared, up to the first difference of each text."""
 
     num_texts: int = 0
     num_tokens: int = 0
@@ -70,7 +70,7 @@ class Count:
 
 
 def make_requests(lab: Lab, sampling: SamplingParams, num_prompts: int, max_tokens: int) -> list[GenerationRequest]:
-    """The first prompts, each with a seed of its own."""
+    """The first prompts, each with its own seed."""
     return [
         GenerationRequest(
             prompt=lab.encode(prompt.text),
@@ -161,7 +161,7 @@ def show(console: Console, counts: dict[str, dict[str, Count]]) -> bool:
 
 
 def exercised(counts: dict[str, dict[str, Count]], engine: dict[str, float]) -> dict[str, float]:
-    """How often that happened which must leave the texts as they are."""
+    """How often each event happened that must not change the texts."""
     return {
         "preemption": engine["preempted"],
         "shared prefixes": engine["prefix_hit_tokens"],
@@ -188,7 +188,7 @@ def main() -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     pair = export_reference_pair(widen_mb=options.widen or None)
     started = time.monotonic()
-    # Prefixes are shared, and the texts under way have no room together: both must leave them as they are.
+    # Shared prefixes, and too few blocks for all running texts: neither may change a text.
     with open_lab(pair.target, pair.draft, cloud_options=("--kv-cache-mb", str(options.kv_cache_mb))) as lab:
         console.print(lab.cores.note, highlight=False)
         counts = measure(lab, options, console)

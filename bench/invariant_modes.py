@@ -1,7 +1,7 @@
-"""Every way in which drafts and the network can go wrong, as modes that generate the same texts.
+"""Generates the same texts in modes for every way in which drafts and the network can fail.
 
-Used by `bench.invariant` over the real pair and by tests/test_invariant.py. Knows no model: it is given a verifier's
-URL and drafters, one a worker, and each worker generates one text at a time.
+Used by `bench.invariant` over the real pair and by tests/test_invariant.py. Knows no model: it takes a verifier's URL
+and drafters, one per worker, and each worker generates one text at a time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _always_wrong(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Ag
 
 
 def _wrong_blocks(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
-    """Where a session soon stops verifying what is always wrong, a block is verified whatever it holds."""
+    """Drafts that are always rejected: a session soon stops verifying them, a block is always verified."""
     return StopAndWaitAgent(endpoints, AlwaysWrongDrafter(drafter, vocab_size), FixedDepth(DEPTH), Estimates())
 
 
@@ -90,7 +90,7 @@ async def generate_all(
     requests: Sequence[GenerationRequest],
     on_result: Callable[[], None] = lambda: None,
 ) -> list[GenerationResult]:
-    """All requests in `mode`, as many at once as there are drafters; results in the requests' order."""
+    """Runs all requests in `mode`, one per drafter at a time; results in the requests' order."""
     results: dict[int, GenerationResult] = {}
     waiting = iter(enumerate(requests))
 
@@ -109,7 +109,7 @@ async def generate_all(
 
 
 class _Line:
-    """A worker's way to the verifier; with a proxy, one that is cut in the middle of every text."""
+    """A worker's connection to the verifier; with a proxy, it is cut in the middle of every text."""
 
     def __init__(self, url: str, proxy: DelayProxy | None) -> None:
         self._proxy = proxy
@@ -119,7 +119,7 @@ class _Line:
         proxy = self._proxy
         if proxy is None:
             return None
-        # Twice, at places of the text's own, the second perhaps before the first has healed.
+        # Twice, at different places in each text, the second perhaps before the session is resumed.
         chance = random.Random(index)
         cuts = sorted(chance.randrange(1, max(2, request.max_tokens * 3 // 4)) for _ in range(2))
         num_seen = 0

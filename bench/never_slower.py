@@ -1,15 +1,15 @@
-"""Never slower: stream mode against cloud-only streaming by round trip, also with a draft that is always wrong.
+"""Compares stream mode with cloud-only streaming by round trip, also with a draft that is always rejected.
 
-Cloud and agent on a core and a thread each, the target widened so that a step is 40 ms or more. A run is every mode
-back to back on the same prompts with the same seeds; the table shows medians of the runs' ratios. Beside them stands
+Cloud and agent have a core and a thread each; the target is widened so that a step takes 40 ms or more. A run is every
+mode back to back on the same prompts with the same seeds; the table shows medians of the runs' ratios, and beside them
 what `bench.simulate` computes in its `patient` column from the acceptance, the draft's time, the step's time and the
-extra time a drafted token that were measured here. Exits 1 when a bound is missed: 0.97 everywhere, 1.5 at 10 ms, 1.2
-at 50 ms, 0.9 of what was computed, and every text the same.
+extra time per drafted token measured here. Exits 1 when a bound is missed: 0.97 everywhere, 1.5 at 10 ms, 1.2 at 50 ms,
+0.9 of the computed value, and every text the same.
 
     python -m bench.never_slower [--widen 1450] [--runs 5] [--rtt-ms 0 10 25 50 100 200] [--trace] [--json PATH]
 
-On a machine that is busy with other things, `--emulate STEP_MS EXTRA_MS ACCEPTANCE DRAFT_MS` measures the protocol
-alone: the fake language, with steps and drafts that take exactly so long without using the processor.
+On a busy machine, `--emulate STEP_MS EXTRA_MS ACCEPTANCE DRAFT_MS` measures the protocol alone: the fake language, with
+steps and drafts that take exactly these times without using the processor.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ WANTED = {10.0: 1.5, 50.0: 1.2}
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One round trip: what was measured, what of it the simulation was given, and what it says is in reach.
+    """One round trip: the measurements, the simulation's input, and its result.
 
-    reach, which is judged, is computed from stream mode's own acceptance. elsewhere: from stop-and-wait's on the same
-    texts, for comparison: over a long round trip stream mode tests only where it has long been right.
+    reach, which has a bound, is computed from stream mode's own acceptance. elsewhere: from stop-and-wait's on the same
+    texts, for comparison: over a long round trip stream mode tests only after long accepted runs.
     """
 
     place: Place
@@ -57,17 +57,17 @@ class Comparison:
 
     @property
     def share(self) -> float:
-        """Of the speed-up that the simulation reaches, what stream mode reached."""
+        """Stream mode's share of the simulated speed-up."""
         return self.place.cells[STREAM].ratio / self.reach.speed_up
 
     @property
     def num_different(self) -> int:
-        """Texts, of any mode, that are not cloud-only's."""
+        """Number of texts, of any mode, that differ from cloud-only's."""
         return sum(cell.num_different for cell in self.place.cells.values())
 
 
 def compare(places: list[Place]) -> list[Comparison]:
-    """Simulates what was measured."""
+    """Runs the simulation with the measured values."""
     extra_ms = measured_extra_ms(places)
     settings = [place.setting(extra_ms) for place in places]
     return [
@@ -96,7 +96,7 @@ def misses(found: Comparison) -> list[str]:
 
 
 def show(console: Console, comparisons: list[Comparison]) -> None:
-    """The table, and below it what the simulation was given."""
+    """Prints the table, and below it the simulation's input."""
     table = Table(title="tokens/s over cloud-only's, medians of the runs", title_justify="left", box=None)
     columns = ("RTT ms", "stop-and-wait", "stream", "lowest", "always wrong", "lowest", "computed", "share", "passes")
     for name in columns:
@@ -130,7 +130,7 @@ def show(console: Console, comparisons: list[Comparison]) -> None:
 
 
 def show_trace(console: Console, places: list[Place]) -> None:
-    """Where a token's time goes in each mode: all in ms a token, prefill included."""
+    """Where a token's time goes in each mode: all in ms per token, prefill included."""
     table = Table(title="ms a token: where they go", title_justify="left", box=None)
     for name in (
         *("RTT ms", "mode", "total", "model", "engine", "waiting", "other", "passes", "drafted", "ms/step"),
@@ -194,7 +194,7 @@ def open_subject(options: argparse.Namespace) -> Iterator[Subject]:
 
 
 def make_requests(options: argparse.Namespace) -> list[GenerationRequest]:
-    """Held-out prompts, each with a seed of its own."""
+    """Held-out prompts, each with its own seed."""
     tokenizer = Tokenizer.from_dir(target_dir())
     return [
         GenerationRequest(

@@ -1,8 +1,8 @@
-"""Milliseconds of one pick at a large vocabulary, by kind of truncation, on one core.
+"""Measures one pick at a large vocabulary, in ms, by kind of truncation, on one core.
 
     python bench/pick.py
 
-Rows of logits follow a Zipf-like law, peaked as a language model's are; `--flat` takes the hardest case instead, a
+Rows of logits follow a Zipf-like law, peaked like a language model's; `--flat` takes the hardest case instead, a
 standard normal times 3, in which thousands of tokens survive.
 """
 

@@ -1,8 +1,8 @@
-"""Target-only text by the plainest loop there is, and why another text may differ from it.
+"""Generates target-only text by the plainest loop, and explains where another text differs from it.
 
-One sequence, one token a step, no engine, no network: what every mode's text is compared with. Where one differs, the
-scores at that place are computed once more from a single pass over everything before it: a near-tie in float32 is a
-fact of batching (a batch of another shape adds up in another order), anything else is a bug.
+One sequence, one token per step, no engine, no network: every mode's text is compared with this. Where one differs, the
+scores at that place are computed again from a single pass over everything before it: a near-tie in float32 is a
+consequence of batching (a batch of another shape adds in another order), anything else is a bug.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MASS_NOISE: Final = 1e-4
 def plain_texts(
     runtime: BatchRuntime, requests: Sequence[GenerationRequest], on_text: Callable[[], None] = lambda: None
 ) -> list[tuple[int, ...]]:
-    """The target's own text for each request, `stop_ids` and `max_tokens` obeyed."""
+    """The target's own text for each request, up to `stop_ids` and `max_tokens`."""
     texts: list[tuple[int, ...]] = []
     for request in requests:
         tokens, past = list(request.prompt), 0
@@ -70,7 +70,7 @@ def first_difference(
     if list(expected) == list(found):
         return None
     index = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
-    if index is None:  # one goes on where the other ended: never a matter of rounding
+    if index is None:  # one continues where the other ended: never caused by rounding
         index = min(len(expected), len(found))
         ids = [text[index] if index < len(text) else -1 for text in (expected, found)]
         return Difference(index, ids[0], ids[1], float("inf"), 1.0)
@@ -91,7 +91,7 @@ def _gaps(runtime: BatchRuntime, request: GenerationRequest, tokens: list[int], 
         return score_gap, 1.0
     kept = set(survivors(logits, params).tolist())
     if a in kept and b in kept:
-        # Both may be picked whichever way the edge falls; but a third token at the edge may have been the pick.
+        # Both may be picked whichever way the edge falls; but the pick may also have been a third token at the edge.
         return score_gap, _mass_gap(logits, params.temperature, params.top_p, [a, b])
     return float("inf"), _mass_gap(logits, params.temperature, params.top_p, [a, b])
 

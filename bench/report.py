@@ -1,4 +1,4 @@
-"""What every measurement writes besides its numbers: where they come from."""
+"""Adds to every measurement's numbers where they come from."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What it costs to take drafted tokens back, in every draft runtime.
+"""Measures the cost of rolling back drafted tokens, in every draft runtime.
 
     python -m bench.rollback
 
 At a context of 1,024 tokens and a few more, in turns: a step of one token, and a rollback of eight tokens followed by
 such a step. The median of the differences is what the rollback costs, whether the runtime pays it at once or in the
-next step; the call to `truncate` alone is shown too. Exits 1 where either is 0.2 ms or more.
+next step; the call to `truncate` alone is shown too. Exits 1 if either is 0.2 ms or more.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def measure(runtime: SequenceRuntime, runs: int) -> tuple[float, float, float, f
     runtime.extend([(7 * i) % 250 + 2 for i in range(CONTEXT)])
     plain, rolled, alone = [], [], []
     for _ in range(runs + 5):
-        runtime.extend([300])  # pays whatever the last rollback left to be paid
+        runtime.extend([300])  # pays what the last rollback deferred
         began = time.perf_counter()
         runtime.extend([301])
         plain.append((time.perf_counter() - began) * 1e3)
         length = runtime.length
-        for token in range(NUM_ROLLED):  # one by one, as they are drafted
+        for token in range(NUM_ROLLED):  # one by one, as in drafting
             runtime.extend([310 + token])
         began = time.perf_counter()
         runtime.truncate(length)
@@ -78,7 +78,7 @@ def main(
     runs: Annotated[int, typer.Option(min=5)] = 60,
     json_path: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
 ) -> None:
-    """Measures; exits 1 where a rollback costs 0.2 ms or more."""
+    """Measures; exits 1 if a rollback costs 0.2 ms or more."""
     table = Table("runtime", "step ms", "rollback and step ms", "rollback costs ms", "truncate alone ms")
     found: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as root:

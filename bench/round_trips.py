@@ -1,4 +1,4 @@
-"""Runs the modes by round trip and keeps what they did: the measuring part of `bench.never_slower`.
+"""Runs the modes by round trip and keeps their results: the measuring part of `bench.never_slower`.
 
 A run is every mode back to back on the same prompts with the same seeds, at every round trip in turn.
 """
@@ -29,7 +29,7 @@ WRONG = "stream_always_wrong"
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is measured: a verifier, the draft, and where they run."""
+    """The measured pair: a verifier, the draft, and where they run."""
 
     url: str
     cores: CorePlan
@@ -39,7 +39,7 @@ class Subject:
 
 @dataclass(slots=True)
 class Cell:
-    """One mode at one round trip. ratios: of each run, tokens/s over cloud-only's."""
+    """One mode at one round trip. ratios: tokens/s over cloud-only's, per run."""
 
     texts: list[GenerationResult] = field(default_factory=list)
     times: ServerTimes = field(default_factory=ServerTimes)
@@ -53,29 +53,29 @@ class Cell:
 
     @property
     def ms_per_token(self) -> float:
-        """Of what follows the first commit, over all texts."""
+        """Time per token after the first commit, over all texts."""
         return 1e3 * sum(_spans(text)[0] for text in self.texts) / sum(_spans(text)[1] for text in self.texts)
 
     @property
     def acceptance(self) -> float:
-        """Accepted over judged drafted tokens."""
+        """Accepted / tested drafted tokens."""
         return sum(text.num_accepted for text in self.texts) / max(1, sum(text.num_tested for text in self.texts))
 
     @property
     def passes_per_token(self) -> float:
-        """Of the target."""
+        """Target passes per token."""
         return sum(text.num_passes for text in self.texts) / sum(len(text.tokens) for text in self.texts)
 
 
 def _spans(text: GenerationResult) -> tuple[float, int]:
-    """Seconds from the first commit to the last, and the tokens that came in them."""
+    """Seconds from the first commit to the last, and the tokens in that time."""
     first, last = text.arrival_s[0], text.arrival_s[-1]
     return last - first, sum(at > first for at in text.arrival_s)
 
 
 @dataclass(slots=True)
 class Place:
-    """One round trip: its modes, and what they did. estimates: of the stream agent."""
+    """One round trip: its modes and their results. estimates: of the stream agent."""
 
     rtt_ms: float
     modes: dict[str, Agent]
@@ -83,7 +83,7 @@ class Place:
     cells: dict[str, Cell]
 
     def setting(self, extra_ms: float, acceptance: str = STREAM) -> Setting:
-        """What was measured here, for the simulation. The step is what cloud-only pays a token, overheads included.
+        """The measured values, for the simulation. The step is cloud-only's time per token, overheads included.
 
         acceptance: of the mode named; see `bench.never_slower`. extra_ms: see `measured_extra_ms`.
         """
@@ -97,11 +97,11 @@ class Place:
 
 
 def measured_extra_ms(places: Sequence[Place]) -> float:
-    """What a drafted token added to a step of stream mode, in ms; a ratio of sums over all round trips.
+    """The time that a drafted token adds to a step of stream mode, in ms; a ratio of sums over all round trips.
 
-    Cloud-only tells what the prompts' prefill takes, in time and steps (all that is not one step a token), and what a
-    plain step takes; what stream mode's steps took beyond both, its drafted tokens took. Measured under load and in
-    place: the server's own estimate, made when it starts, need not hold there.
+    Cloud-only gives the time and steps of the prompts' prefill (all but one step per token), and the time of a plain
+    step; the rest of stream mode's step time is that of its drafted tokens. Measured under load: the server's own
+    estimate, made when it starts, may differ.
     """
     extra_s = num_drafted = 0.0
     for place in places:
@@ -116,7 +116,7 @@ def measured_extra_ms(places: Sequence[Place]) -> float:
 
 
 async def open_place(subject: Subject, rtt_ms: float, endpoints: Endpoints) -> Place:
-    """The three modes, and stream mode once more with a draft that is always wrong."""
+    """The three modes, and stream mode again with a draft that is always rejected."""
     modes = await three_modes(endpoints, subject.drafter)
     estimates, wrong = Estimates(), Estimates()
     modes[STREAM] = StreamAgent(endpoints, subject.drafter, CostModelDepth(estimates), estimates)
@@ -134,7 +134,7 @@ async def measure(
 ) -> list[Place]:
     """The same texts in every run, all modes interleaved; a run visits every round trip.
 
-    So what changes on the machine hits all modes and round trips alike, and runs differ by nothing else.
+    So changes on the machine affect all modes and round trips alike, and runs differ in nothing else.
     """
     async with AsyncExitStack() as stack:
         clock = stack.enter_context(ServerClock(subject.url))
@@ -142,7 +142,7 @@ async def measure(
         for rtt_ms in rtts_ms:
             endpoints = await stack.enter_async_context(connected(subject.url, subject.cores, rtt_ms))
             places.append(await open_place(subject, rtt_ms, endpoints))
-        for place in places:  # connections, and the estimates that agents keep from text to text
+        for place in places:  # warms up connections, and the estimates that agents keep between texts
             for mode in place.modes.values():
                 await mode.generate(replace(requests[-1], max_tokens=32))
         for index in range(num_runs):

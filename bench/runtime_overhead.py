@@ -1,9 +1,9 @@
-"""What our OpenVINO runtimes add to the bare infer: medians, per call, one thread.
+"""Measures what our OpenVINO runtimes add to the bare infer: medians, per call, one thread.
 
     taskset -c 0 python bench/runtime_overhead.py DIRECTORY_WITH_THE_IR
 
 Each call is followed by a bare `infer` of the same infer request, which repeats the same step on the same tensors; the
-two take turns, so a busy machine slows both. The difference is what laying out, checking and binding cost.
+two alternate, so a busy machine slows both. The difference is the cost of laying out, checking and binding.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Whether the same input gives the same bytes: every recipe twice, in processes and caches of their own.
+"""Checks that the same input gives the same bytes: every recipe twice, each in its own process and cache.
 
     python -m bench.same_bytes
 
-The second time the process makes another bundle first, hashes strings with another seed, has another number of threads
-for the check, and finds the source in another place. Prints, for each recipe, whether the model's files and the
-manifest's digest are the same, and exits 1 if any are not. `manifest.json` itself differs by what is measured, which
-the digest leaves out.
+The second process makes another bundle first, hashes strings with another seed, has another number of threads for the
+check, and reads the source from another place. Prints, for each recipe, whether the model's files and the
+manifest's digest are the same, and exits 1 if any are not. `manifest.json` itself differs in its measurements, which
+are not part of the digest.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main(
 def export(
     source: Path, recipe: tuple[str, ...], *, threads: int, seed: str, before: Path | None = None
 ) -> dict[str, Any]:
-    """Digest and file hashes of one export, in a process and a cache of its own; of another model `before` it."""
+    """Digest and file hashes of one export, in its own process and cache; `before`: another model, exported first."""
     with tempfile.TemporaryDirectory() as place:
         environment = os.environ | {
             "OUTRIDER_CACHE": f"{place}/cache",

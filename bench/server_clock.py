@@ -1,4 +1,4 @@
-"""Where the server's time goes, from its own counters: differences of /metrics around a generation."""
+"""Reads where the server's time goes, from its own counters: differences of /metrics around a generation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 @dataclass(frozen=True, slots=True)
 class ServerTimes:
     """Counters of the engine: seconds in the model, in the rest of its steps, waited for drafts; steps, passes that
-    committed, tokens committed, drafted tokens verified and right.
+    committed, tokens committed, drafted tokens verified and accepted.
     """
 
     model_seconds: float = 0.0
@@ -31,7 +31,7 @@ class ServerTimes:
 
 
 class ServerClock:
-    """Reads the counters of one server. Asks directly, past any network in between."""
+    """Reads the counters of one server, directly, not through an emulated network."""
 
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, trust_env=False)

@@ -1,11 +1,11 @@
-"""What the server adds to each engine step: scheduling, picking, HTTP, by its CPU time; reference pair, not widened.
+"""Measures the server's CPU time per engine step: scheduling, picking, HTTP; reference pair, not widened.
 
     python bench/server_overhead.py
 
-The server runs as its own process on one core with one inference thread. For each batch size as many sessions stream
-target-only text at once. From /metrics: the process's CPU seconds, the engine's steps, its seconds outside the model.
-From the bare runtime on the same core: CPU seconds of the same step. overhead = CPU per step - bare CPU per step; what
-the engine does not account for (picking, scheduling, cache) is HTTP: sockets, event streams, JSON, the event loop.
+The server runs as its own process on one core with one inference thread. For each batch size, that many sessions
+stream target-only text at once. From /metrics: the process's CPU seconds, the engine's steps, its seconds outside the
+model. From the bare runtime on the same core: CPU seconds of the same step. overhead = CPU per step - bare CPU per
+step; all of it outside the engine (picking, scheduling, cache) is HTTP: sockets, event streams, JSON, the event loop.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Counters:
 
     @classmethod
     def read(cls, url: str) -> Counters:
-        """Asks the server."""
+        """Reads /metrics."""
         text = httpx.get(f"{url}/metrics").text
 
         def value(name: str) -> float:
@@ -82,7 +82,7 @@ def bare_cpu_ms(lab: Lab, num_sequences: int, context: int, repeats: int = 60) -
 
 
 async def serve_texts(lab: Lab, num_sequences: int, tokens: int, temperature: float, run: int) -> None:
-    """`num_sequences` target-only texts at once, each on connections of its own."""
+    """`num_sequences` target-only texts at once, each on its own connections."""
 
     async def one(index: int) -> None:
         async with CloudClient(lab.url) as client:

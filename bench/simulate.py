@@ -1,8 +1,8 @@
-"""What each way of drafting over a network can reach, by discrete-event simulation.
+"""Simulates what each way of drafting over a network can reach, event by event.
 
-Drafted tokens are right independently with probability alpha. The target's step with k drafted tokens takes
-step_ms + extra_ms * k. Times in ms. Prints, per round trip, the speed-up over cloud-only streaming (which pays one step
-a token and no round trip) and the target passes per token:
+Drafted tokens are accepted independently with probability alpha. The target's step with k drafted tokens takes
+step_ms + extra_ms * k. Times in ms. Prints, per round trip, the speed-up over cloud-only streaming (one step per token
+and no round trip) and the target passes per token:
 
   block    stop-and-wait, best fixed depth (computed, not simulated)
   never    drafts streamed, the target never waits for one
@@ -143,7 +143,7 @@ def patient(setting: Setting) -> Reach:
 
 
 def main() -> None:
-    """Prints a line a round trip."""
+    """Prints one line per round trip."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("alpha", 0.65), ("draft-ms", 1.5), ("step-ms", 40.0), ("extra-ms", 1.2)):
         cli.add_argument(f"--{name}", type=float, default=default)

@@ -1,10 +1,10 @@
-"""A thousand short sessions against a real server: its memory, its blocks, its sockets.
+"""Runs a thousand short sessions against a real server, and checks its memory, its blocks, its sockets.
 
     python bench/soak.py
 
-Sessions of every kind in turn: streamed to the end, with drafts, ended early by the client's leaving, ended by DELETE,
-stop-and-wait. Prints the server's memory (private, from the system) as it goes; exits 1 if it grows by more than 2 % of
-itself over the last three quarters, or if a block, sequence, session or socket is not given back.
+Sessions of every kind in turn: streamed to the end, with drafts, abandoned by the client, ended by DELETE,
+stop-and-wait. Prints the server's memory (private, from the system) on the way; exits 1 if it grows by more than 2 %
+over the last three quarters, or if a block, sequence, session or socket is not freed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def server_of(url: str) -> psutil.Process:
 
 
 async def one_session(lab: Lab, kind: str, index: int, tokens: int) -> None:
-    """One short session of the given kind, on connections of its own."""
+    """One short session of the given kind, on its own connections."""
     prompt = lab.encode(load_prompts()[index % 200].text)
     params = SamplingParams(temperature=0.8, seed=index)
     async with CloudClient(lab.url) as client:
@@ -63,7 +63,7 @@ async def one_session(lab: Lab, kind: str, index: int, tokens: int) -> None:
 
 
 async def at_rest(url: str) -> dict[str, float]:
-    """The server's gauges once nothing runs any more; parked prefixes are allowed to stay."""
+    """The server's gauges once nothing runs; parked prefixes may stay."""
     async with httpx.AsyncClient() as client:
         for _ in range(200):
             lines = (await client.get(f"{url}/metrics")).text.splitlines()
@@ -80,7 +80,7 @@ async def at_rest(url: str) -> dict[str, float]:
 
 
 async def soak(lab: Lab, sessions: int, tokens: int, warm_up: int) -> bool:
-    """Runs them; True if nothing grew and everything came back."""
+    """Runs them; True if nothing grew and everything was freed."""
     server = server_of(lab.url)
     samples: list[tuple[int, float]] = []
     num_descriptors = server.num_fds()
@@ -100,7 +100,7 @@ async def soak(lab: Lab, sessions: int, tokens: int, warm_up: int) -> bool:
     is_clean = not any(gauges[name] for name in ("engine_running", "engine_queued", "sessions_open"))
     lost = gauges["num_blocks"] - gauges["free_blocks"] - gauges["parked_blocks"]
     console.print(f"blocks lost: {lost:.0f} (parked prefixes, at most 64, hold {gauges['parked_blocks']:.0f})")
-    # The first count was taken before any session; a connection that asks for metrics may still be closing.
+    # The first count is from before any session; a connection that read the metrics may still be closing.
     is_clean = is_clean and server.num_fds() <= num_descriptors + 4
     return is_clean and lost == 0 and growth <= 0.02 * steady[0]
 
@@ -112,7 +112,7 @@ def main(
 ) -> None:
     """Soaks; exits 1 on growth or a leak."""
     pair = export_reference_pair()
-    # A cache of which every block has soon been used: a larger one's pages, first touched late, would look like growth.
+    # A cache small enough that every block is soon used: pages of a larger one, touched late, would look like growth.
     with open_lab(pair.target, pair.draft, cloud_options=("--kv-cache-mb", "24")) as lab:
         is_fine = asyncio.run(soak(lab, sessions, tokens, warm_up))
     raise typer.Exit(0 if is_fine else 1)

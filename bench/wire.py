@@ -1,8 +1,8 @@
-"""Bytes on the wire: bodies and headers per generated token, each way, in every mode.
+"""Measures bytes on the wire: bodies and headers per generated token, each way, in every mode.
 
-Stream mode must stay under 150 bytes of body up and 60 down a token; exits 1 otherwise. What a token costs depends on
+Stream mode must stay under 150 bytes of body up and 60 down per token; exits 1 otherwise. The bytes per token depend on
 how many drafts and commits share a message, hence on the round trip and on the target's step; so the target is widened.
-Not counted: the framing of chunked bodies (about 6 bytes a chunk), TLS and TCP.
+Not counted: the framing of chunked bodies (about 6 bytes per chunk), TLS and TCP.
 
     python -m bench.wire [--widen 700] [--rtt-ms 0 10 50 100] [--json PATH]
 """
@@ -31,7 +31,7 @@ MAX_UP, MAX_DOWN = 150.0, 60.0
 
 
 async def measure(lab: Lab, options: argparse.Namespace, console: Console) -> dict[float, dict[str, ModeFigures]]:
-    """Figures of every mode at every round trip."""
+    """Bytes of every mode at every round trip."""
     requests = [
         GenerationRequest(
             prompt=lab.encode(prompt.text),
@@ -55,7 +55,7 @@ async def measure(lab: Lab, options: argparse.Namespace, console: Console) -> di
 
 
 def show(console: Console, figures: dict[float, dict[str, ModeFigures]]) -> None:
-    """A row a mode and round trip."""
+    """Prints one row per mode and round trip."""
     table = Table(title="bytes a generated token, the prompt included", title_justify="left", box=None)
     for name in ("RTT ms", "mode", "body up", "body down", "headers up", "headers down", "headers' share", "speed-up"):
         table.add_column(name, justify="left" if name == "mode" else "right")
@@ -77,7 +77,7 @@ def show(console: Console, figures: dict[float, dict[str, ModeFigures]]) -> None
 
 
 def misses(figures: dict[float, dict[str, ModeFigures]]) -> list[str]:
-    """Where stream mode's bodies are heavier than allowed, in words."""
+    """Where stream mode's bodies exceed the bounds, in words."""
     found = []
     for rtt_ms, modes in figures.items():
         stream = modes[STREAM]

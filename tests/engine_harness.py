@@ -17,7 +17,7 @@ SAMPLED = SamplingParams(temperature=0.8, seed=7)
 def plain(
     prompt: Sequence[int], params: SamplingParams, count: int, *, stop_ids: frozenset[int] = frozenset()
 ) -> list[int]:
-    """Target-only text by the plainest loop there is: one sequence, one token a step, no engine."""
+    """Target-only text by the plainest loop: one sequence, one token per step, no engine."""
     runtime, tokens = FakeBatchRuntime(vocab_size=VOCAB), list(prompt)
     blocks = range(runtime.num_blocks)
     past = 0
@@ -31,7 +31,7 @@ def plain(
 
 
 class Clock:
-    """Seconds that pass only when told to."""
+    """Seconds that pass only on request."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -41,7 +41,7 @@ class Clock:
 
 
 class Collector:
-    """A sink that keeps what it is told and checks that commits join up."""
+    """A sink that keeps its events and checks that commits are contiguous."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -59,7 +59,7 @@ class Collector:
 
 
 class Harness:
-    """An engine over the fake language, with a clock that a step moves by `step_s`."""
+    """An engine over the fake language; each step moves its clock by `step_s`."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Harness:
         on_step: Callable[[Sequence[SequenceSlice]], None] | None = None,
     ) -> None:
         self.clock = Clock()
-        self.batches: list[list[int]] = []  # new tokens of each sequence, a list a step
+        self.batches: list[list[int]] = []  # new tokens of each sequence, one list per step
 
         def stepped(batch: Sequence[SequenceSlice]) -> None:
             self.batches.append([len(item.tokens) for item in batch])
@@ -112,7 +112,7 @@ class Harness:
         return self.engine.submit(request, collector), collector
 
     def run(self, *, until_idle: bool = True, max_steps: int = 5_000) -> None:
-        """Steps until nothing is left; waits for drafts pass on the clock."""
+        """Runs steps until nothing is left; waits for drafts pass on the clock."""
         for _ in range(max_steps):
             delay = self.engine.step()
             if delay is None:
@@ -121,7 +121,7 @@ class Harness:
         raise AssertionError("the engine never came to rest")
 
     def assert_all_returned(self) -> None:
-        """Every block that no parked prefix holds is back."""
+        """Asserts that every block is free, except those of parked prefixes."""
         self.engine.shut_down()
         stats = self.engine.stats()
         assert (stats.free_blocks, stats.running, stats.queued) == (stats.num_blocks, 0, 0)

@@ -1,4 +1,4 @@
-"""Bundles: whatever is wrong with one is found when it is opened, and writing one is all or nothing."""
+"""Tests bundles: opening one detects every fault, and writing one is all or nothing."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def make_manifest(files: tuple[FileEntry, ...], fingerprint: str, name: str = "t
 
 
 def write(destination: Path, name: str = "tiny", *, overwrite: bool = False) -> Bundle:
-    """A bundle with a tokenizer and a pretended IR."""
+    """A bundle with a tokenizer and a fake IR."""
     with BundleWriter(destination, overwrite=overwrite) as writer:
         make_tiny_tokenizer(writer.directory)
         (writer.directory / "openvino_model.xml").write_text("<net/>", encoding="utf-8")
@@ -76,7 +76,7 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def edit_manifest(bundle: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    """Changes manifest.json as somebody with an editor would."""
+    """Changes manifest.json as with an editor."""
     path = bundle / "manifest.json"
     raw = json.loads(path.read_text(encoding="utf-8"))
     edit(raw)
@@ -84,7 +84,7 @@ def edit_manifest(bundle: Path, edit: Callable[[dict[str, Any]], object]) -> Non
 
 
 def test_what_was_written_is_what_is_opened(bundle: Path) -> None:
-    """Manifest, model file and tokenizer come back, and the text of the manifest is stable."""
+    """Manifest, model file and tokenizer are the same, and the text of the manifest is stable."""
     opened = Bundle.open(bundle)
     assert opened.manifest.name == "tiny"
     assert opened.model_file == bundle / "openvino_model.xml"
@@ -94,12 +94,12 @@ def test_what_was_written_is_what_is_opened(bundle: Path) -> None:
 
 
 def test_the_same_files_give_the_same_manifest(tmp_path: Path) -> None:
-    """Nothing of the place or the time is in it."""
+    """It holds neither path nor time."""
     assert write(tmp_path / "a").manifest.to_json() == write(tmp_path / "sub" / "b").manifest.to_json()
 
 
 def test_a_missing_file_is_named(bundle: Path) -> None:
-    """So is what to do."""
+    """With what to do."""
     (bundle / "tokenizer.json").unlink()
     with pytest.raises(BundleError, match=r"tokenizer\.json is missing.*again"):
         Bundle.open(bundle)
@@ -114,7 +114,7 @@ def test_a_truncated_file_is_named(bundle: Path) -> None:
 
 
 def test_one_flipped_bit_is_found_even_after_a_good_opening(bundle: Path) -> None:
-    """Remembering what was verified must not hide a later change."""
+    """The cache of verified files must not hide a later change."""
     Bundle.open(bundle)
     path = bundle / "openvino_model.bin"
     data = bytearray(path.read_bytes())
@@ -147,7 +147,7 @@ def test_files_that_can_execute_are_refused(bundle: Path, name: str) -> None:
 
 
 def test_a_file_that_no_hash_covers_is_refused(bundle: Path) -> None:
-    """An added chat template would change every prompt; a note to the reader changes nothing."""
+    """An added chat template would change every prompt; a README changes nothing."""
     (bundle / "NOTES.md").write_text("mine", encoding="utf-8")
     Bundle.open(bundle)
     (bundle / "chat_template.jinja").write_text("evil", encoding="utf-8")
@@ -180,14 +180,14 @@ def test_a_link_out_of_the_bundle_is_refused(bundle: Path, tmp_path: Path) -> No
 def test_a_manifest_that_is_not_of_the_schema_is_refused(
     bundle: Path, edit: Callable[[dict[str, Any]], object], message: str
 ) -> None:
-    """Unknown keys too: a reader that skips what it does not know might skip what matters."""
+    """Unknown keys too: one that is skipped might matter."""
     edit_manifest(bundle, edit)
     with pytest.raises(BundleError, match=message):
         Bundle.open(bundle)
 
 
 def test_a_tokenizer_that_the_manifest_does_not_know_is_refused(bundle: Path) -> None:
-    """The fingerprint is checked against the file, not believed."""
+    """The fingerprint is computed from the file and compared."""
     edit_manifest(bundle, lambda raw: raw.update(tokenizer_fingerprint="1" * 64))
     with pytest.raises(BundleError, match="fingerprint"):
         Bundle.open(bundle).tokenizer()
@@ -205,7 +205,7 @@ def test_what_is_no_bundle_says_so(tmp_path: Path) -> None:
 
 
 def test_an_existing_bundle_is_replaced_only_when_asked(bundle: Path) -> None:
-    """And then as a whole, with nothing left beside it."""
+    """Then as a whole, with nothing left beside it."""
     with pytest.raises(BundleError, match="--overwrite"):
         write(bundle, "second")
     assert Bundle.open(bundle).manifest.name == "tiny"
@@ -215,9 +215,9 @@ def test_an_existing_bundle_is_replaced_only_when_asked(bundle: Path) -> None:
 
 
 def test_a_directory_that_is_no_bundle_is_never_replaced(tmp_path: Path) -> None:
-    """--overwrite with a wrong path must not delete somebody's home."""
+    """--overwrite with a wrong path must not delete a home directory."""
     (tmp_path / "precious.txt").write_text("x", encoding="utf-8")
-    with pytest.raises(BundleError, match="no bundle"):
+    with pytest.raises(BundleError, match="is not a bundle"):
         write(tmp_path, overwrite=True)
     assert (tmp_path / "precious.txt").is_file()
 
@@ -246,7 +246,7 @@ with BundleWriter(sys.argv[1], overwrite=True) as writer:
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL on Windows")
 @pytest.mark.parametrize("arguments", [[], ["between renames"]])
 def test_a_killed_writer_is_cleaned_up_by_the_next(bundle: Path, arguments: list[str]) -> None:
-    """Its leftovers go, and a bundle that it had set aside comes back."""
+    """Its leftovers are removed, and a bundle that it had set aside is put back."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     killed = subprocess.run([sys.executable, "-c", KILLED, str(bundle), *arguments], env=environment, check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -258,7 +258,7 @@ def test_a_killed_writer_is_cleaned_up_by_the_next(bundle: Path, arguments: list
 
 
 def test_a_writer_refuses_to_list_code(tmp_path: Path) -> None:
-    """An exporter that left a script behind does not get it shipped."""
+    """A script left by an exporter is not shipped."""
     with BundleWriter(tmp_path / "bundle") as writer:
         (writer.directory / "modeling.py").write_text("", encoding="utf-8")
         with pytest.raises(BundleError, match="execute code"):

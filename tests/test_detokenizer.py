@@ -1,4 +1,4 @@
-"""Streaming detokenization: whole characters only, and together exactly the decoded text."""
+"""Tests streaming detokenization: whole characters only, and together exactly the decoded text."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_byte_fallback(directory: Path) -> None:
 
 
 def make_metaspace(directory: Path) -> None:
-    """As T5: a decoder that this package asks the library for, window by window."""
+    """As T5: a decoder of the library, used window by window."""
     pieces = [
         ("<unk>", 0.0),
         ("▁", -2.0),
@@ -70,10 +70,33 @@ def make_metaspace(directory: Path) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
+def make_wordpiece(directory: Path) -> None:
+    """As BERT: words joined by spaces, and pieces that continue a word."""
+    words = ["[UNK]", "the", "a", "b", ".", "'", "é", "日", "😀"]
+    pieces = ["##" + piece for piece in "aeiouthbn.é日😀"]
+    vocab = {word: index for index, word in enumerate([*words, *pieces])}
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece()
+    directory.mkdir(parents=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+def make_undecoded(directory: Path) -> None:
+    """A tokenizer without a decoder: the library joins tokens by spaces."""
+    vocab = {word: index for index, word in enumerate(["[UNK]", "the", "a", "b", ".", "é", "日", "😀"])}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    directory.mkdir(parents=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
 MAKERS: dict[str, Callable[[Path], None]] = {
     "byte-level": make_byte_level,
     "byte-fallback": make_byte_fallback,
     "metaspace": make_metaspace,
+    "wordpiece": make_wordpiece,
+    "undecoded": make_undecoded,
 }
 
 
@@ -91,21 +114,21 @@ def tokenizer(request: pytest.FixtureRequest, loaded: dict[str, Tokenizer]) -> T
 
 
 def library_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """What the `tokenizers` library itself makes of the ids."""
+    """The `tokenizers` library's own text for the ids."""
     path = tokenizer._directory / "tokenizer.json"
     text: str = tokenizers.Tokenizer.from_file(str(path)).decode(list(ids), skip_special_tokens=True)
     return text
 
 
 def stream(tokenizer: Tokenizer, ids: Sequence[int], **options: Any) -> list[str]:
-    """The pieces, one a token, then what `flush` gives."""
+    """The pieces, one per token, then what `flush` gives."""
     detokenizer = tokenizer.detokenizer(**options)
     return [*(detokenizer.push(index) for index in ids), detokenizer.flush()]
 
 
 @given(text=TEXTS)
 def test_pieces_of_real_text_are_that_text(loaded: dict[str, Tokenizer], text: str) -> None:
-    """For every kind of decoder: concatenation, decode and the library agree, and nothing is shown by halves."""
+    """For every kind of decoder: concatenation, decode and the library agree, and no piece holds half a character."""
     for tokenizer in loaded.values():
         ids = tokenizer.encode(text)
         pieces = stream(tokenizer, ids)
@@ -116,7 +139,7 @@ def test_pieces_of_real_text_are_that_text(loaded: dict[str, Tokenizer], text: s
 
 @given(data=st.data())
 def test_any_ids_byte_level_are_decoded_as_the_library_does(loaded: dict[str, Tokenizer], data: st.DataObject) -> None:
-    """Broken bytes included: a sampled model says anything."""
+    """Broken bytes included: a sampled model may produce any tokens."""
     tokenizer = loaded["byte-level"]
     ids = data.draw(st.lists(st.integers(0, tokenizer.size + 5), max_size=30))
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids) == library_text(tokenizer, ids)
@@ -145,7 +168,7 @@ def test_text_after_a_prompt_goes_on_where_the_prompt_ended(
 
 
 def test_a_character_of_four_tokens_appears_with_its_last(tokenizer: Tokenizer) -> None:
-    """An emoji outside the vocabulary is bytes; nothing is shown before the last of them."""
+    """An emoji outside the vocabulary is bytes; it is shown with the last of them."""
     ids = tokenizer.encode("😀")
     pieces = stream(tokenizer, ids)
     assert "".join(pieces).strip() == "😀"
@@ -153,7 +176,7 @@ def test_a_character_of_four_tokens_appears_with_its_last(tokenizer: Tokenizer) 
 
 
 def test_a_leading_space_is_dropped_at_the_start_only(loaded: dict[str, Tokenizer]) -> None:
-    """SentencePiece marks the first word with a space that the text does not have; after a prompt it has."""
+    """SentencePiece marks the first word with a space that the text does not have, except after a prompt."""
     tokenizer = loaded["byte-fallback"]
     ids = tokenizer.encode("a")
     assert "".join(stream(tokenizer, ids)) == "a"
@@ -161,7 +184,7 @@ def test_a_leading_space_is_dropped_at_the_start_only(loaded: dict[str, Tokenize
 
 
 def test_text_cut_inside_a_character_ends_in_a_replacement(tokenizer: Tokenizer) -> None:
-    """What flush gives is what decode gives."""
+    """flush gives the same as decode."""
     ids = tokenizer.encode("a😀")[:-1]
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
 
@@ -174,19 +197,43 @@ def test_padding_ids_leave_no_text_and_negative_ones_are_refused(tokenizer: Toke
 
 
 def test_a_broken_byte_run_keeps_its_whole_characters(loaded: dict[str, Tokenizer]) -> None:
-    """Where the library would replace a run of bytes as a whole, only the bytes that are no character are replaced."""
+    """The library would replace the whole run of bytes; here only the bytes that are not a character are replaced."""
     tokenizer = loaded["byte-fallback"]
     ids = [3 + byte for byte in "é".encode() + b"\xff"]
     assert tokenizer.decode(ids) == "é" + REPLACEMENT
     assert library_text(tokenizer, ids) == REPLACEMENT * 3
 
 
-def test_unusual_decoders_fall_back_to_the_library(loaded: dict[str, Tokenizer], tmp_path: Path) -> None:
-    """A decoder with a step that this package does not know is the library's business."""
+@pytest.fixture(scope="module")
+def unusual(loaded: dict[str, Tokenizer], tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """Byte fallback with a step in its decoder that this package does not know."""
     source = loaded["byte-fallback"]._directory / "tokenizer.json"
     raw = json.loads(source.read_text(encoding="utf-8"))
     raw["decoder"]["decoders"].insert(0, {"type": "Replace", "pattern": {"String": "a"}, "content": "A"})
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw), encoding="utf-8")
-    tokenizer = Tokenizer.from_dir(tmp_path)
-    ids = tokenizer.encode("the a 中")
-    assert tokenizer.decode(ids) == library_text(tokenizer, ids) == "the A 中"
+    directory = tmp_path_factory.mktemp("unusual")
+    (directory / "tokenizer.json").write_text(json.dumps(raw), encoding="utf-8")
+    return Tokenizer.from_dir(directory)
+
+
+def test_unusual_decoders_fall_back_to_the_library(unusual: Tokenizer) -> None:
+    """A decoder with a step that this package does not know is left to the library."""
+    ids = unusual.encode("the a 中")
+    assert unusual.decode(ids) == library_text(unusual, ids) == "the A 中"
+
+
+@given(data=st.data(), cut=st.integers(0, 30))
+def test_an_unusual_decoder_takes_any_bytes(unusual: Tokenizer, data: st.DataObject, cut: int) -> None:
+    """Bytes that are not UTF-8 never raise, as they do in the library's DecodeStream, however ids are grouped."""
+    ids = data.draw(st.lists(st.integers(0, unusual.size + 5), max_size=30))
+    detokenizer = unusual.detokenizer()
+    assert detokenizer.push(ids[:cut]) + detokenizer.push(ids[cut:]) + detokenizer.flush() == unusual.decode(ids)
+
+
+def test_a_long_run_of_broken_bytes_is_not_held_back(loaded: dict[str, Tokenizer], unusual: Tokenizer) -> None:
+    """At most 16 tokens wait for the rest of a character: memory and work per token stay bounded."""
+    # "Ģ" is byte 0x80 in the byte-level alphabet.
+    spelled = [(loaded["byte-level"], "Ģ"), (loaded["byte-fallback"], "<0x80>"), (unusual, "<0x80>")]
+    for tokenizer, token in spelled:
+        broken = tokenizer.token_id(token)
+        assert broken is not None
+        assert tokenizer.detokenizer().push([broken] * 64).count(REPLACEMENT) >= 48

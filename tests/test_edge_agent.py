@@ -1,6 +1,6 @@
-"""The invariant: whatever the draft, the network or the failures, the agent's tokens are the target's own.
+"""Tests the invariant: whatever the draft, the network or the failures, the agent's tokens are the target's own.
 
-A real verifier on a loopback port speaks the make-believe language; the truth is that language spoken token by token.
+A real verifier on a loopback port speaks the fake language; the truth is that language, token by token.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SETTINGS = [SamplingParams(), SamplingParams(0.8, seed=11), SamplingParams(0.8, 
 
 
 def truth(request: GenerationRequest) -> tuple[int, ...]:
-    """Target-only text by the plainest loop there is."""
+    """Target-only text by the plainest loop."""
     runtime, tokens = FakeSequenceRuntime(vocab_size=VOCAB), list(request.prompt)
     logits = runtime.extend(tokens)
     while len(tokens) < len(request.prompt) + request.max_tokens:
@@ -52,18 +52,18 @@ def truth(request: GenerationRequest) -> tuple[int, ...]:
 
 
 def asking(seed: int = 0, params: SamplingParams = SETTINGS[1], max_tokens: int = 48) -> GenerationRequest:
-    """A request that ends by its length alone."""
+    """A request that ends only by its length."""
     prompt = tuple(1 + (seed * 31 + i * 7) % (VOCAB - 1) for i in range(5 + seed))
     return GenerationRequest(prompt, params, max_tokens, stop_ids=frozenset(), ignore_eos=True)
 
 
 def drafter(agreement: float = 0.7, on_step: Callable[[Sequence[int]], None] | None = None) -> ModelDrafter:
-    """A draft that is right this often."""
+    """A draft that agrees with the target this often."""
     return ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, agreement=agreement, on_step=on_step))
 
 
 def is_at_rest(server: FakeServer) -> bool:
-    """Nothing runs or waits, and every block is free that no parked prefix (of /v1/verify) holds."""
+    """Nothing runs or waits, and every block is free except those of parked prefixes (of /v1/verify)."""
     stats = server.core.engine.stats()
     return len(server.core.sessions) == stats.running == stats.queued == 0 and (
         stats.parked > 0 or stats.free_blocks == stats.num_blocks
@@ -71,12 +71,12 @@ def is_at_rest(server: FakeServer) -> bool:
 
 
 def run(scenario: Coroutine[Any, Any, GenerationResult]) -> GenerationResult:
-    """On a loop of its own, with a limit that only a hang reaches."""
+    """Runs on its own event loop, with a limit that only a hang reaches."""
     return asyncio.run(asyncio.wait_for(scenario, 60.0))
 
 
 async def no_pause(_: float) -> None:
-    """Retries at once."""
+    """Retries without pause."""
 
 
 async def generate(
@@ -132,7 +132,7 @@ def test_the_text_is_the_targets_whatever_the_draft(
 
 @pytest.mark.parametrize("depth", [FixedDepth(0), FixedDepth(1), FixedDepth(8), FixedDepth(32), ThresholdDepth()])
 def test_the_text_does_not_depend_on_the_depth(server: FakeServer, depth: DepthController) -> None:
-    """Nor on who chooses it; depth 0 sends nothing."""
+    """Nor on the controller; depth 0 sends nothing."""
     request = asking(seed=1)
     result = run(generate([server.url], request, drafter(0.8), depth=depth))
     assert result.tokens == truth(request)
@@ -155,7 +155,7 @@ def test_stream_and_its_plain_twin_agree(server: FakeServer) -> None:
 
 
 class Pacing:
-    """Passes drafts on to faulty posts, and lets the server take a step whenever a message was tried."""
+    """Passes drafts on to faulty posts, and lets the server run one step per attempted message."""
 
     def __init__(self, rates: FaultRates) -> None:
         self.tried = threading.Event()
@@ -173,13 +173,13 @@ class Pacing:
         return Paced()
 
     def step(self, _: object) -> None:
-        self.tried.wait(0.05)  # longest wait: the last steps have no draft any more
+        self.tried.wait(0.05)  # longest wait: the last steps have no draft
         self.tried.clear()
 
 
 @pytest.mark.parametrize("rates", [FaultRates(drop=0.5), FaultRates(duplicate=0.5, delay=0.5, max_delay_s=0.01)])
 def test_lost_doubled_late_and_reordered_drafts_change_nothing(rates: FaultRates) -> None:
-    """Drafts are hints."""
+    """Drafts are only hints."""
     request, pacing = asking(seed=2, max_tokens=80), Pacing(rates)
     with serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=pacing.step)) as server:
         result = run(generate([server.url], request, drafter(0.8), depth=FixedDepth(4), wrap=pacing.wrap))
@@ -189,7 +189,7 @@ def test_lost_doubled_late_and_reordered_drafts_change_nothing(rates: FaultRates
 
 
 def test_accepted_tokens_are_told_from_the_targets_own() -> None:
-    """With a perfect draft that is always in time most tokens are the draft's; the record adds up."""
+    """With a perfect draft that is always in time most tokens are the draft's; the counts add up."""
     drafted = threading.Event()
 
     def wait_for_draft(_: object) -> None:
@@ -223,7 +223,7 @@ def test_a_stop_token_ends_the_text(server: FakeServer) -> None:
 
 
 def test_the_models_own_end_is_left_to_the_server(server: FakeServer) -> None:
-    """stop_ids None: the text ends at the model's end token, which the agent need not know."""
+    """stop_ids None: the text ends at the model's end token, which the agent does not have to know."""
     params = SamplingParams(1.5, seed=3)
     request = GenerationRequest((5, 6), params, 2000)
     result = run(generate([server.url], request, drafter(0.9)))
@@ -233,7 +233,7 @@ def test_the_models_own_end_is_left_to_the_server(server: FakeServer) -> None:
 
 @pytest.mark.parametrize("mode", [Mode.STREAM, Mode.STOP_AND_WAIT])
 def test_a_cut_session_goes_on_as_if_nothing_had_happened(mode: Mode) -> None:
-    """Connections are cut every dozen tokens; each time the text is taken up where it was."""
+    """Connections are cut every dozen tokens; each time the text continues where it stopped."""
     request = asking(seed=5, max_tokens=60)
     with serve_fake() as server, DelayProxy(*_address(server.url)) as proxy:
         num_seen, next_cut = 0, 12
@@ -252,7 +252,7 @@ def test_a_cut_session_goes_on_as_if_nothing_had_happened(mode: Mode) -> None:
 
 
 def test_chunks_that_cut_their_connection_at_random_change_nothing() -> None:
-    """Four in ten of the server's chunks are lost together with their connection."""
+    """Four in ten of the server's chunks are lost with their connection."""
     request = asking(seed=6)
     with serve_fake() as server:
         with DelayProxy(*_address(server.url), ProxyOptions(cut_chance=0.4, seed=1)) as proxy:
@@ -263,7 +263,7 @@ def test_chunks_that_cut_their_connection_at_random_change_nothing() -> None:
 
 @pytest.mark.parametrize("mode", [Mode.STREAM, Mode.STOP_AND_WAIT])
 def test_the_next_endpoint_takes_over_when_the_first_is_gone(mode: Mode) -> None:
-    """The first server stops for good in the middle; the second goes on from the committed tokens."""
+    """The first server stops in the middle; the second continues from the committed tokens."""
     request = asking(seed=7)
     with serve_fake() as second, ExitStack() as first:
         server = first.enter_context(serve_fake())
@@ -290,7 +290,7 @@ def test_without_an_endpoint_the_error_names_what_was_tried() -> None:
 
 @pytest.mark.parametrize("mode", [Mode.STREAM, Mode.STOP_AND_WAIT])
 def test_what_the_server_refuses_is_not_tried_again(server: FakeServer, mode: Mode) -> None:
-    """A token id outside the vocabulary and a foreign tokenizer keep the server's own words."""
+    """The errors for a token id outside the vocabulary and a foreign tokenizer keep the server's message."""
     with pytest.raises(RequestError, match="token id") as refused:
         run(generate([server.url], replace(asking(), prompt=(VOCAB,)), None, mode=mode))
     assert refused.value.code == "token_out_of_range"
@@ -300,7 +300,7 @@ def test_what_the_server_refuses_is_not_tried_again(server: FakeServer, mode: Mo
 
 
 def test_a_key_opens_the_server() -> None:
-    """The key goes with every message; without it the refusal is the server's."""
+    """Every message carries the key; without it the server refuses."""
     settings = ServerSettings(keys=KeyRing(["a-long-enough-secret-key"]))
     request = asking(seed=8)
     with serve_fake(settings) as server:
@@ -314,7 +314,7 @@ def test_a_key_opens_the_server() -> None:
 
 
 class FailingDrafter:
-    """Proposes a few tokens and then breaks."""
+    """Proposes a few tokens and then raises."""
 
     def __init__(self, inner: ModelDrafter, num_good: int) -> None:
         self._inner, self._num_good = inner, num_good
@@ -332,7 +332,7 @@ class FailingDrafter:
 
 
 def test_a_draft_that_breaks_costs_only_the_draft(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
-    """The text goes on without it, a warning is logged and the result says why."""
+    """The text continues without it, a warning is logged and the result has the reason."""
     request = asking(seed=9)
     result = run(generate([server.url], request, FailingDrafter(drafter(), 0), depth=FixedDepth(8)))
     assert result.tokens == truth(request)
@@ -341,7 +341,7 @@ def test_a_draft_that_breaks_costs_only_the_draft(server: FakeServer, caplog: py
 
 
 def test_a_draft_at_its_longest_sequence_leaves_the_rest_to_the_target(server: FakeServer) -> None:
-    """A draft model with fewer positions than the target stops proposing; nothing spins, nothing fails."""
+    """A draft model with fewer positions than the target stops proposing; no busy loop, no failure."""
     request = asking(seed=10)
     short = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, max_positions=30))
     result = run(generate([server.url], request, short))
@@ -349,7 +349,7 @@ def test_a_draft_at_its_longest_sequence_leaves_the_rest_to_the_target(server: F
 
 
 def test_a_cancelled_generation_frees_the_server() -> None:
-    """Cancelling the task closes the stream, and the sequence and its blocks are back."""
+    """Cancelling the task closes the stream, and frees the sequence and its blocks."""
     with serve_fake() as server:
 
         async def scenario() -> None:
@@ -368,9 +368,9 @@ def test_a_cancelled_generation_frees_the_server() -> None:
 
 @pytest.mark.parametrize("mode", [Mode.CLOUD_ONLY, Mode.STOP_AND_WAIT])
 def test_bytes_are_counted_as_they_cross(server: FakeServer, mode: Mode) -> None:
-    """Bodies and headers add up to what a counting proxy saw, but for the framing of chunks.
+    """Bodies and headers add up to the bytes at a counting proxy, except for the framing of chunks.
 
-    Not in stream mode, whose last drafts are on their way or not when the text ends.
+    Not in stream mode, whose last drafts may still be in flight when the text ends.
     """
     with DelayProxy(*_address(server.url)) as proxy:
         draft = drafter() if mode is Mode.STOP_AND_WAIT else None

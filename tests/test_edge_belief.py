@@ -1,4 +1,4 @@
-"""The belief against a plain model, and the laws of what the agent measures."""
+"""Compares the belief with a plain model, and tests the laws of the estimates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKENS = st.lists(st.integers(0, 2), max_size=6)
 @settings(deadline=None, max_examples=60)
 @given(truth=st.lists(st.integers(0, 2), max_size=20), data=st.data())
 def test_belief_is_always_the_truth_so_far_and_a_consistent_guess(truth: list[int], data: st.DataObject) -> None:
-    """Commits in any chunking, repeated or overlapping, among any drafts, leave what a plain list would hold."""
+    """Commits in any chunking, repeated or overlapping, among any drafts, leave the same as a plain list."""
     belief, drafted = Belief(), list[int]()
     known = 0
     while known < len(truth):
@@ -48,7 +48,7 @@ def test_belief_is_always_the_truth_so_far_and_a_consistent_guess(truth: list[in
 
 
 def test_a_repeated_commit_changes_nothing() -> None:
-    """A duplicate is not fresh, judges nothing and drops nothing."""
+    """A duplicate has no new tokens, tests nothing and drops nothing."""
     belief = Belief()
     belief.on_commit(0, [5, 6])
     belief.extend([7])
@@ -58,7 +58,7 @@ def test_a_repeated_commit_changes_nothing() -> None:
 
 @pytest.mark.parametrize(("base", "tokens"), [(3, [9]), (1, [8]), (0, [1, 2])])
 def test_a_verifier_that_breaks_its_word_is_refused(base: int, tokens: list[int]) -> None:
-    """A gap, or tokens other than those committed before, raise CloudError and leave the known text alone."""
+    """A gap, or tokens other than those committed before, raise CloudError and do not change the known text."""
     belief = Belief()
     belief.on_commit(0, [1, 7])
     with pytest.raises(CloudError):
@@ -71,7 +71,7 @@ def test_a_verifier_that_breaks_its_word_is_refused(base: int, tokens: list[int]
 def test_a_forgetting_ratio_stays_between_its_extremes(
     seen: list[tuple[float, float]], prior: float, keep: float
 ) -> None:
-    """A ratio of sums lies between the smallest and the largest of the ratios in it."""
+    """A ratio of sums lies between the smallest and the largest of its ratios."""
     ratio = ForgettingRatio(prior, 1.0, keep)
     for top, bottom in seen:
         ratio.add(top, bottom)
@@ -82,7 +82,7 @@ def test_a_forgetting_ratio_stays_between_its_extremes(
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 1), max_size=10), st.lists(st.booleans(), max_size=30))
 def test_survival_falls_with_depth(confidences: list[float], results: list[bool]) -> None:
-    """The survival of more tokens is never above that of fewer, and is a probability, whatever was seen."""
+    """The survival of more tokens is never above that of fewer, and always a probability."""
     estimates = Estimates()
     for is_right in results:
         belief = Belief()
@@ -93,7 +93,7 @@ def test_survival_falls_with_depth(confidences: list[float], results: list[bool]
 
 
 def test_confidence_is_calibrated_by_what_came_of_it() -> None:
-    """Where sure tokens turn out right and unsure ones wrong, their survivals part, whatever the drafter claims."""
+    """When confident tokens are accepted and others rejected, their survivals part, whatever the drafter's numbers."""
     estimates = Estimates()
     for _ in range(60):
         for confidence, truth in ((0.9, 1), (0.3, 2)):

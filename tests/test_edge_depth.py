@@ -1,4 +1,4 @@
-"""The laws of the three depth controllers."""
+"""Tests the laws of the three depth controllers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from outrider.edge.drafting.depth import (
     FixedDepth,
     ThresholdDepth,
     best_verified,
-    expected_tokens,
 )
 from outrider.edge.drafting.estimates import Estimates
 from outrider.models.errors import ConfigError
+from outrider.models.prediction import tokens_per_pass
 
 
 def judged(num_right: int, is_wrong: bool) -> CommitOutcome:
-    """A commit that found `num_right` drafted tokens right and then, perhaps, one wrong."""
+    """A commit that accepts `num_right` drafted tokens and then, if asked, rejects one."""
     belief = Belief()
     belief.extend([1] * num_right + [2] * is_wrong)
     return belief.on_commit(0, [1] * (num_right + 1))
@@ -34,7 +34,7 @@ def judged(num_right: int, is_wrong: bool) -> CommitOutcome:
 def estimates_at(
     acceptance: float, *, step_ms: float = 40.0, extra_ms: float = 1.0, draft_ms: float = 0.3, rtt_ms: float = 10.0
 ) -> Estimates:
-    """Estimates that have settled."""
+    """Estimates after many commits."""
     estimates = Estimates()
     estimates.on_open(rtt_ms, step_ms, extra_ms)
     estimates.on_drafted(draft_ms * 1000, 1000)
@@ -49,7 +49,7 @@ def estimates_at(
 
 
 def depth_at(acceptance: float, **times: float) -> int:
-    """What the cost model settles on, 0 when it is off."""
+    """The cost model's depth after many commits, 0 when it is off."""
     controller = CostModelDepth(estimates_at(acceptance, **times))
     controller.observe(judged(0, False))
     plan = controller.plan()
@@ -59,7 +59,7 @@ def depth_at(acceptance: float, **times: float) -> int:
 @settings(deadline=None)
 @given(st.integers(0, MAX_DEPTH), st.integers(0, 40))
 def test_fixed_depth_never_moves(depth: int, ahead: int) -> None:
-    """It wants exactly `depth` tokens, whatever is observed."""
+    """It plans exactly `depth` tokens, whatever it observes."""
     controller = FixedDepth(depth)
     controller.observe(judged(0, True))
     assert controller.plan() == DraftPlan(depth)
@@ -76,8 +76,8 @@ def test_a_depth_out_of_range_is_refused(depth: int) -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 10), st.booleans()), max_size=80))
-def test_threshold_depth_takes_one_step_at_a_time_within_its_range(seen: list[tuple[int, bool]]) -> None:
-    """However the draft fares, depth stays in 2..10 and moves by at most one a commit."""
+def test_threshold_depth_moves_by_one_at_a_time_within_its_range(seen: list[tuple[int, bool]]) -> None:
+    """Whatever the acceptance, depth stays in 2..10 and changes by at most one per commit."""
     controller = ThresholdDepth()
     for num_right, is_wrong in seen:
         before = controller.plan().depth
@@ -87,7 +87,7 @@ def test_threshold_depth_takes_one_step_at_a_time_within_its_range(seen: list[tu
 
 
 def test_threshold_depth_goes_where_the_acceptance_points() -> None:
-    """Always right ends at 10, always wrong at 2, inside the band it stays."""
+    """All accepted ends at 10, all rejected at 2; inside the band it stays."""
     up, down, same = ThresholdDepth(), ThresholdDepth(), ThresholdDepth()
     for i in range(60):
         up.observe(judged(8, False))
@@ -99,7 +99,7 @@ def test_threshold_depth_goes_where_the_acceptance_points() -> None:
 @settings(deadline=None, max_examples=25)
 @given(st.floats(0, 1), st.floats(1, 200), st.floats(0, 50), st.floats(0.05, 100), st.floats(0, 400))
 def test_cost_model_stays_in_range(acceptance: float, step: float, extra: float, draft: float, rtt: float) -> None:
-    """0 to 32 whatever was measured, and at least one token in stop-and-wait."""
+    """0 to 32 for any measurement, and at least one token in stop-and-wait."""
     estimates = estimates_at(acceptance, step_ms=step, extra_ms=extra, draft_ms=draft, rtt_ms=rtt)
     controller = CostModelDepth(estimates)
     for outcome in (judged(0, True), judged(3, False)):
@@ -109,26 +109,26 @@ def test_cost_model_stays_in_range(acceptance: float, step: float, extra: float,
 
 
 def test_cost_model_runs_further_ahead_for_a_better_draft_and_a_longer_way() -> None:
-    """Depth grows with acceptance and, while acceptance carries that far, with the round trip."""
+    """Depth grows with acceptance and, while acceptance allows it, with the round trip."""
     assert 0 < depth_at(0.4) < depth_at(0.65) < depth_at(0.9)
     assert depth_at(0.8, rtt_ms=0.0) < depth_at(0.8, rtt_ms=100.0)
 
 
 def test_the_answer_is_what_one_pass_verifies_and_the_depth_is_more() -> None:
-    """So that a pass whose drafts are all right finds the next ones waiting."""
+    """So a pass that accepts all its drafts finds the next ones waiting."""
     e = estimates_at(0.8, rtt_ms=0.0)
     plan = CostModelDepth(e).plan()
     assert plan.answer == best_verified(e.acceptance, e.step_ms, e.extra_ms, MAX_DEPTH) < plan.depth
 
 
 def test_cost_model_does_not_run_ahead_for_nothing() -> None:
-    """A slow draft runs less far ahead than a fast one, and extra tokens that cost a step each are not worth it."""
+    """A slow draft runs less far ahead than a fast one, and tokens that cost a step each are not drafted."""
     assert depth_at(0.65, draft_ms=40.0) < depth_at(0.65, draft_ms=0.3)
     assert depth_at(0.3, extra_ms=40.0) == 0
 
 
 def test_a_hopeless_draft_is_soon_off_and_then_probed_silently_and_ever_more_rarely() -> None:
-    """Depth 0: nothing is sent any more; the gaps between probes double up to the longest."""
+    """Depth 0: nothing is sent; the gaps between probes double up to the longest."""
     estimates = Estimates()
     estimates.on_open(10.0, 40.0, 1.0)
     controller = CostModelDepth(estimates)
@@ -147,7 +147,7 @@ def test_a_hopeless_draft_is_soon_off_and_then_probed_silently_and_ever_more_rar
 
 
 def test_a_draft_that_becomes_good_is_used_again() -> None:
-    """Silent probes that come out right turn drafting on again; the way back takes more than the way out did."""
+    """Accepted silent probes turn drafting on again; that takes more than turning it off."""
     estimates = Estimates()
     estimates.on_open(10.0, 40.0, 1.0)
     controller = CostModelDepth(estimates)
@@ -168,13 +168,13 @@ def test_a_draft_that_becomes_good_is_used_again() -> None:
 
 @settings(deadline=None)
 @given(st.floats(0, 1), st.integers(0, 32))
-def test_expected_tokens_is_between_one_and_all(acceptance: float, k: int) -> None:
+def test_tokens_per_pass_are_between_one_and_all(acceptance: float, k: int) -> None:
     """A pass commits at least one token and at most every drafted one and the bonus."""
-    assert 1.0 <= expected_tokens(acceptance, k) <= k + 1.0
+    assert 1.0 <= tokens_per_pass(acceptance, k) <= k + 1.0
 
 
 def test_more_tokens_are_verified_where_they_are_cheaper() -> None:
-    """The k that pays falls with the extra time a drafted token takes."""
+    """The best k falls with the extra time of a drafted token."""
     ks = [best_verified(0.65, 40.0, extra, 16) for extra in (0.1, 1.2, 5.0, 20.0)]
     assert ks == sorted(ks, reverse=True) and ks[0] > ks[-1]
 

@@ -1,4 +1,4 @@
-"""The agent's smaller parts: events, faults, the proxy, the record of a generation, and what importing it loads."""
+"""Tests the agent's smaller parts: events, faults, the proxy, a generation's record, and what importing it loads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STREAM = (
 @settings(deadline=None)
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
 def test_events_are_the_same_however_the_stream_is_cut(cuts: list[int]) -> None:
-    """TCP may split an event anywhere; comments are skipped, unknown keys too."""
+    """TCP may split an event anywhere; comments and unknown keys are skipped."""
     parser, events = EventParser(), list[SessionEvent]()
     edges = [0, *sorted(cuts), len(STREAM)]
     for start, end in pairwise(edges):
@@ -58,13 +58,13 @@ def test_events_are_the_same_however_the_stream_is_cut(cuts: list[int]) -> None:
 
 @pytest.mark.parametrize("data", [b"data: {nope\n\n", b'data: {"type":"party"}\n\n', b"data: 7\n\n"])
 def test_what_is_no_event_is_refused(data: bytes) -> None:
-    """A CloudError that quotes it, not a crash."""
+    """It raises a CloudError that quotes it."""
     with pytest.raises(CloudError, match="not an event"):
         list(EventParser().feed(data))
 
 
 class Mailbag:
-    """A `Posts` that keeps what it is given; a gate holds deliveries back."""
+    """A `Posts` that keeps its messages; a gate holds deliveries back."""
 
     def __init__(self) -> None:
         self.got: list[int] = []
@@ -77,12 +77,12 @@ class Mailbag:
 
 
 def message(base: int) -> DraftRequest:
-    """A draft message told apart by its base."""
+    """A draft message with this base."""
     return DraftRequest(base=base, paths=[[1]])
 
 
 def test_where_too_many_messages_are_in_flight_only_the_newest_waits() -> None:
-    """A message repeats the whole belief, so those between are of no use to anybody."""
+    """A message repeats the whole belief, so those in between are useless."""
 
     async def scenario() -> tuple[list[int], int]:
         bag, times = Mailbag(), list[float]()
@@ -100,7 +100,7 @@ def test_where_too_many_messages_are_in_flight_only_the_newest_waits() -> None:
 
 
 def test_faults_are_reproducible_and_counted() -> None:
-    """The same seed drops the same messages; the sender counts them and goes on."""
+    """The same seed drops the same messages; the sender counts them and continues."""
 
     async def scenario(rates: FaultRates) -> tuple[list[int], int]:
         bag = Mailbag()
@@ -125,7 +125,7 @@ def test_faults_are_reproducible_and_counted() -> None:
 
 @contextmanager
 def echo_server() -> Iterator[tuple[str, int]]:
-    """Answers every connection with what it sends, until it closes."""
+    """Echoes every connection's bytes until it closes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:
@@ -149,7 +149,7 @@ def echo_server() -> Iterator[tuple[str, int]]:
 
 
 def test_the_proxy_delivers_every_byte_in_order_and_counts_both_ways() -> None:
-    """Chunks under way at once keep their order; closing one side reaches the other."""
+    """Chunks in flight keep their order; closing one side closes the other."""
     sent = b"".join(b"%05d," % i for i in range(2000))
     with echo_server() as address, DelayProxy(*address, ProxyOptions(rtt_ms=4.0)) as proxy:
         with socket.create_connection(("127.0.0.1", proxy.port)) as client:
@@ -178,7 +178,7 @@ def test_a_cut_closes_what_is_open_and_nothing_else() -> None:
 
 
 def test_a_connection_that_comes_while_the_proxy_ends_is_closed() -> None:
-    """Whatever arrives until the last moment: an open socket left behind would be a ResourceWarning, an error here."""
+    """A socket left open would be a ResourceWarning, which is an error here."""
 
     def connect_until_refused(port: int) -> None:
         with suppress(OSError), ExitStack() as stack:
@@ -198,7 +198,7 @@ def test_a_connection_that_comes_while_the_proxy_ends_is_closed() -> None:
 
 
 def test_a_result_tells_rates_as_ratios_of_sums() -> None:
-    """Judged tokens are the accepted ones and the first wrong one; passes, gaps and bytes follow from the record."""
+    """Tested tokens are the accepted ones and the first rejected one; passes, gaps and bytes follow from the record."""
     now = [10.0]
     batches: list[TokenBatch] = []
     recorder = Recorder(Mode.STREAM, batches.append, lambda: now[0])
@@ -221,7 +221,7 @@ def test_a_result_tells_rates_as_ratios_of_sums() -> None:
 
 
 def test_importing_the_agent_loads_nothing_heavy() -> None:
-    """No torch, transformers, onnx, openvino, server or export code behind any module of outrider.edge."""
+    """No module of outrider.edge loads torch, transformers, onnx, openvino, server or export code."""
     code = (
         "import pkgutil, sys, importlib, outrider.edge as e\n"
         "for m in pkgutil.iter_modules(e.__path__): importlib.import_module('outrider.edge.' + m.name)\n"
@@ -244,7 +244,7 @@ def test_importing_the_agent_loads_nothing_heavy() -> None:
 def test_a_run_sends_its_answer_whole_and_lets_no_token_wait_long(
     token_ms: float, answer: int, woken_at: list[int]
 ) -> None:
-    """Woken when the answer is whole, and every 4 ms unless that makes it whole sooner; tokens cost token_ms each."""
+    """Wakes when the answer is complete, else every 4 ms unless it will soon be complete; tokens take token_ms each."""
 
     class Ticking(ModelDrafter):
         def propose(self) -> Proposal | None:
@@ -259,7 +259,7 @@ def test_a_run_sends_its_answer_whole_and_lets_no_token_wait_long(
         worker = DraftWorker(
             drafter, (1, 2, 3), SamplingParams(), lambda ahead: True, lambda: None, 0.004, lambda: round(now[0], 6)
         )
-        # The loop is told from the worker's thread; what it is told when is all that counts here.
+        # The worker's thread wakes the loop; only the times of these calls count here.
         worker._loop = types.SimpleNamespace(  # type: ignore[assignment]
             call_soon_threadsafe=lambda wake: woken.append(len(run.proposals)),
             run_in_executor=worker._loop.run_in_executor,
@@ -273,7 +273,7 @@ def test_a_run_sends_its_answer_whole_and_lets_no_token_wait_long(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_padding_of_the_drafts_embedding_is_never_proposed(temperature: float) -> None:
-    """Draft and target may be padded differently: an id that no tokenizer knows may not exist in the target."""
+    """Draft and target may be padded differently: the target may not have an id that no tokenizer knows."""
     params = SamplingParams(temperature=temperature, seed=3)
     known, proposed = 12, {}
     for num_ids in (None, known):
@@ -281,5 +281,5 @@ def test_padding_of_the_drafts_embedding_is_never_proposed(temperature: float) -
         drafter.begin([1, 2, 3], params)
         proposals = [drafter.propose() for _ in range(40)]
         proposed[num_ids] = [proposal.token for proposal in proposals if proposal is not None]
-    assert max(proposed[None]) >= known  # it would have, had it been let
+    assert max(proposed[None]) >= known  # without num_ids it proposes padding
     assert max(proposed[known]) < known and len(proposed[known]) == 40

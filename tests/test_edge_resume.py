@@ -1,6 +1,6 @@
-"""What is cut, refused or out of reach: where a text ends, and how long its endpoint is tried.
+"""Tests cut, refused and unreachable sessions: where a text ends, and how long an endpoint is tried.
 
-The server here is a script behind httpx's transport seam, so a cut comes exactly where the test wants it.
+The server is a script behind httpx's transport interface, so a cut comes exactly where the test needs it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Answer = Callable[[httpx.Request], httpx.Response]
 
 
 def run(scenario: Coroutine[Any, Any, GenerationResult]) -> GenerationResult:
-    """On a loop of its own, with a limit that only a hang reaches."""
+    """Runs on its own event loop, with a limit that only a hang reaches."""
     return asyncio.run(asyncio.wait_for(scenario, 60.0))
 
 
 class FakeTime:
-    """A clock that only sleeping moves."""
+    """A clock that advances only by sleeping."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -51,7 +51,7 @@ class FakeTime:
 
 
 class CutStream(httpx.AsyncByteStream):
-    """Gives its bytes, and then either ends or loses the connection."""
+    """Yields its bytes, then either ends or loses the connection."""
 
     def __init__(self, data: bytes, is_cut: bool) -> None:
         self._data, self._is_cut = data, is_cut
@@ -63,7 +63,7 @@ class CutStream(httpx.AsyncByteStream):
 
 
 def session(*events: SessionOpen | Commit | SessionEnd) -> Answer:
-    """Answers with these events; without a SessionEnd the connection is lost after the last."""
+    """Answers with these events; without a SessionEnd the connection breaks after the last."""
     data = b"".join(b"data: " + event.model_dump_json().encode() + b"\n\n" for event in events)
     is_cut = not isinstance(events[-1], SessionEnd)
     return lambda _: httpx.Response(200, stream=CutStream(data, is_cut))
@@ -93,12 +93,12 @@ def too_long(_: httpx.Request) -> httpx.Response:
 
 
 def unreachable(_: httpx.Request) -> httpx.Response:
-    """Nobody listens."""
+    """No server listens."""
     raise httpx.ConnectError("connection refused")
 
 
 class Script:
-    """Answers one session after the other as told; `requests` keeps what was asked."""
+    """Answers one session after the other from a script; `requests` keeps the requests."""
 
     def __init__(self, *answers: Answer) -> None:
         self._answers = list(answers)
@@ -120,7 +120,7 @@ async def stream(
 
 @pytest.mark.parametrize("stop_ids", [None, frozenset({EOS})])
 def test_a_text_that_is_cut_after_its_end_token_is_over(stop_ids: frozenset[int] | None) -> None:
-    """Whether the agent named the token or left it to the server."""
+    """Whether the agent or the server named the token."""
     more = session(opened(), Commit(base=0, tokens=[7]), ended())
     script = Script(session(opened(), Commit(base=0, tokens=[5, EOS])), more)
     result = run(stream(script, GenerationRequest(PROMPT, max_tokens=3, stop_ids=stop_ids)))
@@ -129,7 +129,7 @@ def test_a_text_that_is_cut_after_its_end_token_is_over(stop_ids: frozenset[int]
 
 
 def test_a_text_that_goes_past_the_end_token_is_resumed_after_it() -> None:
-    """ignore_eos rules over stop_ids, as it does on the server."""
+    """ignore_eos overrides stop_ids, as on the server."""
     script = Script(
         session(opened(stop_ids=()), Commit(base=0, tokens=[5, EOS])),
         session(opened(stop_ids=()), Commit(base=0, tokens=[6]), ended()),
@@ -141,14 +141,14 @@ def test_a_text_that_goes_past_the_end_token_is_resumed_after_it() -> None:
 
 
 def test_a_text_that_is_cut_at_its_length_is_over() -> None:
-    """Nothing is opened for no token."""
+    """No session is opened for zero tokens."""
     script = Script(session(opened(), Commit(base=0, tokens=[5, 6])))
     result = run(stream(script, GenerationRequest(PROMPT, max_tokens=2)))
     assert result.tokens == (5, 6) and result.finish_reason == "length"
 
 
 def test_a_text_that_is_cut_at_the_context_limit_is_over() -> None:
-    """Opening it again would be refused, and the text lost."""
+    """The server would refuse to open it again, and the text would be lost."""
     script = Script(session(opened(max_positions=5), Commit(base=0, tokens=[5, 6])), too_long)
     result = run(stream(script, GenerationRequest(PROMPT, max_tokens=10)))
     assert result.tokens == (5, 6) and result.finish_reason == "context"
@@ -174,7 +174,7 @@ def test_the_server_ends_where_it_said_that_it_would(mode: Mode) -> None:
 
 
 def test_a_refusal_that_is_cut_is_a_lost_endpoint() -> None:
-    """Its status says nothing for sure then: the session is tried again."""
+    """Its status is unreliable then, so the session is tried again."""
     script = Script(
         lambda _: httpx.Response(500, stream=CutStream(b'{"error":', is_cut=True)),
         session(opened(), Commit(base=0, tokens=[5]), ended()),
@@ -184,7 +184,7 @@ def test_a_refusal_that_is_cut_is_a_lost_endpoint() -> None:
 
 
 def test_a_restart_of_several_seconds_in_mid_text_is_survived() -> None:
-    """Refused connections cost no more than the pauses, which grow to two seconds."""
+    """Refused connections cost only the pauses, which grow to two seconds."""
     time = FakeTime()
     first = session(opened(), Commit(base=0, tokens=[5]))
     second = session(opened(), Commit(base=0, tokens=[6]), ended())
@@ -203,7 +203,7 @@ def test_a_restart_of_several_seconds_in_mid_text_is_survived() -> None:
 
 
 def test_an_endpoint_that_stays_away_is_given_up_in_the_end() -> None:
-    """Twenty seconds after it was lost, and the error says how long it was tried."""
+    """After twenty seconds, and the error says how long it was tried."""
     time, script = FakeTime(), Script(session(opened(), Commit(base=0, tokens=[5])), *[unreachable] * 100)
     with pytest.raises(CloudError, match=r"no cloud endpoint is left after \d+ attempts in 2\d\.\d s: .*refused"):
         run(stream(script, GenerationRequest(PROMPT, max_tokens=2), time))
@@ -211,7 +211,7 @@ def test_an_endpoint_that_stays_away_is_given_up_in_the_end() -> None:
 
 
 def test_an_endpoint_that_never_answered_is_given_up_soon() -> None:
-    """A wrong URL is told at once rather than tried for long."""
+    """A wrong URL is reported at once, not retried for long."""
     time, script = FakeTime(), Script(*[unreachable] * 100)
     with pytest.raises(CloudError, match="after 6 attempts"):
         run(stream(script, GenerationRequest(PROMPT, max_tokens=2), time))
@@ -219,7 +219,7 @@ def test_an_endpoint_that_never_answered_is_given_up_soon() -> None:
 
 
 def test_pauses_stay_bounded_however_often_it_is_tried() -> None:
-    """Thousands of attempts, as a long outage may be configured to take, still pause for max_pause_s."""
+    """Even thousands of attempts, for a long outage, pause for at most max_pause_s."""
     time, script = FakeTime(), Script(session(opened(), Commit(base=0, tokens=[5])), *[unreachable] * 3000)
     with pytest.raises(CloudError, match="after 2000 attempts"):
         run(stream(script, GenerationRequest(PROMPT, max_tokens=2), time, RetryPolicy(max_failures=2000)))

@@ -1,4 +1,4 @@
-"""Stop-and-wait on a server that runs fewer drafted tokens than it is sent, as it may when its step is full."""
+"""Tests stop-and-wait on a server that runs fewer drafted tokens than sent, as it may when its step is full."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PERIOD = 5
 
 
 class LoopRuntime:
-    """A `SequenceRuntime` that says 0, 1, ... PERIOD - 1 over and over: after token t comes t + 1, modulo PERIOD."""
+    """A `SequenceRuntime` that repeats 0, 1, ... PERIOD - 1: after token t comes t + 1, modulo PERIOD."""
 
     limits = ModelLimits(vocab_size=PERIOD, max_positions=4096)
 
@@ -53,7 +53,7 @@ class LoopRuntime:
 
 
 class LoopServer:
-    """Verifies texts in that language, at most `max_run` drafted tokens of each item."""
+    """Verifies texts in that language, at most `max_run` drafted tokens per item."""
 
     def __init__(self, max_run: int) -> None:
         self._max_run = max_run
@@ -74,7 +74,7 @@ class LoopServer:
 
 
 async def generate(client: CloudClient, request: GenerationRequest, draft: Drafter, depth: int) -> GenerationResult:
-    """One text, `depth` drafted tokens a block."""
+    """One text, `depth` drafted tokens per block."""
     async with client:
         return await StopAndWaitAgent(Endpoints([client]), draft, FixedDepth(depth), Estimates()).generate(request)
 
@@ -82,7 +82,7 @@ async def generate(client: CloudClient, request: GenerationRequest, draft: Draft
 @pytest.mark.parametrize("max_run", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["model", "ngram"])
 def test_what_was_not_verified_is_drafted_again_in_its_place(kind: str, max_run: int) -> None:
-    """In a text that repeats itself: every block has the depth's length and is right, so no pass is wasted."""
+    """In a repeating text every block has full depth and is accepted, so no pass is wasted."""
     draft: Drafter = ModelDrafter(LoopRuntime()) if kind == "model" else NgramDrafter()
     server, prompt = LoopServer(max_run), tuple(i % PERIOD for i in range(2 * PERIOD))
     client = CloudClient("http://looping", transport=httpx.MockTransport(server))
@@ -99,7 +99,7 @@ def test_what_was_not_verified_is_drafted_again_in_its_place(kind: str, max_run:
 @pytest.mark.parametrize("step_tokens", [1, 2, 4, 7])
 @pytest.mark.parametrize("kind", ["perfect", "good", "wrong", "ngram"])
 def test_a_server_with_small_steps_commits_the_same_text(kind: str, step_tokens: int) -> None:
-    """A real engine, whose budget for a step is smaller than a block."""
+    """A real engine whose step budget is smaller than a block."""
     prompt = (5, 6, 7, 5, 6, 7, 5, 6)
     drafts: dict[str, Drafter] = {
         "perfect": ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB)),
@@ -116,7 +116,7 @@ def test_a_server_with_small_steps_commits_the_same_text(kind: str, step_tokens:
 
 
 def test_a_prompt_that_leaves_no_room_for_its_draft_loses_no_pass() -> None:
-    """The first block's draft is cut beside a prompt of almost a whole step; the blocks after it are not."""
+    """A prompt of almost a whole step shortens the first block's draft; later blocks are full."""
     prompt = tuple(1 + i % (VOCAB - 1) for i in range(250))
     request = GenerationRequest(prompt, max_tokens=28, stop_ids=frozenset(), ignore_eos=True)
     draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB))

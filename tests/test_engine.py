@@ -1,4 +1,4 @@
-"""The engine: exact text whatever is drafted, shared, preempted or chunked; nothing leaks; faults stay local."""
+"""Tests the engine: exact text whatever is drafted, shared, preempted or chunked; nothing leaks; faults stay local."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(3 + 5 * i)] for i in range(8)
 
 @pytest.mark.parametrize("params", [SamplingParams(), SAMPLED, SamplingParams(temperature=0.8, top_p=0.9, seed=3)])
 def test_concurrent_sequences_equal_the_plain_loop(params: SamplingParams) -> None:
-    """Eight prompts of different lengths in one engine give what each gives alone."""
+    """Eight prompts of different lengths in one engine give the same texts as alone."""
     harness = Harness()
     collectors = [harness.submit(prompt, 25, params=params)[1] for prompt in PROMPTS]
     harness.run()
@@ -33,7 +33,7 @@ def test_concurrent_sequences_equal_the_plain_loop(params: SamplingParams) -> No
 
 
 def test_a_long_prompt_is_prefilled_in_chunks_beside_decoding() -> None:
-    """With a budget of 8 tokens a step nobody stalls, and both texts are exact."""
+    """With a budget of 8 tokens per step no sequence stalls, and both texts are exact."""
     harness = Harness(config=EngineConfig(step_tokens=8))
     _, first = harness.submit(PROMPTS[0], 30)
     harness.engine.step()
@@ -48,7 +48,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_decoding() -> None:
 
 
 def test_prompts_go_on_however_much_is_drafted() -> None:
-    """Sixteen sequences whose drafts would fill every step leave a long prompt its share: its first token comes."""
+    """Sixteen sequences whose drafts would fill every step still leave a share for a long prompt."""
     harness = Harness(num_blocks=1024, max_positions=1024, step_s=lambda num_tokens: 0.02)
     truths = [plain([i, 1, 2], SAMPLED, 120) for i in range(16)]
     sequences = [harness.submit([i, 1, 2], 120) for i in range(16)]
@@ -68,7 +68,7 @@ def test_prompts_go_on_however_much_is_drafted() -> None:
 
 
 def test_a_clock_that_stands_still_is_survived() -> None:
-    """A step too short for the clock to see divides nothing by zero."""
+    """A step too short for the clock causes no division by zero."""
     harness = Harness(step_s=lambda num_tokens: 0.0)
     sequence_id, collector = harness.submit(PROMPTS[1], 30)
     truth = plain(PROMPTS[1], SAMPLED, 30)
@@ -81,12 +81,12 @@ def test_a_clock_that_stands_still_is_survived() -> None:
 
 
 class PickingFake(FakeBatchRuntime):
-    """Picks for itself, as a runtime on a GPU does."""
+    """Picks tokens itself, as a runtime on a GPU does."""
 
     def forward_picks(
         self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams], positions: Sequence[int]
     ) -> list[int | None]:
-        """The picks of all rows, None where the logits are not finite."""
+        """Picks a token of each row, None where the logits are not finite."""
         rows = self.forward(batch)
         return [
             pick(row, p, i) if np.isfinite(row).all() else None
@@ -95,7 +95,7 @@ class PickingFake(FakeBatchRuntime):
 
 
 def test_a_runtime_may_pick_for_itself() -> None:
-    """The same text, drafts accepted; a row that is not finite is its own sequence's fault."""
+    """The same text, with accepted drafts; a row that is not finite ends only its own sequence."""
     engine = Engine(PickingFake(vocab_size=VOCAB, fail_on_token=63), EngineConfig(policy=Policy.VERIFY))
     truth = plain(PROMPTS[1], SAMPLED, 6)
     good, bad = Collector(), Collector()
@@ -111,7 +111,7 @@ def test_a_runtime_may_pick_for_itself() -> None:
 
 
 def test_common_prefixes_are_computed_once() -> None:
-    """The second request with the same prompt runs only what lies past the last full block."""
+    """The second request with the same prompt runs only the tokens after the last full block."""
     harness, prompt = Harness(block_size=4), list(range(30))
     _, first = harness.submit(prompt, 6)
     harness.run()
@@ -161,7 +161,7 @@ def drafts_for(truth: Sequence[int], base: int, kind: str, length: int) -> list[
 @given(st.data())
 @settings(max_examples=120, deadline=None)
 def test_no_draft_whatever_changes_the_text(data: st.DataObject) -> None:
-    """Right, wrong, partial, alternative, stale, repeated, reordered drafts at any time: same tokens, no leak."""
+    """Correct, wrong, partial, alternative, stale, repeated, reordered drafts at any time: same tokens, no leak."""
     params = data.draw(st.sampled_from([SamplingParams(), SAMPLED, SamplingParams(temperature=1.2, top_p=0.9, seed=5)]))
     policy = data.draw(st.sampled_from(list(Policy)))
     num_blocks = data.draw(st.sampled_from([22, 128]))
@@ -201,7 +201,7 @@ def test_no_draft_whatever_changes_the_text(data: st.DataObject) -> None:
 
 
 def test_right_drafts_save_passes_and_usage_counts_them() -> None:
-    """With every draft right, 24 tokens take far fewer passes; accepted and rejected add up."""
+    """With correct drafts only, 24 tokens take far fewer passes; accepted and rejected add up."""
     harness = Harness(config=EngineConfig(max_draft=4, policy=Policy.VERIFY))
     truth = plain(PROMPTS[1], SAMPLED, 24)
     sequence_id, collector = harness.submit(PROMPTS[1], 24)
@@ -218,13 +218,13 @@ def test_right_drafts_save_passes_and_usage_counts_them() -> None:
 
 
 def costly(num_tokens: int) -> float:
-    """A step in which a drafted token is never worth its time, whoever else is in it."""
+    """A step in which a drafted token is never worth its time."""
     return 0.040 * num_tokens**2
 
 
 @pytest.mark.parametrize("is_queued", [False, True])
 def test_auto_verifies_for_capacity_while_somebody_queues(is_queued: bool) -> None:
-    """Alone, drafts that cost more time than they save are left; with somebody waiting for the place, passes count."""
+    """Alone, drafts that cost more time than they save are not verified; with a request queued, passes count."""
     harness = Harness(config=EngineConfig(max_running=1), step_s=costly)
     harness.engine.calibrate()
     truth = plain(PROMPTS[1], SAMPLED, 24)
@@ -241,13 +241,13 @@ def test_auto_verifies_for_capacity_while_somebody_queues(is_queued: bool) -> No
 
 
 def test_a_verify_item_leaves_its_neighbours_choice_alone() -> None:
-    """The item's draft is verified whole in a step in which a session's costly draft is not verified at all."""
+    """A step verifies the item's whole draft and nothing of a session's costly draft."""
     harness = Harness(step_s=costly)
     harness.engine.calibrate()
     truth = plain(PROMPTS[1], SAMPLED, 24)
     session_id, session = harness.submit(PROMPTS[1], 24)
     harness.engine.step()
-    item_truth = plain([7], SAMPLED, 5)  # a prompt of one token decodes at once, as a prefix that the server holds does
+    item_truth = plain([7], SAMPLED, 5)  # a prompt of one token decodes at once, like a prefix that the server holds
     _, item = harness.submit([7], 5, draft=item_truth[:4], once=True)
     harness.engine.draft(session_id, 1, [truth[1:6]])
     harness.run()
@@ -257,7 +257,7 @@ def test_a_verify_item_leaves_its_neighbours_choice_alone() -> None:
 
 
 def test_an_always_wrong_draft_ends_at_nothing_verified() -> None:
-    """After a few refutations the engine verifies none of what is pending."""
+    """After a few rejections the engine verifies no pending draft."""
     harness = Harness()
     harness.engine.calibrate()
     truth = plain(PROMPTS[2], SAMPLED, 80)
@@ -272,7 +272,7 @@ def test_an_always_wrong_draft_ends_at_nothing_verified() -> None:
 
 
 def test_stop_ids_end_a_sequence_even_inside_accepted_drafts() -> None:
-    """Nothing after the stop token is committed, though more was drafted and right."""
+    """Nothing after the stop token is committed, even if correct drafts follow."""
     truth = plain(PROMPTS[3], SAMPLED, 30)
     stop = truth[6]
     expected = truth[: truth.index(stop) + 1]
@@ -288,7 +288,7 @@ def test_stop_ids_end_a_sequence_even_inside_accepted_drafts() -> None:
 
 
 def test_the_context_ends_a_sequence() -> None:
-    """A sequence ends with reason "context" when model or cache holds no more."""
+    """A sequence ends with reason "context" when model or cache is full."""
     harness = Harness(max_positions=32)
     truth = plain(PROMPTS[1], SAMPLED, 32 - len(PROMPTS[1]))
     sequence_id, collector = harness.submit(PROMPTS[1], 1000)
@@ -300,7 +300,7 @@ def test_the_context_ends_a_sequence() -> None:
 
 
 def test_cancelling_frees_the_sequence_wherever_it_is() -> None:
-    """Queued, prefilling and decoding sequences are gone after the next step, and others are not disturbed."""
+    """Queued, prefilling and decoding sequences are gone after the next step; others continue."""
     harness = Harness(config=EngineConfig(max_running=2, step_tokens=8))
     decoding, c1 = harness.submit(PROMPTS[0], 50)
     harness.engine.step()
@@ -328,7 +328,7 @@ def test_logits_that_are_not_finite_end_one_sequence_and_spare_the_others() -> N
 
 
 def test_a_runtime_that_raises_ends_its_batch_and_not_the_engine() -> None:
-    """The next request is served as if nothing had happened."""
+    """The next request is served normally."""
     is_broken = [True]
 
     def on_step(batch: Sequence[SequenceSlice]) -> None:
@@ -355,7 +355,7 @@ def test_a_runtime_that_raises_ends_its_batch_and_not_the_engine() -> None:
     ],
 )
 def test_bad_prompts_are_refused_before_they_reach_the_model(prompt: list[int], code: str) -> None:
-    """Each has its own code, and the engine goes on."""
+    """Each has its own code, and the engine continues."""
     harness = Harness()
     with pytest.raises(RequestError) as refused:
         harness.submit(prompt)
@@ -366,7 +366,7 @@ def test_bad_prompts_are_refused_before_they_reach_the_model(prompt: list[int], 
 
 
 def test_bad_drafts_are_refused_by_code() -> None:
-    """Unknown, ahead, out of range, stale: each its own; the text is not touched."""
+    """Unknown, ahead, out of range, stale: each has its own code; the text does not change."""
     harness = Harness()
     truth = plain(PROMPTS[0], SAMPLED, 12)
     sequence_id, collector = harness.submit(PROMPTS[0], 12)
@@ -388,7 +388,7 @@ def test_bad_drafts_are_refused_by_code() -> None:
 
 
 def test_a_full_queue_is_refused() -> None:
-    """Past max_queue a request is told to come back."""
+    """Beyond max_queue a request is refused and may be retried."""
     harness = Harness(config=EngineConfig(max_queue=1, max_running=1))
     harness.submit(PROMPTS[0], 50)
     harness.engine.step()
@@ -403,7 +403,7 @@ def test_a_full_queue_is_refused() -> None:
 
 
 def verify_all(harness: Harness, prompt: list[int], count: int, guess: Sequence[int]) -> list[int]:
-    """Stop-and-wait as an agent does it: four drafts a call, the prefix named by hash after the first."""
+    """Stop-and-wait as an agent does it: four drafts per call, the prefix by its hash after the first."""
     text: list[int] = []
     name: str | None = None
     while len(text) < count:
@@ -419,7 +419,7 @@ def verify_all(harness: Harness, prompt: list[int], count: int, guess: Sequence[
 
 @pytest.mark.parametrize("error_every", [1, 3, 1000])
 def test_verifying_call_by_call_gives_the_same_text(error_every: int) -> None:
-    """Stateless verification with parked prefixes equals the plain loop, whatever share of the drafts is right."""
+    """Stateless verification with parked prefixes equals the plain loop, whatever share of the drafts is correct."""
     harness, prompt = Harness(), PROMPTS[4]
     truth = plain(prompt, SAMPLED, 30)
     guess = [t if i % error_every else (t + 1) % VOCAB for i, t in enumerate(truth, start=1)]
@@ -441,7 +441,7 @@ def test_a_parked_prefix_leaves_only_new_tokens_to_run() -> None:
 
 
 def test_an_unknown_prefix_hash_is_a_clear_409() -> None:
-    """The client is told to send the tokens; taking a prefix twice is the same."""
+    """The error asks for the tokens; using a prefix twice gives the same error."""
     harness = Harness()
     with pytest.raises(RequestError) as refused:
         harness.submit([1], once=True, prefix_hash="0" * 32)
@@ -449,7 +449,7 @@ def test_an_unknown_prefix_hash_is_a_clear_409() -> None:
 
 
 def test_a_refused_item_leaves_its_prefix_parked() -> None:
-    """A bad token behind a good hash costs the prefix nothing."""
+    """A bad token after a good hash does not release the prefix."""
     harness = Harness()
     _, first = harness.submit(PROMPTS[2], 1, once=True)
     harness.run()
@@ -491,7 +491,7 @@ class Device:
         self.harness.engine.calibrate()
 
     def deliver(self) -> None:
-        """Hands over, with the times at which they were due, the answers that have come by now."""
+        """Delivers the answers due by now, with the times at which they were due."""
         now = self.harness.clock.now
         while self.due and self.due[0][0] <= now:
             self.harness.clock.now, base = self.due.pop(0)
@@ -525,27 +525,27 @@ class Device:
 
 
 def test_the_engine_waits_for_a_quick_device_and_not_for_a_slow_one() -> None:
-    """2 ms away is worth waiting for at a 40 ms step; 100 ms away is not; patience 0 never waits."""
+    """With 40 ms steps a device 2 ms away is worth a wait, one 100 ms away is not; patience 0 never waits."""
     assert Device(0.002).waited_s() > 0.01
     assert Device(0.100).waited_s() == 0.0
     assert Device(0.002).waited_s(patience_ms=0.0) == 0.0
 
 
 def test_a_device_that_says_how_fast_it_answers_is_waited_for_from_the_first_token() -> None:
-    """Without the hint the first commits are not waited for; with it they are; a wrong hint is soon outvoted."""
+    """The engine waits after the first commits only with the hint; measurements soon outweigh a wrong hint."""
     told, untold = Device(0.004), Device(0.004)
     assert told.waited_s(count=6, draft_lag_ms=4.0) > untold.waited_s(count=6)
     assert Device(0.100).waited_s(draft_lag_ms=1.0) < 0.03
 
 
 def test_patience_ms_bounds_the_wait() -> None:
-    """A wait that would take longer than the session allows is not begun."""
+    """A wait longer than the session allows does not begin."""
     assert Device(0.006).waited_s(patience_ms=2.0) == 0.0
     assert Device(0.006).waited_s(patience_ms=50.0) > 0.0
 
 
 def test_verify_policy_waits_where_latency_would_not() -> None:
-    """When passes are scarce a wait of a step is fine, and passes per token fall."""
+    """When passes are scarce a wait of one step is allowed, and passes per token fall."""
     device = Device(0.030, policy=Policy.VERIFY)
     assert device.waited_s() > 0.05
     assert device.harness.engine.stats().totals.passes < 27
@@ -553,7 +553,7 @@ def test_verify_policy_waits_where_latency_would_not() -> None:
 
 
 def test_a_device_that_falls_silent_is_not_waited_for_long() -> None:
-    """After a few waits in vain the engine streams on."""
+    """After a few useless waits the engine goes on without."""
     harness = Harness()
     truth = plain(PROMPTS[2], SAMPLED, 200)
     sequence_id, collector = harness.submit(PROMPTS[2], 200)
@@ -569,7 +569,7 @@ def test_a_device_that_falls_silent_is_not_waited_for_long() -> None:
 
 
 def test_calibration_measures_the_curve_and_gives_its_blocks_back() -> None:
-    """After it the step time and the price of a drafted token are known."""
+    """Afterwards the step time and the cost of a drafted token are known."""
     harness = Harness()
     harness.engine.calibrate(max_tokens=8)
     stats = harness.engine.stats()

@@ -1,4 +1,4 @@
-"""The engine's parts by their laws: trie, block pool, estimators, policy, thread."""
+"""Tests the laws of the engine's parts: trie, block pool, estimators, policy, thread."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ short_paths = st.lists(st.integers(0, 3), min_size=1, max_size=6)
 @given(st.lists(st.one_of(st.tuples(st.just("merge"), short_paths), st.tuples(st.just("advance"), st.integers(0, 3)))))
 @settings(max_examples=300, deadline=None)
 def test_trie_equals_a_set_of_paths(actions: list[tuple[str, list[int] | int]]) -> None:
-    """Merging and committing leave exactly the paths that are consistent with what was committed."""
+    """Merging and committing leave exactly the paths that are consistent with the commits."""
     trie, paths = DraftTrie(), set[tuple[int, ...]]()
     for kind, value in actions:
         if kind == "merge":
@@ -53,7 +53,7 @@ def test_trie_equals_a_set_of_paths(actions: list[tuple[str, list[int] | int]]) 
 
 
 def test_a_path_that_is_not_preferred_only_fills_gaps() -> None:
-    """A late, older message does not overrule what a newer one said."""
+    """An older message that arrives late does not overrule a newer one."""
     trie = DraftTrie()
     trie.merge([1, 2, 3], prefer=True)
     trie.merge([1, 5, 6], prefer=False)
@@ -112,7 +112,7 @@ def test_pool_never_hands_out_a_block_twice_and_loses_none(data: st.DataObject) 
 
 
 def test_pool_evicts_the_least_recently_used_content() -> None:
-    """Content stays known until its block is needed, the longest unused goes first."""
+    """Content stays known until its block is needed; the longest unused goes first."""
     pool = BlockPool(2, 4)
     names = [chain_hash(b"", [i]) for i in range(2)]
     for name in names:
@@ -164,7 +164,7 @@ def test_closed_form_equals_the_simulation(rtt_ms: float, never: float, patient:
 
 
 def test_nobody_waits_for_a_draft_that_is_never_right_or_never_comes() -> None:
-    """Low acceptance, unknown lags and unanswered waits all mean: go on."""
+    """With low acceptance, unknown lags or unanswered waits the engine does not wait."""
     lags = [0.002] * 8
     assert plan_wait(0.6, 0.04, 0.001, lags, 1.0, saves_passes=False) != NO_WAIT
     assert plan_wait(0.01, 0.04, 0.001, lags, 1.0, saves_passes=False) == NO_WAIT
@@ -174,7 +174,7 @@ def test_nobody_waits_for_a_draft_that_is_never_right_or_never_comes() -> None:
 
 
 def test_acceptance_is_a_ratio_of_sums_by_position() -> None:
-    """First tokens right, second ones wrong: survival shows it; a new session starts from its parent's average."""
+    """First tokens accepted, second ones rejected: survival shows it; a new session starts at its parent's average."""
     parent = AcceptanceEstimator(4)
     own = AcceptanceEstimator(4, parent)
     for _ in range(200):
@@ -186,7 +186,7 @@ def test_acceptance_is_a_ratio_of_sums_by_position() -> None:
 
 
 def test_step_time_curve_is_monotone_and_robust() -> None:
-    """Medians drop outliers; a falling measurement is flattened; past the last knot it goes on upward."""
+    """Medians drop outliers; a falling measurement is flattened; beyond the last knot the curve rises."""
     curve = StepTimeCurve()
     for size, seconds in [(1, 0.040), (2, 0.039), (4, 0.044)]:
         for _ in range(9):
@@ -199,7 +199,7 @@ def test_step_time_curve_is_monotone_and_robust() -> None:
 
 
 def test_draft_lag_knows_first_answers_and_the_pace_after_them() -> None:
-    """5 ms to a first answer of two tokens, then 3 ms a token."""
+    """5 ms to a first answer of two tokens, then 3 ms per token."""
     lag, now = DraftLag(), 0.0
     assert lag.seconds_until(1) is None
     for base in range(5):
@@ -213,7 +213,7 @@ def test_draft_lag_knows_first_answers_and_the_pace_after_them() -> None:
 
 
 def test_a_device_that_missed_some_waits_is_waited_for_again_once_it_answers_in_time() -> None:
-    """Whether it would have been in time is seen without waiting; a late answer, or none, is no reason to wait."""
+    """The engine sees without waiting whether it is in time; after a late answer, or none, it does not wait."""
     lag, now = DraftLag(), 0.0
     lag.committed(0, now)
     lag.drafted(0, 4, now + 0.005)
@@ -230,7 +230,7 @@ def test_a_device_that_missed_some_waits_is_waited_for_again_once_it_answers_in_
 
 
 def test_engine_thread_serves_drains_and_refuses() -> None:
-    """Requests from another thread end exactly; a drain lets them finish; after it nothing new is taken."""
+    """Requests from another thread end exactly; a drain lets them finish; after it no request is accepted."""
     gate, done = threading.Event(), threading.Event()
     runtime = FakeBatchRuntime(vocab_size=64, on_step=lambda batch: (gate.wait(), None)[1])
     thread = EngineThread(Engine(runtime))
@@ -253,7 +253,7 @@ def test_engine_thread_serves_drains_and_refuses() -> None:
 
 
 def test_a_step_that_raises_ends_its_requests_and_not_the_thread() -> None:
-    """A bug in the engine's own code: clients hear an error at once, blocks are back, the next request is served."""
+    """After a bug in the engine's code clients get an error at once, blocks are free, the next request is served."""
     runtime = FakeBatchRuntime(vocab_size=64)
     engine = Engine(runtime)
     thread = EngineThread(engine)
@@ -305,7 +305,7 @@ def test_a_runtime_that_gives_too_few_rows_is_a_model_fault() -> None:
 
 
 def test_stopping_without_a_drain_ends_what_runs() -> None:
-    """Every sink hears "shutdown", and the thread is gone."""
+    """Every sink gets "shutdown", and the thread ends."""
     started, gate, ended = threading.Event(), threading.Event(), threading.Event()
 
     def on_step(batch: object) -> None:

@@ -1,4 +1,4 @@
-"""The fake catches what a wrong engine does to a cache, and is otherwise a well-behaved model."""
+"""Checks that the fake runtime detects an engine's cache errors, and is otherwise a well-behaved model."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_wrong_addresses_give_other_text() -> None:
 
 
 def test_impossible_addresses_are_assertion_errors() -> None:
-    """Blocks that do not cover, slots never written, and slots that two sequences touch in one step."""
+    """Too few blocks, slots never written, and slots that two sequences touch in one step."""
     runtime = FakeBatchRuntime(vocab_size=VOCAB, block_size=4, num_blocks=16)
     with pytest.raises(AssertionError, match="1 blocks for 5 tokens"):
         runtime.forward([SequenceSlice([1] * 5, 0, [0], 1)])
@@ -97,7 +97,7 @@ def test_impossible_addresses_are_assertion_errors() -> None:
 
 
 def test_a_poisoned_token_spoils_its_own_slice_only() -> None:
-    """`fail_on_token` makes the logits of the slice that ends in it NaN; the neighbours' stay right."""
+    """`fail_on_token` makes the logits of the slice that ends in it NaN; the neighbours' do not change."""
     runtime = FakeBatchRuntime(vocab_size=VOCAB, fail_on_token=13)
     logits = runtime.forward(
         [SequenceSlice([13, 5], 0, [0], 2), SequenceSlice([5, 13], 0, [1], 2), SequenceSlice([6], 0, [2], 1)]
@@ -155,7 +155,7 @@ def test_a_sequence_rolls_back_and_seeds_differ() -> None:
 
 
 def test_logits_are_peaked_but_not_certain() -> None:
-    """The likeliest token has most of the mass in most contexts and rarely all of it: sampling has work to do."""
+    """The likeliest token has most of the mass in most contexts and rarely all of it, so sampling matters."""
     rows = truth(list(np.random.default_rng(0).integers(0, VOCAB, 500)))
     weights = np.exp(rows - rows.max(axis=1, keepdims=True))
     top = (weights / weights.sum(axis=1, keepdims=True)).max(axis=1)

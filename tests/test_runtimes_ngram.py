@@ -1,4 +1,4 @@
-"""Prompt lookup against a version that searches the whole sequence each time."""
+"""Compares prompt lookup with a version that searches the whole sequence each time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ steps = st.lists(st.one_of(st.lists(st.integers(0, 3), max_size=8), st.integers(
 def test_equals_a_search_whatever_was_appended_and_cut(
     steps: list[list[int] | int], sizes: tuple[int, int], max_tokens: int
 ) -> None:
-    """After any series of extensions and truncations the index finds what a search of the text finds."""
+    """After any series of extensions and truncations the index gives the same as a search of the text."""
     min_n, max_n = sorted(sizes)
     lookup = NgramLookup(max_n=max_n, min_n=min_n)
     tokens: list[int] = []
@@ -47,7 +47,7 @@ def test_equals_a_search_whatever_was_appended_and_cut(
 
 
 def test_an_index_cut_to_nothing_holds_nothing() -> None:
-    """Truncation gives the memory back."""
+    """Truncation frees the memory."""
     lookup = NgramLookup()
     lookup.extend([1, 2, 3] * 50)
     lookup.truncate(0)
@@ -55,7 +55,7 @@ def test_an_index_cut_to_nothing_holds_nothing() -> None:
 
 
 def test_the_longest_suffix_wins_and_then_the_latest() -> None:
-    """[1, 2, 3] stood once, [2, 3] twice: the longer match is copied; with equal lengths, the later one."""
+    """[1, 2, 3] occurred once, [2, 3] twice: the longer match is copied; with equal lengths, the later one."""
     lookup = NgramLookup(max_n=3, min_n=2)
     assert isinstance(lookup, Proposer)
     lookup.extend([1, 2, 3, 10, 11, 9, 2, 3, 20, 1, 2, 3])
@@ -75,6 +75,6 @@ def test_a_loop_is_proposed_as_a_loop() -> None:
 
 @pytest.mark.parametrize(("max_n", "min_n"), [(2, 3), (2, 0), (0, 0)])
 def test_sizes_are_checked(max_n: int, min_n: int) -> None:
-    """Suffix lengths that make no sense are refused."""
+    """Impossible suffix lengths are refused."""
     with pytest.raises(ConfigError, match=f"min_n is {min_n} and max_n {max_n}"):
         NgramLookup(max_n=max_n, min_n=min_n)

@@ -1,4 +1,4 @@
-"""The NPU's path, emulated on the CPU: transformers' logits, whatever was rolled back; its options and errors."""
+"""Tests the NPU's path, emulated on the CPU: transformers' logits after any rollback; its options and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from outrider.models.runtimes.npu_compile import compiled_shapes
 from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime
 from outrider.models.runtimes.torch_reference import load_causal_lm
 
-# Weights and cache in f16, so 0.004 on logits of +-4 at most; a stale or shifted slot is off by 0.5 and more.
+# Weights and cache in f16: at most 0.004 on logits of +-4; a stale or shifted slot is off by 0.5 or more.
 TOLERANCE = 0.01
 SHAPES = StaticShapes(prompt_len=64, response_len=64, step_len=8)
 OPTIONS = RuntimeOptions(device="NPU", num_threads=1, static_shapes=SHAPES, emulate_npu=True)
@@ -110,7 +110,7 @@ def test_prompt_single_tokens_and_several_at_once(runtime: OpenVinoNpuRuntime, t
 
 
 def test_a_prompt_longer_than_its_pass(runtime: OpenVinoNpuRuntime, truth: Truth) -> None:
-    """What does not fit the prompt's pass follows in cached steps, up to the longest sequence; then it is refused."""
+    """The rest of a prompt that does not fit one pass runs in cached steps, up to the longest sequence."""
     assert_close(runtime.extend(FIRST), truth(FIRST)[-1])
     assert runtime.length == runtime.limits.max_positions == 120
     with pytest.raises(ConfigError, match="121 tokens do not fit the 120 positions"):
@@ -120,7 +120,7 @@ def test_a_prompt_longer_than_its_pass(runtime: OpenVinoNpuRuntime, truth: Truth
 
 
 def test_every_row_of_a_prompt(runtime: OpenVinoNpuRuntime, truth: Truth) -> None:
-    """All rows of a prompt on request, and the sequence goes on from it as from an ordinary prompt."""
+    """All rows of a prompt on request; afterwards the sequence continues as after an ordinary prompt."""
     assert_close(runtime.extend_rows(FIRST[:50]), truth(FIRST[:50]))
     assert_close(runtime.extend_rows(FIRST[50:53]), truth(FIRST[:53])[-3:])
     runtime.truncate(0)
@@ -139,11 +139,11 @@ def test_rejected_tokens_leave_no_trace(runtime: OpenVinoNpuRuntime, truth: Trut
         kept = kept[:length] + tokens
         assert_close(runtime.extend_rows(tokens), truth(kept)[-len(tokens) :])
     kept += SECOND[20:60]
-    assert_close(runtime.extend(SECOND[20:60]), truth(kept)[-1])  # grows over what was dropped
+    assert_close(runtime.extend(SECOND[20:60]), truth(kept)[-1])  # grows over the dropped tokens
 
 
 def test_a_rollback_into_the_prompt(runtime: OpenVinoNpuRuntime, truth: Truth) -> None:
-    """Right after the prompt, where the plugin would keep its end, and again later, down to one token."""
+    """Right after the prompt, when the plugin alone would keep its end, and later, down to one token."""
     runtime.extend(FIRST[:60])
     runtime.truncate(20)
     assert_close(runtime.extend_rows(SECOND[:3]), truth(FIRST[:20] + SECOND[:3])[-3:])
@@ -161,7 +161,7 @@ def test_a_full_prompt_can_be_rolled_back_too(runtime: OpenVinoNpuRuntime, truth
 
 
 def test_a_new_prompt_after_an_old_one(runtime: OpenVinoNpuRuntime, truth: Truth) -> None:
-    """From an empty cache again: a prompt, a single token, and a prompt that no cached step followed."""
+    """From an empty cache again: a prompt, a single token, and a prompt with no cached step after it."""
     runtime.extend(FIRST[:50])
     runtime.truncate(0)
     assert_close(runtime.extend(SECOND[:1]), truth(SECOND[:1])[-1])
@@ -174,7 +174,7 @@ def test_a_new_prompt_after_an_old_one(runtime: OpenVinoNpuRuntime, truth: Truth
 
 
 def test_a_random_walk(runtime: OpenVinoNpuRuntime, truth: Truth) -> None:
-    """Growing and rolling back at random, the rows are always those of one pass over what is left."""
+    """After random growth and rollbacks, the rows are always those of one pass over the remaining tokens."""
     walk = np.random.default_rng(11)
     kept: list[int] = []
     num_checked = 0
@@ -197,7 +197,7 @@ def test_a_random_walk(runtime: OpenVinoNpuRuntime, truth: Truth) -> None:
 
 
 def test_a_rollback_runs_nothing(runtime: OpenVinoNpuRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cutting back touches no tensor and the next step is one run; two, once, where a prompt was cut right away."""
+    """A rollback touches no tensor and the next step is one run; two, once, after a cut right behind a prompt."""
     counted = CountingRequest(runtime._request)
     monkeypatch.setattr(runtime, "_request", counted)
     runtime.extend(FIRST[:40])
@@ -213,7 +213,7 @@ def test_a_rollback_runs_nothing(runtime: OpenVinoNpuRuntime, monkeypatch: pytes
 
 
 def test_prompts_in_chunks_and_odd_lengths(tiny_ir: Callable[..., Path], tiny_model: Callable[[str], Path]) -> None:
-    """A prompt's pass may be cut into chunks by the plugin; lengths are rounded up, and the asked ones still bind."""
+    """The plugin may split a prompt's pass into chunks and rounds lengths up; the requested lengths still hold."""
     truth = truth_of(tiny_model("llama"))
     options = replace(
         OPTIONS,
@@ -230,7 +230,7 @@ def test_prompts_in_chunks_and_odd_lengths(tiny_ir: Callable[..., Path], tiny_mo
 
 
 def test_steps_of_one_token(tiny_ir: Callable[..., Path], tiny_model: Callable[[str], Path]) -> None:
-    """A draft may be compiled for single tokens; several are then fed one by one, and the cache is held in f32."""
+    """A draft may be compiled for single tokens; several then run one by one, with an f32 cache."""
     truth = truth_of(tiny_model("qwen2"))
     shapes = replace_shapes(step_len=1)
     runtime = OpenVinoNpuRuntime(tiny_ir("qwen2"), replace(OPTIONS, static_shapes=shapes, kv_precision="f32"))
@@ -246,14 +246,14 @@ def replace_shapes(**lengths: int) -> StaticShapes:
 
 
 def test_the_models_own_limit_binds(tiny_ir: Callable[..., Path]) -> None:
-    """`max_positions` of the options or of the model's config, where that is less than the compiled lengths."""
+    """`max_positions` of the options or of the model's config, if less than the compiled lengths."""
     runtime = OpenVinoNpuRuntime(tiny_ir("llama"), replace(OPTIONS, max_positions=40))
     assert runtime.limits.max_positions == 40
     runtime.close()
 
 
 def test_lengths_are_rounded_as_the_plugin_does() -> None:
-    """Prompt and response to 64, steps of several to 8; a step as long as the response leaves nothing to cache."""
+    """Prompt and response to 64, steps of several tokens to 8; a step as long as the response leaves no cache."""
     odd = StaticShapes(prompt_len=100, response_len=65, step_len=5)
     assert compiled_shapes(odd) == StaticShapes(prompt_len=128, response_len=128, step_len=8)
     assert compiled_shapes(replace_shapes(step_len=1)) == replace_shapes(step_len=1)
@@ -262,7 +262,7 @@ def test_lengths_are_rounded_as_the_plugin_does() -> None:
 
 
 def test_compiled_models_are_kept(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
-    """The second opening takes what the first compiled, with the same logits; a damaged one is compiled again."""
+    """The second opening loads what the first compiled, with the same logits; a damaged file is compiled again."""
     options = replace(OPTIONS, cache_dir=str(tmp_path / "cache"))
 
     def logits() -> NDArray[np.float32]:
@@ -282,7 +282,7 @@ def test_compiled_models_are_kept(tiny_ir: Callable[..., Path], tmp_path: Path) 
 
 
 def test_without_an_npu_it_says_what_would_help(tiny_ir: Callable[..., Path]) -> None:
-    """Nothing is run on another device in silence: the error names what is there and the ways on."""
+    """No silent use of another device: the error lists the devices and what to do."""
     if any(device.startswith("NPU") for device in ov.Core().available_devices):
         pytest.skip("this machine has an NPU")
     with pytest.raises(RuntimeUnavailable, match=r"no NPU on this machine, only CPU.*driver.*--emulate-npu"):
@@ -290,7 +290,7 @@ def test_without_an_npu_it_says_what_would_help(tiny_ir: Callable[..., Path]) ->
 
 
 def test_bad_options_and_files_are_named(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
-    """Each mistake has its own error, which names what was found."""
+    """Each mistake has its own error, which names the value."""
     ir = tiny_ir("llama")
     for wrong, message in (
         ({"static_shapes": None}, "give static_shapes"),
@@ -309,11 +309,11 @@ def test_bad_options_and_files_are_named(tiny_ir: Callable[..., Path], tmp_path:
         reader.replace_source_output(counted.output(0))
     bloom.remove_parameter(positions.get_node())
     ov.save_model(bloom, tmp_path / "bloom.xml")
-    with pytest.raises(BundleError, match=r"takes no position_ids.* such as Bloom"):
+    with pytest.raises(BundleError, match=r"has no input position_ids.* such as Bloom"):
         OpenVinoNpuRuntime(tmp_path / "bloom.xml", replace(OPTIONS, max_positions=64))
     x = ops.parameter([-1, 4], np.float32, name="x")
     ov.save_model(ov.Model([ops.relu(x)], [x]), tmp_path / "openvino_model.xml")
-    with pytest.raises(BundleError, match="keeps no cache of its own"):
+    with pytest.raises(BundleError, match="has no KV cache"):
         OpenVinoNpuRuntime(tmp_path, replace(OPTIONS, max_positions=64))
 
 

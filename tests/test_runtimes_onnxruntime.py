@@ -1,4 +1,4 @@
-"""ONNX Runtime: transformers' logits in every kind of step, providers that are what they say, clear errors."""
+"""Tests ONNX Runtime: transformers' logits in every kind of step, honest providers, clear errors."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def truth(source: Callable[[str], Path]) -> Callable[[str], Truth]:
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize(
     ("precision", "tolerance"),
-    [("fp32", 5e-5), ("int8", 0.6)],  # of logits up to 5; random weights spread every rounding to all of them
+    [("fp32", 5e-5), ("int8", 0.6)],  # for logits up to 5; random weights spread every rounding error to all of them
 )
 def test_logits_are_the_sources(
     graph: Callable[..., Path],
@@ -100,7 +100,7 @@ def test_a_device_that_copies_inputs_when_they_are_bound_sees_every_step(
     tmp_path: Path,
     exporter: str,
 ) -> None:
-    """As GPUs' providers do: what is changed in place afterwards they would not see, the host's caches included."""
+    """As GPU providers do, which would not see later changes in place, those of the host's caches included."""
     path = graph("llama", "fp32")
     if exporter == "dynamo":
         export_with_dynamo(load_fp32(source("llama")), tmp_path, "llama")
@@ -124,7 +124,7 @@ def test_a_device_that_copies_inputs_when_they_are_bound_sees_every_step(
 def test_quantized_graphs_compute_with_the_weights_that_they_hold(
     graph: Callable[..., Path], source: Callable[[str], Path], family: str, precision: str
 ) -> None:
-    """Against transformers with the dequantized weights only the kernel's INT8 activations are left as a difference."""
+    """Compared with transformers on the dequantized weights: only the kernel's INT8 activations differ."""
     path = graph(family, precision)
     blocks = read_dequantized(path / "model.onnx")
     plain = {4: "model.layers.0.attn.o_proj.MatMul.weight", 8: "lm_head.MatMul.weight"}
@@ -133,11 +133,11 @@ def test_quantized_graphs_compute_with_the_weights_that_they_hold(
         plain[8]: 8,
     }
     expected = truth_of(put_back(load_fp32(source(family)), blocks))
-    assert worst_delta(OnnxRuntimeSequence(path, OPTIONS), expected) < 0.5  # 3 with the weights of the source, at INT4
+    assert worst_delta(OnnxRuntimeSequence(path, OPTIONS), expected) < 0.5  # 3 with the source's weights, at INT4
 
 
 def test_half_precision_caches_run_on_the_cpu_too(graph: Callable[..., Path], truth: Callable[[str], Truth]) -> None:
-    """What is made for CUDA can be checked without it: FP16 graph, FP16 cache, logits given in FP32."""
+    """An export for CUDA can be checked without it: FP16 graph, FP16 cache, logits in FP32."""
     path = graph("qwen2", "fp16")
     runtime = OnnxRuntimeSequence(path, replace(OPTIONS, kv_precision="f16"))
     assert worst_delta(runtime, truth("qwen2")) < 0.1
@@ -146,7 +146,7 @@ def test_half_precision_caches_run_on_the_cpu_too(graph: Callable[..., Path], tr
 
 
 def test_long_prompts_go_in_pieces(graph: Callable[..., Path], truth: Callable[[str], Truth]) -> None:
-    """A prompt of more than one piece ends with the logits of one pass; `extend_rows` has all of its rows."""
+    """A prompt of several pieces ends with the logits of one pass; `extend_rows` has all of its rows."""
     tokens = (FIRST * 7)[:600]
     runtime = OnnxRuntimeSequence(graph("llama", "fp32"), replace(OPTIONS, max_positions=0))
     assert runtime.limits.max_positions == 512
@@ -176,7 +176,7 @@ def test_a_graph_without_row_selection_is_driven_as_well(
     onnx.save(model, path / "model.onnx")
     assert worst_delta(OnnxRuntimeSequence(path, OPTIONS), truth("llama")) < 5e-5
     (path / "genai_config.json").unlink()
-    with pytest.raises(BundleError, match="does not say the sizes of past_key_values"):
+    with pytest.raises(BundleError, match="does not give the sizes of past_key_values"):
         OnnxRuntimeSequence(path, OPTIONS)
 
 
@@ -196,7 +196,7 @@ def test_the_caches_memory_is_what_was_reached(graph: Callable[..., Path]) -> No
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_NOHUGEPAGE"), reason="how much memory an array has is known on Linux")
 def test_positions_that_no_token_reached_take_no_memory(graph: Callable[..., Path]) -> None:
-    """Of a cache for very many positions only the pages that were written are there."""
+    """A cache for very many positions takes memory only for the pages that were written."""
     options = replace(OPTIONS, max_positions=1 << 20)
     path = graph("qwen2", "fp32")
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -217,7 +217,7 @@ def resident_bytes() -> int:
 
 
 def test_close_can_be_called_twice(graph: Callable[..., Path]) -> None:
-    """Closing lets go of model and cache."""
+    """Closing releases model and cache."""
     runtime = OnnxRuntimeSequence(graph("llama", "fp32"), OPTIONS)
     runtime.extend([1])
     runtime.close()
@@ -237,7 +237,7 @@ def test_the_end_of_the_positions_is_an_error_that_changes_nothing(graph: Callab
 
 
 def test_wrong_calls_are_caught(graph: Callable[..., Path]) -> None:
-    """Token ids that do not exist, empty steps and impossible rollbacks are our own bugs: asserts."""
+    """Unknown token ids, empty steps and impossible rollbacks are our own bugs: asserts."""
     runtime = OnnxRuntimeSequence(graph("llama", "fp32"), OPTIONS)
     for tokens in ([], [-1], [VOCAB]):
         with pytest.raises(AssertionError):
@@ -247,7 +247,7 @@ def test_wrong_calls_are_caught(graph: Callable[..., Path]) -> None:
 
 
 def test_other_threads_run_during_a_step(graph: Callable[..., Path]) -> None:
-    """The step releases the GIL: with no other way to get it, another thread still makes progress."""
+    """The step releases the GIL: another thread makes progress that has no other chance to get it."""
     runtime = OnnxRuntimeSequence(graph("llama", "fp32"), OPTIONS)
     counter = 0
     is_done = threading.Event()
@@ -256,10 +256,10 @@ def test_other_threads_run_during_a_step(graph: Callable[..., Path]) -> None:
         nonlocal counter
         while not is_done.is_set():
             counter += 1
-            time.sleep(0)  # gives the GIL back to a waiting step
+            time.sleep(0)  # returns the GIL to a waiting step
 
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)  # nobody is made to give up the GIL
+    sys.setswitchinterval(1000.0)  # no thread is forced to release the GIL
     worker = threading.Thread(target=count)
     try:
         worker.start()
@@ -279,7 +279,7 @@ def test_other_threads_run_during_a_step(graph: Callable[..., Path]) -> None:
 
 
 def test_devices_that_are_not_here_are_errors(graph: Callable[..., Path]) -> None:
-    """GPU, NPU and named providers: never the CPU instead, always what is there and what would help."""
+    """GPU, NPU and named providers: never the CPU instead; the error says what is there and what is needed."""
     path = graph("llama", "fp32")
     for device, found in {
         "GPU": r"no GPU provider.*CPUExecutionProvider.*pip install onnxruntime-gpu",
@@ -294,7 +294,7 @@ def test_devices_that_are_not_here_are_errors(graph: Callable[..., Path]) -> Non
 
 
 def test_a_provider_that_leaves_the_model_to_the_cpu_is_an_error(graph: Callable[..., Path]) -> None:
-    """Azure's provider is in every build and takes no local node: ONNX Runtime runs the CPU, we say so."""
+    """Azure's provider is in every build and takes no local node: ONNX Runtime uses the CPU, which is reported."""
     with pytest.raises(RuntimeUnavailable, match=r"AzureExecutionProvider took 0 of the model's \d+ matrix products"):
         OnnxRuntimeSequence(graph("llama", "int8"), replace(OPTIONS, device="AzureExecutionProvider"))
 
@@ -302,7 +302,7 @@ def test_a_provider_that_leaves_the_model_to_the_cpu_is_an_error(graph: Callable
 def test_preferring_an_npu_may_end_on_the_cpu_and_says_so(
     graph: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The policy runs where it can; that this is the CPU is in `provider` and in the log."""
+    """The policy uses what it finds; that this is the CPU is in `provider` and in the log."""
     with caplog.at_level(logging.WARNING, logger="outrider"):
         runtime = OnnxRuntimeSequence(graph("llama", "fp32"), replace(OPTIONS, device="prefer-npu"))
     assert runtime.provider == "CPUExecutionProvider"
@@ -311,7 +311,7 @@ def test_preferring_an_npu_may_end_on_the_cpu_and_says_so(
 
 
 def test_gpu_is_the_first_provider_that_is_there() -> None:
-    """NVIDIA's before the others; Intel's is told which of its devices is meant."""
+    """NVIDIA's comes first; Intel's takes the type of device as an option."""
     assert choose_provider("gpu", ["CPUExecutionProvider", "CUDAExecutionProvider"]).name == "CUDAExecutionProvider"
     intel = choose_provider("GPU", ["OpenVINOExecutionProvider", "CPUExecutionProvider"])
     assert (intel.name, dict(intel.options)) == ("OpenVINOExecutionProvider", {"device_type": "GPU"})
@@ -320,7 +320,7 @@ def test_gpu_is_the_first_provider_that_is_there() -> None:
 
 
 def test_broken_files_are_named(graph: Callable[..., Path], tmp_path: Path) -> None:
-    """Missing, truncated, garbled or of another kind: each a BundleError, on the CPU and elsewhere."""
+    """Missing, truncated, garbled or another kind of file: each is a BundleError, on the CPU and elsewhere."""
 
     def broken(change: Callable[[Path], object], match: str, device: str = "CPU") -> None:
         path = tmp_path / "broken"
@@ -344,7 +344,7 @@ def test_broken_files_are_named(graph: Callable[..., Path], tmp_path: Path) -> N
     broken(lambda path: (path / "model.onnx.data").unlink(), "cannot load .*External data path")
     broken(lambda path: (path / "model.onnx").write_bytes(b"PK" * 500), "cannot load .*No graph was found")
     broken(lambda path: (path / "model.onnx.data").write_bytes(b""), "cannot load", "prefer-npu")
-    broken(other_graph, "is not a decoder that this runtime drives: inputs x; outputs logits")
+    broken(other_graph, "is not a decoder that this runtime can drive: inputs x; outputs logits")
 
 
 def test_bad_options_are_named(graph: Callable[..., Path], tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_bad_options_are_named(graph: Callable[..., Path], tmp_path: Path) -> No
 
 
 def test_a_step_that_fails_is_a_fault_of_the_model(graph: Callable[..., Path]) -> None:
-    """What ONNX Runtime raises in a step is one of our own errors; the sequence stays as it was."""
+    """An error of ONNX Runtime in a step becomes a ModelFault; the sequence does not change."""
     runtime = OnnxRuntimeSequence(graph("llama", "fp32"), OPTIONS)
     runtime.extend([1, 2, 3])
     runtime._binding.clear_binding_inputs()
@@ -385,7 +385,7 @@ def test_it_opens_by_name_with_session_entries(graph: Callable[..., Path]) -> No
 
 
 def test_a_sequence_that_no_memory_holds_is_told_of(graph: Callable[..., Path], tmp_path: Path) -> None:
-    """A configuration may say any length: what is wrong, and what to change."""
+    """A configuration may give any length: the error says what is wrong and what to change."""
     huge = shutil.copytree(graph("llama", "int8"), tmp_path / "huge")
     config = json.loads((huge / "config.json").read_text(encoding="utf-8"))
     (huge / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**13}), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Runtimes by name: unknown names, missing packages, and what opening does not import."""
+"""Opens runtimes by name: unknown names, missing packages, and what opening does not import."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = RuntimeOptions()
 
 
 def test_unknown_names_list_the_known_ones(tmp_path: Path) -> None:
-    """A misspelt runtime is a ConfigError that says what there is."""
+    """A misspelt runtime is a ConfigError that lists the runtimes."""
     with pytest.raises(ConfigError, match="no runtime named 'vllm'; expected one of openvino, torch"):
         open_batch_runtime("vllm", tmp_path, OPTIONS)
     with pytest.raises(ConfigError, match="no runtime named 'torch'; expected one of openvino"):
@@ -42,7 +42,7 @@ def test_a_missing_package_prints_the_pip_command(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever lacks the package is told which extra brings it."""
+    """The error for a missing package names the extra that installs it."""
     for name in [name for name in sys.modules if name.startswith("outrider.models.runtimes.")]:
         if not name.endswith(".base"):
             monkeypatch.delitem(sys.modules, name)
@@ -82,7 +82,7 @@ def test_torch_refuses_what_it_cannot_do(tiny_model: Callable[[str], Path], tmp_
 
 
 def test_torch_keeps_to_the_length_that_an_export_promises(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """The exporter writes it beside the model's own into config.json."""
+    """The exporter writes it to config.json, beside the model's own length."""
     model = shutil.copytree(tiny_model("llama"), tmp_path / "model")
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     (model / "config.json").write_text(json.dumps(config | {PROMISED_POSITIONS: 100}), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What is special about OpenVINO: the rewritten graph, its options, its errors, its threads."""
+"""Tests what only OpenVINO has: the rewritten graph, its options, its errors, its threads."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def all_logits(path: Path) -> np.ndarray:
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # qwen2's LM head is its embedding
 @pytest.mark.parametrize("int8", [False, True])
 def test_rows_are_gathered_before_the_lm_head(tiny_ir: Callable[..., Path], family: str, int8: bool) -> None:
-    """FP32 and INT8, tied or not: the LM head computes the asked rows only, and they are the right ones."""
+    """FP32 and INT8, tied or not: the LM head computes only the requested rows, with the correct logits."""
     path = tiny_ir(family, int8=int8)
     assert load_paged_model(path, OPTIONS, tree_masks=True).gathers_rows
     every = all_logits(path)
@@ -81,7 +81,7 @@ def test_logits_do_not_depend_on_the_batch(tiny_ir: Callable[..., Path], int8: b
 
 
 def test_invariance_can_be_given_up(tiny_ir: Callable[..., Path]) -> None:
-    """Without it the same step is laid out as whole sequences, with the same logits but for rounding."""
+    """Without it the same step is laid out as whole sequences, with the same logits except for rounding."""
     fast = OpenVinoPagedRuntime(tiny_ir("llama"), replace(OPTIONS, is_batch_invariant=False))
     fast.forward([SequenceSlice(TOKENS[:30], 0, [5, 3], 0)])
     logits = fast.forward([SequenceSlice(TOKENS[30:], 30, [5, 3], 10)])
@@ -103,7 +103,7 @@ def test_rows_are_gathered_before_a_soft_cap(tiny_ir: Callable[..., Path], tmp_p
 def test_an_unknown_tail_falls_back_to_all_rows(
     tiny_ir: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the graph's end is not understood, all rows are computed, the asked ones returned, and the log says so."""
+    """If the graph's end is unknown, all rows are computed, the requested ones returned, and the log says so."""
     path = edited(tiny_ir("llama"), tmp_path / "tail", lambda logits: ops.softmax(logits, axis=-1).output(0))
     plain = all_logits(tiny_ir("llama"))
     with caplog.at_level(logging.INFO, logger="outrider"):
@@ -117,7 +117,7 @@ def test_an_unknown_tail_falls_back_to_all_rows(
 
 
 def test_cache_precision_is_an_option(tiny_ir: Callable[..., Path]) -> None:
-    """On CPU the cache is f32 unless asked otherwise; u8 holds more blocks and moves the logits a little."""
+    """On CPU the cache is f32 by default; u8 holds more blocks and changes the logits a little."""
     plain = OpenVinoPagedRuntime(tiny_ir("llama"), OPTIONS)
     small = OpenVinoPagedRuntime(tiny_ir("llama"), replace(OPTIONS, kv_precision="u8"))
     assert plain.num_blocks == (1 << 20) // (2 * 2 * 2 * 32 * 16 * 4)  # layers, k and v, heads, tokens, size, bytes
@@ -127,7 +127,7 @@ def test_cache_precision_is_an_option(tiny_ir: Callable[..., Path]) -> None:
 
 
 def test_a_sequence_may_be_as_long_as_its_limit_and_no_longer(tiny_ir: Callable[..., Path]) -> None:
-    """`max_positions` cuts the model's own limit; one token more is refused and changes nothing."""
+    """`max_positions` lowers the model's own limit; one token more is refused and changes nothing."""
     runtime = OpenVinoSequenceRuntime(tiny_ir("llama"), replace(OPTIONS, max_positions=40))
     assert runtime.limits.max_positions == 40
     before = runtime.extend(TOKENS).copy()
@@ -139,7 +139,7 @@ def test_a_sequence_may_be_as_long_as_its_limit_and_no_longer(tiny_ir: Callable[
 
 
 def test_bad_options_and_files_are_named(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
-    """Each mistake has its own error, which names what was found."""
+    """Each mistake has its own error, which names the value."""
     ir = tiny_ir("llama")
     with pytest.raises(ConfigError, match="kv_precision is 'u4'"):
         OpenVinoPagedRuntime(ir, replace(OPTIONS, kv_precision="u4"))
@@ -185,7 +185,7 @@ def test_bad_slices_are_our_bugs(tiny_ir: Callable[..., Path]) -> None:
 
 
 def test_other_threads_run_during_a_forward(tiny_ir: Callable[..., Path]) -> None:
-    """The infer releases the GIL: with no other way to get it, another thread still makes progress."""
+    """Inference releases the GIL: another thread makes progress that has no other chance to get it."""
     runtime = OpenVinoPagedRuntime(tiny_ir("llama"), OPTIONS)
     batch = [SequenceSlice([1] * 256, 0, list(range(8 * i, 8 * i + 8)), 0) for i in range(8)]
     counter = 0
@@ -195,10 +195,10 @@ def test_other_threads_run_during_a_forward(tiny_ir: Callable[..., Path]) -> Non
         nonlocal counter
         while not is_done.is_set():
             counter += 1
-            time.sleep(0)  # gives the GIL back to a waiting forward
+            time.sleep(0)  # returns the GIL to a waiting forward
 
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1000.0)  # nobody is made to give up the GIL
+    sys.setswitchinterval(1000.0)  # no thread is forced to release the GIL
     worker = threading.Thread(target=count)
     try:
         worker.start()
@@ -245,7 +245,7 @@ def test_a_pinned_process_stays_on_its_core(tiny_ir: Callable[..., Path]) -> Non
 
 
 def test_a_sequence_that_no_memory_holds_is_told_of(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
-    """A configuration may say any length: what is wrong, and what to change."""
+    """A configuration may give any length: the error says what is wrong and what to change."""
     huge = shutil.copytree(tiny_ir("llama"), tmp_path / "huge")
     config = json.loads((huge / "config.json").read_text(encoding="utf-8"))
     (huge / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**13}), encoding="utf-8")

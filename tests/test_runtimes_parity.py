@@ -1,4 +1,4 @@
-"""Every runtime gives transformers' FP32 logits, whatever the batch, the cache layout and the rollbacks."""
+"""Compares every runtime with transformers' FP32 logits, for any batch, cache layout and rollback."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def assert_close(found: NDArray[np.float32], expected: NDArray[np.float32]) -> N
 
 
 def test_limits_are_those_of_the_config(runtime: BatchRuntime) -> None:
-    """Vocabulary and longest sequence come from the model; the cache has the blocks that its bytes pay for."""
+    """Vocabulary and longest sequence come from the model; the cache has as many blocks as fit its bytes."""
     assert isinstance(runtime, BatchRuntime)
     assert (runtime.limits.vocab_size, runtime.limits.max_positions) == (TINY_VOCAB, 512)
     assert runtime.block_size == 32 and 16 <= runtime.num_blocks <= 128
 
 
 def test_ragged_prefill(runtime: BatchRuntime, truth: Truth) -> None:
-    """Prompts of different lengths in one step, blocks scattered and interleaved, all rows asked for."""
+    """Prompts of different lengths in one step, blocks scattered and interleaved, all rows requested."""
     logits = runtime.forward([SequenceSlice(FIRST, 0, [9, 2, 14, 5], 100), SequenceSlice(SECOND, 0, [1, 8, 3], 70)])
     assert_close(logits, np.concatenate([truth(FIRST), truth(SECOND)]))
 
@@ -102,7 +102,7 @@ def test_chunked_prefill_beside_decoding(runtime: BatchRuntime, truth: Truth) ->
 
 
 def test_multi_token_steps_after_a_rollback(runtime: BatchRuntime, truth: Truth) -> None:
-    """Rejected tokens leave no trace once the past is counted shorter."""
+    """Rejected tokens leave no trace after the past is shortened."""
     blocks = [3, 1, 2]
     runtime.forward([SequenceSlice(FIRST[:40], 0, blocks, 0)])
     wrong = [(token + 1) % TINY_VOCAB for token in FIRST[40:46]]
@@ -113,7 +113,7 @@ def test_multi_token_steps_after_a_rollback(runtime: BatchRuntime, truth: Truth)
 
 
 def test_only_the_last_rows_are_computed_when_asked(runtime: BatchRuntime, truth: Truth) -> None:
-    """Each slice gets as many of its last rows as it asked for, in the batch's order."""
+    """Each slice gets as many of its last rows as requested, in the batch's order."""
     logits = runtime.forward(
         [
             SequenceSlice(FIRST[:20], 0, [0], 3),
@@ -125,7 +125,7 @@ def test_only_the_last_rows_are_computed_when_asked(runtime: BatchRuntime, truth
 
 
 def test_picks_made_by_the_runtime_are_those_of_its_logits(runtime: BatchRuntime) -> None:
-    """What a runtime picks where its logits are is what `sampling.pick` takes of them, greedy or sampled."""
+    """A runtime that picks where its logits are picks the same as `sampling.pick`, greedy or sampled."""
     if not isinstance(runtime, PickingRuntime):
         return  # OpenVINO's logits are in host memory anyway
     batch = [SequenceSlice(FIRST[:40], 0, [0, 1, 2], 3), SequenceSlice(SECOND[:20], 0, [4, 3], 2)]
@@ -196,7 +196,7 @@ def test_sequence_extends_and_truncates(sequence: SequenceRuntime, sequence_trut
 
 
 def test_sequence_gives_every_row_on_request(sequence: OpenVinoSequenceRuntime, sequence_truth: Truth) -> None:
-    """`extend_rows` has a row for each new token, and takes turns with `extend`."""
+    """`extend_rows` gives a row for each new token, and mixes with `extend`."""
     sequence.truncate(0)
     assert_close(sequence.extend_rows(FIRST[:40]), sequence_truth(FIRST[:40]))
     assert_close(sequence.extend(FIRST[40:44]), sequence_truth(FIRST[:44])[-1])

@@ -1,4 +1,4 @@
-"""Sampling: golden vectors, the law of the noise, truncation against transformers, the torch twin."""
+"""Tests sampling: golden vectors, the distribution of the noise, truncation against transformers, the torch twin."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_match_probability_of_coupled_picks_reaches_its_bound() -> None:
 @given(rows(), params)
 @settings(max_examples=300, deadline=None)
 def test_truncation_equals_transformers(logits: Logits, chosen: SamplingParams) -> None:
-    """top-k, top-p and min-p leave what transformers' processors leave, but for ties at top-p's border."""
+    """top-k, top-p and min-p leave what transformers' processors leave, except for ties at top-p's edge."""
     import torch
     from transformers.generation.logits_process import (
         MinPLogitsWarper,
@@ -164,7 +164,7 @@ def test_truncation_equals_transformers(logits: Logits, chosen: SamplingParams) 
     if chosen.top_p == 1.0:
         assert ours.tolist() == theirs.tolist()
     else:
-        # Their sort breaks ties at the border arbitrarily, and their float32 sums round; ours go by id in float64.
+        # Their sort breaks ties at the edge arbitrarily, and their float32 sums round; ours use ids and float64.
         assert abs(len(ours) - len(theirs)) <= 1
         assert sorted(logits[ours])[-len(theirs) :] == sorted(logits[theirs])[-len(ours) :]
 
@@ -172,7 +172,7 @@ def test_truncation_equals_transformers(logits: Logits, chosen: SamplingParams) 
 @given(rows(), params)
 @settings(max_examples=200, deadline=None)
 def test_survivors_are_the_likeliest_and_never_empty(logits: Logits, chosen: SamplingParams) -> None:
-    """Whatever is dropped is no likelier than what is kept, and the ids ascend."""
+    """No dropped token is likelier than a kept one, and the ids ascend."""
     ids = survivors(logits, chosen)
     assert ids.size > 0
     assert (np.diff(ids) > 0).all()
@@ -239,14 +239,14 @@ def test_greedy_takes_the_lowest_of_equal_ids() -> None:
     ],
 )
 def test_parameters_out_of_range_are_refused_by_name(field: str, value: float) -> None:
-    """The message names the parameter and what was found."""
+    """The message names the parameter and its value."""
     with pytest.raises(SamplingError, match=field):
         SamplingParams(**{field: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_logits_that_are_not_finite_are_a_model_fault(bad: float) -> None:
-    """A NaN anywhere, an infinite maximum or nothing but -inf is never sampled from."""
+    """Never samples from a row with a NaN, an infinite maximum or nothing but -inf."""
     logits = np.full(8, -math.inf, dtype=np.float32) if bad == -math.inf else np.zeros(8, dtype=np.float32)
     logits[3] = bad
     for chosen in (SamplingParams(), SamplingParams(temperature=1.0)):
@@ -255,7 +255,7 @@ def test_logits_that_are_not_finite_are_a_model_fault(bad: float) -> None:
 
 
 def test_accept_takes_drafts_while_they_equal_the_picks() -> None:
-    """Right drafts are taken with the token after them; the first wrong one is replaced by the target's."""
+    """Drafts equal to the picks are accepted with the token after them; a pick replaces the first other draft."""
     logits = np.eye(5, dtype=np.float32)[[2, 4, 1]]
     greedy = SamplingParams()
     assert accept(logits, [2, 4], greedy, 10) == [2, 4, 1]

@@ -1,4 +1,4 @@
-"""Tokenizers: encoding, end tokens, chat templates, and the fingerprint by which draft and target are matched."""
+"""Tests tokenizers: encoding, end tokens, chat templates, and the fingerprint that matches draft and target."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def edited(source: Path, target: Path, edit: Callable[[dict[str, Any]], None], **dump: Any) -> Tokenizer:
-    """A copy of the tokenizer whose tokenizer.json went through `edit`."""
+    """A copy of the tokenizer with tokenizer.json changed by `edit`."""
     target.mkdir()
     raw = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
     edit(raw)
@@ -73,7 +73,7 @@ def test_end_tokens_come_from_every_file_that_names_some(directory: Path, tmp_pa
 
 
 def test_truncation_in_the_file_does_not_cut_prompts(directory: Path, tmp_path: Path) -> None:
-    """Training leftovers in tokenizer.json must not shorten what users send."""
+    """Training settings in tokenizer.json must not shorten users' prompts."""
 
     def truncate(raw: dict[str, Any]) -> None:
         raw["truncation"] = {"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
@@ -84,7 +84,7 @@ def test_truncation_in_the_file_does_not_cut_prompts(directory: Path, tmp_path: 
 
 @pytest.mark.parametrize("content", [None, "not json", "[]", '{"model": {}}'])
 def test_an_unusable_file_is_a_clear_error(tmp_path: Path, content: str | None) -> None:
-    """Missing, broken and foreign files are refused, and the file is named."""
+    """Missing, broken and foreign files are refused with their names."""
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content, encoding="utf-8")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
@@ -100,7 +100,7 @@ def test_a_chat_template_renders_as_in_transformers(tmp_path: Path) -> None:
 
 
 def test_a_template_file_wins_and_named_templates_are_chosen_by_use(tmp_path: Path) -> None:
-    """tool_use is taken when tools are given, default otherwise; chat_template.jinja replaces both."""
+    """tool_use is used when tools are given, else default; chat_template.jinja replaces both."""
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
     tokenizer = with_template(tmp_path, named)
     assert tokenizer.apply_chat_template([]) == "plain"
@@ -120,14 +120,14 @@ def test_a_template_file_wins_and_named_templates_are_chosen_by_use(tmp_path: Pa
     ],
 )
 def test_a_hostile_or_broken_template_is_an_error_and_nothing_else(tmp_path: Path, template: str) -> None:
-    """Templates come with models: they may refuse, but neither reach into Python nor end the server."""
+    """Templates come with models: they may refuse, but neither access Python nor end the server."""
     tokenizer = with_template(tmp_path, template)
     with pytest.raises(TokenizerError, match="template"):
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
 
 
 def test_a_model_without_template_says_so(directory: Path) -> None:
-    """The error tells what to do instead."""
+    """The error says what to do instead."""
     tokenizer = Tokenizer.from_dir(directory)
     assert not tokenizer.has_chat_template
     with pytest.raises(TokenizerError, match="no chat template"):
@@ -166,12 +166,12 @@ def swap_merges(raw: dict[str, Any]) -> None:
 
 
 def add_normalizer(raw: dict[str, Any]) -> None:
-    """Text is now normalized before it is split."""
+    """Normalizes text before it is split."""
     raw["normalizer"] = {"type": "NFC"}
 
 
 def unmark_special(raw: dict[str, Any]) -> None:
-    """The end token now leaves text."""
+    """Makes the end token leave text."""
     raw["added_tokens"][0]["special"] = False
 
 

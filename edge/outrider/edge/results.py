@@ -1,26 +1,28 @@
-"""What a generation is asked for and what comes out of it, the same for every mode."""
+"""Defines the request for a generation and its result, the same for every mode."""
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from outrider.models.errors import ConfigError
 from outrider.models.sampling import SamplingParams
 
 
 class Mode(StrEnum):
-    """How the agent and the cloud share the work. The text is the same in each."""
+    """How the agent and the cloud share the work. The text is the same in every mode."""
 
-    STREAM = "stream"  # drafts are streamed; the target never stops for them longer than pays
+    STREAM = "stream"  # drafts are streamed; the target waits for them only while that pays
     STOP_AND_WAIT = "stop-and-wait"  # one block in flight; the plain twin
     CLOUD_ONLY = "cloud-only"  # no drafts
 
 
 class Source(StrEnum):
-    """Who produced a token that the user sees. Both are the target's own pick."""
+    """Who produced a token first. In both cases it is the target's own choice."""
 
     DRAFT = "draft"  # drafted on the device, accepted by the target
     TARGET = "target"
@@ -30,9 +32,9 @@ class Source(StrEnum):
 class GenerationRequest:
     """One text to generate.
 
-    prompt: token ids, at least one. stop_ids: end after one of these; None takes the server's own end tokens.
-    ignore_eos: do not end at the server's own end tokens, also where stop_ids names them.
-    patience_ms: longest the target may wait for a draft; None leaves it to the server.
+    prompt: token ids, at least one. stop_ids: end after one of these; None: the server's own end tokens.
+    ignore_eos: do not end at the server's own end tokens, even if stop_ids lists them.
+    patience_ms: longest time that the target may wait for a draft; None: the server decides.
     tokenizer: the agent's tokenizer fingerprint, checked by the server.
     """
 
@@ -50,10 +52,18 @@ class GenerationRequest:
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens is {self.max_tokens}; expected at least 1")
 
+    def wire_fields(self) -> dict[str, Any]:
+        """The fields that every message with this request repeats: sampling parameters, and which tokens end a text."""
+        return {
+            "stop_ids": sorted(self.stop_ids) if self.stop_ids is not None else None,
+            "ignore_eos": self.ignore_eos,
+            **dataclasses.asdict(self.params),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Tokens that the target committed together: the first `num_accepted` had been drafted. at_s: since the request."""
+    """Tokens committed together: the first `num_accepted` were drafted. at_s: seconds since the request."""
 
     tokens: tuple[int, ...]
     num_accepted: int
@@ -65,9 +75,9 @@ OnTokens = Callable[[TokenBatch], None]
 
 @dataclass(frozen=True, slots=True)
 class ByteCounts:
-    """Bytes between agent and cloud. Bodies hold the event stream with its `data:` lines.
+    """Bytes between agent and cloud. Bodies include the event stream with its `data:` lines.
 
-    Not counted: the framing of chunked bodies (about 6 bytes a chunk), TLS and TCP.
+    Not counted: the framing of chunked bodies (about 6 bytes per chunk), TLS and TCP.
     """
 
     body_up: int = 0
@@ -96,13 +106,13 @@ class ByteCounts:
 class GenerationResult:
     """One finished generation.
 
-    tokens: what the target committed. sources: who produced each. arrival_s: when each arrived, since the request.
+    tokens: those that the target committed. sources: who produced each. arrival_s: seconds from the request to each.
     num_passes: target passes that committed (the one that ends the prefill included).
-    num_accepted of num_tested drafted tokens that the target judged were right (those behind a wrong one are not
-    judged); num_proposed counts all that it ran. num_drafted were produced on the device, num_posts messages sent for
-    them and num_failed_posts lost. num_sessions: 1 plus the times it was resumed. depths: (index of the token, depth)
-    at changes. finish_reason: "stop", "length" or "context". draft_error: why drafting ended early, if it did.
-    waited_ms: time that the target waited for drafts.
+    num_proposed: drafted tokens that the target ran. num_tested: those that it compared with its own choice (not those
+    after a rejected one); num_accepted: those that were equal. num_drafted: tokens drafted on the device; num_posts:
+    messages sent with them; num_failed_posts: messages lost. num_sessions: 1 plus the number of resumptions. depths:
+    (index of the token, depth) at each change. finish_reason: "stop", "length" or "context". draft_error: why drafting
+    ended early, if it did. waited_ms: time that the target waited for drafts.
     """
 
     mode: Mode
@@ -130,26 +140,26 @@ class GenerationResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens after the first commit, per second of the time they took; NaN when everything came at once.
+        """Tokens after the first commit, per second from then on; NaN when everything arrived at once.
 
-        The prompt's prefill is left out: `ttft_ms` tells it.
+        The prompt's prefill is not included: see `ttft_ms`.
         """
         later = sum(1 for at in self.arrival_s if at > self.arrival_s[0])
         return later / (self.arrival_s[-1] - self.arrival_s[0]) if later else float("nan")
 
     @property
     def gaps_ms(self) -> tuple[float, ...]:
-        """Inter-token latencies, ms: tokens that arrive together have gaps of 0 between them."""
+        """Inter-token latencies, ms: 0 between tokens that arrive together."""
         return tuple((b - a) * 1e3 for a, b in zip(self.arrival_s, self.arrival_s[1:], strict=False))
 
     def gap_ms(self, percentile: int) -> float:
-        """A percentile (1 to 99) of the inter-token latencies, ms; NaN with under two gaps."""
+        """A percentile (1 to 99) of the inter-token latencies, ms; NaN with fewer than two gaps."""
         gaps = self.gaps_ms
         return statistics.quantiles(gaps, n=100, method="inclusive")[percentile - 1] if len(gaps) > 1 else float("nan")
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted over judged drafted tokens: the chance that a drafted token is right, given those before it."""
+        """Accepted / tested drafted tokens: the chance that a drafted token is accepted when those before it are."""
         return self.num_accepted / self.num_tested if self.num_tested else None
 
     @property

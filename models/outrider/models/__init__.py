@@ -1,5 +1,5 @@
-"""The shared floor of Outrider: errors, bundles, tokenizers, sampling, acceptance and model runtimes.
+"""Holds what all parts share: errors, bundles, tokenizers, sampling, acceptance, model runtimes, the wire's messages.
 
-Nothing here knows of the network, of the engine or of the agent. Importing this package loads no model library;
-each runtime imports its own on first use.
+Knows neither the engine nor the agent. Importing this package loads no model library; each runtime imports its own on
+first use.
 """

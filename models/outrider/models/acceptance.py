@@ -1,11 +1,11 @@
-"""Rules by which a target accepts drafted tokens. Here the two exact ones, which need nothing but ids.
+"""Accepts drafted tokens by a rule. Both rules are exact and need only token ids.
 
 | rule    | what is accepted                              | output            |
 |---------|-----------------------------------------------|-------------------|
 | coupled | a drafted token that equals the target's pick | the target's, exactly |
 | greedy  | the same, with temperature 0                  | the target's, exactly |
 
-Never mix shared noise with p/q rejection: the draft's token is then no independent sample, and the result is biased.
+Never mix shared noise with p/q rejection: the draft's token is not an independent sample then, so the output is biased.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.models.sampling import SamplingParams, pick
 
 
 class Rule(StrEnum):
-    """How drafted tokens are judged; see the table above."""
+    """How drafted tokens are accepted; see the table above."""
 
     COUPLED = "coupled"
     GREEDY = "greedy"
@@ -44,7 +44,7 @@ def accept(
     """The target's tokens from `position` on: the drafted ones that equal its picks, and the one that follows them.
 
     logits: [len(drafted) + 1, vocab_size] float32, row i computed after the i-th drafted token. Ends early with a token
-    in stop_ids or after max_tokens. One token at least; all but the last were drafted. Raises ModelFault on logits that
+    in stop_ids or after max_tokens. At least one token; all but the last were drafted. Raises ModelFault on logits that
     are not finite.
     """
     picks = (pick(row, params, position + i) for i, row in enumerate(logits))
@@ -58,7 +58,7 @@ def accept_picks(
     stop_ids: Collection[int] = (),
     max_tokens: int | None = None,
 ) -> list[int]:
-    """As `accept`, for picks made already, None for logits that were not finite. Takes no more than it needs."""
+    """As `accept`, for tokens already picked; None stands for logits that were not finite. Reads only what it needs."""
     tokens: list[int] = []
     for token, guess in zip(picks, [*drafted, None], strict=True):
         if token is None:

@@ -1,7 +1,7 @@
-"""Bundles: a model, its tokenizer and a manifest in one directory, verified when opened.
+"""Opens bundles: a model, its tokenizer and a manifest in one directory, verified when opened.
 
-A bundle holds nothing that executes code on load: safetensors, OpenVINO IR, ONNX and JSON only. Writing one is
-`bundle_writer`'s business; what a manifest may say is `manifest`'s. This module loads no model.
+A bundle holds nothing that executes code on load: safetensors, OpenVINO IR, ONNX and JSON only. `bundle_writer` writes
+bundles, `manifest` has the schema. This module loads no model.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from outrider.models.tokenizer import Tokenizer
 DATA_SUFFIXES: Final = frozenset(
     {".xml", ".bin", ".onnx", ".data", ".blob", ".safetensors", ".json", ".jinja", ".txt", ".model", ".md"}
 )
-"""What a bundle may list. `.bin` only as the weights of the `.xml` beside it: elsewhere it is a pickle. `.data` are an
-ONNX model's weights, `.blob` is what an NPU's compiler made of an IR."""
+"""Suffixes that a manifest may list. `.bin` only for the weights of the `.xml` beside it: elsewhere it is a pickle.
+`.data` holds an ONNX model's weights, `.blob` an IR compiled for an NPU."""
 
 UNSAFE_SUFFIXES: Final = frozenset(
     {".py", ".pyc", ".pyo", ".so", ".dll", ".dylib", ".exe", ".sh", ".bat", ".ps1"}
     | {".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".bin", ".npy", ".npz", ".joblib"}
 )
-"""What a bundle must not contain, listed or not: code, and formats that can carry code."""
+"""Suffixes that a bundle must not contain, listed or not: code, and formats that can carry code."""
 
 _HASH_CHUNK: Final = 4 << 20
-# Files that this process has hashed and found right, by (path, sha256, size, mtime_ns, inode).
+# Files whose hash this process has verified, by (path, sha256, size, mtime_ns, inode).
 _verified: set[tuple[str, str, int, int, int]] = set()
 
 
@@ -46,8 +46,8 @@ class Bundle:
     def open(cls, path: str | Path, *, verify: bool = True) -> Bundle:
         """Reads the manifest and, unless `verify` is off, checks every file's size and SHA-256.
 
-        A file that this process has verified is not hashed again while its size and time stay the same.
-        Raises BundleError naming the file that is missing, truncated, altered or does not belong there.
+        A file that this process has verified is hashed again only when its size or time changes.
+        Raises BundleError naming the file that is missing, truncated, altered or not in the manifest.
         """
         root = Path(path)
         bundle = cls(root, _read_manifest(root))
@@ -66,7 +66,7 @@ class Bundle:
         return self.path / next(entry.path for entry in self.manifest.files if entry.path.endswith(suffix))
 
     def tokenizer(self) -> Tokenizer:
-        """Loads the tokenizer. Raises BundleError if it is not the one that the manifest tells of."""
+        """Loads the tokenizer. Raises BundleError if its fingerprint is not the manifest's."""
         tokenizer = Tokenizer.from_dir(self.path, name=self.manifest.name)
         if tokenizer.fingerprint != self.manifest.tokenizer_fingerprint:
             raise BundleError(
@@ -94,7 +94,7 @@ def refuse_unsafe(relative: str, listed: set[str]) -> None:
         return  # the weights of an OpenVINO IR
     raise BundleError(
         f"the bundle contains {relative}, which could execute code on load; a bundle holds safetensors, "
-        "OpenVINO IR, ONNX and JSON only. Remove the file, or export the model again"
+        "OpenVINO IR, ONNX and JSON only; export the model again"
     )
 
 
@@ -107,7 +107,7 @@ def _read_manifest(root: Path) -> Manifest:
         raw = json.loads(text)
     except FileNotFoundError:
         raise BundleError(
-            f"{root} has no {MANIFEST_NAME}, so it is no bundle; make one with `outrider-export` (a Hugging "
+            f"{root} has no {MANIFEST_NAME}, so it is not a bundle; make one with `outrider-export` (a Hugging "
             "Face directory is its input, not a bundle)"
         ) from None
     except (OSError, ValueError) as error:
@@ -116,7 +116,7 @@ def _read_manifest(root: Path) -> Manifest:
     if version != SCHEMA_VERSION:
         raise BundleError(
             f"{path} has schema version {version!r}, this Outrider reads {SCHEMA_VERSION}; export the model "
-            "again with this version, or upgrade Outrider"
+            "again with this version"
         )
     try:
         return Manifest.model_validate_json(text)
@@ -130,27 +130,27 @@ def _refuse_strangers(root: Path, listed: set[str]) -> None:
     for path in sorted(root.rglob("*")):
         relative = path.relative_to(root).as_posix()
         if path.is_symlink():
-            raise BundleError(f"{path} is a symbolic link; a bundle holds its own files: put a copy in its place")
+            raise BundleError(f"{path} is a symbolic link; a bundle holds its own files: replace the link by a copy")
         if not path.is_file() or relative == MANIFEST_NAME:
             continue
         refuse_unsafe(relative, listed)
         if relative not in listed and not path.name.startswith(".") and path.suffix not in (".md", ".txt"):
             # A chat template or another shard of weights would be used although no hash covers it.
-            raise BundleError(f"{path} is not in the manifest; remove it, or export the model again")
+            raise BundleError(f"{path} is not in the manifest; remove it")
     for relative in sorted(listed):
         if Path(relative).suffix.lower() not in DATA_SUFFIXES:
-            raise BundleError(f"the manifest lists {relative}, which is no format that a bundle may hold")
+            raise BundleError(f"the manifest lists {relative}, whose format is not allowed; export the model again")
 
 
 def _check_file(root: Path, entry: FileEntry) -> None:
     path = root / entry.path
     if not path.is_file():
-        raise BundleError(f"{path} is missing; export the model again, or copy the bundle again")
+        raise BundleError(f"{path} is missing; copy the bundle again")
     stat = path.stat()
     if stat.st_size != entry.size:
         kind = "truncated" if stat.st_size < entry.size else "altered"
         raise BundleError(
-            f"{path} is {kind}: {stat.st_size} bytes, the manifest says {entry.size}; copy or export the bundle again"
+            f"{path} is {kind}: {stat.st_size} bytes, the manifest says {entry.size}; copy the bundle again"
         )
     key = (str(path.resolve()), entry.sha256, stat.st_size, stat.st_mtime_ns, stat.st_ino)
     if key in _verified:
@@ -159,6 +159,6 @@ def _check_file(root: Path, entry: FileEntry) -> None:
     if found != entry.sha256:
         raise BundleError(
             f"{path} is altered: its SHA-256 is {found[:16]}..., the manifest says {entry.sha256[:16]}...; "
-            "copy or export the bundle again"
+            "copy the bundle again"
         )
     _verified.add(key)

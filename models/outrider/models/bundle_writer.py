@@ -1,7 +1,7 @@
-"""Writing a bundle so that its destination is either what it was or the whole new bundle, whatever happens.
+"""Writes bundles atomically: whatever happens, the destination is what it was or the whole new bundle.
 
-Everything is built in a hidden directory beside the destination; `commit` hashes it, writes the manifest,
-flushes all of it to the disk and renames. An interrupted writer leaves the destination alone.
+Writes to a hidden directory beside the destination; `commit` writes the manifest, flushes everything to the disk and
+renames last. An interrupted writer does not touch the destination.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from outrider.models.manifest import MANIFEST_NAME, FileEntry, Manifest
 class BundleWriter:
     """Builds one bundle; use as a context manager, put files into `directory`, then call `commit` once.
 
-    Leaving the context without a commit removes everything that was built, and directories that were made for it. On
-    entry, what writers of the same destination left behind when they were killed on this machine is removed; a bundle
-    that they had set aside is put back.
-    Raises BundleError if the destination exists and `overwrite` is off, or is a directory that holds no
-    bundle.
+    Leaving the context without a commit removes the hidden directory and the parent directories made for it. Entering
+    it removes what killed writers of the same destination left on this machine, and puts back a bundle that they had
+    set aside.
+    Raises BundleError if the destination exists and `overwrite` is off, or is a directory without a bundle.
     """
 
     def __init__(self, destination: str | Path, *, overwrite: bool = False) -> None:
@@ -37,7 +36,7 @@ class BundleWriter:
         self._host = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())
         tag = f"{self._host}-{os.getpid()}-{secrets.token_hex(4)}"
         self.directory = self._destination.parent / f".{self._destination.name}.partial-{tag}"
-        self._made: list[Path] = []  # directories that were missing above the destination, the deepest first
+        self._made: list[Path] = []  # parent directories made for the destination, the deepest first
         self._sealed: Manifest | None = None
 
     def __enter__(self) -> BundleWriter:
@@ -52,7 +51,7 @@ class BundleWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
-        with contextlib.suppress(OSError):  # from the first on that holds something
+        with contextlib.suppress(OSError):  # stops at the first that is not empty
             for path in self._made:
                 path.rmdir()
 
@@ -68,17 +67,19 @@ class BundleWriter:
         )
 
     def seal(self, manifest: Manifest) -> None:
-        """Writes the manifest and waits until everything is on the disk: what can fail of a commit, where there are
-        several to make. `manifest.files` must be what `list_files` gives.
+        """Writes the manifest and waits until everything is on the disk: all of a commit that is likely to fail.
+
+        Seal all bundles before the first commit where several belong together. `manifest.files` must be what
+        `list_files` gives.
         """
         (self.directory / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8", newline="\n")
         flush_tree(self.directory)
         self._sealed = manifest
 
     def commit(self, manifest: Manifest) -> Bundle:
-        """Seals the bundle, if that is not done, and puts it in its place.
+        """Seals the bundle, unless that is done, and renames it to the destination.
 
-        Raises BundleError if the destination has appeared meanwhile and may not be replaced.
+        Raises BundleError if a destination that may not be replaced has appeared meanwhile.
         """
         if self._sealed != manifest:
             self.seal(manifest)
@@ -88,7 +89,7 @@ class BundleWriter:
         return Bundle(self._destination, manifest)
 
     def _swap(self) -> None:
-        """Directories cannot be renamed over one another, so an old bundle first steps aside."""
+        """A directory cannot replace another in one rename, so an old bundle is first renamed out of the way."""
         if not self._destination.exists():
             self.directory.rename(self._destination)
             return
@@ -102,15 +103,15 @@ class BundleWriter:
         shutil.rmtree(aside, ignore_errors=True)
 
     def check_destination(self) -> None:
-        """Raises BundleError if what is at the destination may not be replaced."""
+        """Raises BundleError if the destination exists and may not be replaced."""
         if not self._destination.exists():
             return
         if not self._overwrite:
-            raise BundleError(f"{self._destination} exists already; choose another place, or say --overwrite")
+            raise BundleError(f"{self._destination} exists already; replace it with --overwrite")
         is_empty = self._destination.is_dir() and not any(self._destination.iterdir())
         if not is_empty and not (self._destination / MANIFEST_NAME).is_file():
             raise BundleError(
-                f"{self._destination} exists and is no bundle, so it is not replaced; choose another place"
+                f"{self._destination} exists and is not a bundle, so it is not replaced; choose another place"
             )
 
     def _clear_leftovers(self) -> None:
@@ -135,12 +136,12 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # somebody else's, and alive
+        pass  # another user's, and alive
     return True
 
 
 def flush_tree(directory: Path) -> None:
-    """Waits until a directory with all that it holds is on the disk: a rename must not get there first."""
+    """Waits until a directory and everything in it is on the disk: the rename must come after it."""
     for path in sorted(directory.rglob("*")):
         _flush(path)
     _flush(directory)

@@ -1,7 +1,7 @@
-"""Chat templates: a conversation in, the model's prompt out.
+"""Renders chat templates: a conversation in, the model's prompt out.
 
-Templates come with models, so they run in jinja2's immutable sandbox with what transformers gives them and
-nothing else.
+Templates come with models, so they run in jinja2's immutable sandbox, with the names that transformers gives them and
+no others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.models.errors import TokenizerError
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant said, for training; for a prompt it is only its body."""
+    """`{% generation %}` marks an assistant's words, for training; in a prompt only its body counts."""
 
     tags = {"generation"}  # noqa: RUF012 - the base class declares it as a plain set
 
@@ -48,7 +48,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise TokenizerError(
-                f"the model's chat template is not valid jinja2: {error}; mend it in the model"
+                f"the model's chat template is not valid jinja2: {error}; correct it in the model"
             ) from None
 
     def render(
@@ -59,10 +59,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt's text; it holds its special tokens, so encode it with `add_special_tokens=False`.
+        """The prompt's text, special tokens included: encode it with `add_special_tokens=False`.
 
         messages: `{"role": ..., "content": ...}` each. variables: further names, such as enable_thinking.
-        Raises TokenizerError with the template's own words when it refuses the conversation.
+        Raises TokenizerError with the template's own message when it refuses the conversation.
         """
         names = {**self._special_tokens, **(variables or {})}
         try:
@@ -88,7 +88,7 @@ class ChatTemplate:
 def choose_template(
     chat_template: str | Sequence[Mapping[str, str]] | Mapping[str, str] | None, *, has_tools: bool
 ) -> str | None:
-    """The source to use of what a model brings: one template, or several by name; None if it has none."""
+    """The template to use, of one or of several by name; None if the model has none."""
     if chat_template is None or isinstance(chat_template, str):
         return chat_template
     if isinstance(chat_template, Mapping):

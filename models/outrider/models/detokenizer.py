@@ -1,12 +1,14 @@
-"""Token ids to text, piece by piece, without ever showing half a character.
+"""Turns token ids into text, piece by piece, and never shows half a character.
 
 Two strategies behind one `StreamingDetokenizer`. For byte-level BPE (Qwen, Llama 3, the reference pair) and
-SentencePiece with byte fallback (Llama 2, Gemma) every token is a few bytes, and an incremental UTF-8 decoder
-does the rest: constant work a token, and exact. Any other decoder of the `tokenizers` library is asked for
-the text of a short window of tokens, and what is new since the last answer is shown.
+SentencePiece with byte fallback (Llama 2, Gemma) every token is a few bytes, and an incremental UTF-8 decoder does the
+rest: constant work per token, and exact. Any other decoder of the `tokenizers` library decodes a short window of
+tokens, and what is new since the last call is shown.
 
-Where a byte-fallback run is not UTF-8, the library turns the whole run into U+FFFD, retroactively; here, as
-in SentencePiece itself, its whole characters stay and each other byte becomes one U+FFFD.
+Where a byte-fallback run is not UTF-8, the library turns the whole run into U+FFFD, retroactively; here, as in
+SentencePiece itself, its whole characters stay and each other byte becomes one U+FFFD. For the same reason the
+library's own `DecodeStream` (0.22) does not serve: it raises in the middle of such a text. It also has no flush, and
+its work per token grows with the tokens that it holds back (docs/log.md).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _BYTEWISE: Final = "outrider.bytewise"
 _CONTEXT_TOKENS: Final = 64
 _MAX_HELD_TOKENS: Final = 16
-_MAX_ID: Final = (1 << 32) - 1  # what the library's ids can hold
+_MAX_ID: Final = (1 << 32) - 1  # the library's ids are 32 bits
 
 
 class _Decoder(Protocol):
@@ -38,9 +40,9 @@ DecoderFactory = Callable[[], _Decoder]
 class StreamingDetokenizer:
     """Turns pushed ids into text; all pieces and `flush()` together are `Tokenizer.decode` of all ids.
 
-    Made by `Tokenizer.detokenizer`. hidden: ids that leave no text. context: ids before the first one pushed,
-    whose text is not given out but decides how the next token looks (a leading space, the rest of a
-    character). Not safe to share between threads.
+    Made by `Tokenizer.detokenizer`. hidden: ids that leave no text. context: ids before the first one pushed; their
+    text is not returned, but it decides how the next token looks (a leading space, the rest of a character). Not safe
+    to share between threads.
     """
 
     def __init__(self, new_decoder: DecoderFactory, hidden: frozenset[int], *, context: Sequence[int] = ()) -> None:
@@ -52,8 +54,7 @@ class StreamingDetokenizer:
     def push(self, ids: int | Sequence[int]) -> str:
         """The text that `ids` add and that no later token can change; may be empty.
 
-        Raises TokenizerError for a negative id; ids beyond the vocabulary are a model's padding and leave no
-        text.
+        Raises TokenizerError for a negative id; ids beyond the vocabulary are a model's padding and leave no text.
         """
         new = (ids,) if isinstance(ids, int) else ids
         if any(index < 0 for index in new):
@@ -61,12 +62,12 @@ class StreamingDetokenizer:
         return self._decoder.push([int(i) for i in new if i not in self._hidden and i <= _MAX_ID])
 
     def flush(self) -> str:
-        """What was held back because it is no whole character, as U+FFFD; call once, at the end."""
+        """The text of an unfinished character, as U+FFFD; call once, at the end."""
         return self._decoder.flush()
 
 
 class _ByteDecoder:
-    """Every token is bytes, whatever stands before it."""
+    """Decodes tokens that are bytes, whatever precedes them."""
 
     def __init__(self, pieces: _Pieces, *, errors: str, strips_first_space: bool) -> None:
         self._pieces = pieces
@@ -87,11 +88,10 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """Asks the library for the text of the last few tokens, and shows by how much it grew.
+    """Decodes the last few tokens with the library, and shows what is new.
 
-    The first `_num_shown` of `_ids` are already shown and kept as context; after them stand those whose text
-    is held back because it ends inside a character. A window that stays so for `_MAX_HELD_TOKENS` holds bytes
-    that are no character at all.
+    The first `_num_shown` of `_ids` are already shown and kept as context; the text of the others is held back because
+    it ends inside a character. After `_MAX_HELD_TOKENS` it is shown: such bytes are not a character.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -127,7 +127,7 @@ class _WindowDecoder:
 
 
 class _Pieces:
-    """The bytes of each token, remembered as they are first seen."""
+    """The bytes of each token, cached on first use."""
 
     def __init__(self, backend: Any, *, is_byte_level: bool, space: str) -> None:
         self._backend = backend
@@ -157,9 +157,7 @@ class _Pieces:
 
 
 def plan_decoding(backend: Any) -> DecoderFactory:
-    """Reads how `backend` decodes; the result makes one decoder a stream, all sharing what they learn of
-    tokens.
-    """
+    """Chooses a decoder for `backend`; the result makes one per stream, all with one cache of tokens' bytes."""
     decoder = backend.decoder
     state = json.loads(decoder.__getstate__()) if decoder is not None else {}
     steps = state.get("decoders", [state])

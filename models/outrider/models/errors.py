@@ -1,4 +1,4 @@
-"""The one tree of errors that Outrider raises on purpose.
+"""Defines the one tree of errors that Outrider raises on purpose.
 
     OutriderError
     ├── ConfigError            an option or parameter is out of range or contradicts another
@@ -14,7 +14,7 @@
     ├── RequestError           a request that the server refuses; has a stable `code` and an HTTP status
     └── CloudError             the agent cannot get what it needs from any cloud endpoint
 
-Every message says what was found, what was expected and what to do about it. Asserts are for our own bugs.
+Every message says what was found, what was expected, and one thing to do about it. Asserts are for our own bugs.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class DiskFull(ExportError):
 class ParityFailure(ExportError):
     """An export computes other logits than its source.
 
-    relative_delta: the largest difference of a logit over the largest logit.
+    relative_delta: the largest difference of a logit, divided by the largest logit.
     """
 
     def __init__(self, message: str, relative_delta: float) -> None:

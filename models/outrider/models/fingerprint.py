@@ -1,10 +1,9 @@
-"""The identity of a tokenizer: what decides which text becomes which ids, and back.
+"""Computes the identity of a tokenizer: what decides which text becomes which ids, and back.
 
-The fingerprint is a SHA-256 over the vocabulary, the merges, the added tokens and the configuration of
-normalizer, pre-tokenizer, post-processor and decoder, in a canonical form: key order, formatting, the two
-spellings of merges and keys that a newer release writes with an empty value make no difference. Embedding
-padding, chat templates and the choice of an end token belong to the model, not to the tokenizer, and are left
-out.
+The fingerprint is a SHA-256 over the vocabulary, the merges, the added tokens and the configuration of normalizer,
+pre-tokenizer, post-processor and decoder, in a canonical form: key order, formatting, the two spellings of merges, and
+keys that newer releases write with an empty value make no difference. Embedding padding, chat templates and the choice
+of an end token belong to the model, not to the tokenizer, and do not count.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class TokenizerIdentity:
 
     @classmethod
     def read(cls, tokenizer_json: Path) -> TokenizerIdentity:
-        """Raises TokenizerError if the file is not a `tokenizers` file."""
+        """Raises TokenizerError if the `tokenizers` library did not write the file."""
         try:
             raw = json.loads(tokenizer_json.read_text(encoding="utf-8"))
             model = raw["model"]
@@ -96,7 +95,7 @@ def _settings(raw: dict[str, Any], model: dict[str, Any]) -> list[str]:
 
 
 def _canonical(value: Any) -> Any:
-    """Without keys that hold null, false or nothing, and without those that change neither ids nor text."""
+    """Without keys whose value is null, false or empty, and without those that change neither ids nor text."""
     if isinstance(value, dict):
         kept = {key: _canonical(item) for key, item in value.items() if key != "trim_offsets"}
         if kept.get("type") == "ByteLevel":

@@ -1,8 +1,7 @@
-"""What a bundle says about itself: the schema of `manifest.json`.
+"""Defines the schema of `manifest.json`, a bundle's description of itself.
 
-A manifest holds no date, path or host name; all but
-`report.timing` is the same whenever the same model is exported. Unknown keys are
-refused: a reader that skips what it does not know might skip what matters.
+A manifest holds no date, path or host name; all but `report.timing` is the same whenever the same model is exported.
+Unknown keys are refused: one that is skipped might matter.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class _Part(BaseModel):
 
 
 class FileEntry(_Part):
-    """One file of the bundle: where, how many bytes, and what they hash to.
+    """One file of the bundle: path, size in bytes, SHA-256.
 
     path: relative to the bundle, with forward slashes, without `..`.
     """
@@ -54,9 +53,9 @@ class FileEntry(_Part):
 class Architecture(_Part):
     """The shape of the model.
 
-    name: as its config calls it, for example "llama" or "qwen3".
+    name: the config's model_type, for example "llama" or "qwen3".
     tokenizer_size: ids that the tokenizer knows; vocab_size: columns of the logits, padding included.
-    parameters: how many, tied embeddings counted once.
+    parameters: their number, tied embeddings counted once.
     """
 
     name: str
@@ -81,7 +80,7 @@ class Architecture(_Part):
 
 
 class Quantization(_Part):
-    """How weights were made smaller: `scheme` as the tool names it, one scale a `granularity`."""
+    """How weights were quantized: `scheme` as the tool names it, one scale per `granularity`."""
 
     tool: str
     scheme: str
@@ -89,10 +88,10 @@ class Quantization(_Part):
 
 
 class StaticShapes(_Part):
-    """What an NPU's model was compiled for, in tokens: the device runs no other shapes.
+    """The shapes, in tokens, that an NPU's model was compiled for: the device runs no others.
 
-    prompt_len: longest prompt of one prefill pass. response_len: positions kept for what follows it, so a sequence has
-    at most prompt_len + response_len. step_len: most tokens of one cached step.
+    prompt_len: longest prompt of one prefill pass. response_len: positions for what follows it, so a sequence has at
+    most prompt_len + response_len. step_len: most tokens of one cached step.
     """
 
     prompt_len: Size = 1024
@@ -106,9 +105,7 @@ class StaticShapes(_Part):
 
 
 class Source(_Part):
-    """Where the weights came from: the model's name, its revision if it has one, and a hash of its weight
-    files.
-    """
+    """Where the weights came from: the model's name, its revision if it has one, a hash of its weight files."""
 
     name: str
     revision: str | None = None
@@ -116,9 +113,7 @@ class Source(_Part):
 
 
 class Widening(_Part):
-    """The target was made heavier without changing its function (DESIGN section 8): a measuring aid, not a
-    model.
-    """
+    """Makes a target slower without changing its function: for measurements, not for use."""
 
     from_intermediate_size: Size
     from_parameters: Size
@@ -129,8 +124,7 @@ class ParityStage(_Part):
     """The exported model against the source in FP32, over the logits of one kind of step.
 
     max_delta: largest absolute difference of a logit; scale: largest absolute source logit.
-    mean_kl: mean KL divergence from the source's distribution, nats; argmax_agreement: share of equal
-    argmaxes.
+    mean_kl: mean KL divergence from the source's distribution, nats; argmax_agreement: share of equal argmaxes.
     """
 
     name: str
@@ -144,9 +138,9 @@ class ParityStage(_Part):
 class Parity(_Part):
     """The numerical check that let the bundle through, in the runtime that will run it.
 
-    checked_on: the device that ran it, in words; another than the bundle's where the machine had none of those.
-    own_delta: largest difference between a step and the export's own prefill of the same tokens, over the largest
-    logit: quantization is no part of it.
+    checked_on: the device that ran it, in words; not the bundle's where the machine has no such device.
+    own_delta: largest difference between a step and the export's own prefill of the same tokens, divided by the largest
+    logit; it does not include quantization.
     """
 
     runtime: str
@@ -160,7 +154,7 @@ class Parity(_Part):
 
 
 class AtDepth(_Part):
-    """Rounds that draft `depth` tokens: the share of tested tokens that were right, and tokens a target pass."""
+    """Rounds that draft `depth` tokens: the share of tested tokens that were accepted, and tokens per target pass."""
 
     depth: Size
     rate: Share
@@ -170,8 +164,8 @@ class AtDepth(_Part):
 class Acceptance(_Part):
     """How often the target's pick equalled the draft's, shared noise, on held-out prompts.
 
-    rate: at every position of the target's text; error: its standard error, prompts taken as independent. by_depth: of
-    rounds of several depths along the same text.
+    rate: over every position of the target's text; error: its standard error, with prompts taken as independent.
+    by_depth: rounds of several depths along the same text.
     """
 
     target: str
@@ -201,10 +195,11 @@ class AtRoundTrip(_Part):
 class Forecast(_Part):
     """What the draft is expected to be worth beside its target, by `prediction.predict`.
 
-    temperature: at which acceptance was measured. alpha: chance that a drafted token is right, as it went in. draft_ms,
-    step_ms, extra_ms: of the draft's token, the target's step, and what a drafted token adds to it; step_from: where
-    the target's times come from, in words. fades_ms: round trip from which streamed drafts gain less than 5 %;
-    breaks_even_ms: from which stop-and-wait is slower than no draft; None where that is beyond the last of `curve`.
+    temperature: of the acceptance measurement. alpha: chance that a drafted token is accepted, as `predict` took it.
+    draft_ms, step_ms, extra_ms: time of a drafted token, of the target's step, and what a drafted token adds to it;
+    step_from: where the target's times come from, in words. fades_ms: round trip from which streamed drafts gain less
+    than 5 %; breaks_even_ms: from which stop-and-wait is slower than no draft; None where that is beyond the last of
+    `curve`.
     """
 
     temperature: float = Field(ge=0.0)
@@ -219,12 +214,12 @@ class Forecast(_Part):
 
 
 class Timing(_Part):
-    """What was timed, where, and what follows from it. No part of the bundle's identity: another run has other times.
+    """Measured times and the forecast from them. Not part of the bundle's identity: another run has other times.
 
-    machine: processor and threads. provider: what really ran the model, in words; is_on_device: whether that is the
-    device that the bundle is for. context: tokens in the cache. token_ms: median of a one-token step; extend_ms: of one
-    with `extend_tokens`; extra_ms: of a target, what each drafted token adds to its step. forecast: of a draft whose
-    target was at hand.
+    machine: processor and threads. provider: what ran the model, in words; is_on_device: whether that is the device
+    that the bundle is for. context: tokens in the cache. token_ms: median time of a one-token step; extend_ms: of a
+    step with `extend_tokens`; extra_ms: for a target, what each drafted token adds to its step. forecast: for a draft
+    whose target was available.
     """
 
     machine: str
@@ -239,9 +234,9 @@ class Timing(_Part):
 
 
 class ExportReport(_Part):
-    """What the export measured, and the versions of what made it.
+    """What the export measured, and the versions of its tools.
 
-    notes: what a reader should know of how the model was exported, a sentence each.
+    notes: what a reader should know about this export, one sentence each.
     """
 
     size_bytes: Size
@@ -288,9 +283,9 @@ class Manifest(_Part):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the manifest without what was measured, hence of all that it lists: the identity of the bundle.
+        """SHA-256 of the manifest without its measurements: the identity of the bundle, through its files' hashes.
 
-        Another processor, or another number of threads, adds in another order: the same files, other last digits.
+        Measurements differ in their last digits for the same files: other processors and threads add in another order.
         """
         measured = {"parity", "agreement", "acceptance", "timing"}
         text = self.model_dump_json(indent=2, exclude={"report": measured})

@@ -1,19 +1,16 @@
-"""Where Outrider keeps what can be made again."""
+"""Names the directory for what Outrider can make again."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
+
+import platformdirs
 
 
 def default_cache_dir() -> Path:
-    """$OUTRIDER_CACHE, or "outrider" in the place where this platform keeps what can be made again."""
+    """$OUTRIDER_CACHE, or else "outrider" in this platform's cache directory."""
     chosen = os.environ.get("OUTRIDER_CACHE")
     if chosen:
         return Path(chosen).expanduser()
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "outrider" / "cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "outrider"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
+    return platformdirs.user_cache_path("outrider", appauthor=False)

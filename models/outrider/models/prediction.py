@@ -1,17 +1,16 @@
-"""What a draft is expected to be worth, by round trip: speed-up over plain cloud streaming, from four numbers.
+"""Predicts a draft's speed-up over plain cloud streaming, by round trip, from four numbers.
 
-A drafted token is right with probability alpha, independently; the target's step with k drafted tokens takes
-step_ms + extra_ms * k; plain cloud streaming pays step_ms a token and no round trip. Two ways of drafting: streamed
+A drafted token is accepted with probability alpha, independently; the target's step with k drafted tokens takes
+step_ms + extra_ms * k; plain cloud streaming takes step_ms per token and no round trip. Two ways of drafting: streamed
 (docs/policy.md), and stop-and-wait, which drafts, sends, and waits for the answer before it drafts again.
 
-Exact expectations, no simulation. When the target commits a token that the device did not foresee, all that was drafted
-is void and everything begins anew, so the rate is that of one such cycle, E[tokens] / E[ms] (renewal reward: Ross,
-*Introduction to Probability Models*, section 7.4). Within a cycle time runs by the clock, whatever the luck: a guess
-shows itself wrong only in the step that commits its position. So one run with every guess right holds all cycles, and a
-step takes part in the rest with the chance that all guesses before it were right. `bench/simulate.py` plays the same
-rules event by event, and tests compare the two.
+Exact expectations, no simulation. When the target rejects a guess, everything drafted is void and a new cycle begins,
+so the rate is that of one cycle, E[tokens] / E[ms] (renewal reward: Ross, *Introduction to Probability Models*, section
+7.4). The times within a cycle do not depend on chance: a guess is rejected only in the step that commits its position.
+So one run in which every guess is accepted contains all cycles, and each step counts with the probability that all
+guesses before it were accepted. `bench/simulate.py` plays the same rules event by event, and tests compare the two.
 
-Knows nothing of models, and counts neither bytes nor what a machine does beside.
+Knows nothing of models, bytes, or other work on the machine.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from outrider.models.errors import ConfigError
 from outrider.models.manifest import AtRoundTrip
 
 ROUND_TRIPS_MS: Final = (0.0, 10.0, 25.0, 50.0, 75.0, 100.0, 150.0, 200.0, 300.0)
-"""What a report card tells of."""
+"""The round trips of a report card."""
 
 MAX_DEPTH: Final = 32
 """Most tokens that the device runs ahead, and deepest block of stop-and-wait."""
@@ -34,9 +33,9 @@ MAX_WANTED: Final = 8
 """Most drafted tokens that the target waits for."""
 
 WORTH_IT: Final = 1.05
-"""Streamed drafts that gain less than this have faded."""
+"""Below this speed-up, streamed drafts have faded."""
 
-_POSITIONS: Final = 1024  # longest cycle that is followed: ending it there costs under 1 %
+_POSITIONS: Final = 1024  # longest cycle that is followed: the rest is worth under 1 %
 _NEGLIGIBLE: Final = 1e-4
 _SAME_MS: Final = 1e-9  # times that differ by less are one
 _PRECISION_MS: Final = 0.05
@@ -44,9 +43,9 @@ _PRECISION_MS: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """alpha: chance that a drafted token is right. Times in ms; extra_ms is what a drafted token adds to a step.
+    """alpha: chance that a drafted token is accepted. Times in ms; extra_ms is what a drafted token adds to a step.
 
-    Raises ConfigError for what cannot be.
+    Raises ConfigError for values out of range.
     """
 
     alpha: float
@@ -67,7 +66,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What a way of drafting comes to. speed_up: over cloud-only streaming. choice: the depth, or (patience ms, W)."""
+    """What a way of drafting reaches. speed_up: over cloud-only streaming. choice: the depth, or (patience ms, W)."""
 
     speed_up: float
     passes_per_token: float
@@ -76,10 +75,10 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A curve over round trips, and where it ends to be of use.
+    """A curve over round trips, and where drafting stops to pay.
 
     fades_ms: round trip from which streamed drafts gain less than 5 %. breaks_even_ms: from which stop-and-wait is
-    slower than no draft. To 0.1 ms; 0 is at once, None beyond the last round trip of the curve.
+    slower than no draft. To 0.1 ms; 0: at every round trip; None: beyond the last one of the curve.
     """
 
     curve: tuple[AtRoundTrip, ...]
@@ -89,14 +88,17 @@ class Prediction:
 
 def tokens_per_pass(alpha: float, depth: int) -> float:
     """Expected tokens of a pass that verifies `depth` drafted ones (Leviathan, Kalman and Matias 2023, equation 1)."""
-    return depth + 1.0 if alpha == 1.0 else (1.0 - alpha ** (depth + 1)) / (1.0 - alpha)
+    if alpha == 1.0:
+        return depth + 1.0
+    # The bound is for alphas a rounding error below 1.
+    return min(depth + 1.0, (1.0 - alpha ** (depth + 1)) / (1.0 - alpha))
 
 
 def alpha_for(tokens: float, depth: int) -> float:
     """The alpha with which `tokens_per_pass` at `depth`, at least 1, gives `tokens`: its inverse, to 1e-6.
 
-    Real tokens are not independent: a text is easy here and hard there, so that rounds are shorter than the mean
-    acceptance rate makes them. This is the rate of independent tokens whose rounds are as long.
+    Real tokens are not independent: some passages are easy and some hard, so rounds are shorter than the mean
+    acceptance rate suggests. This is the rate of independent tokens whose rounds are as long.
     """
     low, high = 0.0, 1.0
     while high - low > 1e-6:
@@ -125,16 +127,16 @@ def stop_and_wait(setting: Setting) -> Reach:
 
 
 def stream(setting: Setting) -> Reach:
-    """Drafts streamed to a target that waits for as many of them as pays, or for none; never slower than no draft."""
+    """Streamed drafts; the target waits for as many as pays, or for none. Never slower than no draft."""
     depths = _depths(setting)
     reaches = (_waiting_for(setting, depths, wanted) for wanted in range(MAX_WANTED + 1))
     return max(reaches, key=lambda reach: reach.speed_up)
 
 
 def waiting_for(setting: Setting, wanted: int) -> Reach:
-    """Drafts streamed to a target that begins no step before it holds `wanted` of them; 0: it never waits.
+    """Streamed drafts; the target begins no step before it has `wanted` of them. 0: it never waits.
 
-    It waits no longer than the device, told of a token that it did not foresee, needs for so many.
+    It waits at most as long as the device needs to draft so many after a rejected guess.
     """
     return _waiting_for(setting, _depths(setting), wanted)
 
@@ -142,7 +144,7 @@ def waiting_for(setting: Setting, wanted: int) -> Reach:
 def predict(
     alpha: float, *, draft_ms: float, step_ms: float, extra_ms: float, round_trips_ms: Sequence[float] = ROUND_TRIPS_MS
 ) -> Prediction:
-    """The curve over `round_trips_ms`, and where it ends to be of use. Raises as `Setting`."""
+    """The curve over `round_trips_ms`, and where drafting stops to pay. Raises as `Setting`."""
     setting = Setting(alpha, draft_ms, step_ms, extra_ms, 0.0)
 
     def streamed(rtt_ms: float) -> float:
@@ -160,12 +162,12 @@ def predict(
 
 
 def _depths(setting: Setting) -> tuple[int, ...]:
-    """The best depth by how many drafted tokens are there."""
+    """The best depth for each number of drafted tokens at hand."""
     return tuple(best_depth(setting, available) for available in range(MAX_DEPTH + 1))
 
 
 def _waiting_for(setting: Setting, depths: Sequence[int], wanted: int) -> Reach:
-    reached = 1.0  # the chance that every guess at a position before this step's was right
+    reached = 1.0  # probability that every guess before this step was accepted
     ms = passes = tokens = 0.0
     for took_ms, num_committed in _cycle(setting, depths, wanted):
         ms += reached * took_ms
@@ -179,17 +181,17 @@ def _waiting_for(setting: Setting, depths: Sequence[int], wanted: int) -> Reach:
 
 
 def _cycle(setting: Setting, depths: Sequence[int], wanted: int) -> Iterator[tuple[float, int]]:
-    """The steps after a token that the device did not foresee, all guesses right: ms each took, tokens it committed.
+    """The steps after a rejected guess, with every later guess accepted: ms and committed tokens of each.
 
-    Ends where the device learns of a token before it has guessed it, for that begins another cycle.
+    Ends where the device learns of a token before it has guessed it: another cycle begins there.
     """
     half_ms = setting.rtt_ms / 2
-    guessed_ms: list[float] = []  # when the device had the guess of position 0, 1, ... after the one it did not foresee
-    learned_ms: list[float] = []  # when it learned that position 0, 1, ... was committed
+    guessed_ms: list[float] = []  # when the device had guessed position 0, 1, ... after the rejected guess
+    learned_ms: list[float] = []  # when it learned the committed token of position 0, 1, ...
 
     def has_arrived(position: int, by_ms: float) -> bool:
         while len(guessed_ms) <= position:
-            before = len(guessed_ms) - MAX_DEPTH  # to run ahead so far, the device must know of this one
+            before = len(guessed_ms) - MAX_DEPTH  # to run ahead so far, the device must know this one
             if before >= len(learned_ms):
                 return False
             begin_ms = max(guessed_ms[-1] if guessed_ms else half_ms, learned_ms[before] if before >= 0 else 0.0)
@@ -215,7 +217,7 @@ def _cycle(setting: Setting, depths: Sequence[int], wanted: int) -> Iterator[tup
 
 
 def _first_below(bound: float, speed_up: Callable[[float], float], last_ms: float) -> float | None:
-    """From which round trip `speed_up`, which falls, is below `bound`; None if beyond `last_ms`."""
+    """The round trip from which `speed_up`, a falling function, is below `bound`; None if beyond `last_ms`."""
     if speed_up(last_ms) >= bound:
         return None
     if speed_up(0.0) < bound:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, WithJsonSchema
 from pydantic_core import from_json
 
+from outrider.models.acceptance import Rule
 from outrider.models.sampling import MAX_SEED, SamplingParams
 
 PROTOCOL_VERSION = 1
@@ -23,7 +24,8 @@ MAX_PATH_TOKENS = 64
 MAX_VERIFY_ITEMS = 256
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Rule = Literal["coupled", "greedy"]
+# Inline: one field needs no component of its own in the OpenAPI document.
+_RuleField = Annotated[Rule, WithJsonSchema({"title": "Rule", "type": "string", "enum": [rule.value for rule in Rule]})]
 EndReason = Literal["stop", "length", "context", "cancelled", "shutdown", "error"]
 
 
@@ -142,7 +144,7 @@ class VerifyItem(SamplingFields):
     prefix: list[TokenId] = Field(default_factory=list)
     prefix_hash: str | None = Field(default=None, max_length=64)
     draft: list[TokenId] = Field(default_factory=list, max_length=MAX_PATH_TOKENS)
-    rule: Rule = "coupled"
+    rule: _RuleField = Rule.COUPLED
     max_tokens: int | None = Field(default=None, ge=1, description="commit at most this many")
     stop_ids: list[TokenId] | None = None
     ignore_eos: bool = False

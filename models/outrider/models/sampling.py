@@ -1,4 +1,4 @@
-"""Sampling with position-keyed noise: the pure function that the whole system rests on.
+"""Samples with position-keyed noise: the pure function that the whole system rests on.
 
 The token at absolute position `i` is `argmax(logit / temperature + g(seed, i, token))` over the tokens that survive
 top-k, top-p and min-p, where `g` is a Gumbel variate computed from a counter-based hash. By the Gumbel-max theorem
@@ -44,7 +44,7 @@ MAX_GUMBEL: Final = -math.log(-math.log1p(-(2.0**-33)))
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What decides a pick, next to the logits and the position.
+    """What decides a pick, besides the logits and the position.
 
     temperature: 0 is greedy; otherwise in (0, 100].
     top_k: keep the k most likely tokens (ties with the k-th are kept); 0 keeps all.
@@ -64,7 +64,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _require(0.0 <= self.temperature <= 100.0, "temperature", self.temperature, "0 (greedy) to 100")
         if 0.0 < self.temperature < 1e-4:
-            # logit / temperature would leave float32's exact range; such a user means greedy.
+            # logit / temperature would leave float32's exact range; whoever asks for this means greedy.
             raise SamplingError(f"temperature is {self.temperature!r}; expected 0 (greedy) or at least 0.0001")
         _require(isinstance(self.top_k, int) and self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "more than 0, up to 1 (off)")

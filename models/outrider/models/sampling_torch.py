@@ -1,7 +1,7 @@
-"""`sampling` for torch tensors: the same hash bit for bit, the same picks, a whole batch at a time.
+"""Samples from torch tensors: the hash of `sampling` bit for bit, the same picks, a whole batch at a time.
 
-For targets whose logits live on a GPU. torch has no unsigned arithmetic to speak of, so 32-bit words ride in int64 and
-are masked after each operation that can overflow them.
+For targets whose logits are on a GPU. torch has almost no unsigned arithmetic, so 32-bit words are stored in int64 and
+masked after each operation that can overflow them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def pick_rows(logits: torch.Tensor, params: Sequence[SamplingParams], positions:
     scores = logits.to(torch.float64) / temperature
     scores = torch.where(is_greedy, scores, scores + gumbel([p.seed for p in params], positions, tokens))
     scores = scores.masked_fill(~(survivors(logits, params) | is_greedy), -torch.inf)
-    # torch.argmax may return any of several maxima; the lowest id is wanted.
+    # torch.argmax may return any of several maxima; the lowest id must win.
     is_best = scores == scores.amax(1, keepdim=True)
     picks = is_best.to(torch.uint8).argmax(1).tolist()
     return [token if finite else None for token, finite in zip(picks, is_finite, strict=True)]

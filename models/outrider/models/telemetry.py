@@ -1,8 +1,7 @@
 """Keeps OpenVINO from reporting its use over the network.
 
-`import openvino` alone sends an event to an analytics service when the package `openvino_telemetry` is there,
-and the openvino wheel depends on it. OpenVINO falls back to a stub when that import fails, so it is made to
-fail.
+`import openvino` sends an event to an analytics service when the package `openvino_telemetry` is installed, and the
+openvino wheel depends on it. OpenVINO uses a stub when that import fails, so this module makes it fail.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Text to token ids and back, over the `tokenizers` library, from the files beside a model.
+"""Turns text into token ids and back, with the `tokenizers` library and the files beside a model.
 
 Knows no model: ids at or beyond `size` are padding of the model's embedding, and decode to nothing.
 """
@@ -26,8 +26,7 @@ TOKENIZER_FILES: Final = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""All that `Tokenizer.from_dir` may read, next to the model's own `config.json`; only the first is required.
-"""
+"""Files that `Tokenizer.from_dir` reads, besides the model's own `config.json`; only the first is required."""
 
 
 class Tokenizer:
@@ -47,9 +46,9 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, directory: str | Path, *, name: str | None = None) -> Tokenizer:
-        """Reads `tokenizer.json` and its companions. `name` is for messages; the directory's own by default.
+        """Reads `tokenizer.json` and its companions. `name` is for messages; by default the directory's name.
 
-        Raises TokenizerError if the file is missing or is not one of the `tokenizers` library.
+        Raises TokenizerError if the file is missing or the `tokenizers` library cannot read it.
         """
         root = Path(directory)
         path = root / "tokenizer.json"
@@ -69,21 +68,17 @@ class Tokenizer:
         return cls(backend, root, name or root.resolve().name)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with the special tokens that the tokenizer itself puts around a prompt unless
-        told not to.
-        """
+        """Token ids of `text`; `add_special_tokens` adds those that the tokenizer puts around a prompt."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `ids`, as streaming them gives it; bytes that are no UTF-8 become U+FFFD."""
+        """Text of `ids`, the same as streaming gives; bytes that are not UTF-8 become U+FFFD."""
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return detokenizer.push(ids) + detokenizer.flush()
 
     def detokenizer(self, *, context: Sequence[int] = (), skip_special_tokens: bool = True) -> StreamingDetokenizer:
-        """A new streaming detokenizer for text that goes on after `context` (the prompt, whose text is not
-        repeated).
-        """
+        """A new streaming detokenizer for the text after `context` (the prompt, whose text is not repeated)."""
         return StreamingDetokenizer(
             self._new_decoder, self.special_ids if skip_special_tokens else frozenset(), context=context
         )
@@ -104,7 +99,7 @@ class Tokenizer:
         if source is None:
             raise TokenizerError(
                 f"{self.name} has no chat template, so it cannot take messages; give a plain prompt (to a server: "
-                "/v1/completions), or put a chat_template.jinja beside its tokenizer.json"
+                "/v1/completions)"
             )
         template = ChatTemplate(source, self._special_names)
         return template.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables)
@@ -126,9 +121,7 @@ class Tokenizer:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a text, ascending: from generation_config, config and tokenizer_config, whichever name
-        some.
-        """
+        """Ids that end a text, ascending: all that generation_config, config and tokenizer_config name."""
         ids: set[int] = set()
         for name in ("generation_config.json", "config.json"):
             found = _read_json(self._directory / name).get("eos_token_id")
@@ -143,15 +136,15 @@ class Tokenizer:
 
     @cached_property
     def identity(self) -> TokenizerIdentity:
-        """What the fingerprint is made of.
+        """The data that the fingerprint hashes.
 
-        Kept, and as large as the vocabulary: for tools, not for the hot path.
+        Cached, and as large as the vocabulary: for tools, not for the hot path.
         """
         return TokenizerIdentity.read(self._directory / "tokenizer.json")
 
     @cached_property
     def fingerprint(self) -> str:
-        """64 hexadecimal digits; equal exactly when two tokenizers are (see `fingerprint`)."""
+        """64 hexadecimal digits; equal for equal tokenizers only (see the module `fingerprint`)."""
         return TokenizerIdentity.read(self._directory / "tokenizer.json").fingerprint
 
     @cached_property
@@ -164,7 +157,7 @@ class Tokenizer:
 
 
 def first_difference(a: Tokenizer, b: Tokenizer) -> str | None:
-    """The first entry in which two tokenizers differ, in words (a's first), or None if they are one."""
+    """The first entry in which two tokenizers differ, in words (a's first), or None if they are equal."""
     return a.identity.first_difference(b.identity)
 
 
@@ -180,7 +173,7 @@ def require_same_tokenizer(a: Tokenizer, b: Tokenizer) -> None:
 
 
 def _special_names(*sources: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and the like by name; written as text or as an object with `content`."""
+    """bos_token, eos_token and the like by name; each is a string or an object with `content`."""
     names: dict[str, str] = {}
     for source in sources:
         for key, value in source.items():

@@ -16,7 +16,6 @@ from starlette.responses import Response
 from outrider.cloud.api.bridge import Delivery, Mailbox
 from outrider.cloud.api.state import Core
 from outrider.cloud.seam import CommitEvent, GenerateRequest
-from outrider.models.acceptance import Rule
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import error_body, from_validation, internal_error
 from outrider.models.http.requests import parse, sampling_of
@@ -103,8 +102,7 @@ class _Batch:
 
     def _request(self, raw: Any) -> GenerateRequest:
         item = VerifyItem.model_validate(raw)
-        params = sampling_of(item.sampling)
-        params = Rule(item.rule).apply(params)
+        params = item.rule.apply(sampling_of(item.sampling))
         return GenerateRequest(
             prompt=tuple(item.prefix),
             params=params,

@@ -1,6 +1,6 @@
-"""Runs ahead of the target: keeps the belief, drafts on it, and says when there is something to send.
+"""Drafts ahead of the target: keeps the belief, extends it, and sends what is new.
 
-Knows no network: it is given commits and calls `send`. Lives on the event loop; drafting happens in `DraftWorker`.
+Knows no network: it takes commits and calls `send`. Runs on the event loop; `DraftWorker` does the drafting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outrider.edge.results import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
-# Told the number of known tokens and the whole belief that follows them.
+# Called with the number of known tokens and all drafted tokens after them.
 Send = Callable[[int, Sequence[int]], None]
 
 
@@ -53,7 +53,7 @@ class DraftAhead:
         self._run: DraftRun | None = None
         self._run_future: asyncio.Future[None] | None = None
         self._num_taken = 0  # proposals of the run that are in the belief
-        self._num_agreed = len(request.prompt)  # first tokens of the drafter's sequence that are still right
+        self._num_agreed = len(request.prompt)  # first tokens of the drafter's sequence that agree with the belief
         self._is_stuck = False  # the drafter has nothing to propose until the next commit
         self._has_unsent = False
         self._is_closed = False
@@ -72,13 +72,13 @@ class DraftAhead:
 
     @property
     def plan(self) -> DraftPlan:
-        """What to draft now; nothing without a drafter or after it failed."""
+        """What to draft now; nothing without a drafter or after its failure."""
         return self._depth.plan() if self._worker is not None and self.error is None else DraftPlan(0)
 
     def on_commit(self, base: int, tokens: Sequence[int], interval_ms: float | None) -> CommitOutcome:
         """Takes a commit; call `pump` afterwards. Raises CloudError as `Belief.on_commit` does.
 
-        interval_ms: since the commit before, None where that says nothing of the server's pace.
+        interval_ms: time since the previous commit; None where that does not measure the server's pace.
         """
         self._take_proposals()
         known_before = self._belief.num_known
@@ -88,7 +88,7 @@ class DraftAhead:
         self._estimates.on_commit(outcome, self._confidences, interval_ms)
         self._confidences = self._confidences[outcome.num_right :] if self._belief.num_drafted else []
         if outcome.diverged or outcome.overtaken:
-            # What is being drafted now follows a wrong token or is known already.
+            # The current run drafts after a rejected token, or drafts tokens already known.
             self._num_agreed = min(self._num_agreed, len(self._request.prompt) + known_before + outcome.num_right)
             if self._run is not None:
                 self._run.is_cancelled = True
@@ -98,11 +98,11 @@ class DraftAhead:
         return outcome
 
     def resend(self) -> None:
-        """A new session knows nothing of the belief: it counts as not sent."""
+        """Marks the belief as not sent: a new session does not have it."""
         self._has_unsent = self._belief.num_drafted > 0
 
     def pump(self) -> None:
-        """Does what can be done now: sends what a finished run drafted, and drafts on."""
+        """Sends what a finished run drafted, and starts the next run."""
         if self._run is not None or self._is_closed:
             return
         self._flush()
@@ -129,18 +129,18 @@ class DraftAhead:
         self._worker.close()
 
     def _room(self) -> int:
-        """Drafted tokens that the rest of the text has use for: its last token is always the target's own."""
+        """How many drafted tokens the rest of the text can use: its last token is always the target's own."""
         return self._request.max_tokens - self._belief.num_known - 1
 
     def _flush(self) -> None:
-        """Sends the belief if anything in it is new and the plan is to send."""
+        """Sends the belief if part of it is new and the plan is not silent."""
         self._take_proposals()
         if self._has_unsent and not self.plan.silent and not self._is_closed:
             self._has_unsent = False
             self._send(self._belief.num_known, self._belief.drafted)
 
     def _take_proposals(self) -> None:
-        """Moves what the run has drafted so far into the belief."""
+        """Moves the run's proposals so far into the belief."""
         run = self._run
         if run is None or run.is_cancelled or len(run.proposals) == self._num_taken:
             return
@@ -156,7 +156,7 @@ class DraftAhead:
         self.pump()
 
     def _settle(self, future: asyncio.Future[None]) -> None:
-        """Takes what a finished run leaves: its proposals, its time, its error. Once: closing may come in between."""
+        """Takes a finished run's proposals, time and error; only once, because closing may have done it already."""
         if (run := self._run) is None:
             return
         self._take_proposals()
@@ -164,7 +164,7 @@ class DraftAhead:
         self.num_drafted += len(run.proposals)
         self._estimates.on_drafted(run.took_s * 1e3, run.num_timed)
         if (error := future.exception()) is not None:
-            # Without a draft the text is the same, only later: go on, and say so.
+            # Without a draft the text is the same, only slower: go on, and report it.
             logger.warning("drafting failed and is off for this text: %s", error, exc_info=error)
             self.error = f"{type(error).__name__}: {error}"
         self._is_stuck = not run.is_cancelled and not run.proposals

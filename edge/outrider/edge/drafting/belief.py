@@ -1,7 +1,7 @@
-"""What the device knows and what it believes: committed tokens, and the drafted ones that should follow them.
+"""Keeps what the device knows and believes: committed tokens, and the drafted tokens after them.
 
-A pure data structure: no clock, no network, no model. Commits may arrive twice or overlap; drafted tokens are dropped
-as soon as a commit contradicts them.
+A pure data structure: no clock, no network, no model. Commits may arrive twice or overlap; a commit that contradicts
+drafted tokens drops them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from outrider.models.errors import CloudError
 
 @dataclass(frozen=True, slots=True)
 class CommitOutcome:
-    """What one commit did to the belief.
+    """The effect of one commit on the belief.
 
-    tokens: the newly known tokens (empty for a duplicate). num_right: how many of them had been drafted rightly.
-    num_tested: drafted tokens that the commit judged, the first wrong one included and none after it.
-    diverged: a drafted token was wrong, so everything drafted from there on is gone.
-    overtaken: the commit went past the end of an otherwise right belief.
+    tokens: the newly known tokens (empty for a duplicate). num_right: how many of them were drafted.
+    num_tested: drafted tokens that the commit tested: up to the first rejected one, and not beyond.
+    diverged: a drafted token was rejected, so everything drafted from there on is dropped.
+    overtaken: all drafted tokens were accepted, and the commit goes beyond them.
     """
 
     tokens: tuple[int, ...]
@@ -30,9 +30,9 @@ class CommitOutcome:
 
 
 class Belief:
-    """Tokens known committed since the start, and the drafted continuation.
+    """The committed tokens that have arrived, and the drafted tokens after them.
 
-    Invariant: `known` is exactly what the target committed; `drafted` contradicts nothing that is known.
+    Invariant: `known` is exactly what the target committed; `drafted` does not contradict it.
     """
 
     def __init__(self) -> None:
@@ -51,12 +51,12 @@ class Belief:
 
     @property
     def num_known(self) -> int:
-        """How many tokens are known committed."""
+        """Number of committed tokens."""
         return len(self._known)
 
     @property
     def num_drafted(self) -> int:
-        """How far the belief runs ahead."""
+        """Number of drafted tokens."""
         return len(self._drafted)
 
     def tokens_from(self, start: int) -> list[int]:
@@ -71,19 +71,19 @@ class Belief:
         self._drafted.extend(tokens)
 
     def drop_drafted(self) -> None:
-        """Forgets the drafted tokens: nobody is going to judge them."""
+        """Forgets the drafted tokens, when no commit will test them."""
         self._drafted.clear()
 
     def on_commit(self, base: int, tokens: Sequence[int]) -> CommitOutcome:
-        """Takes a commit of `tokens` after `base` others; what is already known is skipped.
+        """Takes a commit of `tokens` after `base` others; skips what is already known.
 
-        Raises CloudError when the commit leaves a gap or contradicts an earlier one: a verifier that does so has broken
-        its promise, and no text may be shown that rests on it.
+        Raises CloudError when the commit leaves a gap or contradicts an earlier one: no text may be shown after such a
+        fault of the server.
         """
         overlap = len(self._known) - base
         if overlap < 0:
             raise CloudError(
-                f"the cloud committed from token {base}, but only {len(self._known)} are known; a commit was lost"
+                f"the cloud committed from token {base}, but only {len(self._known)} have arrived; a commit was lost"
             )
         if base < 0 or list(tokens[:overlap]) != self._known[base : base + len(tokens)]:
             raise CloudError(f"the cloud's commit at token {base} contradicts what it committed before")

@@ -1,7 +1,6 @@
-"""How far the draft runs ahead: three controllers behind one seam.
+"""Chooses how far to draft ahead: three controllers with one interface.
 
-A controller decides from estimates, never from the clock, and may be asked from the drafting thread: it only reads
-there.
+A controller decides from estimates, never from the clock. The drafting thread may call it, but only to read.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Protocol
 from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.estimates import Estimates, ForgettingRatio
 from outrider.models.errors import ConfigError
+from outrider.models.prediction import tokens_per_pass
 
 MAX_DEPTH = 32
 
@@ -22,9 +22,9 @@ MAX_DEPTH = 32
 class DraftPlan:
     """What to draft now. depth: tokens ahead of the last commit, 0 for none.
 
-    silent: draft them for the estimates only and send nothing, so that a hopeless draft costs neither wire nor server.
-    answer: tokens that the server has use for in one pass; after a loss of step they go out together, as soon as they
-    are there. 0: unknown, so go by time.
+    silent: draft only to measure and send nothing, so that a hopeless draft costs neither network nor server.
+    answer: tokens that the server can use in one pass; after the device was out of sync they are sent together, as soon
+    as all are drafted. 0: unknown, so send by time.
     """
 
     depth: int
@@ -40,20 +40,20 @@ class DepthController(Protocol):
         ...
 
     def wants_more(self, confidences: Sequence[float]) -> bool:
-        """Whether another token should be drafted after those with these confidences (thread-safe, changes nothing)."""
+        """Whether to draft another token after those with these confidences (thread-safe, changes nothing)."""
         ...
 
     def observe(self, outcome: CommitOutcome) -> None:
-        """A commit arrived; the estimates have been told already."""
+        """Takes a commit; the estimates have it already."""
         ...
 
     def block(self) -> int:
-        """The depth for stop-and-wait, at least 1: there the round trip is paid for every block."""
+        """The depth for stop-and-wait, at least 1: every block costs a round trip there."""
         ...
 
 
 class FixedDepth:
-    """Always the same depth, 0 to 32."""
+    """A constant depth, 0 to 32."""
 
     def __init__(self, depth: int) -> None:
         if not 0 <= depth <= MAX_DEPTH:
@@ -69,7 +69,7 @@ class FixedDepth:
         return len(confidences) < self._plan.depth
 
     def observe(self, outcome: CommitOutcome) -> None:
-        """Nothing to learn."""
+        """Changes nothing."""
 
     def block(self) -> int:
         """The fixed depth."""
@@ -77,10 +77,10 @@ class FixedDepth:
 
 
 class ThresholdDepth:
-    """One step deeper where the recent acceptance is above target + band, one back where it is under target - band.
+    """One token deeper when the recent acceptance is above target + band, one less when it is under target - band.
 
-    At most one step a commit, so noise moves it slowly; it needs no timings, which makes it the fallback for machines
-    whose timings mean nothing.
+    Changes by at most one token per commit, so noise moves it slowly. It needs no timings, so it is the fallback for
+    machines whose timings are unreliable.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ThresholdDepth:
         self._depth = (min_depth + max_depth) // 2
 
     def plan(self) -> DraftPlan:
-        """The depth after the last step."""
+        """The depth after the last change."""
         return DraftPlan(self._depth)
 
     def wants_more(self, confidences: Sequence[float]) -> bool:
@@ -105,7 +105,7 @@ class ThresholdDepth:
         return len(confidences) < self._depth
 
     def observe(self, outcome: CommitOutcome) -> None:
-        """Takes at most one step."""
+        """Changes the depth by at most one."""
         if not outcome.num_tested:
             return
         self._accepted.add(outcome.num_right, outcome.num_tested)
@@ -122,14 +122,14 @@ class ThresholdDepth:
 
 @dataclass(frozen=True, slots=True)
 class CostModelOptions:
-    """What the cost model weighs.
+    """The cost model's parameters.
 
-    effort: worth of a ms of drafting on the device against a ms of the user's time (drafting is done while waiting
-    anyway, so it costs energy more than time). token_cost_ms: what a drafted token costs on the wire and in the server.
-    hysteresis: drafting starts again when it is worth this many times its cost.
-    message_cost_ms: what a draft message costs the server, which often answers it on the model's own cores.
-    probe_depth: tokens of a silent probe at depth 0. max_probe_gap: commits between two probes at most; the gap starts
-    at one, doubles when a probe was all wrong and is one again after a right token.
+    effort: cost of a ms of drafting on the device, relative to a ms of the user's time (the device drafts while it
+    waits anyway, so drafting costs energy more than time). token_cost_ms: cost of a drafted token on the network and in
+    the server. hysteresis: drafting starts again when it is worth this many times its cost.
+    message_cost_ms: cost of a draft message to the server, which often handles it on the model's own cores.
+    probe_depth: tokens of a silent probe at depth 0. max_probe_gap: most commits between two probes; the gap starts
+    at one, doubles when all of a probe is rejected and is one again after an accepted token.
     """
 
     max_depth: int = MAX_DEPTH
@@ -142,12 +142,12 @@ class CostModelOptions:
 
 
 class CostModelDepth:
-    """Runs ahead while another token is worth more than it costs, as far as the pipe can use.
+    """Drafts ahead while another token is worth more than it costs, as far as the server can use it.
 
-    The d-th token ahead helps only if it and all before it are right, so it is worth survival(d) * step; it costs its
-    drafting and its bytes. Beyond what the server can verify until the next message reaches it, it is worth nothing:
-    with p passes on the way, that is p * (k + 1) + k tokens for the k that the server would verify. The first k go out
-    ahead of the rest: on a short round trip the server waits for them.
+    The d-th token ahead helps only if it and all before it are accepted, so it is worth survival(d) * step; it costs
+    its drafting and its bytes. Tokens beyond what the server can verify until the next message arrives are worth
+    nothing: with p passes in that time, the limit is p * (k + 1) + k tokens for the k that the server would verify. The
+    first k are sent before the rest: on a short round trip the server waits for them.
     """
 
     def __init__(self, estimates: Estimates, options: CostModelOptions | None = None) -> None:
@@ -160,19 +160,19 @@ class CostModelDepth:
         self._replan()
 
     def plan(self) -> DraftPlan:
-        """The present depth; at 0, a silent probe now and then."""
+        """The current depth; at 0, a silent probe now and then."""
         if self._is_on:
             return DraftPlan(self._depth, answer=self._answer)
         return DraftPlan(self._options.probe_depth if self._commits_to_probe == 0 else 0, silent=True)
 
     def wants_more(self, confidences: Sequence[float]) -> bool:
-        """Whether the plan leaves room and these survive often enough for one more to pay."""
+        """Whether the plan has room and these are likely enough to be accepted for one more to pay."""
         if not self._is_on:
             return len(confidences) < self.plan().depth
         return len(confidences) < self._depth and self._worth(self._estimates.survival(confidences))
 
     def observe(self, outcome: CommitOutcome) -> None:
-        """Turns on or off, with hysteresis, and chooses the depth again."""
+        """Turns drafting on or off, with hysteresis, and chooses the depth again."""
         value = self._estimates.acceptance * self._estimates.step_ms
         cost = self._estimates.extra_ms + self._options.message_cost_ms
         if self._is_on:
@@ -189,7 +189,7 @@ class CostModelDepth:
 
         def per_token(k: int) -> float:
             took = k * (e.draft_ms + e.extra_ms) + e.round_trip_ms + e.step_ms
-            return took / expected_tokens(e.acceptance, k)
+            return took / tokens_per_pass(e.acceptance, k)
 
         return min(range(1, self._options.max_depth + 1), key=per_token)
 
@@ -221,11 +221,6 @@ class CostModelDepth:
         return survival * e.step_ms > options.effort * e.draft_ms + options.token_cost_ms
 
 
-def expected_tokens(acceptance: float, k: int) -> float:
-    """Expected tokens of a pass that verifies k drafted ones: 1 + a + ... + a^k (Leviathan et al. 2023, equation 1)."""
-    return sum(acceptance**i for i in range(k + 1))
-
-
 def best_verified(acceptance: float, step_ms: float, extra_ms: float, max_k: int) -> int:
     """The k <= max_k that maximizes expected tokens per ms of a step of step_ms + k * extra_ms; at least 1."""
-    return max(range(1, max_k + 1), key=lambda k: expected_tokens(acceptance, k) / (step_ms + extra_ms * k))
+    return max(range(1, max_k + 1), key=lambda k: tokens_per_pass(acceptance, k) / (step_ms + extra_ms * k))

@@ -1,7 +1,7 @@
-"""Drafters: what guesses the next token on the device, behind one seam.
+"""Guesses the next token on the device: drafters with one interface.
 
-A drafter holds one sequence. It is driven from one worker thread at a time and knows nothing of the network. Its
-guesses are hints: whatever it proposes, the text is the target's.
+A drafter holds one sequence. One worker thread at a time drives it, and it knows no network. Its guesses are hints:
+whatever it proposes, the text is the target's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Proposal:
 
 
 class Drafter(Protocol):
-    """One sequence and a guess of what follows it."""
+    """One sequence and guesses of what follows it."""
 
     def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Starts a new sequence; forgets the one before."""
@@ -39,7 +39,7 @@ class Drafter(Protocol):
         ...
 
     def rewind(self, length: int) -> None:
-        """Cuts the sequence back to `length` tokens, 1 up to the present number; never copies a cache."""
+        """Cuts the sequence back to `length` tokens, from 1 to the present number; never copies a cache."""
         ...
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -63,8 +63,8 @@ class ModelDrafter:
     """
 
     def __init__(self, runtime: SequenceRuntime, num_ids: int | None = None) -> None:
-        """num_ids: ids that the tokenizer knows; columns of the logits beyond are padding, which the target may lack,
-        and are never proposed. None takes all.
+        """num_ids: ids that the tokenizer knows; logits beyond are padding, which the target may not have, and are
+        never proposed. None: all.
         """
         self._runtime = runtime
         self._num_ids = num_ids
@@ -73,7 +73,7 @@ class ModelDrafter:
         self._probability = Probability()
 
     def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Starts a new sequence, keeping the cache of what it shares with the one before."""
+        """Starts a new sequence; keeps the cache of the beginning that both share."""
         held = self._runtime.length
         shared = 0
         for old, new in zip(self._tokens[:held], prompt, strict=False):
@@ -90,7 +90,7 @@ class ModelDrafter:
         return len(self._tokens)
 
     def rewind(self, length: int) -> None:
-        """Cuts the sequence back; the runtime's cache only where it goes beyond."""
+        """Cuts the sequence back, and the runtime's cache if it is longer."""
         del self._tokens[length:]
         if self._runtime.length > length:
             self._runtime.truncate(length)
@@ -105,7 +105,7 @@ class ModelDrafter:
         if position >= self._runtime.limits.max_positions:
             return None
         if self._runtime.length == position:
-            # The logits after the last token are gone; run that one again.
+            # The logits after the last token are gone; run that token again.
             self._runtime.truncate(position - 1)
         logits = self._runtime.extend(self._tokens[self._runtime.length :])[: self._num_ids]
         token = pick(logits, self._params, position)
@@ -118,7 +118,7 @@ class ModelDrafter:
 
 
 class Probability:
-    """Softmax of one token, over memory of its own: behind a step that has emptied the caches, temporaries cost more
+    """Softmax of one token, in memory that is reused: after a step has emptied the CPU's caches, temporaries cost more
     than the arithmetic.
     """
 
@@ -126,27 +126,27 @@ class Probability:
         self._weights = np.empty(0, np.float32)
 
     def __call__(self, logits: NDArray[np.float32], token: int, temperature: float) -> float:
-        """Probability of `token` at `temperature` (greedy: at 1), before truncation; `logits` [V] is left as it is."""
+        """Probability of `token` at `temperature` (greedy: at 1), before truncation; `logits` [V] is not changed."""
         if self._weights.size != logits.size:
             self._weights = np.empty_like(logits)
         weights = np.subtract(logits, logits[token], out=self._weights)
         if temperature > 0.0:
             weights *= np.float32(1.0 / temperature)
         np.exp(weights, out=weights)
-        return float(1.0 / weights.sum())  # float32, pairwise: digits enough for a hint
+        return float(1.0 / weights.sum())  # float32, summed pairwise: precise enough for a hint
 
 
 class NgramDrafter:
     """Drafts by prompt lookup, without a model: repeats what followed the same few tokens before."""
 
-    # No model, no probability; what this constant is worth is found by calibration.
+    # Without a model there is no probability; the estimates calibrate this constant.
     _CONFIDENCE = 0.5
 
     def __init__(self) -> None:
         self._lookup = NgramLookup()
 
     def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Starts a new sequence; the sampling parameters are of no use here."""
+        """Starts a new sequence; ignores the sampling parameters."""
         self._lookup.truncate(0)
         self._lookup.extend(prompt)
 
@@ -164,7 +164,7 @@ class NgramDrafter:
         self._lookup.extend(tokens)
 
     def propose(self) -> Proposal | None:
-        """What followed the longest repeated suffix; None when nothing repeats."""
+        """The token that followed the longest repeated suffix; None when nothing repeats."""
         if not (found := self._lookup.propose(1)):
             return None
         self._lookup.extend(found)

@@ -1,7 +1,7 @@
-"""What the agent measures while it runs: times, rates and how often the draft is right.
+"""Measures times and acceptance while the agent runs.
 
 Every rate is a ratio of sums with exponential forgetting, never a mean of ratios: a mean of per-commit acceptance rates
-weighs a commit that judged one token as much as one that judged ten. Kept across generations by the agent.
+gives a commit that tested one token the weight of one that tested ten. The agent keeps it across generations.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from outrider.edge.drafting.belief import CommitOutcome
 
 _NUM_BUCKETS = 8
-_ANSWER_TOKENS = 4  # drafted before the answer to a commit leaves, give or take
+_ANSWER_TOKENS = 4  # roughly, drafted before the answer to a commit is sent
 
 
 class ForgettingRatio:
-    """sum(numerators) / sum(denominators), old ones fading by `keep` with every update; starts at `prior`.
+    """sum(numerators) / sum(denominators), faded by the factor `keep` at every update; starts at `prior`.
 
-    prior_weight: how much of a denominator the prior is worth at the start.
+    prior_weight: the denominator at the start.
     """
 
     def __init__(self, prior: float, prior_weight: float, keep: float) -> None:
@@ -38,14 +38,14 @@ class ForgettingRatio:
 
     @property
     def weight(self) -> float:
-        """The faded sum of denominators: how much stands behind the value."""
+        """The faded sum of denominators."""
         return self._bottom
 
 
 class Estimates:
     """Everything a depth controller may know. All times in ms.
 
-    The acceptance starts at an optimistic 0.6 worth two tokens, so that an always-wrong draft is found out within ten.
+    The acceptance starts at an optimistic 0.6 with the weight of two tokens, so an always-wrong draft shows within ten.
     """
 
     def __init__(self) -> None:
@@ -60,13 +60,13 @@ class Estimates:
         self._extra_ms: float | None = None
 
     def on_open(self, took_ms: float, step_ms: float | None, draft_token_ms: float | None) -> None:
-        """A session was opened; the server told what it measured, or None."""
+        """Takes the opening of a session, with the times that the server measured, or None."""
         self._opened_in_ms = took_ms
         self._step_ms = step_ms
         self._extra_ms = draft_token_ms
 
     def on_commit(self, outcome: CommitOutcome, confidences: Sequence[float], interval_ms: float | None) -> None:
-        """A commit judged `outcome.num_tested` drafted tokens whose confidences come first in `confidences`."""
+        """Takes a commit; `confidences` begin with those of the `outcome.num_tested` drafted tokens that it tested."""
         if outcome.num_tested:
             self.accepted.add(outcome.num_right, outcome.num_tested)
         for i in range(outcome.num_tested):
@@ -76,16 +76,16 @@ class Estimates:
             self._tokens_per_commit.add(len(outcome.tokens), 1.0)
 
     def on_drafted(self, took_ms: float, num_tokens: int) -> None:
-        """The drafter spent `took_ms` on `num_tokens` tokens."""
+        """Takes the time that the drafter spent on `num_tokens` tokens."""
         self._draft.add(took_ms, num_tokens)
 
     def on_posted(self, took_ms: float) -> None:
-        """A draft message was answered after `took_ms`."""
+        """Takes the time from a draft message to its answer."""
         self._round_trips.append(took_ms)
 
     @property
     def acceptance(self) -> float:
-        """Chance that a drafted token is right, given those before it."""
+        """Chance that a drafted token is accepted when those before it are."""
         return self.accepted.value
 
     @property
@@ -95,24 +95,24 @@ class Estimates:
 
     @property
     def round_trip_ms(self) -> float:
-        """Round trip of a message: the least of the recent ones, since what is above it is queueing, not distance."""
+        """Round trip of a message: the shortest of the recent ones, since the rest is queueing, not distance."""
         return min(self._round_trips) if self._round_trips else self._opened_in_ms
 
     @property
     def lag_ms(self) -> float | None:
-        """Time from a commit on the server until drafts that know of it are back there; None before the first post."""
+        """Time from a commit on the server until drafts based on it arrive there; None before the first post."""
         if not self._round_trips:
             return None
         return round(self.round_trip_ms + _ANSWER_TOKENS * self.draft_ms, 1)
 
     @property
     def step_ms(self) -> float:
-        """The target's step with nothing drafted: as the server measured it, or else the mean time between commits."""
+        """The target's step without drafted tokens, as the server measured it, else the mean time between commits."""
         return self._step_ms if self._step_ms is not None else self._interval.value
 
     @property
     def extra_ms(self) -> float:
-        """Extra time that a drafted token costs in a step; 3 % of a step until the server tells."""
+        """Extra time of a drafted token in a step; 3 % of a step until the server reports it."""
         return self._extra_ms if self._extra_ms is not None else 0.03 * self.step_ms
 
     @property
@@ -126,9 +126,9 @@ class Estimates:
         return self._tokens_per_commit.value
 
     def survival(self, confidences: Sequence[float]) -> float:
-        """Chance that all of these drafted tokens are right: the product of their calibrated confidences.
+        """Chance that all of these drafted tokens are accepted: the product of their calibrated confidences.
 
-        A bucket that has seen little leans on the overall acceptance with the weight of four tokens.
+        Each bucket is smoothed by the overall acceptance with the weight of four tokens.
         """
         product = 1.0
         for confidence in confidences:

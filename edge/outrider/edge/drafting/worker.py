@@ -1,8 +1,7 @@
-"""Drafting off the event loop: runs of tokens in one worker thread.
+"""Drafts off the event loop: runs of tokens in one worker thread.
 
-A hop between threads costs about as much as drafting a token with a small model, so a run drafts many and looks at a
-flag between them. The loop reads what is there whenever it likes; it is woken only when there is something worth
-sending.
+Switching threads costs about as much as drafting a token with a small model, so a run drafts many tokens and checks a
+flag between them. The loop may read the proposals at any time; the thread wakes it only when they are worth sending.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from outrider.models.sampling import SamplingParams
 
 
 class DraftRun:
-    """One run. Written by the worker thread, read by the loop; `is_cancelled` goes the other way.
+    """One run. The worker thread writes it and the loop reads it; for `is_cancelled` it is the other way round.
 
     keep, tail: rewind the drafter to `keep` tokens and extend it by `tail` before drafting at most `limit` tokens.
-    ahead: confidences of the tokens that are drafted already. took_s: time that `num_timed` proposals took; the first
-    of a sequence, which includes the prompt, is left out. answer: proposals that are worth sending together at once, 0
-    where there is no such number.
+    ahead: confidences of the tokens that are drafted already. took_s: time of `num_timed` proposals, without the first
+    of a sequence, which includes the prompt. answer: number of proposals to send together as soon as all are drafted;
+    0: no such number.
     """
 
     __slots__ = ("ahead", "answer", "is_cancelled", "keep", "limit", "num_timed", "proposals", "tail", "took_s")
@@ -40,10 +39,10 @@ class DraftRun:
 
 
 class DraftWorker:
-    """One thread that owns a drafter while a run is on, for one sequence. Make it inside a running event loop.
+    """One thread that owns a drafter during a run, for one sequence. Make it inside a running event loop.
 
-    wants_more: asked between tokens with the confidences ahead so far. wake: called on the loop when the run's
-    answer is whole or a proposal has been waiting for `flush_s`, but not at the end of a run.
+    wants_more: called between tokens with the confidences so far. wake: called on the loop when the run's answer is
+    complete or a proposal has waited for `flush_s`, but not at the end of a run.
     """
 
     def __init__(
@@ -68,11 +67,11 @@ class DraftWorker:
         self._is_cold = True
 
     def submit(self, run: DraftRun) -> asyncio.Future[None]:
-        """Starts a run; the future ends with it, and carries what the drafter raised."""
+        """Starts a run; the future ends with it, with the drafter's exception if it raised one."""
         return self._loop.run_in_executor(self._thread, self._draft, run)
 
     def close(self) -> None:
-        """Ends the thread; no run may be on. The drafter stays open: it is the caller's."""
+        """Ends the thread; no run may be active. The drafter stays open: it is the caller's."""
         self._thread.shutdown(wait=True)
 
     def _draft(self, run: DraftRun) -> None:
@@ -102,9 +101,9 @@ class DraftWorker:
                 self._loop.call_soon_threadsafe(self._wake)
 
     def _is_due(self, num_missing: int, num_unsent: int, unsent_s: float) -> bool:
-        """Whether to send what there is, instead of letting it wait for more; num_missing: to the whole answer."""
+        """Whether to send now instead of waiting for more; num_missing: proposals missing from the answer."""
         if num_missing == 0:
             return True
-        # What completes the answer is worth waiting for where it is not long in coming.
+        # If the answer will be complete soon, wait for it.
         is_nearly_whole = num_missing > 0 and num_missing * unsent_s / num_unsent < self._flush_s
         return unsent_s >= self._flush_s and not is_nearly_whole

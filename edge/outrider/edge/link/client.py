@@ -6,7 +6,6 @@ byte of body and headers counted. This module knows the protocol, not what it is
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from outrider.edge.link.sse import EventParser
 from outrider.edge.results import ByteCounts
 from outrider.models.errors import CloudError, ConfigError, OutriderError, RequestError, TokenizerMismatch
+from outrider.models.hosts import is_loopback
 from outrider.models.protocol import (
     DraftRequest,
     ErrorAnswer,
@@ -89,7 +89,7 @@ class CloudClient:
             timeout=httpx.Timeout(options.timeout_s, connect=options.connect_timeout_s),
             limits=limits,
             transport=transport,
-            trust_env=not _is_loopback(parts.hostname),
+            trust_env=not is_loopback(parts.hostname),
         )
         # httpx adds Accept, Accept-Encoding, Connection and User-Agent to every message; none is needed.
         for name in list(self._http.headers):
@@ -206,13 +206,6 @@ class CloudClient:
 
 def _header_bytes(headers: httpx.Headers) -> int:
     return sum(len(name) + len(value) + len(": \r\n") for name, value in headers.raw) + len("\r\n")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _parse(kind: type[Answer], body: bytes) -> Answer:

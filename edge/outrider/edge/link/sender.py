@@ -1,7 +1,7 @@
-"""Sends draft messages, several in flight and none waited for.
+"""Sends draft messages, several in flight, and waits for none.
 
-A message repeats the whole belief, so a lost one is healed by the next, and where too many are in flight only the
-newest that is waiting need ever be sent.
+A message repeats the whole belief, so the next one makes up for a lost one; when too many are in flight, only the
+newest waiting message has to be sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.models.protocol import DraftRequest
 
 
 class Posts(Protocol):
-    """Where drafts go: `CloudClient`, or a wrapper that injects faults."""
+    """Destination of drafts: `CloudClient`, or a wrapper that injects faults."""
 
     async def post_drafts(self, session: str, request: DraftRequest) -> None:
         """Delivers one message or raises an OutriderError."""
@@ -26,8 +26,8 @@ class Posts(Protocol):
 class DraftSender:
     """Fire and forget, for one generation. max_in_flight bounds connections and memory.
 
-    on_round_trip: told the ms that a delivered message took. num_sent counts messages that went out, num_failed those
-    that were not delivered.
+    on_round_trip: called with the ms that a delivered message took. num_sent: messages sent; num_failed: those not
+    delivered.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class DraftSender:
         self.num_failed = 0
 
     def send(self, posts: Posts, session: str, request: DraftRequest) -> None:
-        """Sends now, or as soon as a message in flight is answered unless a newer one replaces it."""
+        """Sends now or, with too many in flight, after the next answer, unless a newer message replaces this one."""
         if len(self._tasks) >= self._max_in_flight:
             self._waiting = (posts, session, request)
             return
@@ -55,7 +55,7 @@ class DraftSender:
         task.add_done_callback(self._done)
 
     async def aclose(self) -> None:
-        """Cancels what is in flight: the session is over and nobody reads it."""
+        """Cancels messages in flight: the session is over."""
         self._waiting = None
         tasks = list(self._tasks)
         for task in tasks:
@@ -67,7 +67,7 @@ class DraftSender:
         try:
             await posts.post_drafts(session, request)
         except OutriderError:
-            # Harmless by design: a hint was lost. If the endpoint is gone, the event stream says so.
+            # Harmless: only a hint is lost. If the endpoint is gone, the event stream reports it.
             self.num_failed += 1
         else:
             self._on_round_trip((self._clock() - started) * 1e3)

@@ -1,4 +1,4 @@
-"""Server-sent events, the part that a session uses: one `data:` line an event, a blank line after it."""
+"""Parses server-sent events as a session uses them: one `data:` line per event, then a blank line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class EventParser:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[SessionEvent]:
-        """Yields the events that `data` completes. Raises CloudError for what is not an event of a session."""
+        """Yields the events that `data` completes. Raises CloudError for anything that is not a session's event."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

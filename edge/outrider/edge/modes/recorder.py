@@ -1,4 +1,4 @@
-"""Collects a generation's commits into its result and hands them to whoever shows them."""
+"""Collects a generation's commits into its result and passes them to a callback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Clock = Callable[[], float]
 
 
 class Recorder:
-    """One generation in the making. `clock` counts seconds; times are kept relative to the recorder's creation."""
+    """The result of a generation in progress. `clock` gives seconds; times count from the recorder's creation."""
 
     def __init__(self, mode: Mode, on_tokens: OnTokens | None = None, clock: Clock = time.perf_counter) -> None:
         self._mode = mode
@@ -34,7 +34,7 @@ class Recorder:
         self.waited_ms = 0.0
 
     def commit(self, tokens: tuple[int, ...], accepted: int, proposed: int) -> None:
-        """Records one target pass and shows its tokens."""
+        """Records one target pass and passes on its tokens."""
         at_s = self._clock() - self._started
         accepted = min(accepted, len(tokens))
         self._tokens.extend(tokens)
@@ -43,13 +43,13 @@ class Recorder:
         self._num_passes += 1
         self._num_accepted += accepted
         self._num_proposed += proposed
-        # A pass that commits nothing but accepted drafts was ended by a stop or the length: nothing was refused.
+        # A pass that commits only accepted drafts ended at a stop token or the length: it rejected nothing.
         self._num_tested += accepted + (accepted < proposed and accepted < len(tokens))
         if self._on_tokens is not None and tokens:
             self._on_tokens(TokenBatch(tokens, accepted, at_s))
 
     def depth(self, depth: int) -> None:
-        """Notes the depth in force from the next token on."""
+        """Records the depth from the next token on."""
         if not self._depths or self._depths[-1][1] != depth:
             self._depths.append((len(self._tokens), depth))
 

@@ -1,7 +1,7 @@
-"""Stop-and-wait: draft a block, have it verified, take the answer, draft the next. The plain twin of stream mode.
+"""Generates by stop-and-wait: drafts a block, has it verified, takes the answer, drafts the next.
 
-What the published systems do; a round trip is paid for every block. Kept because it is short, because its text must
-equal stream mode's, and because on a very short round trip it is hard to beat.
+The plain twin of stream mode, and what the published systems do: every block costs a round trip. Kept because it is
+short, because its text must equal stream mode's, and because it is hard to beat on a very short round trip.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOT_HELD = "prefix_not_held"
 
 @dataclass(frozen=True, slots=True)
 class StopAndWaitAgent:
-    """Generates over /v1/verify, one text at a time. drafter: None verifies empty blocks (one token a round trip)."""
+    """Generates over /v1/verify, one text at a time. drafter: None verifies empty blocks (one token per round trip)."""
 
     endpoints: Endpoints
     drafter: Drafter | None
@@ -36,7 +36,7 @@ class StopAndWaitAgent:
     clock: Callable[[], float] = time.perf_counter
 
     async def generate(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> GenerationResult:
-        """Generates one text; raises as `StreamAgent.generate` does, and ModelFault where the drafter fails."""
+        """Generates one text; raises as `StreamAgent.generate`, and ModelFault when the drafter fails."""
         recorder = Recorder(Mode.STOP_AND_WAIT, on_tokens, self.clock)
         wire_before = self.endpoints.wire
         belief, prefix_hash, reason = Belief(), None, None
@@ -50,8 +50,8 @@ class StopAndWaitAgent:
             result = await self._verify(request, belief, prefix_hash)
             self.estimates.on_posted(max(0.0, (self.clock() - asked_at) * 1e3 - self.estimates.step_ms))
             outcome = belief.on_commit(belief.num_known, result.tokens)
-            # The server may have run fewer drafted tokens than were sent. What it left is drafted again, not kept: the
-            # drafter is cut back to what is known.
+            # The server may run fewer drafted tokens than were sent. The rest is drafted again, not kept: the drafter
+            # is cut back to the committed tokens.
             belief.drop_drafted()
             self.estimates.on_commit(outcome, [proposal.confidence for proposal in proposals], None)
             self.depth.observe(outcome)
@@ -60,14 +60,14 @@ class StopAndWaitAgent:
                 self.drafter.rewind(kept)
                 self.drafter.extend(outcome.tokens[outcome.num_right :])
             recorder.depth(len(proposals))
-            # A right one beyond those that it accepted is the target's own pick: it ran no more, or the text ends.
+            # An equal token beyond the accepted ones is the target's own: it ran no more drafts, or the text ends.
             num_run = result.accepted if outcome.num_right > result.accepted else len(proposals)
             recorder.commit(outcome.tokens, result.accepted, num_run)
             prefix_hash, reason = result.prefix_hash, result.finish_reason
             if reason is None and belief.num_known >= request.max_tokens:
                 reason = "length"
             elif reason is None and not result.tokens:
-                raise CloudError("the cloud verified a block and committed nothing; expected at least one token")
+                raise CloudError("the cloud verified a block and committed no token; expected at least one")
         return recorder.finish(reason, self.endpoints.wire - wire_before)
 
     async def _draft(self, request: GenerationRequest, belief: Belief) -> list[Proposal]:
@@ -77,23 +77,17 @@ class StopAndWaitAgent:
             return []
         started = self.clock()
         proposals = await asyncio.to_thread(_propose, self.drafter, count)
-        if belief.num_known and proposals:  # the first block's time is the prompt's
+        if belief.num_known and proposals:  # the first block's time includes the prompt
             self.estimates.on_drafted((self.clock() - started) * 1e3, len(proposals))
         return proposals
 
     async def _verify(self, request: GenerationRequest, belief: Belief, prefix_hash: str | None) -> VerifyResult:
-        """One block; by the hash of what the server holds, or by all the tokens where it no longer does."""
+        """Verifies a block, with the hash of the prefix, or with all tokens if the server no longer holds it."""
         whole = VerifyItem(
             prefix=[*request.prompt, *belief.known],
             draft=list(belief.drafted),
             max_tokens=request.max_tokens - belief.num_known,
-            stop_ids=sorted(request.stop_ids) if request.stop_ids is not None else None,
-            ignore_eos=request.ignore_eos,
-            temperature=request.params.temperature,
-            top_k=request.params.top_k,
-            top_p=request.params.top_p,
-            min_p=request.params.min_p,
-            seed=request.params.seed,
+            **request.wire_fields(),
         )
         if prefix_hash is not None:
             try:

@@ -1,8 +1,8 @@
-"""Stream mode: draft ahead, send what was drafted, take commits, go on from the truth.
+"""Generates in stream mode: drafts ahead, sends the drafts, takes commits, and drafts on from them.
 
-The network lives on the event loop, drafting in one worker thread; neither waits for the other. A commit that
-contradicts the belief stops the draft at its next token, and drafting starts again from the truth at once. The plain
-twin of this module is `stop_and_wait`.
+The network runs on the event loop, drafting in one worker thread; neither waits for the other. A commit that
+contradicts the belief stops the draft at its next token, and drafting starts again from the committed tokens at once.
+The plain twin of this module is `stop_and_wait`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from outrider.models.protocol import Commit, DraftRequest, SessionEnd, SessionOp
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """flush_ms: a drafted token waits about this long for others to share its message; a fast draft then sends one
-    message a commit, a slow one each token. max_posts: messages in flight.
+    """flush_ms: a drafted token waits about this long for others to share its message, so a fast draft sends one
+    message per commit, a slow one a message per token. max_posts: messages in flight.
     """
 
     flush_ms: float = 4.0
@@ -35,10 +35,10 @@ class AgentOptions:
 
 
 class StreamAgent:
-    """Generates in stream mode, one text at a time; what it measured is kept for the next.
+    """Generates in stream mode, one text at a time; its measurements are kept for the next.
 
-    drafter: None for no draft at all, which is cloud-only streaming. depth: shares `estimates` if it uses any.
-    wrap_posts: wraps the way drafts take, to inject faults. Belongs to one event loop at a time.
+    drafter: None is cloud-only streaming. depth: shares `estimates` if it uses any. wrap_posts: wraps the client that
+    drafts are posted to, to inject faults. Belongs to one event loop at a time.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class StreamAgent:
 
         Raises CloudError when no endpoint is left, RequestError and TokenizerMismatch when the server refuses.
         Cancelling the task ends the session. A drafter that fails only ends the drafting: the result's `draft_error`
-        tells.
+        has the reason.
         """
         return await _Generation(self, request, on_tokens).run()
 
@@ -82,7 +82,7 @@ class _Generation:
         self._posts: Posts | None = None  # None until the first session is open
         self._session = ""
         self._session_start = 0  # tokens known when the session was opened
-        # Where the text ends besides its length: as the server told when it was first opened.
+        # Where the text ends besides its length, as the server reported when it was first opened.
         self._stop_ids: frozenset[int] | None = None
         self._max_positions: int | None = None
         self._opening_at = self._last_commit_at = 0.0
@@ -107,12 +107,12 @@ class _Generation:
         recorder, ahead, sender = self._recorder, self._ahead, self._sender
         recorder.num_drafted, recorder.draft_error = ahead.num_drafted, ahead.error
         recorder.num_posts, recorder.num_failed_posts = sender.num_sent, sender.num_failed
-        reason = reason or self._over()  # the server's is missing where the text was cut after its last token
+        reason = reason or self._over()  # the server's is missing when the stream is cut after the last token
         assert reason is not None, "the sessions ended before the text did"
         return recorder.finish(reason, self._agent.endpoints.wire - wire_before)
 
     def _next_request(self) -> SessionRequest | None:
-        """What to open now: everything known counts as prompt, so positions stay what they were."""
+        """The next session to open: all committed tokens are part of its prompt, so positions stay the same."""
         known, request = self._ahead.known, self._request
         if self._over() is not None:
             return None
@@ -123,20 +123,14 @@ class _Generation:
         return SessionRequest(
             prompt=[*request.prompt, *known],
             max_tokens=request.max_tokens - len(known),
-            stop_ids=sorted(request.stop_ids) if request.stop_ids is not None else None,
-            ignore_eos=request.ignore_eos,
             patience_ms=request.patience_ms if self._agent.drafter else 0.0,
             draft_lag_ms=self._agent.estimates.lag_ms if self._agent.drafter else None,
             tokenizer=request.tokenizer,
-            temperature=request.params.temperature,
-            top_k=request.params.top_k,
-            top_p=request.params.top_p,
-            min_p=request.params.min_p,
-            seed=request.params.seed,
+            **request.wire_fields(),
         )
 
     def _over(self) -> str | None:
-        """Why nothing is left to generate, as the server would say it; None while something is."""
+        """Why nothing is left to generate, in the server's words; None if something is."""
         known, request = self._ahead.known, self._request
         if known and self._stop_ids is not None and known[-1] in self._stop_ids:
             return "stop"
@@ -156,7 +150,7 @@ class _Generation:
 
     def _on_commit(self, commit: Commit) -> None:
         now = self._agent.clock()
-        # The first commit of a session ends its prefill, which says nothing of the pace.
+        # The first commit of a session ends its prefill, so it does not measure a step.
         interval_ms = (now - self._last_commit_at) * 1e3 if self._last_commit_at else None
         outcome = self._ahead.on_commit(self._session_start + commit.base, commit.tokens, interval_ms)
         self._last_commit_at = now
@@ -170,6 +164,6 @@ class _Generation:
 
     def _send(self, num_known: int, drafted: Sequence[int]) -> None:
         if self._posts is None:
-            return  # not open yet; `resend` has it sent then
+            return  # not open yet; `resend` makes up for it
         message = DraftRequest(base=num_known - self._session_start, paths=[list(drafted)])
         self._sender.send(self._posts, self._session, message)

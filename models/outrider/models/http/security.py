@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.models.errors import ConfigError, RequestError
+from outrider.models.hosts import is_loopback
 from outrider.models.http.limits import RateLimiter
 
 KEYS_VARIABLE: Final = "OUTRIDER_API_KEYS"
@@ -123,13 +123,3 @@ def require_safe_host(host: str, keys: KeyRing, *, is_insecure_allowed: bool) ->
         f"refusing to listen on {host} without API keys: anybody who reaches this port could use the model. Give "
         f"--api-key-file, or --insecure-no-keys to allow it"
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`; a name other than localhost counts as reachable."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

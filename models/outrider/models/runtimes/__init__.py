@@ -1,6 +1,6 @@
-"""Model runtimes behind two seams: `BatchRuntime` for the cloud's engine, `SequenceRuntime` for the device's draft.
+"""Opens model runtimes by name: `BatchRuntime` for the cloud's engine, `SequenceRuntime` for the device's draft.
 
-Runtimes are opened by name and imported on first use, so a machine needs only the packages of the one that it runs.
+A runtime is imported on first use, so a machine needs only the packages of the one that it runs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SEQUENCE_RUNTIMES: Final = {
 def open_batch_runtime(kind: str, path: Path, options: RuntimeOptions) -> BatchRuntime:
     """Loads the model at `path` into the BatchRuntime named `kind` ("openvino", "torch").
 
-    Raises ConfigError for an unknown name, RuntimeUnavailable when its package is missing (the message has the pip
-    command) or its device is, BundleError when the model's files are not what the runtime reads.
+    Raises ConfigError for an unknown name, RuntimeUnavailable when its package (the message has the pip command) or its
+    device is missing, BundleError when the runtime cannot read the model's files.
     """
     return cast(BatchRuntime, _class_of(kind, BATCH_RUNTIMES)(path, options))
 
@@ -43,7 +43,7 @@ def open_sequence_runtime(kind: str, path: Path, options: RuntimeOptions) -> Seq
 
 
 def sequence_kind(runtime: str, device: str) -> str:
-    """The SequenceRuntime for a draft on `device` ("cpu", "gpu", "npu"): OpenVINO drives an NPU in a way of its own."""
+    """The SequenceRuntime for a draft on `device` ("cpu", "gpu", "npu"): OpenVINO has a separate one for NPUs."""
     return "openvino-npu" if (runtime, device.lower()) == ("openvino", "npu") else runtime
 
 

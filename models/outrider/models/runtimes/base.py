@@ -1,9 +1,9 @@
-"""The seams behind which models run.
+"""Defines the interfaces of model runtimes.
 
-`BatchRuntime` is what the cloud's engine drives: ragged batches over a paged KV cache, every address explicit.
-`SequenceRuntime` is what the device's agent drives: one sequence that grows and is cut back.
-`Proposer` is what it falls back on: the same, but of guesses without a model behind them.
-None knows about sampling, sessions or the network.
+`BatchRuntime`, for the cloud's engine: ragged batches over a paged KV cache, every address explicit.
+`SequenceRuntime`, for the device's agent: one sequence that grows and is cut back.
+`Proposer`, the agent's fallback: one sequence with guesses, but no model.
+None knows about sessions or the network.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.models.manifest import StaticShapes
 from outrider.models.sampling import SamplingParams
 
 PROMISED_POSITIONS: Final = "outrider_max_positions"
-"""Key of an exported config.json: the longest sequence that the bundle promises, whatever the model's own is."""
+"""Key of an exported config.json: the longest sequence that the bundle supports, whatever the model's own is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class SequenceSlice:
     past: tokens of this sequence already in the cache. New token i goes to slot past + i, and has that position too,
       unless `positions` says otherwise.
     blocks: block numbers that hold positions 0, block_size, 2 * block_size, ...; must cover past + len(tokens).
-    num_rows: for how many of the *last* new tokens logits are wanted (0 for a prompt chunk that is not the last).
+    num_rows: how many of the *last* new tokens need logits (0 for a prompt chunk that is not the last).
     positions: absolute position of each new token; None means past, past + 1, ... (a tree gives siblings one position).
     mask: [n, n] uint8, 1 where new token i may attend new token j; None means causal. All of the past is attended.
     """
@@ -47,7 +47,7 @@ class SequenceSlice:
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What a loaded model can take: the size of its vocabulary (columns of the logits) and its longest sequence."""
+    """A loaded model's limits: the size of its vocabulary (columns of the logits) and its longest sequence."""
 
     vocab_size: int
     max_positions: int
@@ -87,14 +87,14 @@ class BatchRuntime(Protocol):
 
 @runtime_checkable
 class PickingRuntime(Protocol):
-    """A BatchRuntime that can pick where its logits are: on a GPU, copying rows of 152k to the host costs more."""
+    """A BatchRuntime that picks tokens where its logits are: copying rows of 152k from a GPU to the host costs more."""
 
     def forward_picks(
         self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams], positions: Sequence[int]
     ) -> list[int | None]:
-        """As `BatchRuntime.forward`, but the token that `sampling.pick` takes of each row, None if it is not finite.
+        """As `BatchRuntime.forward`, but returns each row's token as `sampling.pick` takes it, None if not finite.
 
-        params, positions: of each row, in the order of the rows; absolute positions.
+        params, positions: one per row, in the order of the rows; positions are absolute.
         """
         ...
 
@@ -118,7 +118,7 @@ class SequenceRuntime(Protocol):
         ...
 
     def truncate(self, length: int) -> None:
-        """Forgets everything from position `length` on; `length` at most the present one."""
+        """Forgets everything from position `length` on; `length` is at most the present one."""
         ...
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class SequenceRuntime(Protocol):
 
 @runtime_checkable
 class Proposer(Protocol):
-    """A draft without a model: it knows tokens, never logits, so it can only name what it expects next."""
+    """A draft without a model: it has no logits, only guesses of the next tokens."""
 
     @property
     def length(self) -> int:
@@ -144,28 +144,29 @@ class Proposer(Protocol):
         ...
 
     def propose(self, max_tokens: int) -> list[int]:
-        """What may follow the sequence: at most `max_tokens` tokens, none when it has no idea. Changes no state."""
+        """A guess of what follows the sequence: at most `max_tokens` tokens, or none. Changes no state."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RuntimeOptions:
-    """How a model is loaded.
+    """Options for loading a model.
 
     device: as the runtime names it ("CPU", "GPU", "NPU", "cuda:0"); for ONNX Runtime also an execution provider's
       name or a policy, such as "CUDAExecutionProvider" or "prefer-npu".
     num_threads: inference threads; 0 leaves it to the runtime.
-    kv_cache_bytes: room for the paged cache (BatchRuntime only).
-    kv_precision: "f32", "f16", "bf16" or "u8"; "auto" takes f32 on CPU and the runtime's own elsewhere. On CPU
+    kv_cache_bytes: size of the paged cache (BatchRuntime only).
+    kv_precision: "f32", "f16", "bf16" or "u8"; "auto" is f32 on CPU and the runtime's default elsewhere. On CPU
       OpenVINO takes f32 and u8 only.
-    cache_dir: where compiled models are kept; None for nowhere.
+    cache_dir: where compiled models are stored; None: not stored.
     is_batch_invariant: OpenVINO on CPU with an f32 cache, BatchRuntime: a token's logits are the same, bit for bit,
-      however its sequence was cut into steps and whatever else was in them. Costs a few per cent of a step at short
-      contexts, more of a long prompt. Steps with a tree mask are outside the promise.
-    max_positions: cuts the longest sequence, and with it a SequenceRuntime's cache; 0 takes the model's own.
-    static_shapes: what an NPU's model is compiled for; nothing else reads it.
-    emulate_npu: runs the NPU's own path on the CPU, for machines without one.
-    properties: for OpenVINO, compile properties, over everything above; for torch, "dtype": "f32", "bf16" or "f16".
+      however its sequence is cut into steps and whatever else those steps hold. Costs a few per cent of a step at short
+      contexts, more for a long prompt. Does not cover steps with a tree mask.
+    max_positions: shortens the longest sequence, and with it a SequenceRuntime's cache; 0: the model's own.
+    static_shapes: the shapes that an NPU's model is compiled for; other devices ignore it.
+    emulate_npu: runs the NPU's code path on the CPU, for machines without an NPU.
+    properties: for OpenVINO, compile properties, which override all of the above; for torch, "dtype": "f32", "bf16" or
+      "f16".
     """
 
     device: str = "CPU"
@@ -182,11 +183,11 @@ class RuntimeOptions:
 
 @contextmanager
 def telling_of_memory(max_positions: int) -> Iterator[None]:
-    """Turns the system's refusal of memory for a cache of so many positions into a ConfigError."""
+    """Turns a failed allocation of a cache for `max_positions` into a ConfigError."""
     try:
         yield
-    except (MemoryError, OverflowError, OSError, RuntimeError, ValueError) as error:  # a device's are of any kind
+    except (MemoryError, OverflowError, OSError, RuntimeError, ValueError) as error:  # devices raise any of these
         raise ConfigError(
-            f"a cache for {max_positions:,} positions is more than this machine has memory for ({error}); export the "
-            "model with a smaller max_position_embeddings in its config.json"
+            f"a cache for {max_positions:,} positions is more than this machine's memory ({error}); export the model "
+            "with a smaller max_position_embeddings in its config.json"
         ) from error

@@ -1,9 +1,9 @@
-"""A make-believe language behind both seams: for tests of engines and agents, yours included. numpy only.
+"""Fakes both runtime interfaces with a made-up language: for tests of engines and agents, yours included. numpy only.
 
-The logits at a position are a hash of every token attended there and of its position, read back from the cache's
-slots. So a wrong block table, a missed rollback or a stale block gives other text, and a slot that was never
-written, or that two sequences touch in one step, is an AssertionError. Equal contexts give equal logits, bit for bit,
-whatever the batch around them.
+The logits at a position are a hash of every token attended there and of its position, read from the cache's slots. So a
+wrong block table, a missed rollback or a stale block gives other text, and a slot that was never written, or that two
+sequences touch in one step, is an AssertionError. Equal contexts give equal logits, bit for bit, whatever else is in
+the batch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
+from outrider.models.runtimes.one_sequence import OneSequence
 from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
 
 # Logits are exponential variates times this: the likeliest token leads the next by SHARPNESS on average.
@@ -38,7 +39,7 @@ def _packed(tokens: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[
 def _values(packed: NDArray[np.uint64], indices: NDArray[np.int64]) -> NDArray[np.uint64]:
     """What slots add to a context when they are read as its entries `indices`, which should be their positions.
 
-    Real keys carry their position and would forgive swapped blocks; an engine that swaps them is wrong all the same.
+    Real keys hold their position, so real models do not notice swapped blocks; this one does.
     """
     return _mix64(packed + indices.astype(np.uint64) * np.uint64(_GOLDEN))
 
@@ -60,7 +61,7 @@ def _logits(contexts: NDArray[np.uint64], vocab_size: int) -> NDArray[np.float32
 
 
 class FakeBatchRuntime:
-    """`BatchRuntime` of the make-believe language."""
+    """`BatchRuntime` of the made-up language."""
 
     def __init__(
         self,
@@ -73,11 +74,11 @@ class FakeBatchRuntime:
         fail_on_token: int | None = None,
         on_step: Callable[[Sequence[SequenceSlice]], None] | None = None,
     ) -> None:
-        """Languages of different `seed` have nothing in common.
+        """Each `seed` is another language.
 
         fail_on_token: a slice that ends in this token gets NaN logits.
-        on_step: called with the batch at the start of each forward, in its thread: may wait for a gate, take time,
-          record, or raise.
+        on_step: called with the batch at the start of each forward, in its thread: may wait, take time, record, or
+          raise.
         """
         self._limits = ModelLimits(vocab_size, max_positions)
         self._block_size = block_size
@@ -157,8 +158,8 @@ def _running(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return np.concatenate([np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)])
 
 
-class FakeSequenceRuntime:
-    """`SequenceRuntime` of the same language, right as often as wanted: a draft."""
+class FakeSequenceRuntime(OneSequence):
+    """`SequenceRuntime` of the same language that agrees with the target as often as asked: a draft."""
 
     def __init__(
         self,
@@ -169,37 +170,25 @@ class FakeSequenceRuntime:
         agreement: float = 1.0,
         on_step: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        """With the `seed` of a FakeBatchRuntime, its logits; in a share 1 - `agreement` of contexts, unrelated ones.
+        """Logits of the FakeBatchRuntime with this `seed`; in a share 1 - `agreement` of contexts, unrelated ones.
 
         on_step: called with the tokens at the start of each `extend`. Raises ConfigError when `agreement` is not
         in [0, 1].
         """
         if not 0.0 <= agreement <= 1.0:
             raise ConfigError(f"agreement is {agreement}; expected 0 to 1")
-        self._limits = ModelLimits(vocab_size, max_positions)
+        super().__init__(ModelLimits(vocab_size, max_positions))
         self._seed = np.uint64(seed)
         self._agreement = agreement
         self._on_step = on_step
         self._sums = np.zeros(max_positions + 1, np.uint64)  # of the first 0, 1, 2, ... tokens
-        self._length = 0
-
-    @property
-    def limits(self) -> ModelLimits:
-        """Vocabulary size and longest sequence."""
-        return self._limits
-
-    @property
-    def length(self) -> int:
-        """Tokens now in the sequence."""
-        return self._length
 
     def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Appends at least one token; returns the logits after the last one, [vocab_size] float32."""
         if self._on_step is not None:
             self._on_step(tokens)
+        self._check_new(tokens)
         start, end = self._length, self._length + len(tokens)
-        assert tokens and min(tokens) >= 0 and max(tokens) < self._limits.vocab_size, f"token ids {tokens}"
-        assert end <= self._limits.max_positions, f"{end} tokens of at most {self._limits.max_positions}"
         positions = np.arange(start, end)
         values = _values(_packed(np.array(tokens, np.int64), positions), positions)
         self._sums[start + 1 : end + 1] = self._sums[start] + np.cumsum(values, dtype=np.uint64)
@@ -211,11 +200,6 @@ class FakeSequenceRuntime:
             context = dissent
         row: NDArray[np.float32] = _logits(context, self._limits.vocab_size)[0]
         return row
-
-    def truncate(self, length: int) -> None:
-        """Forgets everything from position `length` on; `length` at most the present one."""
-        assert 0 <= length <= self._length, f"truncate to {length} of {self._length} tokens"
-        self._length = length
 
     def close(self) -> None:
         """Nothing to release."""

@@ -1,7 +1,7 @@
-"""Prompt lookup: guesses that repeat what the text itself said before (Saxena 2023, "Prompt Lookup Decoding").
+"""Guesses by prompt lookup: repeats what followed the same tokens before (Saxena 2023, "Prompt Lookup Decoding").
 
-The last rung before no draft at all: no model, no memory to speak of, microseconds a call. It finds where the last few
-tokens stood before and copies what followed. It has no logits, so it is a `Proposer`, not a `SequenceRuntime`.
+The last resort before no draft at all: no model, little memory, microseconds per call. It finds an earlier occurrence
+of the last few tokens and copies what followed. It has no logits, so it is a `Proposer`, not a `SequenceRuntime`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider.models.errors import ConfigError
 class NgramLookup:
     """`Proposer` by the longest repeated suffix, most recent occurrence first.
 
-    An index of every n-gram's end positions grows and shrinks with the sequence: O(max_n - min_n + 1) a token either
+    An index of every n-gram's end positions grows and shrinks with the sequence: O(max_n - min_n + 1) per token either
     way, whatever the sequence's length.
     """
 
@@ -53,7 +53,7 @@ class NgramLookup:
     def propose(self, max_tokens: int) -> list[int]:
         """What followed the last earlier occurrence of the longest repeated suffix; [] when nothing repeats.
 
-        A copy that reaches the end of the sequence goes on through its own output, so a loop is proposed as a loop.
+        A copy that reaches the end of the sequence continues with its own output, so a loop is proposed as a loop.
         """
         for ngram in self._suffixes():
             ends = self._ends[ngram]

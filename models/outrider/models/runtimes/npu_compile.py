@@ -1,8 +1,7 @@
 """Compiles a stateful IR for the NPU plugin's language-model path, on an NPU or emulated on the CPU.
 
-Knows shapes, properties and devices; what is done with the compiled model is `openvino_npu`'s business. What of the
-plugin (2026.4.1) is silently wrong is refused: a cache in u8 or i8. So is what it could not drive: a model without
-positions.
+Knows shapes, properties and devices; `openvino_npu` uses the compiled model. Refuses what the plugin (2026.4.1) gets
+silently wrong, a cache in u8 or i8, and what `openvino_npu` cannot drive, a model without positions.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _KV_PRECISIONS: Final = ("auto", "f16", "f32")
 
 
 def compiled_shapes(shapes: StaticShapes) -> StaticShapes:
-    """What the plugin makes of the asked lengths: it rounds prompt and response up to 64, steps of several to 8.
+    """The lengths that the plugin compiles: it rounds prompt and response up to 64, steps of several tokens to 8.
 
     Raises ConfigError when the response has no room for one step.
     """
@@ -42,7 +41,7 @@ def compiled_shapes(shapes: StaticShapes) -> StaticShapes:
 
 
 def npu_properties(shapes: StaticShapes, options: RuntimeOptions) -> dict[str, str]:
-    """What an IR is compiled with for an NPU; `options.properties` has the last word. ConfigError for bad options."""
+    """The compile properties for an NPU; `options.properties` overrides them. Raises ConfigError for bad options."""
     if options.kv_precision not in _KV_PRECISIONS:
         raise ConfigError(
             f"kv_precision is {options.kv_precision!r}; expected one of {', '.join(_KV_PRECISIONS)} on the NPU's path, "
@@ -54,10 +53,10 @@ def npu_properties(shapes: StaticShapes, options: RuntimeOptions) -> dict[str, s
         "NPUW_LLM_MAX_PROMPT_LEN": str(shapes.prompt_len),
         "NPUW_LLM_MIN_RESPONSE_LEN": str(shapes.response_len),
         "NPUW_LLM_MAX_GENERATION_TOKEN_LEN": str(shapes.step_len),
-        # One device, said outright: with a list the plugin would go on to the next in silence.
+        # One device: with a list the plugin would silently go on to the next.
         "NPUW_DEVICES": "CPU" if options.emulate_npu else "NPU",
-        # Compiled whole: slower to compile, quicker to run, and cut into repeated blocks, as is the default, some
-        # models fail ("Model references undeclared parameters"), the bundled draft among them.
+        # Compiled whole: slower to compile, faster to run. Cut into repeated blocks, the default, some models fail
+        # ("Model references undeclared parameters"), the bundled draft among them.
         "NPUW_ONLINE_PIPELINE": "NONE",
     }
     if options.kv_precision != "auto":
@@ -68,10 +67,9 @@ def npu_properties(shapes: StaticShapes, options: RuntimeOptions) -> dict[str, s
 
 
 def npu_core(options: RuntimeOptions, *, needs_device: bool = True) -> Any:
-    """An OpenVINO core to compile for an NPU with, its own because the emulation changes how it treats the CPU.
+    """An OpenVINO core for compiling for an NPU; not shared, because the emulation changes its CPU settings.
 
-    Raises ConfigError for an option out of range, RuntimeUnavailable when there is no NPU, none is emulated and one is
-    needed.
+    Raises ConfigError for an option out of range, RuntimeUnavailable when an NPU is needed and there is none.
     """
     if options.num_threads < 0:
         raise ConfigError(f"num_threads is {options.num_threads}; expected 0 (the runtime's choice) or more")
@@ -79,8 +77,8 @@ def npu_core(options: RuntimeOptions, *, needs_device: bool = True) -> Any:
         raise ConfigError(f"device is {options.device!r}; expected NPU, or NPU.0 and the like where there are several")
     core = ov.Core()
     if options.emulate_npu:
-        # Set on the device, because a model that comes from the cache has forgotten what it was compiled with; the
-        # default, bf16, is off by 0.04 where f32 is off by 0.001. Pinned threads of two processes would meet.
+        # Set on the device, because a model from the cache does not keep its compile properties; the default, bf16,
+        # is off by 0.04 where f32 is off by 0.001. Pinned threads of two processes would share cores.
         emulated: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32", "ENABLE_CPU_PINNING": "NO"}
         if options.num_threads:
             emulated["INFERENCE_NUM_THREADS"] = options.num_threads
@@ -88,8 +86,8 @@ def npu_core(options: RuntimeOptions, *, needs_device: bool = True) -> Any:
     elif needs_device and not any(device.split(".")[0] == "NPU" for device in core.available_devices):
         raise RuntimeUnavailable(
             f"OpenVINO finds no NPU on this machine, only {', '.join(core.available_devices) or 'no device'}; install "
-            "the NPU's driver (on Linux the user also needs access to /dev/accel), export a draft for the "
-            "CPU (outrider-export draft --device cpu), or try the NPU's path on the CPU with --emulate-npu"
+            "the NPU's driver (on Linux the user also needs access to /dev/accel), or try the NPU's path on the CPU "
+            "with --emulate-npu"
         )
     return core
 
@@ -97,10 +95,10 @@ def npu_core(options: RuntimeOptions, *, needs_device: bool = True) -> Any:
 def compile_for_npu(xml: Path, shapes: StaticShapes, options: RuntimeOptions) -> Any:
     """The IR compiled for `shapes`, as `compiled_shapes` gives them: minutes on an NPU, the first time.
 
-    A blob beside the IR that was made for these shapes is taken instead, unless the options ask for something that it
-    was not made with; one that this OpenVINO or driver does not read is passed over, with a warning.
+    A blob beside the IR, compiled for these shapes, is used instead, unless the options ask for other properties; one
+    that this OpenVINO or driver cannot read is skipped, with a warning.
     Raises BundleError for a model that the path cannot drive, ConfigError for an option out of range,
-    RuntimeUnavailable when there is no NPU and no emulation was asked for, or nothing that compiles for it.
+    RuntimeUnavailable when there is no NPU and no emulation, or the compiler fails.
     """
     core = npu_core(options)
     blob = blob_path(xml, shapes, emulated=options.emulate_npu)
@@ -110,18 +108,17 @@ def compile_for_npu(xml: Path, shapes: StaticShapes, options: RuntimeOptions) ->
                 blob.read_bytes(), _device(options), {"WEIGHTS_PATH": str(xml.with_suffix(".bin"))}
             )
         except RuntimeError as error:
-            logger.warning("%s is not for this OpenVINO or driver (%s); compiling anew", blob, failure_reason(error))
+            logger.warning("%s is not for this OpenVINO or driver (%s); compiling again", blob, failure_reason(error))
     try:
         return compile_ir(core, xml, shapes, options)
     except RuntimeError as error:
         raise RuntimeUnavailable(
-            f"OpenVINO cannot compile {xml} for the NPU: {failure_reason(error)}; update the NPU's driver, or "
-            "export a draft for the CPU (outrider-export draft --device cpu)"
+            f"OpenVINO cannot compile {xml} for the NPU: {failure_reason(error)}; update the NPU's driver"
         ) from error
 
 
 def compile_ir(core: Any, xml: Path, shapes: StaticShapes, options: RuntimeOptions) -> Any:
-    """As `compile_for_npu`, whether or not there is a device, and never from a blob; OpenVINO's own RuntimeError."""
+    """As `compile_for_npu`, but without looking for a device or a blob; raises OpenVINO's own RuntimeError."""
     properties = npu_properties(shapes, options)
     try:
         model = core.read_model(xml)
@@ -129,24 +126,24 @@ def compile_ir(core: Any, xml: Path, shapes: StaticShapes, options: RuntimeOptio
         raise BundleError(f"{xml} cannot be read as an IR ({failure_reason(error)}); export the model again") from error
     if not model.get_variables():
         raise BundleError(
-            f"{xml} keeps no cache of its own; expected the stateful decoder that `outrider-export` or optimum-intel's "
+            f"{xml} has no KV cache; expected the stateful decoder that `outrider-export` or optimum-intel's "
             "default text-generation export writes"
         )
     if missing := {"input_ids", "attention_mask", "position_ids"} - port_names(model.inputs):
         raise BundleError(
-            f"{xml} takes no {', '.join(sorted(missing))}, by which the NPU's path tells a prompt from a cached step; "
-            "models without positions, such as Bloom, are exported for the CPU (--device cpu)"
+            f"{xml} has no input {', '.join(sorted(missing))}, which the NPU's path needs to recognize a cached step; "
+            "export models without positions, such as Bloom, for the CPU (--device cpu)"
         )
     return core.compile_model(model, _device(options), properties)
 
 
 def _device(options: RuntimeOptions) -> str:
-    """As OpenVINO names it; "CPU" is what nobody chose, the default."""
+    """As OpenVINO names it; "CPU" is the options' default, so nobody chose it."""
     return "NPU" if options.device == "CPU" else options.device
 
 
 def blob_path(xml: Path, shapes: StaticShapes, *, emulated: bool) -> Path:
-    """Where the compiled form of an IR lies, if it was made ahead of time: beside it, named by what it is for."""
+    """The path of an IR compiled ahead of time: beside the IR, named by device and shapes."""
     device = "cpu" if emulated else "npu"
     return xml.with_name(f"{xml.stem}.{device}-{shapes.prompt_len}-{shapes.response_len}-{shapes.step_len}.blob")
 

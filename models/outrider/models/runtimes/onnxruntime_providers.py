@@ -1,8 +1,8 @@
-"""Which execution provider runs an ONNX model: chosen by device, by name or by policy, and checked afterwards.
+"""Chooses the execution provider for an ONNX model, by device, name or policy, and checks it afterwards.
 
-ONNX Runtime hands whatever a provider does not take to the CPU and says so only in its log. Here the choice is made
-before a session exists and compared with what the session did: a provider that was asked for and did not run the
-model's matrix products is an error. Only a policy may end on the CPU, and then the log says so. Knows no model files.
+ONNX Runtime moves whatever a provider does not take to the CPU and reports it only in its log. This module chooses
+before a session exists and compares with what the session does: a requested provider that does not run the model's
+matrix products is an error. Only a policy may end on the CPU, and then the log says so. Knows no model files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CPU: Final = "CPUExecutionProvider"
 CUDA: Final = "CUDAExecutionProvider"
 DIRECTML: Final = "DmlExecutionProvider"
 OPENVINO: Final = "OpenVINOExecutionProvider"
-# For "GPU", the first that is there.
+# For "GPU", the first one available.
 _GPU_PROVIDERS: Final = (
     CUDA,
     "NvTensorRTRTXExecutionProvider",
@@ -45,20 +45,20 @@ _HELP: Final = {
     "QNNExecutionProvider": "a Qualcomm device, and: pip install onnxruntime-qnn",
     "MIGraphXExecutionProvider": "an AMD GPU with ROCm, and: pip install onnxruntime-migraphx (not onnxruntime)",
     "VitisAIExecutionProvider": "an AMD Ryzen AI device, and AMD's Ryzen AI software",
-    "CoreMLExecutionProvider": "a Mac; onnxruntime has it there",
+    "CoreMLExecutionProvider": "a Mac: its onnxruntime has it",
 }
 _NPU_HELP: Final = (
     "an NPU with its vendor's driver and provider: pip install onnxruntime-qnn (Qualcomm) or onnxruntime-ep-openvino "
     "(Intel); OpenVINO drives Intel NPUs itself: --runtime openvino"
 )
-# Packages that bring a provider as a plug-in; each has get_ep_name() and get_library_path().
+# Packages with a provider as a plug-in; each has get_ep_name() and get_library_path().
 _PLUGINS: Final = (
     "onnxruntime_qnn",
     "onnxruntime_ep_openvino",
     "onnxruntime_ep_nv_tensorrt_rtx",
     "onnxruntime_ep_webgpu",
 )
-# Nodes that make up the time of a decoder; shape arithmetic may stay on the CPU, these may not.
+# The nodes that take a decoder's time; shape arithmetic may stay on the CPU, these may not.
 _HEAVY: Final = frozenset(
     {
         *("MatMul", "MatMulNBits", "FusedMatMul", "Gemm", "MatMulInteger", "DynamicQuantizeMatMul", "EPContext"),
@@ -69,10 +69,10 @@ _HEAVY: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ProviderChoice:
-    """What a session is opened with.
+    """The provider to open a session with.
 
     name: the provider, or None for the policy "prefer an NPU". options: the provider's own. may_be_cpu: whether
-    ending on the CPU is allowed (and then logged). asked: how the caller put it, for messages.
+    ending on the CPU is allowed (and then logged). asked: the caller's word for it, for messages.
     """
 
     name: str | None
@@ -83,7 +83,7 @@ class ProviderChoice:
 
 @functools.cache
 def register_plugins() -> None:
-    """Registers the providers of the plug-in packages that are installed; one that fails is logged and left out."""
+    """Registers the providers of the installed plug-in packages; one that fails is logged and skipped."""
     for name in _PLUGINS:
         if importlib.util.find_spec(name) is None:
             continue
@@ -101,10 +101,10 @@ def available_providers() -> tuple[str, ...]:
 
 
 def choose_provider(device: str, available: Iterable[str]) -> ProviderChoice:
-    """What `device` means here: "CPU", "GPU", "NPU", "prefer-npu" or a provider's full name.
+    """The provider for `device`: "CPU", "GPU", "NPU", "prefer-npu" or a provider's full name.
 
-    Raises RuntimeUnavailable for what is not available, with what is and what would help, and ConfigError for a name
-    that means nothing.
+    Raises RuntimeUnavailable when it is not available; the message lists what is and what it needs. Raises ConfigError
+    for an unknown name.
     """
     there = tuple(available)
     if device.upper() == "CPU":
@@ -145,7 +145,7 @@ def apply_choice(choice: ProviderChoice, options: Any) -> dict[str, Any]:
     ]
     if not devices:
         raise _unavailable(f"no {kind or 'device'} behind {choice.name}", available_providers(), _NPU_HELP)
-    # The device says of itself what it is: a plug-in provider takes no option for that.
+    # The device already has its type: a plug-in provider takes no option for it.
     options.add_provider_for_devices(devices[:1], {})
     return {}
 
@@ -153,7 +153,8 @@ def apply_choice(choice: ProviderChoice, options: Any) -> dict[str, Any]:
 def check_provider(session: Any, choice: ProviderChoice) -> str:
     """The provider that runs the session's matrix products.
 
-    Raises RuntimeUnavailable when that is not what was asked for, wholly; a policy's end on the CPU is logged.
+    Raises RuntimeUnavailable when the requested provider does not run all of them; a policy that ends on the CPU is
+    logged.
     """
     counts: Counter[str] = Counter()
     for subgraph in session.get_provider_graph_assignment_info():
@@ -167,7 +168,7 @@ def check_provider(session: Any, choice: ProviderChoice) -> str:
         if choice.may_be_cpu:
             if ran == CPU:
                 logger.warning(
-                    "%s: no NPU took the model, so the CPU runs it; what would help: %s", choice.asked, _NPU_HELP
+                    "%s: no NPU took the model, so the CPU runs it; an NPU needs: %s", choice.asked, _NPU_HELP
                 )
                 return CPU
             logger.warning("%s: %s took %d of the model's %d matrix products", choice.asked, ran, share, total)
@@ -177,12 +178,12 @@ def check_provider(session: Any, choice: ProviderChoice) -> str:
         raise RuntimeUnavailable(
             f"{choice.asked}: {wanted} took {counts[wanted]} of the model's {total} matrix products, {ran} {share}; "
             "the driver or a library of the provider is missing, or it cannot run this precision. Use a bundle made "
-            f"for that device, or export a draft for the CPU; providers here: {', '.join(available_providers())}"
+            f"for that device; providers here: {', '.join(available_providers())}"
         )
     return wanted
 
 
 def _unavailable(what: str, available: Iterable[str], helps: str) -> RuntimeUnavailable:
     return RuntimeUnavailable(
-        f"{what} in this installation of ONNX Runtime; it has {', '.join(available)}. What would help: {helps}"
+        f"{what} in this installation of ONNX Runtime; it has {', '.join(available)}. Needed: {helps}"
     )

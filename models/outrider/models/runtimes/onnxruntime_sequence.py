@@ -1,9 +1,9 @@
-"""`SequenceRuntime` on ONNX Runtime: the device's draft on the CPU, or on another execution provider.
+"""Runs a `SequenceRuntime` on ONNX Runtime: the device's draft on the CPU, or on another execution provider.
 
-Keys and values of each layer are one buffer, bound as past and as present: a step writes its rows where they belong,
-and rollback is a smaller number. On the host everything is bound once, over memory that is changed in place; only
-another number of new tokens binds anew (and the attention mask of an onnxruntime-genai graph, whose length is its
-message). For a device of its own memory inputs are bound in every step: binding is what copies them there.
+Keys and values of each layer are one buffer, bound as past and as present: a step writes its rows in place, and
+rollback is a smaller number. On the host everything is bound once, over memory that changes in place; only another
+number of new tokens is bound again (and the attention mask of an onnxruntime-genai graph, whose length carries the
+length of the cache). For a device with its own memory, inputs are bound in every step: binding copies them there.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from outrider.models.errors import ConfigError, ModelFault
-from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, telling_of_memory
+from outrider.models.errors import ModelFault
+from outrider.models.runtimes.base import RuntimeOptions, telling_of_memory
+from outrider.models.runtimes.one_sequence import OneSequence
 from outrider.models.runtimes.onnxruntime_providers import CPU, CUDA, DIRECTML
 from outrider.models.runtimes.onnxruntime_session import OnnxModel, load_onnx_model
 
-ort.disable_telemetry_events()  # Windows builds report their use otherwise
+ort.disable_telemetry_events()  # Windows builds report their use by default
 
-# A longer prompt goes in pieces: memory for activations grows with the piece, and ONNX Runtime never gives it back.
+# A longer prompt runs in pieces: memory for activations grows with the piece, and ONNX Runtime never returns it.
 _MAX_STEP: Final = 256
-# Where caches live, as ONNX Runtime names memory. For providers that are not here they are the host's, and are bound,
-# and so copied if need be, in every step.
+# Where caches live, as ONNX Runtime names memory. For other providers they live on the host and are bound, and so
+# copied if necessary, in every step.
 _CACHE_DEVICES: Final = {CUDA: "cuda", DIRECTML: "dml"}
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Zeroed by the operating system page by page as it is touched: an unused part costs no memory.
+    """An array whose pages the operating system zeroes on first touch: an unused part costs no memory.
 
-    In small pages: every head has a stretch of its own, of which a huge page would take two megabytes for the first
-    token, as many times as there are heads and layers.
+    Uses small pages: every head has its own part of the cache, and with huge pages the first token would take two
+    megabytes for each head of each layer.
     """
     if not hasattr(mmap, "MADV_NOHUGEPAGE"):
         return np.zeros(shape, dtype)
@@ -46,27 +47,26 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     return np.frombuffer(memory, dtype).reshape(shape)
 
 
-class OnnxRuntimeSequence:
+class OnnxRuntimeSequence(OneSequence):
     """One sequence of at most `limits.max_positions` tokens."""
 
     def __init__(self, path: Path, options: RuntimeOptions) -> None:
         """Loads the model at `path` (directory or .onnx); raises as `load_onnx_model` does.
 
-        The cache is sized for the longest sequence; pages that no token reached take no memory on the CPU.
+        The cache is sized for the longest sequence; pages that no token has reached take no memory on the CPU.
         """
         model = load_onnx_model(path, options)
-        self._limits = model.limits
+        super().__init__(model.limits)
         self._provider = model.provider
         self._selects_rows = model.selects_rows
         self._has_mask = "attention_mask" in model.inputs
         self._session: Any = model.session
         self._binding: Any = model.session.io_binding()
-        self._length = 0
-        self._num_bound = (0, 0)  # new tokens and rows that the bound tensors have room for
+        self._num_bound = (0, 0)  # new tokens and rows of the bound tensors
         longest = model.limits.max_positions
         self._ids = np.zeros((1, _MAX_STEP), np.int64)
         self._positions = np.zeros((1, _MAX_STEP), np.int64)
-        self._masks: list[Any] = []  # of each length so far, as ONNX Runtime holds them, over `_ones`
+        self._masks: list[Any] = []  # one per length so far, as OrtValues over `_ones`
         self._last = np.zeros(1, np.int32)  # position of the last token of the step
         self._total = np.zeros(1, np.int32)
         self._first_row = np.zeros(1, np.int64)  # counted from the end
@@ -78,7 +78,7 @@ class OnnxRuntimeSequence:
             self._caches = self._bind_caches(model)
 
     def _bind_caches(self, model: OnnxModel) -> dict[str, Any]:
-        """The caches by their names as inputs."""
+        """Binds the caches; returns them by their input names."""
         device = _CACHE_DEVICES.get(model.provider)
         values = {}
         for cache in model.caches:
@@ -91,16 +91,6 @@ class OnnxRuntimeSequence:
             self._binding.bind_ortvalue_output(cache.present, value)
             values[cache.past] = value
         return values
-
-    @property
-    def limits(self) -> ModelLimits:
-        """Vocabulary size and longest sequence."""
-        return self._limits
-
-    @property
-    def length(self) -> int:
-        """Tokens now in the cache."""
-        return self._length
 
     @property
     def provider(self) -> str:
@@ -120,28 +110,15 @@ class OnnxRuntimeSequence:
         if len(tokens) <= _MAX_STEP:
             return self._run(tokens, len(tokens))
         pieces = [tokens[start : start + _MAX_STEP] for start in range(0, len(tokens), _MAX_STEP)]
-        self._check(tokens)
+        self._check_new(tokens)
         return np.concatenate([self._run(piece, len(piece)).copy() for piece in pieces])
 
-    def truncate(self, length: int) -> None:
-        """Forgets everything from position `length` on; `length` at most the present one. Touches no tensor."""
-        assert 0 <= length <= self._length, f"truncate to {length} of {self._length} tokens"
-        self._length = length
-
     def _run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
-        self._check(tokens)
-        while len(tokens) > _MAX_STEP:  # only the last token's logits are wanted of so many
+        self._check_new(tokens)
+        while len(tokens) > _MAX_STEP:  # only the last token's logits are needed
             self._step(tokens[:_MAX_STEP], 1)
             tokens = tokens[_MAX_STEP:]
         return self._step(tokens, num_rows)
-
-    def _check(self, tokens: Sequence[int]) -> None:
-        assert tokens and min(tokens) >= 0 and max(tokens) < self._limits.vocab_size, f"token ids {tokens}"
-        if (end := self._length + len(tokens)) > self._limits.max_positions:
-            raise ConfigError(
-                f"{end} tokens do not fit the {self._limits.max_positions} positions of this runtime; "
-                "stop earlier or raise max_positions"
-            )
 
     def _step(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         num_new = len(tokens)
@@ -160,7 +137,7 @@ class OnnxRuntimeSequence:
             self._bind_mask(end)
         try:
             self._session.run_with_iobinding(self._binding)
-        except Exception as error:  # ONNX Runtime's own errors share no other base
+        except Exception as error:  # ONNX Runtime's errors share no other base
             raise ModelFault(f"ONNX Runtime failed in a step of {num_new} tokens after {past}: {error}") from error
         if not self._is_on_host:
             self._binding.synchronize_outputs()
@@ -183,7 +160,7 @@ class OnnxRuntimeSequence:
 
     def _bind_mask(self, length: int) -> None:
         if length >= (num_made := len(self._masks)):
-            # Many at once: one by one, each between two steps, they take ten times as long.
+            # Many at once: one at a time, between steps, takes ten times as long.
             lengths = range(num_made, min(length + _MAX_STEP, self._ones.size) + 1)
             self._ones[:, : lengths[-1]] = 1
             self._masks += [ort.OrtValue.ortvalue_from_numpy(self._ones[:, :each]) for each in lengths]

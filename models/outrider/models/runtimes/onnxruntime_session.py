@@ -1,9 +1,9 @@
-"""From an ONNX file to a session on its provider, and what its graph takes: names, sizes, types.
+"""Opens an ONNX file on its provider, and reads the names, sizes and types of its graph.
 
-Two kinds of graph are read, both with `GroupQueryAttention` over one buffer that is past and present at once. That of
-onnxruntime-genai's builder is told by the length of `attention_mask` how far the cache reaches; the export kit's own
-by the numbers `seqlens_k` and `total_sequence_length`. Either may have the input `first_row`: logits are computed from
-that new token on. Runs nothing.
+Reads two kinds of graph, both with `GroupQueryAttention` over one buffer for past and present. Graphs of
+onnxruntime-genai's builder take the length of the cache from the length of `attention_mask`; those of the export kit
+from the numbers `seqlens_k` and `total_sequence_length`. Either may have the input `first_row`: logits are computed
+from that new token on. Runs nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import onnxruntime as ort
 
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.runtimes.base import ModelLimits, RuntimeOptions
+from outrider.models.runtimes.one_sequence import longest_sequence
 from outrider.models.runtimes.onnxruntime_providers import (
     CPU,
     ProviderChoice,
@@ -36,7 +37,6 @@ _TYPES: Final[dict[str, np.dtype[Any]]] = {
 }
 _KV_PRECISIONS: Final[dict[str, np.dtype[Any]]] = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16)}
 _KNOWN: Final = frozenset({"input_ids", "position_ids", "attention_mask", "seqlens_k", "total_sequence_length"})
-_LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 _EXPECTED: Final = "expected the decoder that `outrider-export` or onnxruntime-genai's builder writes"
 _FATAL: Final = 4  # ONNX Runtime's log level; errors come as exceptions too
 
@@ -53,9 +53,9 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class OnnxModel:
-    """A loaded session and what it takes.
+    """A loaded session and its graph's inputs.
 
-    dtype: of the caches. logits_dtype: of the logits. inputs: names of those of `_KNOWN` that it has. selects_rows:
+    dtype: of the caches. logits_dtype: of the logits. inputs: those of `_KNOWN` that the graph has. selects_rows:
     whether it has the input `first_row`.
     """
 
@@ -73,8 +73,8 @@ def load_onnx_model(path: Path, options: RuntimeOptions) -> OnnxModel:
     """Loads `path` (an .onnx file, or a directory with model.onnx) on the provider that `options.device` names.
 
     `options.properties`: keys with a dot are session entries ("session.intra_op.allow_spinning"), others the
-    provider's own options. Raises BundleError when files are missing or are no such decoder, ConfigError for an option
-    out of range, RuntimeUnavailable when the provider is not there or did not take the model.
+    provider's own options. Raises BundleError when files are missing or not such a decoder, ConfigError for an option
+    out of range, RuntimeUnavailable when the provider is missing or did not take the model.
     """
     file = path if path.suffix == ".onnx" else path / MODEL_FILE
     if not file.is_file():
@@ -99,10 +99,10 @@ def _check_options(options: RuntimeOptions) -> None:
 def _open_session(file: Path, choice: ProviderChoice, options: RuntimeOptions) -> Any:
     settings = ort.SessionOptions()
     settings.log_severity_level = _FATAL
-    settings.inter_op_num_threads = 1  # a decoder is one chain: nothing runs side by side
+    settings.inter_op_num_threads = 1  # a decoder is one chain: nothing runs in parallel
     settings.intra_op_num_threads = options.num_threads or _default_threads()
-    # Threads that sleep cost tens of microseconds at every operator that wants them, threads that spin a core. So: spin
-    # for as long as there is between two steps of a draft (a pick and its confidence), and no longer.
+    # Sleeping threads cost tens of microseconds at every operator, spinning threads cost a core. So spin only for the
+    # time between two steps of a draft (picking a token and its confidence).
     settings.add_session_config_entry("session.intra_op.spin_duration_us", "300")
     for key, value in options.properties.items():
         if "." in key:
@@ -111,9 +111,9 @@ def _open_session(file: Path, choice: ProviderChoice, options: RuntimeOptions) -
     choice = ProviderChoice(choice.name, {**choice.options, **own}, choice.may_be_cpu, choice.asked)
     try:
         arguments = apply_choice(choice, settings)
-        # No second try on the CPU, and no settings out of the model file.
+        # No second attempt on the CPU, and no settings from the model file.
         return ort.InferenceSession(file, settings, enable_fallback=0, read_config_from_model=0, **arguments)
-    except Exception as error:  # ONNX Runtime's own errors share no other base
+    except Exception as error:  # ONNX Runtime's errors share no other base
         if choice.name != CPU and _loads_on_cpu(file):
             raise RuntimeUnavailable(f"{choice.asked}: {file.name} cannot be loaded there: {_reason(error)}") from error
         raise BundleError(f"ONNX Runtime cannot load {file}: {_reason(error)}; {_EXPECTED}") from error
@@ -130,7 +130,7 @@ def _loads_on_cpu(file: Path) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """ONNX Runtime's messages begin with "[ONNXRuntimeError] : number : NAME : "."""
+    """The message without its prefix "[ONNXRuntimeError] : number : NAME : "."""
     return str(error).split(" : ", 3)[-1].strip() or type(error).__name__
 
 
@@ -157,9 +157,9 @@ def _read_model(file: Path, session: Any, provider: str, options: RuntimeOptions
     missing = [name for name in ("logits", *presents) if name not in outputs]
     if strangers or missing or not pasts or "input_ids" not in inputs:
         found = f"inputs {', '.join(inputs) or 'none'}; outputs {', '.join(outputs) or 'none'}"
-        raise BundleError(f"{file} is not a decoder that this runtime drives: {found}; {_EXPECTED}")
+        raise BundleError(f"{file} is not a decoder that this runtime can drive: {found}; {_EXPECTED}")
     if ("attention_mask" in inputs) == ({"seqlens_k", "total_sequence_length"} <= set(inputs)):
-        raise BundleError(f"{file} does not say how it is told the length of its cache; {_EXPECTED}")
+        raise BundleError(f"{file} has no input, or two, for the length of its cache; {_EXPECTED}")
     head_size = _head_size(file)
     caches = []
     for past, present in zip(pasts, presents, strict=True):
@@ -176,7 +176,7 @@ def _read_model(file: Path, session: Any, provider: str, options: RuntimeOptions
     return OnnxModel(
         session=session,
         provider=provider,
-        limits=ModelLimits(vocab_size, _longest_sequence(file, options)),
+        limits=ModelLimits(vocab_size, longest_sequence(file.parent, options)),
         caches=tuple(caches),
         dtype=dtype,
         logits_dtype=_TYPES[outputs["logits"].type],
@@ -188,26 +188,13 @@ def _read_model(file: Path, session: Any, provider: str, options: RuntimeOptions
 def _size(file: Path, name: str, size: int | str | None, default: int = 0) -> int:
     found = size if isinstance(size, int) else default
     if found <= 0:
-        raise BundleError(f"{file} does not say the sizes of {name}; {_EXPECTED}")
+        raise BundleError(f"{file} does not give the sizes of {name}; {_EXPECTED}")
     return found
 
 
 def _head_size(file: Path) -> int:
-    """From genai_config.json, which has it where the graph does not; 0 without."""
+    """From genai_config.json, for graphs that do not give it; 0 without that file."""
     config = file.parent / "genai_config.json"
     if not config.is_file():
         return 0
     return int(json.loads(config.read_text(encoding="utf-8"))["model"]["decoder"]["head_size"])
-
-
-def _longest_sequence(file: Path, options: RuntimeOptions) -> int:
-    """The model's own, from config.json beside it, cut to `options.max_positions`."""
-    config = file.parent / "config.json"
-    own = 0
-    if config.is_file():
-        fields = json.loads(config.read_text(encoding="utf-8"))
-        fields = fields.get("text_config", fields)
-        own = next((int(fields[key]) for key in _LENGTH_KEYS if fields.get(key)), 0)
-    if not own and not options.max_positions:
-        raise ConfigError(f"{config} does not give {_LENGTH_KEYS[0]}; set max_positions in the options")
-    return min(own or options.max_positions, options.max_positions or own)

@@ -1,14 +1,13 @@
-"""From the stateful IR that optimum-intel writes to a compiled paged-attention model and its cache.
+"""Compiles the stateful IR that optimum-intel writes into a paged-attention model, and allocates its cache.
 
-Both OpenVINO runtimes load models here. Two rewrites happen before compilation: attention over the model's
-own state becomes paged attention over blocks that the caller addresses, and the LM head runs only for the
-rows asked for (a Gather in front of its MatMul), which for a large vocabulary is most of a prompt's cost.
+Both OpenVINO runtimes load models here. Two rewrites happen before compilation: attention over the model's own state
+becomes paged attention over blocks that the caller addresses, and the LM head runs only for the requested rows (a
+Gather in front of its MatMul), which for a large vocabulary is most of a prompt's cost.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +21,14 @@ from openvino._offline_transformations import paged_attention_transformation
 
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.runtimes.base import ModelLimits, RuntimeOptions
+from outrider.models.runtimes.one_sequence import longest_sequence
 
 logger = logging.getLogger(__name__)
 
 MODEL_FILE: Final = "openvino_model.xml"
 KV_PRECISIONS: Final = ("auto", "f32", "f16", "bf16", "u8")
-# Between the LM head's MatMul and the result only these may stand: each works row by row, so it commutes with
-# the choice of rows (soft-capping, scaling, a change of type).
+# Only these may come between the LM head's MatMul and the result: each works row by row, so it commutes with the choice
+# of rows (soft-capping, scaling, a change of type).
 _ROW_WISE: Final = frozenset({"Add", "Convert", "Divide", "Multiply", "Subtract", "Tanh"})
 
 
@@ -37,7 +37,7 @@ class PagedModel:
     """A compiled paged-attention model with its own infer request; no cache is bound yet.
 
     block_bytes: bytes that one block takes over all layers, keys and values.
-    gathers_rows: whether the graph has the `logit_rows` input; without it, logits come for every token.
+    gathers_rows: whether the graph has the `logit_rows` input; without it, every token gets logits.
     """
 
     compiled: Any
@@ -61,7 +61,7 @@ class PagedModel:
         device = self.compiled.get_property("EXECUTION_DEVICES")[0]
         if device.startswith("GPU"):
             return _core().get_default_context(device).create_tensor(element_type, ov.Shape(shape), {})
-        # Zeroed by the operating system page by page as it is touched: an unused part costs no memory.
+        # The operating system zeroes pages on first touch: an unused part costs no memory.
         size = int(np.prod(shape)) * element_type.size
         return ov.Tensor(np.zeros(size, np.uint8), ov.Shape(shape), element_type)
 
@@ -76,7 +76,7 @@ def load_paged_model(path: Path, options: RuntimeOptions, *, tree_masks: bool) -
 
     tree_masks: adds the `qq_bias` inputs, which cost nothing measurable when empty.
     Raises BundleError when the files are missing or the model is not a stateful decoder, ConfigError for an
-    option out of range, RuntimeUnavailable when the device is not there.
+    option out of range, RuntimeUnavailable when the device is missing.
     """
     xml = find_ir(path)
     properties = _properties(options)
@@ -90,7 +90,7 @@ def load_paged_model(path: Path, options: RuntimeOptions, *, tree_masks: bool) -
         ) from error
     gathers_rows = _gather_rows(model)
     if not gathers_rows:
-        logger.info("%s: no MatMul found in front of the logits; they are computed for every token", xml)
+        logger.info("%s: no MatMul in front of the logits; they are computed for every token", xml)
     try:
         compiled = _core().compile_model(model, options.device, properties)
     except RuntimeError as error:
@@ -104,7 +104,7 @@ def load_paged_model(path: Path, options: RuntimeOptions, *, tree_masks: bool) -
     return PagedModel(
         compiled=compiled,
         request=compiled.create_infer_request(),
-        limits=ModelLimits(compiled.output(0).partial_shape[-1].get_length(), longest_sequence(xml, options)),
+        limits=ModelLimits(compiled.output(0).partial_shape[-1].get_length(), longest_sequence(xml.parent, options)),
         # Keys may be stored transposed (GPU); values are [blocks, heads, block size, head size] everywhere.
         block_size=_trailing(values)[1],
         block_bytes=sum(int(np.prod(_trailing(port))) * port.element_type.size for port in caches),
@@ -121,13 +121,13 @@ def find_ir(path: Path) -> Path:
 
 
 def failure_reason(error: RuntimeError) -> str:
-    """OpenVINO's messages name lines of its own sources first and say what happened last."""
+    """The last line of OpenVINO's message: the others name its own sources."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
 def _properties(options: RuntimeOptions) -> dict[str, str]:
-    """What the model is compiled with; `options.properties` has the last word."""
+    """The compile properties; `options.properties` overrides them."""
     if options.kv_precision not in KV_PRECISIONS:
         raise ConfigError(f"kv_precision is {options.kv_precision!r}; expected one of {', '.join(KV_PRECISIONS)}")
     if options.num_threads < 0:
@@ -136,13 +136,12 @@ def _properties(options: RuntimeOptions) -> dict[str, str]:
     if options.device == "CPU":
         # bf16 arithmetic is slower than f32 with INT8 weights and can kill the process with FP32 ones.
         properties["INFERENCE_PRECISION_HINT"] = "f32"
-        # Pinned threads of two processes would meet on the first core and stay there.
+        # Pinned threads of two processes would share the first core and stay there.
         properties["ENABLE_CPU_PINNING"] = "NO"
     if options.kv_precision != "auto":
         properties["KV_CACHE_PRECISION"] = options.kv_precision
     elif options.device == "CPU":
-        # The default, u8, moves near ties with the history of the cache; f32 keeps a step equal to its
-        # replay.
+        # The default, u8, decides near ties by the history of the cache; f32 keeps a step equal to its replay.
         properties["KV_CACHE_PRECISION"] = "f32"
     if options.num_threads:
         properties["INFERENCE_NUM_THREADS"] = str(options.num_threads)
@@ -174,18 +173,6 @@ def _is_constant(value: Any) -> bool:
     )
 
 
-def longest_sequence(xml: Path, options: RuntimeOptions) -> int:
-    """The longest sequence: the model's own, from config.json beside it, cut to `options.max_positions`."""
-    config = xml.parent / "config.json"
-    own = 0
-    if config.is_file():
-        fields = json.loads(config.read_text(encoding="utf-8"))
-        own = int(fields.get("text_config", fields).get("max_position_embeddings", 0))
-    if not own and not options.max_positions:
-        raise ConfigError(f"{config} does not give max_position_embeddings; set max_positions in the options")
-    return min(own or options.max_positions, options.max_positions or own)
-
-
 def _is_cache(port: Any) -> bool:
     return "_cache." in port.any_name
 
@@ -197,6 +184,6 @@ def _trailing(port: Any) -> list[int]:
 def shared_tensor(array: NDArray[Any]) -> Any:
     """An OpenVINO tensor over the memory of `array`, which must be contiguous.
 
-    An infer request that is given the tensor does not keep the memory alive: hold on to `array` (or to the tensor).
+    An infer request does not keep the tensor's memory alive: keep `array` (or the tensor).
     """
     return ov.Tensor(array, shared_memory=True)

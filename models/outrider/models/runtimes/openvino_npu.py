@@ -1,14 +1,13 @@
-"""`SequenceRuntime` on the NPU plugin's path for language models, or on that path emulated on the CPU.
+"""Runs a `SequenceRuntime` on the NPU plugin's path for language models, or on that path emulated on the CPU.
 
 An NPU runs static shapes only. The plugin makes two models of a stateful IR, one for a whole prompt and one for a few
-tokens on a cache, and tells them apart by the first position: several tokens from position 0 on are a prompt. Its cache
-is cut back by sending a smaller position; what lies beyond is ignored only if the attention mask says so, therefore
-every mask here spans the whole cache. One thing that the plugin (2026.4.1) does silently wrong is kept from the
-caller here: a cache that is cut back right after a prompt, before any cached step, keeps the *last* tokens of the
-prompt instead of the first. One cached step at the prompt's end moves the keys and values over in full; it is run, and
-forgotten, when such a cut is extended.
+tokens on a cache, and chooses by the first position: several tokens from position 0 on are a prompt. A smaller position
+cuts its cache back; it ignores what lies beyond only if the attention mask says so, so every mask here spans the whole
+cache. This module works around a silent fault of the plugin (2026.4.1): a cache that is cut back right after a prompt,
+before any cached step, keeps the *last* tokens of the prompt instead of the first. One cached step at the prompt's end
+moves all keys and values over; it is run, and discarded, when such a cut is extended.
 
-Knows nothing of weights, INT8, full INT8 and FP32 all run, and nothing of compiling: see `npu_compile`.
+Knows nothing of weights (INT8, full INT8 and FP32 all run) or of compiling: see `npu_compile`.
 """
 
 from __future__ import annotations
@@ -23,11 +22,14 @@ from numpy.typing import NDArray
 from outrider.models.errors import ConfigError
 from outrider.models.runtimes.base import ModelLimits, RuntimeOptions
 from outrider.models.runtimes.npu_compile import compile_for_npu, compiled_shapes, port_names
-from outrider.models.runtimes.openvino_graph import find_ir, longest_sequence, shared_tensor
+from outrider.models.runtimes.one_sequence import OneSequence, longest_sequence
+from outrider.models.runtimes.openvino_graph import find_ir, shared_tensor
 
 
-class OpenVinoNpuRuntime:
+class OpenVinoNpuRuntime(OneSequence):
     """One sequence of at most `limits.max_positions` tokens, for the lengths of `options.static_shapes`."""
+
+    full_advice = "export the draft with longer static shapes"
 
     def __init__(self, path: Path, options: RuntimeOptions) -> None:
         """Compiles the stateful IR at `path` (directory or .xml), or takes it from `options.cache_dir`.
@@ -38,46 +40,34 @@ class OpenVinoNpuRuntime:
         """
         asked = options.static_shapes
         if asked is None:
-            raise ConfigError("an NPU runs static shapes only; give static_shapes, as the bundle's manifest has them")
+            raise ConfigError("an NPU runs static shapes only; give static_shapes from the bundle's manifest")
         shapes = compiled_shapes(asked)
         xml = find_ir(path)
         self._prompt_len, self._step_len = shapes.prompt_len, shapes.step_len
-        # The cached model's own tokens take the last of the positions, so these hold no past.
+        # The cached model's new tokens take the last positions, so these hold no past.
         self._capacity = shapes.max_positions - shapes.step_len
-        longest = min(longest_sequence(xml, options), asked.max_positions, self._capacity)
+        longest = min(longest_sequence(xml.parent, options), asked.max_positions, self._capacity)
         compiled = compile_for_npu(xml, shapes, options)
-        self._limits = ModelLimits(compiled.output("logits").partial_shape[-1].get_length(), longest)
+        super().__init__(ModelLimits(compiled.output("logits").partial_shape[-1].get_length(), longest))
         self._is_emulated = options.emulate_npu
         self._request: Any = compiled.create_infer_request()
         self._has_beams = "beam_idx" in port_names(compiled.inputs)
-        self._length = 0
-        self._num_unmoved = 0  # tokens of a prompt that no cached step has followed yet
-        self._mask = np.ones(self._capacity + self._step_len, np.int64)  # past, then a step's own tokens
-        self._bound: tuple[Any, ...] = ()  # the request reads this memory and does not keep it alive
-
-    @property
-    def limits(self) -> ModelLimits:
-        """Vocabulary size and longest sequence."""
-        return self._limits
-
-    @property
-    def length(self) -> int:
-        """Tokens now in the cache."""
-        return self._length
+        self._num_unmoved = 0  # tokens of a prompt with no cached step after it yet
+        self._mask = np.ones(self._capacity + self._step_len, np.int64)  # past, then a step's new tokens
+        self._bound: tuple[Any, ...] = ()  # the request reads this memory but does not keep it alive
 
     @property
     def provider(self) -> str:
-        """What really runs the model."""
+        """The device that runs the model, in words."""
         return "NPU path emulated on the CPU" if self._is_emulated else "NPU"
 
     def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Appends at least one token; returns the logits after the last, [vocab_size] float32, reused by the next
-        call.
+        """Appends at least one token; returns the logits after the last, [vocab_size] float32, reused by the next call.
 
         From an empty cache, up to `prompt_len` tokens go in one pass; everything else in steps of `step_len`.
         Blocking, without the GIL. Raises ConfigError when the sequence would be longer than `limits.max_positions`.
         """
-        self._check(tokens)
+        self._check_new(tokens)
         num_prompt = self._num_prompt(tokens)
         row = self._prefill(tokens[:num_prompt]) if num_prompt else None
         for rows in self._steps(tokens[num_prompt:]):
@@ -88,10 +78,10 @@ class OpenVinoNpuRuntime:
     def extend_rows(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """As `extend`, with the logits after every new token: [len(tokens), vocab_size] float32.
 
-        The prompt's pass gives the last row only, so from an empty cache the prompt runs twice: in cached steps for
-        the other rows, then as `extend` would run it, for the last row and for the keys and values that stay.
+        The prompt's pass gives the last row only, so from an empty cache the prompt runs twice: in cached steps for the
+        other rows, then as in `extend`, for the last row and for the keys and values to keep.
         """
-        self._check(tokens)
+        self._check_new(tokens)
         num_prompt = self._num_prompt(tokens)
         pieces: list[NDArray[np.float32]] = []
         if num_prompt:
@@ -101,21 +91,8 @@ class OpenVinoNpuRuntime:
         pieces += [rows.copy() for rows in self._steps(tokens[num_prompt:])]
         return np.concatenate(pieces)
 
-    def truncate(self, length: int) -> None:
-        """Forgets everything from position `length` on; `length` at most the present one. Touches no tensor."""
-        assert 0 <= length <= self._length, f"truncate to {length} of {self._length} tokens"
-        self._length = length
-
-    def _check(self, tokens: Sequence[int]) -> None:
-        assert len(tokens) and min(tokens) >= 0 and max(tokens) < self._limits.vocab_size, f"token ids {tokens}"
-        if (end := self._length + len(tokens)) > self._limits.max_positions:
-            raise ConfigError(
-                f"{end} tokens do not fit the {self._limits.max_positions} positions of this runtime; stop earlier, "
-                "or export the draft with longer static shapes"
-            )
-
     def _num_prompt(self, tokens: Sequence[int]) -> int:
-        """How many of `tokens` go through the prompt's model: it wants an empty cache and more than one token."""
+        """How many of `tokens` go through the prompt's model, which needs an empty cache and more than one token."""
         return min(len(tokens), self._prompt_len) if self._length == 0 and len(tokens) > 1 else 0
 
     def _prefill(self, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -125,12 +102,12 @@ class OpenVinoNpuRuntime:
         return row
 
     def _steps(self, tokens: Sequence[int]) -> Iterator[NDArray[np.float32]]:
-        """Cached steps: the logits after each token, in pieces that the next piece overwrites."""
+        """Runs cached steps; yields the logits after each token, in pieces that the next piece overwrites."""
         begin = 0
         while begin < len(tokens):
             if 0 < self._length < self._num_unmoved:
                 self._move_prompt()
-            # Several tokens at position 0 would be taken for a prompt.
+            # The plugin would take several tokens at position 0 for a prompt.
             piece = tokens[begin : begin + (self._step_len if self._length else 1)]
             self._mask[: self._length] = 1
             self._mask[self._length : self._capacity] = 0
@@ -140,7 +117,7 @@ class OpenVinoNpuRuntime:
             yield self._logits()[-len(piece) :]
 
     def _move_prompt(self) -> None:
-        """Runs any token after the prompt, so that the plugin moves all of the prompt to the cached model."""
+        """Runs a token after the prompt, so that the plugin moves the whole prompt to the cached model."""
         kept, self._length = self._length, self._num_unmoved
         for _ in self._steps([0]):
             pass
@@ -162,7 +139,7 @@ class OpenVinoNpuRuntime:
         self._length = end
 
     def _logits(self) -> NDArray[np.float32]:
-        """As many rows as a step has at most, aligned to the last: [step_len, vocab_size] float32."""
+        """The rows of the longest possible step, aligned to the last: [step_len, vocab_size] float32."""
         logits: NDArray[np.float32] = self._request.get_tensor("logits").data[0]
         return logits
 

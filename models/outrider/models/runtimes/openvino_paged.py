@@ -1,14 +1,13 @@
-"""`BatchRuntime` on OpenVINO paged attention: CPU, Intel GPU.
+"""Runs a `BatchRuntime` on OpenVINO paged attention: CPU, Intel GPU.
 
-Knows block numbers and slots, not who owns them. Everything that changes from step to step goes to the infer
-request as tensors over numpy memory; the caches are bound once. The infer itself releases the GIL.
+Knows block numbers and slots, not who owns them. Everything that changes from step to step goes to the infer request as
+tensors over numpy memory; the caches are bound once. Inference releases the GIL.
 
-Bit-for-bit invariance: the CPU plugin has three attention kernels that round differently, for one new token, for
-several, and for fewer sequences than threads (that one splits the context between threads). INT8 models amplify a
+Bit-for-bit invariance: the CPU plugin has three attention kernels that round differently: for one new token, for
+several, and for fewer sequences than threads (this one splits the context between threads). INT8 models amplify a
 last-bit difference to a per cent of the logits' scale, because activations are quantized on the fly. So on CPU every
-token goes in as a sequence of its own that attends its predecessors through the cache (the plugin writes all keys and
-values of a step before any token attends), and a step has at least as many of these as threads: one kernel, whatever
-the step.
+token is a sequence of its own that attends its predecessors through the cache (the plugin writes all keys and values of
+a step before any token attends), and a step has at least as many of these as threads: always the same kernel.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class OpenVinoPagedRuntime:
             min_pieces=self._min_pieces,
         )
         request = self._request
-        self._bound = step  # the request reads this memory and does not keep it alive
+        self._bound = step  # the request reads this memory but does not keep it alive
         request.set_tensor("input_ids", shared_tensor(step.input_ids))
         request.set_tensor("position_ids", shared_tensor(step.position_ids))
         request.set_tensor("past_lens", shared_tensor(step.past_lens))

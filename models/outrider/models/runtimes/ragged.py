@@ -1,7 +1,7 @@
-"""A step's slices as the flat arrays that paged attention takes, checked on the way.
+"""Lays out a step's slices as the flat arrays that paged attention takes, and checks them.
 
-The checks are asserts: a slice that fails them is a bug of the engine, and running it would read or write
-outside the cache. Knows numpy only.
+The checks are asserts: a slice that fails them is a bug of the engine, and running it would read or write outside the
+cache. Knows numpy only.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from outrider.models.runtimes.base import SequenceSlice
 class RaggedStep:
     """T new tokens of B sequences, N cache blocks, R rows of logits.
 
-    With `lay_out(..., is_split=True)`, B counts the pieces that sequences were split into.
+    With `lay_out(..., is_split=True)`, B counts the pieces of the split sequences.
 
     input_ids, position_ids: int64 [T].
     past_lens: int32 [B]. subsequence_begins: int32 [B + 1], where each sequence's tokens start.
     block_indices: int32 [N]. block_indices_begins: int32 [B + 1], where each sequence's blocks start.
     max_context_len: int32 [], the longest past + new.
     logit_rows: int64 [R], indices into T.
-    mask: uint8 [sum of n * n], the masks row by row, and mask_begins int32 [B + 1]; [0] and [0] when all are
-      causal.
+    mask: uint8 [sum of n * n], the masks row by row, and mask_begins int32 [B + 1]; [0] and [0] when all are causal.
     """
 
     input_ids: NDArray[np.int64]
@@ -69,9 +68,9 @@ def lay_out(
     """The flat arrays of a step; asserts that every id, position and block number is inside its range.
 
     is_split: each token of a slice without a mask becomes a piece of its own, as if decoded alone, and pieces share
-      their slice's block table (their `block_indices_begins` are equal). Right only for a runtime that writes the
+      their slice's block table (their `block_indices_begins` are equal). Only for a runtime that writes the
       keys and values of the whole step before anything attends.
-    min_pieces: repeats the last piece, its slot included, until there are so many; only with is_split.
+    min_pieces: repeats the last piece, its slot included, to reach this number; only with is_split.
     """
     assert batch, "a step needs at least one sequence"
     tokens: list[int] = []
@@ -137,7 +136,7 @@ def _inside(values: NDArray[np.integer], end: int) -> bool:
 
 
 def _masks(batch: Sequence[SequenceSlice], is_split: bool) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
-    """Once one sequence has a mask all must: a causal one is spelled out."""
+    """When one sequence has a mask all need one: causal masks are written out."""
     flat: list[NDArray[np.uint8]] = []
     sizes: list[int] = []
     for item in batch:

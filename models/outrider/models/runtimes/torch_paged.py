@@ -1,10 +1,10 @@
-"""`BatchRuntime` on torch and transformers: the plain twin that tests compare with on CPU, the runtime for CUDA.
+"""Runs a `BatchRuntime` on torch and transformers: the plain twin that tests compare with on CPU, the runtime for CUDA.
 
-All new tokens of a step go through the model as one packed row, so no layer computes padding. Only attention knows
-that they belong to different sequences: it writes the new keys and values to their slots, then sequences with
-equally many new tokens attend together, their contexts padded to the longest. Layers may attend a sliding window, or
-cap their logits (Gemma 2). For architectures that use transformers' attention interface, as most do; what does not
-(Bloom, GPT-Neo) is found out when the model is loaded, and refused. On CUDA it has not been run by us.
+All new tokens of a step go through the model as one packed row, so no layer computes padding. Only attention separates
+sequences: it writes the new keys and values to their slots, then sequences with the same number of new tokens attend
+together, their contexts padded to the longest. Layers may attend a sliding window, or cap their logits (Gemma 2).
+Supports architectures that use transformers' attention interface, as most do; others (Bloom, GPT-Neo) are detected when
+the model is loaded, and refused. Not run on CUDA hardware.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _ATTENTION: Final = "outrider_paged"
 class _Group:
     """G sequences with n new tokens each, contexts padded to C.
 
-    rows: [G * n] which of the packed tokens are theirs. slots: [G, C]. mask: [G, 1, n, C] bool, true where attended.
+    rows: [G * n] their indices among the packed tokens. slots: [G, C]. mask: [G, 1, n, C] bool, true where attended.
     positions: [G, n] of the new tokens; slot_positions: [G, C].
-    windowed: masks by the size of the sliding window, made when a layer first asks for one.
+    windowed: masks by the size of the sliding window, made when a layer first needs one.
     """
 
     num_sequences: int
@@ -49,7 +49,7 @@ class _Group:
     windowed: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def mask_within(self, window: int | None) -> torch.Tensor:
-        """`mask`, or what of it is less than `window` positions back."""
+        """`mask`, limited to positions less than `window` back."""
         if window is None:
             return self.mask
         if window not in self.windowed:
@@ -62,7 +62,7 @@ class _Group:
 class _AttentionPlan:
     """What every layer's attention needs in one step; `cache` is [layers, 2, slots, kv_heads, head_size].
 
-    attended: the layers that came by.
+    attended: the layers that have attended so far.
     """
 
     cache: torch.Tensor
@@ -86,7 +86,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, heads, T, head_size], key and value [1, kv_heads, T, head_size]."""
     if options.get("s_aux") is not None:
-        raise ModelFault("this architecture's attention has sinks (s_aux), which the torch runtime cannot do")
+        raise ModelFault("this architecture's attention has sinks (s_aux), which the torch runtime does not support")
     plan.attended.add(module.layer_idx)
     keys, values = plan.cache[module.layer_idx]
     keys[plan.new_slots] = key[0].transpose(0, 1).to(keys.dtype)
@@ -113,7 +113,7 @@ def _attend(
 def _capped_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scaling: float, softcap: float
 ) -> torch.Tensor:
-    """Attention whose logits go through softcap * tanh(logits / softcap): [G, heads, n, head_size]."""
+    """Attention with logits capped by softcap * tanh(logits / softcap): [G, heads, n, head_size]."""
     repeats = queries.shape[1] // keys.shape[1]
     logits = (queries @ keys.repeat_interleave(repeats, dim=1).transpose(2, 3)).float() * scaling
     capped = softcap * torch.tanh(logits / softcap)
@@ -127,8 +127,8 @@ class TorchPagedRuntime:
     def __init__(self, path: Path, options: RuntimeOptions) -> None:
         """Loads the model; `options.properties["dtype"]` is "f32", "bf16" or "f16", by default f32 on CPU, else bf16.
 
-        Raises BundleError when transformers cannot load the directory, or its attention is not what this runtime can
-        do; ConfigError for an option out of range, RuntimeUnavailable when the device is not there.
+        Raises BundleError when transformers cannot load the directory or this runtime does not support its attention,
+        ConfigError for an option out of range, RuntimeUnavailable when the device is missing.
         """
         self._path = path
         self._device = _device(options.device)
@@ -139,11 +139,11 @@ class TorchPagedRuntime:
         transformers.AttentionInterface.register(_ATTENTION, _attend)
         try:
             model = load_causal_lm(path, dtype, _ATTENTION)
-        except KeyError as error:  # looked up among the family's own kinds of attention
-            raise BundleError(_unfit(path, "it knows no attention but its own")) from error
+        except KeyError as error:  # some families look the name up in a table of their own
+            raise BundleError(_unfit(path, "it has its own table of attention functions")) from error
         self._model: Any = model.to(self._device).eval()
         config: Any = model.config.get_text_config()
-        self._limits = ModelLimits(config.vocab_size, 1)  # until it is known to be fit
+        self._limits = ModelLimits(config.vocab_size, 1)  # until _require_interface has run one token
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         slot = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads, head_size)
         block_bytes = 2 * config.num_hidden_layers * BLOCK_SIZE * int(np.prod(slot)) * cache_dtype.itemsize
@@ -159,12 +159,12 @@ class TorchPagedRuntime:
         self._limits = ModelLimits(config.vocab_size, _max_positions(model.config, options))
 
     def _require_interface(self, path: Path) -> None:
-        """Runs one token, to see that every layer attends through `_attend`: what does not has no cache."""
+        """Runs one token to check that every layer attends through `_attend`: a layer that does not has no cache."""
         try:
             self._logits([SequenceSlice([0], 0, [0], 1)])
         except ModelFault as error:
             raise BundleError(str(error)) from error
-        except Exception as error:  # whatever the architecture makes of arguments that it does not know
+        except Exception as error:  # an architecture may raise anything for unknown arguments
             raise BundleError(_unfit(path, f"{type(error).__name__}: {error}")) from error
 
     @property
@@ -193,7 +193,7 @@ class TorchPagedRuntime:
     def forward_picks(
         self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams], positions: Sequence[int]
     ) -> list[int | None]:
-        """As `forward`, but each row's pick, made where the logits are; None for a row that is not finite."""
+        """As `forward`, but picks each row's token where the logits are; None for a row that is not finite."""
         logits = self._logits(batch)
         return pick_rows(logits, params, positions) if len(logits) else []
 
@@ -286,7 +286,7 @@ def _dtype(option: str, name: str) -> torch.dtype:
 
 
 def _max_positions(config: Any, options: RuntimeOptions) -> int:
-    """The longest sequence: what the exporter promises, else the model's own, cut to `options.max_positions`."""
+    """The longest sequence: the exporter's, else the model's own, cut to `options.max_positions`."""
     promised = getattr(config, PROMISED_POSITIONS, None)
     own = promised or getattr(config.get_text_config(), "max_position_embeddings", None) or options.max_positions
     if not own:
@@ -296,6 +296,6 @@ def _max_positions(config: Any, options: RuntimeOptions) -> int:
 
 def _unfit(path: Path, why: str) -> str:
     return (
-        f"the model of {path} does not use transformers' attention interface as the torch runtime needs it ({why}); "
+        f"the model in {path} does not use transformers' attention interface as the torch runtime needs it ({why}); "
         "export it for openvino"
     )

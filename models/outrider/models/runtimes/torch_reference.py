@@ -1,4 +1,4 @@
-"""The truth that parity checks compare with: transformers' own forward pass, nothing of ours in it."""
+"""Computes the logits that parity checks compare with: transformers' own forward pass, no code of ours in it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def load_causal_lm(path: Path, dtype: torch.dtype, attention: str) -> Any:
     """
     progress = transformers.utils.logging
     was_enabled = progress.is_progress_bar_enabled()
-    progress.disable_progress_bar()  # a library does not draw on its user's terminal
+    progress.disable_progress_bar()  # a library does not print to its user's terminal
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             path,
@@ -42,7 +42,7 @@ def load_causal_lm(path: Path, dtype: torch.dtype, attention: str) -> Any:
 def reference_logits(path: Path, tokens: Sequence[int]) -> NDArray[np.float32]:
     """Logits for every position of one sequence, in one FP32 pass without a cache: [len(tokens), vocab_size] float32.
 
-    With plain attention: transformers' fused one leaves out what it cannot do, such as Gemma 2's soft-capping.
+    With plain attention: transformers' fused attention silently skips some steps, such as Gemma 2's soft-capping.
     Raises BundleError when transformers cannot load the directory.
     """
     model = load_causal_lm(path, torch.float32, "eager")
