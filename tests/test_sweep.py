@@ -241,7 +241,7 @@ def untouched(tmp_path: Path) -> Iterator[Path]:
         ({"round_trips_ms": ()}, "at least one"),
         ({"round_trips_ms": (-1.0,)}, r"round trip time is -1\.0 ms"),
         ({"step_ms": 0.0}, r"step takes 0\.0 ms"),
-        ({"draft_options": TARGET}, "a sweep is of drafts for a target"),
+        ({"draft_options": TARGET}, "for a target and a target; expected a draft and a target"),
     ],
 )
 def test_senseless_options_are_refused_before_any_work(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from outrider.export import recipes
 from outrider.models.errors import ExportError
 from outrider.models.manifest import Acceptance, Forecast, Manifest, Timing
 from outrider.models.prediction import WORTH_IT, Setting, alpha_for, predict
@@ -114,7 +115,7 @@ def warnings_of(manifest: Manifest) -> tuple[str, ...]:
 
 def label(manifest: Manifest) -> str:
     """What tells drafts of one model apart, such as "onnxruntime int4"."""
-    return f"{manifest.runtime} {manifest.precision}"
+    return recipes.label(manifest.runtime, manifest.precision)
 
 
 def tokens_per_pass(measured: Sequence[Acceptance]) -> float:
