@@ -1,4 +1,4 @@
-"""Writing a bundle so that its destination is either what it was or the whole new bundle, whatever happens.
+"""Writes a bundle so that its destination is either what it was or the whole new bundle, whatever happens.
 
 Everything is built in a hidden directory beside the destination; `commit` hashes it, writes the manifest,
 flushes all of it to the disk and renames. An interrupted writer leaves the destination alone.
@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
-import secrets
 import shutil
-import socket
 from pathlib import Path
 from types import TracebackType
 
+from outrider.models.build_site import BuildSite
 from outrider.models.bundle import Bundle, hash_file, refuse_unsafe
 from outrider.models.errors import BundleError
 from outrider.models.manifest import MANIFEST_NAME, FileEntry, Manifest
@@ -24,19 +22,16 @@ from outrider.models.manifest import MANIFEST_NAME, FileEntry, Manifest
 class BundleWriter:
     """Builds one bundle; use as a context manager, put files into `directory`, then call `commit` once.
 
-    Leaving the context without a commit removes everything that was built, and directories that were made for it. On
-    entry, what writers of the same destination left behind when they were killed on this machine is removed; a bundle
-    that they had set aside is put back.
-    Raises BundleError if the destination exists and `overwrite` is off, or is a directory that holds no
-    bundle.
+    Leaving the context without a commit removes everything that was built, and directories that were made for it.
+    Entering it removes what killed writers of the same destination left; a bundle that they had set aside is put back.
+    Raises BundleError if the destination exists and `overwrite` is off, or is a directory that holds no bundle.
     """
 
     def __init__(self, destination: str | Path, *, overwrite: bool = False) -> None:
         self._destination = Path(destination).absolute()
         self._overwrite = overwrite
-        self._host = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())
-        tag = f"{self._host}-{os.getpid()}-{secrets.token_hex(4)}"
-        self.directory = self._destination.parent / f".{self._destination.name}.partial-{tag}"
+        self._site = BuildSite(self._destination)
+        self.directory = self._site.path("partial")
         self._made: list[Path] = []  # directories that were missing above the destination, the deepest first
         self._sealed: Manifest | None = None
 
@@ -44,15 +39,24 @@ class BundleWriter:
         self.check_destination()
         self._made = list(itertools.takewhile(lambda path: not path.exists(), self._destination.parents))
         self._destination.parent.mkdir(parents=True, exist_ok=True)
-        self._clear_leftovers()
-        self.directory.mkdir()
+        try:
+            if self._site.open():
+                self.check_destination()
+            self.directory.mkdir()
+        except BaseException:
+            self._leave()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
-        with contextlib.suppress(OSError):  # from the first on that holds something
+        self._site.close()
+        with contextlib.suppress(OSError):  # ends at the first directory that holds something
             for path in self._made:
                 path.rmdir()
 
@@ -68,15 +72,15 @@ class BundleWriter:
         )
 
     def seal(self, manifest: Manifest) -> None:
-        """Writes the manifest and waits until everything is on the disk: what can fail of a commit, where there are
-        several to make. `manifest.files` must be what `list_files` gives.
+        """Writes the manifest and flushes everything to the disk: the part of a commit that can fail, done for every
+        bundle before the first is renamed. `manifest.files` must be what `list_files` gives.
         """
         (self.directory / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8", newline="\n")
         flush_tree(self.directory)
         self._sealed = manifest
 
     def commit(self, manifest: Manifest) -> Bundle:
-        """Seals the bundle, if that is not done, and puts it in its place.
+        """Seals the bundle, unless it is sealed, and renames it to its destination.
 
         Raises BundleError if the destination has appeared meanwhile and may not be replaced.
         """
@@ -92,7 +96,7 @@ class BundleWriter:
         if not self._destination.exists():
             self.directory.rename(self._destination)
             return
-        aside = self.directory.with_name(self.directory.name.replace(".partial-", ".old-"))
+        aside = self._site.path("old")
         self._destination.rename(aside)
         try:
             self.directory.rename(self._destination)
@@ -106,41 +110,16 @@ class BundleWriter:
         if not self._destination.exists():
             return
         if not self._overwrite:
-            raise BundleError(f"{self._destination} exists already; choose another place, or say --overwrite")
+            raise BundleError(f"{self._destination} exists already; add --overwrite to replace it")
         is_empty = self._destination.is_dir() and not any(self._destination.iterdir())
         if not is_empty and not (self._destination / MANIFEST_NAME).is_file():
             raise BundleError(
-                f"{self._destination} exists and is no bundle, so it is not replaced; choose another place"
+                f"{self._destination} exists and is not a bundle, so it is not replaced; choose another place"
             )
-
-    def _clear_leftovers(self) -> None:
-        name = re.escape(self._destination.name)
-        pattern = re.compile(rf"\.{name}\.(partial|old)-{self._host}-(\d+)-[0-9a-f]{{8}}")
-        for path in sorted(self._destination.parent.iterdir()):
-            match = pattern.fullmatch(path.name)
-            if match is None or _is_alive(int(match.group(2))):
-                continue
-            if match.group(1) == "old" and not self._destination.exists():
-                path.rename(self._destination)  # its writer died between the two renames
-                self.check_destination()
-            else:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    if os.name == "nt":
-        return True  # signal 0 would end the process there, so leftovers stay until removed by hand
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # somebody else's, and alive
-    return True
 
 
 def flush_tree(directory: Path) -> None:
-    """Waits until a directory with all that it holds is on the disk: a rename must not get there first."""
+    """Flushes a directory and all that it holds to the disk: a rename must not get there first."""
     for path in sorted(directory.rglob("*")):
         _flush(path)
     _flush(directory)

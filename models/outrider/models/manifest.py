@@ -224,7 +224,7 @@ class Timing(_Part):
     machine: processor and threads. provider: what really ran the model, in words; is_on_device: whether that is the
     device that the bundle is for. context: tokens in the cache. token_ms: median of a one-token step; extend_ms: of one
     with `extend_tokens`; extra_ms: of a target, what each drafted token adds to its step. forecast: of a draft whose
-    target was at hand.
+    target was at hand. load_warning: that other processes kept the machine busy meanwhile, in words; None if not.
     """
 
     machine: str
@@ -236,6 +236,7 @@ class Timing(_Part):
     extend_ms: float = Field(gt=0.0)
     extra_ms: float | None = Field(ge=0.0, default=None)
     forecast: Forecast | None = None
+    load_warning: str | None = None
 
 
 class ExportReport(_Part):
