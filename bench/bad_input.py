@@ -252,7 +252,7 @@ def fingerprint(directory: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
-        if path.is_file() and ".partial-" not in name:
+        if path.is_file() and ".partial-" not in name and ".lock-" not in name:
             digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
 

@@ -87,7 +87,7 @@ def misses(found: Comparison) -> list[str]:
         ("stream over computed", found.share, OF_COMPUTED),
     ):
         if value < bound:
-            told.append(f"RTT {place.rtt_ms:g} ms: {name} is {value:.3f}, wanted {bound:g}")
+            told.append(f"RTT {place.rtt_ms:g} ms: {name} is {value:.3f}, expected at least {bound:g}")
     if found.num_different:
         told.append(
             f"RTT {place.rtt_ms:g} ms: {found.num_different} texts differ from cloud-only's; run bench.invariant"
@@ -120,9 +120,9 @@ def show(console: Console, comparisons: list[Comparison]) -> None:
         console.print(
             f"RTT {s.rtt_ms:g}: acceptance {s.alpha:.3f} (stop-and-wait's "
             f"{found.place.cells[STOP_AND_WAIT].acceptance:.3f}: computed {found.elsewhere.speed_up:.2f}x), "
-            f"draft {s.draft_ms:.2f} ms a token, step {s.step_ms:.1f} ms, "
-            f"{s.extra_ms:.2f} ms more a drafted token; computed with patience {reach.choice[0]} ms for "
-            f"{reach.choice[1]}: {reach.passes_per_token:.2f} passes a token; "
+            f"draft {s.draft_ms:.2f} ms per token, step {s.step_ms:.1f} ms, "
+            f"{s.extra_ms:.2f} ms more per drafted token; computed with patience {reach.choice[0]} ms for "
+            f"{reach.choice[1]}: {reach.passes_per_token:.2f} passes per token; "
             f"{found.num_different} texts differ",
             style="dim",
             highlight=False,
@@ -131,7 +131,7 @@ def show(console: Console, comparisons: list[Comparison]) -> None:
 
 def show_trace(console: Console, places: list[Place]) -> None:
     """Where a token's time goes in each mode: all in ms per token, prefill included."""
-    table = Table(title="ms a token: where they go", title_justify="left", box=None)
+    table = Table(title="Time per token, ms", title_justify="left", box=None)
     for name in (
         *("RTT ms", "mode", "total", "model", "engine", "waiting", "other", "passes", "drafted", "ms/step"),
         *("verified/pass", "posts"),
@@ -219,7 +219,7 @@ def main() -> int:
     cli.add_argument("--prompts", type=int, default=3, help="texts of a run, the same in every run")
     cli.add_argument("--max-tokens", type=int, default=100)
     cli.add_argument("--temperature", type=float, default=0.8)
-    cli.add_argument("--trace", action="store_true", help="tell where each mode's time goes")
+    cli.add_argument("--trace", action="store_true", help="show where each mode's time goes")
     cli.add_argument("--json", type=Path)
     options = cli.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 130)

@@ -44,7 +44,7 @@ def main(
             [rng.permutation(-1.6 * ranks + rng.standard_normal(vocab, dtype=np.float32)) for _ in range(8)]
         )
     table = Table(
-        "kind", "ms a row (median)", title=f"one pick of {vocab:,} tokens, {'flat' if flat else 'peaked'} rows"
+        "kind", "ms per row (median)", title=f"one pick of {vocab:,} tokens, {'flat' if flat else 'peaked'} rows"
     )
     slowest = 0.0
     for name, params in KINDS.items():

@@ -107,7 +107,7 @@ async def soak(lab: Lab, sessions: int, tokens: int, warm_up: int) -> bool:
 
 def main(
     sessions: Annotated[int, typer.Option()] = 1000,
-    warm_up: Annotated[int, typer.Option(help="sessions before those, not judged: every block gets used once")] = 400,
+    warm_up: Annotated[int, typer.Option(help="sessions before, not measured: each block is used once")] = 400,
     tokens: Annotated[int, typer.Option(help="tokens of a session that runs to its end")] = 12,
 ) -> None:
     """Soaks; exits 1 on growth or a leak."""

@@ -56,7 +56,7 @@ async def measure(lab: Lab, options: argparse.Namespace, console: Console) -> di
 
 def show(console: Console, figures: dict[float, dict[str, ModeFigures]]) -> None:
     """Prints one row per mode and round trip."""
-    table = Table(title="bytes a generated token, the prompt included", title_justify="left", box=None)
+    table = Table(title="bytes per generated token, the prompt included", title_justify="left", box=None)
     for name in ("RTT ms", "mode", "body up", "body down", "headers up", "headers down", "headers' share", "speed-up"):
         table.add_column(name, justify="left" if name == "mode" else "right")
     for rtt_ms, modes in figures.items():
@@ -86,7 +86,7 @@ def misses(figures: dict[float, dict[str, ModeFigures]]) -> list[str]:
             ("down", stream.bytes_down_per_token, MAX_DOWN),
         ):
             if value > bound:
-                found.append(f"RTT {rtt_ms:g} ms: {value:.1f} bytes of body {name} a token, at most {bound:g}")
+                found.append(f"RTT {rtt_ms:g} ms: {value:.1f} bytes of body {name} per token, at most {bound:g}")
     return found
 
 

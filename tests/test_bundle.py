@@ -257,6 +257,35 @@ def test_a_killed_writer_is_cleaned_up_by_the_next(bundle: Path, arguments: list
     assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
 
 
+def test_a_live_writer_keeps_what_it_builds(bundle: Path) -> None:
+    """Another writer of the same destination clears nothing of it, whatever process it is in."""
+    with BundleWriter(bundle, overwrite=True) as first:
+        with BundleWriter(bundle, overwrite=True) as second:
+            assert first.directory.is_dir() and first.directory != second.directory
+        assert first.directory.is_dir()
+    assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
+
+
+def test_leftovers_without_a_lock_file_are_cleared(bundle: Path) -> None:
+    """The lock file of a dead writer may be gone: a clean-up was itself killed."""
+    left = bundle.with_name(f".bundle.partial-{'0' * 16}")
+    left.mkdir()
+    other = bundle.with_name(".bundle.partial-notes")
+    other.mkdir()
+    with BundleWriter(bundle, overwrite=True):
+        assert not left.exists()
+    assert sorted(path.name for path in bundle.parent.iterdir()) == [other.name, "bundle"]
+
+
+def test_a_bundle_that_comes_back_is_not_replaced_unasked(bundle: Path) -> None:
+    """A killed writer had set it aside; the next one finds it, and may not overwrite."""
+    bundle.rename(bundle.with_name(f".bundle.old-{'0' * 16}"))
+    with pytest.raises(BundleError, match="--overwrite"), BundleWriter(bundle):
+        pass
+    assert Bundle.open(bundle).manifest.name == "tiny"
+    assert [path.name for path in bundle.parent.iterdir()] == ["bundle"]
+
+
 def test_a_writer_refuses_to_list_code(tmp_path: Path) -> None:
     """A script left by an exporter is not shipped."""
     with BundleWriter(tmp_path / "bundle") as writer:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import io
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from outrider.export.check.agreement import measure_agreement
 from outrider.export.check.runner import SequenceSteps, open_draft
 from outrider.export.cli.display import print_report
 from outrider.export.make.pair import PairPaths, encode_judging, export_pair
+from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card import (
     TargetTimes,
@@ -32,6 +35,7 @@ from outrider.export.report.card import (
     judged,
     require_acceptance,
     tokens_per_pass,
+    verdict,
     warnings_of,
 )
 from outrider.export.report.card_html import card_html
@@ -39,6 +43,7 @@ from outrider.export.source.model_source import read_source
 from outrider.export.source.prompts import BUILT_IN_PROMPTS, MAX_PROMPTS
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError, ExportError, TokenizerError
+from outrider.models.machine_load import MachineLoad
 from outrider.models.manifest import Acceptance, AtDepth, Manifest, Timing
 from outrider.models.prediction import Setting, stream
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
@@ -238,7 +243,9 @@ def test_timing_prompts_fit_short_models() -> None:
 def test_low_acceptance_is_refused_and_mediocre_acceptance_is_said() -> None:
     """Judged at temperature 0.8, whatever greedy text flatters."""
     greedy = acceptance(0.95, temperature=0.0)
-    with pytest.raises(ExportError, match=r"(?s)guesses 0\.29 of a target's tokens.*at least 0\.3.*distil.*--force"):
+    with pytest.raises(
+        ExportError, match=r"(?s)a target accepts 0\.29 of the tokens of.*at least 0\.3.*distil.*--force"
+    ):
         require_acceptance((greedy, acceptance(0.29)), "a draft")
     require_acceptance((greedy, acceptance(0.3)), "a draft")
     require_acceptance((), "a draft without a target")
@@ -281,7 +288,7 @@ def test_the_reference_pairs_card_is_whole(reference_pair: PairPaths) -> None:
     timing = report.timing
     assert timing is not None and timing.is_on_device and timing.forecast is not None
     assert timing.forecast.draft_ms == timing.token_ms and timing.forecast.curve[0].stream > 1.0
-    assert tokens_per_pass(report.acceptance) > 2.0 and warnings_of(manifest) == ()
+    assert tokens_per_pass(report.acceptance) > 2.0 and warnings_of(timed(manifest, load_warning=None)) == ()
 
 
 def test_what_was_measured_is_no_part_of_a_bundles_identity(reference_pair: PairPaths) -> None:
@@ -297,6 +304,19 @@ def test_what_was_measured_is_no_part_of_a_bundles_identity(reference_pair: Pair
     assert manifest.model_copy(update={"report": report}).digest != manifest.digest
 
 
+def timed(manifest: Manifest, **changes: Any) -> Manifest:
+    """The same export with other times."""
+    assert manifest.report.timing is not None
+    timing = manifest.report.timing.model_copy(update=changes)
+    return manifest.model_copy(update={"report": manifest.report.model_copy(update={"timing": timing})})
+
+
+def predicted(manifest: Manifest, rate: float, step_ms: float) -> Manifest:
+    """The same draft, accepted at this rate by a target of this step, on an idle machine."""
+    forecast = forecast_for((acceptance(rate),), 1.5, TargetTimes(step_ms, 1.0, "as given"))
+    return timed(manifest, forecast=forecast, load_warning=None, is_on_device=True)
+
+
 def judged_at(manifest: Manifest, rate: float, timing: Timing | None = None) -> Manifest:
     """The same draft with another acceptance, and other times if given."""
     report = manifest.report.model_copy(
@@ -306,8 +326,8 @@ def judged_at(manifest: Manifest, rate: float, timing: Timing | None = None) -> 
 
 
 def test_a_reader_is_warned(reference_pair: PairPaths) -> None:
-    """Of low acceptance, and of times that are not those of the device."""
-    manifest = Bundle.open(reference_pair.draft).manifest
+    """Of low acceptance, of times that are not those of the device, and of a machine that was busy."""
+    manifest = timed(Bundle.open(reference_pair.draft).manifest, load_warning=None)
     assert manifest.report.timing is not None
     assert warnings_of(judged_at(manifest, 0.61)) == ()
     (warning,) = warnings_of(judged_at(manifest, 0.59))
@@ -315,16 +335,57 @@ def test_a_reader_is_warned(reference_pair: PairPaths) -> None:
     emulated = manifest.report.timing.model_copy(update={"is_on_device": False, "provider": "emulated"})
     (warning,) = warnings_of(judged_at(manifest, 0.61, emulated))
     assert "timed on emulated" in warning
+    assert warnings_of(timed(judged_at(manifest, 0.61), load_warning="This machine was busy.")) == (
+        "This machine was busy.",
+    )
 
 
-@pytest.mark.parametrize("columns", [80, 140])
+def test_a_busy_machine_is_noticed_while_times_are_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strangers: PairPaths
+) -> None:
+    """The bundle says so; its identity is the same."""
+    warning = "This machine was busy: other processes used 62 % of its processors."
+    options = ExportOptions("target", "fp32", "torch", num_threads=1)
+    idle = export_model(strangers.target, tmp_path / "idle", options)
+    monkeypatch.setattr(MachineLoad, "warning", lambda load: warning)
+    busy = export_model(strangers.target, tmp_path / "busy", options)
+    assert busy.manifest.report.timing is not None and busy.manifest.report.timing.load_warning == warning
+    assert warning in warnings_of(Bundle.open(tmp_path / "busy").manifest)
+    assert busy.manifest.digest == idle.manifest.digest
+
+
+def test_the_verdict_says_up_to_which_round_trip_drafting_pays(reference_pair: PairPaths) -> None:
+    """Of the figures of the prediction, each case in plain words."""
+    draft, target = (Bundle.open(path).manifest for path in (reference_pair.draft, reference_pair.target))
+    pays = predicted(draft, 0.65, 15.0)
+    assert pays.report.timing is not None
+    forecast = pays.report.timing.forecast
+    assert forecast is not None and forecast.fades_ms is not None and 20.0 < forecast.fades_ms < 200.0
+    at_25 = next(point for point in forecast.curve if point.rtt_ms == 25.0)
+    assert verdict(pays) == (
+        f"With this target, drafting pays up to a round trip of {forecast.fades_ms:.0f} ms; "
+        f"at 25 ms it gives {at_25.stream:.1f}x."
+    )
+    always = verdict(predicted(draft, 0.8, 200.0))
+    assert always.startswith("With this target, drafting pays at every round trip computed; at 50 ms it gives 3.3x")
+    assert always.endswith(", at 300 ms 2.0x.")
+    never = verdict(predicted(draft, 0.05, 2.0))
+    assert never == "With this target, drafting does not pay at any round trip: it gives 1.00x at best."
+    assert "no target was at hand" in verdict(timed(draft, forecast=None)) and "outrider-export pair" in verdict(target)
+    assert verdict(timed(pays, is_on_device=False)).endswith("These times are not of the CPU that the draft is for.")
+    assert verdict(timed(pays, load_warning="busy")).endswith("The machine was busy while times were measured.")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140])
 def test_the_card_in_a_terminal(reference_pair: PairPaths, columns: int) -> None:
-    """Figures with their units, nothing cut off, in a narrow terminal too."""
+    """The verdict first, figures with their units, nothing cut off, in a narrow terminal too."""
     console = Console(width=columns, record=True, file=io.StringIO())
-    print_report(console, Bundle.open(reference_pair.draft))
+    bundle = Bundle.open(reference_pair.draft)
+    print_report(console, bundle)
     text = console.export_text()
-    for words in ("ms a token", "agreement", "depth 8", "streamed", "stop-and-wait", "gain less than 5%", "KL"):
-        assert words in text
+    assert " ".join(text.split()).startswith(verdict(bundle.manifest))
+    for words in ("ms per token", "agreement", "depth 8", "streamed", "stop-and-wait", "gain less than 5%", "KL"):
+        assert words in " ".join(text.split()) or columns == 60
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= columns
 
@@ -400,7 +461,37 @@ def test_the_page_shows_what_was_measured(reference_pair: PairPaths) -> None:
     for words in (f"{found.rate:.3f}", "Predicted speed-up", "stop-and-wait", f"breaks even at {even_ms:.0f} ms"):
         assert words in pages["pair"].text
         assert words not in pages["draft"].text
-    assert "step after rollback" in pages["draft"].text and "argmaxes as unquantized" in pages["target"].text
+    assert (
+        "step after rollback" in pages["draft"].text
+        and "argmaxes equal to the unquantized model's" in pages["target"].text
+    )
+
+
+def test_the_page_begins_with_the_verdict_and_explains_its_figures(reference_pair: PairPaths) -> None:
+    """In plain words, before any figure."""
+    for name, path in (("pair", reference_pair.draft), ("target", reference_pair.target)):
+        text = Page(pages_of(reference_pair)[name]).text
+        assert 0 < text.index(verdict(Bundle.open(path).manifest)) < text.index(" MB size")
+        assert "KL divergence: how far its probabilities are from that model's" in text
+
+
+def test_tables_show_that_they_scroll_and_can_be_reached_by_keyboard(reference_pair: PairPaths) -> None:
+    """Every table stands in a region with a name, which takes the focus; shadows and a hint say that there is more."""
+    text = pages_of(reference_pair)["pair"]
+    page = Page(text)
+    assert page.tags.count("table") == text.count('role="region"') == text.count('tabindex="0"') == 4
+    assert text.count("The table scrolls sideways") == 4 and "linear-gradient" in text
+    names = [value for name, value in page.attributes if name == "aria-labelledby"]
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(set(names)) == 4 and set(names) <= set(ids)
+
+
+def test_plots_are_readable_on_a_phone(reference_pair: PairPaths) -> None:
+    """At 360 pixels, 320 of them for the plot, no letter is smaller than 10; the page does not shrink or stretch it."""
+    for svg in re.findall(r"<svg.*?</svg>", pages_of(reference_pair)["pair"], flags=re.DOTALL):
+        width = float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1])  # type: ignore[index]
+        sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", svg)]
+        assert sizes and min(sizes) * 320 / width >= 10.0
 
 
 def test_names_are_text_on_the_page(reference_pair: PairPaths) -> None:

@@ -32,11 +32,11 @@ def test_the_same_figures_give_the_same_page(reference_pair: PairPaths, tmp_path
 def test_a_page_that_cannot_be_written_is_one_message(reference_pair: PairPaths, tmp_path: Path) -> None:
     """It says where, and that the bundles are as they were."""
     draft = Bundle.open(reference_pair.draft).manifest
-    with pytest.raises(ExportError, match=r"nowhere/report\.html \(No such file or directory\); no bundle is"):
+    with pytest.raises(ExportError, match=r"nowhere/report\.html \(No such file or directory\); no bundle was changed"):
         write_card_html(tmp_path / "nowhere" / "report.html", [draft])
     taken = tmp_path / "report.html"
     taken.mkdir()
-    with pytest.raises(BundleError, match="is no report card of this version, so it is not replaced"):
+    with pytest.raises(BundleError, match="is not a report card of this version, so it is not replaced"):
         write_card_html(taken, [draft])
     assert list(tmp_path.iterdir()) == [taken]
 
@@ -51,11 +51,11 @@ def test_somebody_else_s_page_is_in_the_way_before_any_work(
     for more in ((), ("--overwrite",), ("--sweep",)):
         assert run_export(monkeypatch, *command, *more) == 2
         told = capsys.readouterr().err
-        assert "is no report card" in told and "reading" not in told
+        assert "is not a report card" in told and "reading" not in told
     assert page.read_text() == "<h1>mine</h1>" and list(tmp_path.iterdir()) == [page]
     page.write_text('<meta name="generator" content="Outrider">')
     assert run_export(monkeypatch, *command) == 2
-    assert "exists already; choose another place, or say --overwrite" in capsys.readouterr().err
+    assert "exists already; add --overwrite to replace it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("is_sweep", [False, True])
@@ -102,10 +102,10 @@ def test_a_page_that_the_system_refuses_is_one_message(
     assert "File name too long" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     for nameless in (Path(), Path("/")):
-        with pytest.raises(BundleError, match="is no report card"), PageWriter(nameless):
+        with pytest.raises(BundleError, match="is not a report card"), PageWriter(nameless):
             pass
     page = PageWriter(tmp_path / "report.html")
-    with page, pytest.raises(ExportError, match="the bundles are as they should be"):
+    with page, pytest.raises(ExportError, match="the bundles are written"):
         page.commit()  # nothing was written that could be renamed
     assert not list(tmp_path.iterdir())
 

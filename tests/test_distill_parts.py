@@ -17,9 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.export.check.acceptance import Rounds
 from outrider.export.distill.prompts import split_prompts
 from outrider.export.interruption import Interruption
 from outrider.export.source import tiny
+from outrider.export.source.family_facts import FAMILIES
 from outrider.export.source.model_source import read_source
 from outrider.export.source.prompts import encode_prompts, read_prompts
 from outrider.models.errors import ExportError, TokenizerError
@@ -143,7 +145,7 @@ def test_batches_hold_prompts_of_like_length_and_leave_none_out() -> None:
     assert np.array_equal(order.batch_by_length(lengths, 8, seed=1, number=5, sort_over=8), batches[5])
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_padding_changes_nothing_that_is_recorded(family: str, tmp_path: Path) -> None:
     """In every family, prompts of different lengths in one batch: rows, normalizers and logits as of each row alone."""
     source = read_source(tiny.make_tiny_source(family, tmp_path / family))
@@ -328,7 +330,7 @@ def test_a_change_is_judged_prompt_by_prompt() -> None:
     """The rise is the difference of the rates; its error is small where all prompts rise alike, large where not."""
 
     def scores(accepted: Sequence[int]) -> list[acceptance.Score]:
-        return [acceptance.Score(acceptance.Chain(10, hits, 5), hits, 10) for hits in accepted]
+        return [acceptance.Score(Rounds(10, hits, 5), hits, 10) for hits in accepted]
 
     alike = acceptance.compare([scores([1, 5, 9])], [scores([2, 6, 10])])
     mixed = acceptance.compare([scores([1, 5, 9])], [scores([4, 5, 9])])

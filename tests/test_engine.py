@@ -47,7 +47,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_decoding() -> None:
     harness.assert_all_returned()
 
 
-def test_prompts_go_on_however_much_is_drafted() -> None:
+def test_drafts_never_stall_a_prompt() -> None:
     """Sixteen sequences whose drafts would fill every step still leave a share for a long prompt."""
     harness = Harness(num_blocks=1024, max_positions=1024, step_s=lambda num_tokens: 0.02)
     truths = [plain([i, 1, 2], SAMPLED, 120) for i in range(16)]
@@ -67,7 +67,7 @@ def test_prompts_go_on_however_much_is_drafted() -> None:
     assert late.tokens == plain(prompt, SAMPLED, 1)
 
 
-def test_a_clock_that_stands_still_is_survived() -> None:
+def test_a_step_of_no_measured_time_is_handled() -> None:
     """A step too short for the clock causes no division by zero."""
     harness = Harness(step_s=lambda num_tokens: 0.0)
     sequence_id, collector = harness.submit(PROMPTS[1], 30)
@@ -94,7 +94,7 @@ class PickingFake(FakeBatchRuntime):
         ]
 
 
-def test_a_runtime_may_pick_for_itself() -> None:
+def test_a_runtime_may_pick_tokens_itself() -> None:
     """The same text, with accepted drafts; a row that is not finite ends only its own sequence."""
     engine = Engine(PickingFake(vocab_size=VOCAB, fail_on_token=63), EngineConfig(policy=Policy.VERIFY))
     truth = plain(PROMPTS[1], SAMPLED, 6)
@@ -136,7 +136,7 @@ def test_prefix_sharing_can_be_switched_off() -> None:
     assert texts[0].tokens == texts[1].tokens == plain(prompt, SAMPLED, 6)
 
 
-def test_when_blocks_run_out_the_youngest_gives_way_and_nothing_is_lost() -> None:
+def test_without_free_blocks_the_youngest_is_preempted_and_nothing_is_lost() -> None:
     """Eight sequences that need three times the cache all end with their exact text."""
     harness = Harness(num_blocks=30, block_size=4)
     collectors = [harness.submit(prompt, 40)[1] for prompt in PROMPTS]
@@ -160,7 +160,7 @@ def drafts_for(truth: Sequence[int], base: int, kind: str, length: int) -> list[
 
 @given(st.data())
 @settings(max_examples=120, deadline=None)
-def test_no_draft_whatever_changes_the_text(data: st.DataObject) -> None:
+def test_no_draft_changes_the_text(data: st.DataObject) -> None:
     """Correct, wrong, partial, alternative, stale, repeated, reordered drafts at any time: same tokens, no leak."""
     params = data.draw(st.sampled_from([SamplingParams(), SAMPLED, SamplingParams(temperature=1.2, top_p=0.9, seed=5)]))
     policy = data.draw(st.sampled_from(list(Policy)))
@@ -200,7 +200,7 @@ def test_no_draft_whatever_changes_the_text(data: st.DataObject) -> None:
     harness.assert_all_returned()
 
 
-def test_right_drafts_save_passes_and_usage_counts_them() -> None:
+def test_correct_drafts_save_passes_and_usage_counts_them() -> None:
     """With correct drafts only, 24 tokens take far fewer passes; accepted and rejected add up."""
     harness = Harness(config=EngineConfig(max_draft=4, policy=Policy.VERIFY))
     truth = plain(PROMPTS[1], SAMPLED, 24)
@@ -223,7 +223,7 @@ def costly(num_tokens: int) -> float:
 
 
 @pytest.mark.parametrize("is_queued", [False, True])
-def test_auto_verifies_for_capacity_while_somebody_queues(is_queued: bool) -> None:
+def test_auto_verifies_for_capacity_while_a_request_is_queued(is_queued: bool) -> None:
     """Alone, drafts that cost more time than they save are not verified; with a request queued, passes count."""
     harness = Harness(config=EngineConfig(max_running=1), step_s=costly)
     harness.engine.calibrate()
@@ -240,7 +240,7 @@ def test_auto_verifies_for_capacity_while_somebody_queues(is_queued: bool) -> No
     harness.assert_all_returned()
 
 
-def test_a_verify_item_leaves_its_neighbours_choice_alone() -> None:
+def test_a_verify_item_does_not_change_what_a_session_verifies() -> None:
     """A step verifies the item's whole draft and nothing of a session's costly draft."""
     harness = Harness(step_s=costly)
     harness.engine.calibrate()
@@ -256,7 +256,7 @@ def test_a_verify_item_leaves_its_neighbours_choice_alone() -> None:
     harness.assert_all_returned()
 
 
-def test_an_always_wrong_draft_ends_at_nothing_verified() -> None:
+def test_an_always_wrong_draft_is_soon_not_verified() -> None:
     """After a few rejections the engine verifies no pending draft."""
     harness = Harness()
     harness.engine.calibrate()
@@ -299,7 +299,7 @@ def test_the_context_ends_a_sequence() -> None:
     assert collector.end is not None and collector.end.reason == "context"
 
 
-def test_cancelling_frees_the_sequence_wherever_it_is() -> None:
+def test_cancelling_frees_a_sequence_in_every_state() -> None:
     """Queued, prefilling and decoding sequences are gone after the next step; others continue."""
     harness = Harness(config=EngineConfig(max_running=2, step_tokens=8))
     decoding, c1 = harness.submit(PROMPTS[0], 50)
@@ -440,7 +440,7 @@ def test_a_parked_prefix_leaves_only_new_tokens_to_run() -> None:
     assert harness.batches[-1] == [4]
 
 
-def test_an_unknown_prefix_hash_is_a_clear_409() -> None:
+def test_an_unknown_prefix_hash_is_a_409() -> None:
     """The error asks for the tokens; using a prefix twice gives the same error."""
     harness = Harness()
     with pytest.raises(RequestError) as refused:
@@ -462,7 +462,7 @@ def test_a_refused_item_leaves_its_prefix_parked() -> None:
     assert [*first.tokens, *again.tokens] == plain(PROMPTS[2], SAMPLED, 2)
 
 
-def test_parked_prefixes_give_way_to_running_sequences() -> None:
+def test_parked_prefixes_are_evicted_for_running_sequences() -> None:
     """A cache full of parked prefixes still serves a long request."""
     harness = Harness(num_blocks=16, block_size=4)
     for start in range(6):
@@ -524,17 +524,17 @@ class Device:
         return collector.end.usage.waited_s
 
 
-def test_the_engine_waits_for_a_quick_device_and_not_for_a_slow_one() -> None:
+def test_the_engine_waits_for_a_fast_device_and_not_for_a_slow_one() -> None:
     """With 40 ms steps a device 2 ms away is worth a wait, one 100 ms away is not; patience 0 never waits."""
     assert Device(0.002).waited_s() > 0.01
     assert Device(0.100).waited_s() == 0.0
     assert Device(0.002).waited_s(patience_ms=0.0) == 0.0
 
 
-def test_a_device_that_says_how_fast_it_answers_is_waited_for_from_the_first_token() -> None:
+def test_with_a_lag_hint_the_engine_waits_from_the_first_token() -> None:
     """The engine waits after the first commits only with the hint; measurements soon outweigh a wrong hint."""
-    told, untold = Device(0.004), Device(0.004)
-    assert told.waited_s(count=6, draft_lag_ms=4.0) > untold.waited_s(count=6)
+    with_hint, without_hint = Device(0.004), Device(0.004)
+    assert with_hint.waited_s(count=6, draft_lag_ms=4.0) > without_hint.waited_s(count=6)
     assert Device(0.100).waited_s(draft_lag_ms=1.0) < 0.03
 
 
@@ -544,7 +544,7 @@ def test_patience_ms_bounds_the_wait() -> None:
     assert Device(0.006).waited_s(patience_ms=50.0) > 0.0
 
 
-def test_verify_policy_waits_where_latency_would_not() -> None:
+def test_the_verify_policy_waits_longer_than_latency_alone_allows() -> None:
     """When passes are scarce a wait of one step is allowed, and passes per token fall."""
     device = Device(0.030, policy=Policy.VERIFY)
     assert device.waited_s() > 0.05
@@ -552,7 +552,7 @@ def test_verify_policy_waits_where_latency_would_not() -> None:
     assert Device(0.030).waited_s() == 0.0
 
 
-def test_a_device_that_falls_silent_is_not_waited_for_long() -> None:
+def test_the_engine_soon_stops_waiting_for_a_silent_device() -> None:
     """After a few useless waits the engine goes on without."""
     harness = Harness()
     truth = plain(PROMPTS[2], SAMPLED, 200)
@@ -568,7 +568,7 @@ def test_a_device_that_falls_silent_is_not_waited_for_long() -> None:
     assert collector.end.usage.waited_s < 0.5
 
 
-def test_calibration_measures_the_curve_and_gives_its_blocks_back() -> None:
+def test_calibration_measures_the_curve_and_frees_its_blocks() -> None:
     """Afterwards the step time and the cost of a drafted token are known."""
     harness = Harness()
     harness.engine.calibrate(max_tokens=8)

@@ -163,7 +163,7 @@ def test_closed_form_equals_the_simulation(rtt_ms: float, never: float, patient:
     assert (plan_wait(alpha, step, extra, lags, 1.0, saves_passes=False) != NO_WAIT) == (waiting > streaming)
 
 
-def test_nobody_waits_for_a_draft_that_is_never_right_or_never_comes() -> None:
+def test_no_wait_for_a_draft_that_is_never_accepted_or_never_arrives() -> None:
     """With low acceptance, unknown lags or unanswered waits the engine does not wait."""
     lags = [0.002] * 8
     assert plan_wait(0.6, 0.04, 0.001, lags, 1.0, saves_passes=False) != NO_WAIT
@@ -198,7 +198,7 @@ def test_step_time_curve_is_monotone_and_robust() -> None:
     assert times[7] > times[3]
 
 
-def test_draft_lag_knows_first_answers_and_the_pace_after_them() -> None:
+def test_draft_lag_measures_the_first_answer_and_the_rate_after_it() -> None:
     """5 ms to a first answer of two tokens, then 3 ms per token."""
     lag, now = DraftLag(), 0.0
     assert lag.seconds_until(1) is None
@@ -212,7 +212,7 @@ def test_draft_lag_knows_first_answers_and_the_pace_after_them() -> None:
     assert lag.seconds_until(5) is None  # it has never drafted so many at once
 
 
-def test_a_device_that_missed_some_waits_is_waited_for_again_once_it_answers_in_time() -> None:
+def test_waiting_resumes_once_a_late_device_answers_in_time() -> None:
     """The engine sees without waiting whether it is in time; after a late answer, or none, it does not wait."""
     lag, now = DraftLag(), 0.0
     lag.committed(0, now)
@@ -304,7 +304,7 @@ def test_a_runtime_that_gives_too_few_rows_is_a_model_fault() -> None:
     assert collector.tokens == []
 
 
-def test_stopping_without_a_drain_ends_what_runs() -> None:
+def test_stopping_without_a_drain_ends_running_requests() -> None:
     """Every sink gets "shutdown", and the thread ends."""
     started, gate, ended = threading.Event(), threading.Event(), threading.Event()
 

@@ -12,12 +12,13 @@ from tests.tiny_models import make_unknown
 
 from outrider.export.convert import openvino_ir, upstream_repairs
 from outrider.export.make.pipeline import export_model, stage_export
-from outrider.export.make.stage_store import WorkStore
+from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import silent
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card import warnings_of
+from outrider.export.source.family_facts import FAMILIES
 from outrider.export.source.model_source import read_source
-from outrider.export.source.tiny import FAMILIES, make_tiny_source
+from outrider.export.source.tiny import make_tiny_source
 from outrider.models.errors import ExportError, ParityFailure
 from outrider.models.manifest import Parity, Precision, Role
 from outrider.models.runtimes import open_batch_runtime
@@ -45,7 +46,7 @@ def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 def stage(source: Path, out: Path, store: Path, role: Role, precision: Precision, runtime: Any = "openvino") -> Parity:
     """The check of one export, which is not put in place; `store` keeps what the next may use."""
     options = ExportOptions(role, precision, runtime, num_threads=1)
-    with stage_export(read_source(source), out, options, silent, WorkStore(store)) as staged:
+    with stage_export(read_source(source), out, options, silent, StageStore(store)) as staged:
         return staged.manifest.report.parity
 
 

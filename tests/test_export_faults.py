@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
-from outrider.export.check.parity import ParityReference, Passage
+from outrider.export.check.parity import ParityReference, SequencePair
 from outrider.export.check.source_logits import Truth
 from outrider.export.convert.openvino_ir import finish_ir
 from outrider.export.convert.safetensors_cast import cast_weights
 from outrider.export.disk import require_room, telling_of_full_disks
 from outrider.export.make.pipeline import export_model
-from outrider.export.make.stage_store import WorkStore
+from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import StageEvent
 from outrider.export.recipes import ExportOptions, RuntimeName
 from outrider.models.bundle import Bundle
@@ -99,7 +99,7 @@ def copy_there(source: Path, place: Path) -> None:
 def save_truth_there(source: Path, place: Path) -> None:
     """numpy's writer."""
     logits = np.zeros((100, 320), np.float32)
-    Truth(ParityReference(Passage(1, (1, 2), (1, 3), logits, logits)), (), ()).save(place)
+    Truth(ParityReference(SequencePair(1, (1, 2), (1, 3), logits, logits)), (), ()).save(place)
 
 
 def save_onnx_there(source: Path, place: Path) -> None:
@@ -336,7 +336,7 @@ def never(directory: Path) -> None:
 
 def test_a_result_that_another_export_uses_stays(tmp_path: Path) -> None:
     """Two precisions of one model at a time: who ends first does not take the other's files away."""
-    first, second = WorkStore(tmp_path), WorkStore(tmp_path)
+    first, second = StageStore(tmp_path), StageStore(tmp_path)
     place = first.get({"stage": "ir"}, fill)
     assert second.get({"stage": "ir"}, never) == place
     first.release()
@@ -349,8 +349,8 @@ def test_a_result_that_another_export_uses_stays(tmp_path: Path) -> None:
 USE_AND_WAIT = """
 import signal, sys
 from pathlib import Path
-from outrider.export.make.stage_store import WorkStore
-store = WorkStore(Path(sys.argv[1]))
+from outrider.export.make.stage_store import StageStore
+store = StageStore(Path(sys.argv[1]))
 store.get({"stage": "ir"}, lambda directory: (directory / "result").write_text("made"))
 print("got", flush=True)
 signal.pause()
@@ -365,7 +365,7 @@ def test_a_killed_user_of_a_result_is_forgotten(tmp_path: Path) -> None:
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "got\n"
         process.send_signal(signal.SIGKILL)
-    store = WorkStore(tmp_path)
+    store = StageStore(tmp_path)
     place = store.get({"stage": "ir"}, never)
     store.release()
     assert not place.exists()
@@ -374,7 +374,7 @@ def test_a_killed_user_of_a_result_is_forgotten(tmp_path: Path) -> None:
 
 def test_a_result_is_never_half_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is stopped while removing leaves something that no export takes for a result."""
-    store = WorkStore(tmp_path)
+    store = StageStore(tmp_path)
     place = store.get({"stage": "ir"}, fill)
 
     def stop(path: Path, ignore_errors: bool) -> None:
@@ -384,5 +384,5 @@ def test_a_result_is_never_half_removed(tmp_path: Path, monkeypatch: pytest.Monk
         patched.setattr(shutil, "rmtree", stop)
         store.release()
     assert not place.exists()
-    assert WorkStore(tmp_path).get({"stage": "ir"}, fill) == place  # made anew
+    assert StageStore(tmp_path).get({"stage": "ir"}, fill) == place  # made anew
     assert [path for path in tmp_path.iterdir() if "partial" in path.name] == []

@@ -18,8 +18,9 @@ import pytest
 from tests.onnx_graphs import VOCAB, build, load_fp32, truth_of, worst_delta
 
 from outrider.export.convert.onnx_blocks import BLOCK_SIZE, quantize_blocks, read_dequantized
-from outrider.export.convert.onnx_builder import build_with_genai, supports, why_not
-from outrider.export.source.tiny import FAMILIES, make_tiny_source
+from outrider.export.convert.onnx_builder import build_with_genai, builder_obstacle, supports
+from outrider.export.source.family_facts import FAMILIES
+from outrider.export.source.tiny import make_tiny_source
 from outrider.models.errors import ExportError
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence
@@ -68,7 +69,7 @@ def test_what_the_builder_is_not_used_for(source: Callable[[str], Path]) -> None
         "multiples of 16, the model 8 of heads of 16": config_of(llama, partial_rotary_factor=0.5),
     }
     for reason, config in reasons.items():
-        assert reason in str(why_not(config))
+        assert reason in str(builder_obstacle(config))
         assert not supports(config)
     assert supports(config_of(llama, rope_parameters={"rope_type": "llama3", "factor": 8.0}))
     assert not supports(config_of(llama, rope_parameters={"rope_type": "llama3"}, architectures=["Qwen2ForCausalLM"]))

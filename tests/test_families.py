@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from outrider.export.cli.main import app
 from outrider.export.make import support_table as families
 from outrider.export.make.support_table import as_markdown, load_measured, measure, ways
-from outrider.export.source.tiny import FAMILIES
+from outrider.export.source.family_facts import FAMILIES
 
 ROOT = Path(__file__).parent.parent
 

@@ -34,7 +34,7 @@ def tokenizer() -> Tokenizer:
 def test_the_package_loads_no_model_library() -> None:
     """Importing the pair's package and reading its prompts loads neither torch nor transformers."""
     code = (
-        "import sys; from outrider.models import reference; reference.load_prompts(1); "
+        "import sys; from outrider import reference; reference.load_prompts(1); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'tokenizers')))"
     )
     paths = {"PYTHONPATH": str(HERE.parents[2])}
@@ -137,16 +137,14 @@ def test_the_card_shows_the_stored_numbers() -> None:
     assert (HERE / "MODEL_CARD.md").read_text(encoding="utf-8") == rendered
 
 
-def test_chains_count_what_was_tested() -> None:
-    """A round tests up to its first wrong token, accepts what stood before it, and skips the target's own token."""
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    from outrider.export.distill.trainer.acceptance import run_chains
+def test_rounds_count_what_was_tested() -> None:
+    """A round tests up to its first rejected token, accepts what stands before it, and skips the target's own token."""
+    from outrider.export.check.acceptance import play_rounds
 
     matches = np.array([1, 1, 0, 0, 1, 1, 1, 1, 0, 1], dtype=np.bool_)
-    chain = run_chains(matches, depth=4)
+    counts = play_rounds(matches, depth=4, counts_short_ends=True)
     # Rounds: 1 1 0 | 0 | 1 1 1 1 (and the free token after it) | 1
-    assert (chain.tested, chain.accepted, chain.rounds) == (9, 7, 4)
+    assert (counts.tested, counts.accepted, counts.rounds) == (9, 7, 4)
 
 
 def test_the_match_bound_is_the_match_probability_when_nothing_is_left_out() -> None:

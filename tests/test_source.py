@@ -16,8 +16,9 @@ from outrider.export.progress import StageEvent
 from outrider.export.recipes import ExportOptions
 from outrider.export.source import config_reader
 from outrider.export.source.config_reader import read_shape
+from outrider.export.source.family_facts import FAMILIES
 from outrider.export.source.model_source import read_source
-from outrider.export.source.tiny import FAMILIES, WINDOW, make_tiny_source
+from outrider.export.source.tiny import WINDOW, make_tiny_source
 from outrider.export.source.torch_source import load_source_model
 from outrider.export.source.weight_files import find_weight_files
 from outrider.models.errors import ExportError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -9,14 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tests.export_cli import run_export
 from tests.tiny_models import make_tiny_model, make_tiny_tokenizer
 
+from outrider.export.cli.display import print_comparison
 from outrider.export.make import sweep
 from outrider.export.make.pair import PairPaths
 from outrider.export.make.pipeline import StagedExport, stage_export
 from outrider.export.make.sweep import recipes_for, sweep_pair
 from outrider.export.recipes import ExportOptions
+from outrider.export.report.card import verdict
+from outrider.export.report.card_html import card_html
+from outrider.export.report.card_plots import COLOURS, GREY
 from outrider.export.report.comparison import NotMade, compare
 from outrider.models.bundle import Bundle
 from outrider.models.errors import BundleError, ConfigError, ExportError, RuntimeUnavailable
@@ -25,7 +31,14 @@ from outrider.models.prediction import predict
 
 
 def candidate(
-    like: Manifest, precision: str, *, rate: float, draft_ms: float, size: int, is_on_device: bool = True
+    like: Manifest,
+    precision: str,
+    *,
+    rate: float,
+    draft_ms: float,
+    size: int,
+    is_on_device: bool = True,
+    load_warning: str | None = None,
 ) -> Manifest:
     """A draft with these figures, for a target of 20 ms + 0.5 ms a drafted token."""
     lengths = tuple(
@@ -44,7 +57,12 @@ def candidate(
     )
     assert like.report.timing is not None
     timing = like.report.timing.model_copy(
-        update={"token_ms": draft_ms, "forecast": forecast, "is_on_device": is_on_device}
+        update={
+            "token_ms": draft_ms,
+            "forecast": forecast,
+            "is_on_device": is_on_device,
+            "load_warning": load_warning,
+        }
     )
     acceptance = Acceptance(target="t", temperature=0.8, tested_tokens=640, rate=rate, by_depth=lengths)
     report = like.report.model_copy(update={"acceptance": (acceptance,), "timing": timing, "size_bytes": size})
@@ -127,6 +145,40 @@ def test_a_sweep_is_of_all_that_fits_the_device() -> None:
     assert {options.precision for options in recipes_for(ExportOptions("draft", device="npu"))} == {"int8", "w8a8"}
 
 
+def test_drafts_timed_on_a_busy_machine_are_named(like: Manifest) -> None:
+    """The recommended one has its own warning; the others stand in one line, on the page and in the terminal."""
+    drafts = [
+        candidate(like, precision, rate=0.75, draft_ms=draft_ms, size=100, load_warning=warning)
+        for precision, draft_ms, warning in (("fp32", 9.0, "busy"), ("int8", 1.0, None), ("int4", 9.0, "busy"))
+    ]
+    found = compare(drafts, [25.0])
+    assert found is not None and found.recommended == "openvino int8"
+    words = "The machine was busy while these were timed too: openvino fp32, openvino int4."
+    assert found.load_warning() == words
+    assert f"<strong>Warning:</strong> {words}" in card_html(drafts, None, found)
+    assert compare(drafts[1:2], [25.0]).load_warning() is None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("columns", [60, 140])
+def test_a_comparison_in_a_terminal_keeps_its_figures(like: Manifest, columns: int) -> None:
+    """Also in one of 60 columns; the verdict comes last."""
+    drafts = [
+        candidate(like, "fp32", rate=0.75, draft_ms=9.12, size=6_200_000, load_warning="busy"),
+        candidate(like, "int8", rate=0.71, draft_ms=1.34, size=2_100_000),
+    ]
+    found = compare(drafts, [25.0, 50.0, 100.0])
+    assert found is not None
+    console = Console(width=columns, record=True, file=io.StringIO())
+    print_comparison(console, found)
+    text = console.export_text()
+    assert "…" not in text and max(map(len, text.splitlines())) <= columns
+    for row in found.rows:
+        for words in (row.label, f"{row.tokens_per_s[2]:.1f} ({row.speed_ups[2]:.2f}x)"):
+            assert words in text
+    assert "9.12" in text and "1.34" in text and "warning: The machine was busy" in text
+    assert " ".join(text.split()).endswith(verdict(found.best))
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model, its own perfect draft."""
@@ -169,6 +221,8 @@ def test_a_sweep_from_the_command_line(
         assert bundle.path == (out / "draft" if is_best else out / "sweep" / row["label"].replace(" ", "-"))
     page = (out / "report.html").read_text(encoding="utf-8")
     assert all(label in page for label in labels) and f"Recommended: {found['recommended']}." in page
+    assert f"{found['recommended']}, streamed" in page and "other drafts, streamed" in page
+    assert GREY in page and all(colour not in page for colour in COLOURS[1:])
     assert sorted(path.name for path in out.iterdir()) == ["draft", "report.html", "sweep", "target"]
     assert len(list((out / "sweep").iterdir())) == 2
 
@@ -241,7 +295,7 @@ def untouched(tmp_path: Path) -> Iterator[Path]:
         ({"round_trips_ms": ()}, "at least one"),
         ({"round_trips_ms": (-1.0,)}, r"round trip time is -1\.0 ms"),
         ({"step_ms": 0.0}, r"step takes 0\.0 ms"),
-        ({"draft_options": TARGET}, "a sweep is of drafts for a target"),
+        ({"draft_options": TARGET}, "for a target and a target; expected a draft and a target"),
     ],
 )
 def test_senseless_options_are_refused_before_any_work(

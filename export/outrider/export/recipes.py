@@ -94,6 +94,11 @@ class ExportOptions:
         return self.precision or RECIPES[self.role, self.device, self.resolved_runtime][0]
 
     @property
+    def label(self) -> str:
+        """What tells it apart from other exports of the same model."""
+        return label(self.resolved_runtime, self.resolved_precision)
+
+    @property
     def resolved_shapes(self) -> StaticShapes | None:
         """The lengths that an NPU's model is made for; None for other devices."""
         return (self.static_shapes or StaticShapes()) if self.device == "npu" else None
@@ -143,6 +148,11 @@ class ExportOptions:
             emulate_npu=emulate_npu,
             properties=dtype,
         )
+
+
+def label(runtime: str, precision: str) -> str:
+    """What tells exports of one model apart, such as "onnxruntime int4"."""
+    return f"{runtime} {precision}"
 
 
 def runtimes_for(role: Role, device: Device) -> tuple[RuntimeName, ...]:

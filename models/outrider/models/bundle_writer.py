@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
-import secrets
 import shutil
-import socket
 from pathlib import Path
 from types import TracebackType
 
+from outrider.models.build_site import BuildSite
 from outrider.models.bundle import Bundle, hash_file, refuse_unsafe
 from outrider.models.errors import BundleError
 from outrider.models.manifest import MANIFEST_NAME, FileEntry, Manifest
@@ -25,32 +23,39 @@ class BundleWriter:
     """Builds one bundle; use as a context manager, put files into `directory`, then call `commit` once.
 
     Leaving the context without a commit removes the hidden directory and the parent directories made for it. Entering
-    it removes what killed writers of the same destination left on this machine, and puts back a bundle that they had
-    set aside.
+    it removes what killed writers of the same destination left, and puts back a bundle that they had set aside.
     Raises BundleError if the destination exists and `overwrite` is off, or is a directory without a bundle.
     """
 
     def __init__(self, destination: str | Path, *, overwrite: bool = False) -> None:
         self._destination = Path(destination).absolute()
         self._overwrite = overwrite
-        self._host = re.sub(r"[^A-Za-z0-9]", "_", socket.gethostname())
-        tag = f"{self._host}-{os.getpid()}-{secrets.token_hex(4)}"
-        self.directory = self._destination.parent / f".{self._destination.name}.partial-{tag}"
-        self._made: list[Path] = []  # parent directories made for the destination, the deepest first
+        self._site = BuildSite(self._destination)
+        self.directory = self._site.path("partial")
+        self._made: list[Path] = []  # directories that were missing above the destination, the deepest first
         self._sealed: Manifest | None = None
 
     def __enter__(self) -> BundleWriter:
         self.check_destination()
         self._made = list(itertools.takewhile(lambda path: not path.exists(), self._destination.parents))
         self._destination.parent.mkdir(parents=True, exist_ok=True)
-        self._clear_leftovers()
-        self.directory.mkdir()
+        try:
+            if self._site.open():
+                self.check_destination()
+            self.directory.mkdir()
+        except BaseException:
+            self._leave()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
+        self._site.close()
         with contextlib.suppress(OSError):  # stops at the first that is not empty
             for path in self._made:
                 path.rmdir()
@@ -93,7 +98,7 @@ class BundleWriter:
         if not self._destination.exists():
             self.directory.rename(self._destination)
             return
-        aside = self.directory.with_name(self.directory.name.replace(".partial-", ".old-"))
+        aside = self._site.path("old")
         self._destination.rename(aside)
         try:
             self.directory.rename(self._destination)
@@ -113,31 +118,6 @@ class BundleWriter:
             raise BundleError(
                 f"{self._destination} exists and is not a bundle, so it is not replaced; choose another place"
             )
-
-    def _clear_leftovers(self) -> None:
-        name = re.escape(self._destination.name)
-        pattern = re.compile(rf"\.{name}\.(partial|old)-{self._host}-(\d+)-[0-9a-f]{{8}}")
-        for path in sorted(self._destination.parent.iterdir()):
-            match = pattern.fullmatch(path.name)
-            if match is None or _is_alive(int(match.group(2))):
-                continue
-            if match.group(1) == "old" and not self._destination.exists():
-                path.rename(self._destination)  # its writer died between the two renames
-                self.check_destination()
-            else:
-                shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    if os.name == "nt":
-        return True  # signal 0 would end the process there, so leftovers stay until removed by hand
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # another user's, and alive
-    return True
 
 
 def flush_tree(directory: Path) -> None:

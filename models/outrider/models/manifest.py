@@ -219,7 +219,7 @@ class Timing(_Part):
     machine: processor and threads. provider: what ran the model, in words; is_on_device: whether that is the device
     that the bundle is for. context: tokens in the cache. token_ms: median time of a one-token step; extend_ms: of a
     step with `extend_tokens`; extra_ms: for a target, what each drafted token adds to its step. forecast: for a draft
-    whose target was available.
+    whose target was available. load_warning: that other processes kept the machine busy, in words; None if not.
     """
 
     machine: str
@@ -231,6 +231,7 @@ class Timing(_Part):
     extend_ms: float = Field(gt=0.0)
     extra_ms: float | None = Field(ge=0.0, default=None)
     forecast: Forecast | None = None
+    load_warning: str | None = None
 
 
 class ExportReport(_Part):

@@ -37,7 +37,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Counts over rounds of drafting to one depth: a round ends at the first wrong token or when all were right."""
+    """Counts over rounds of drafting to one depth; a round ends at its first rejected token, or after the last."""
 
     tested: int = 0
     accepted: int = 0
@@ -89,18 +89,20 @@ def measure_acceptance(
     return tuple(_summary(temperature, found, target_name) for temperature, found in matches.items())
 
 
-def play_rounds(matches: NDArray[np.bool_], depth: int) -> Rounds:
+def play_rounds(matches: NDArray[np.bool_], depth: int, *, counts_short_ends: bool = False) -> Rounds:
     """Rounds of `depth` drafted tokens along one text; `matches` is [positions].
 
-    A round that accepts n tokens moves on by n + 1: the target's own token follows, right or not. Rounds begin only
-    where `depth` positions follow: one that the end of the text cuts short would count fewer than it could have had.
+    A round that accepts n tokens moves on by n + 1: the target's own token follows in any case. Rounds begin only where
+    `depth` positions follow: one that the end of the text cuts short would count fewer than it could have had.
+    counts_short_ends: count such rounds too, so that every position is in a round.
     """
     counts, start = Rounds(), 0
-    while start + depth <= len(matches):
-        wrong = np.flatnonzero(~matches[start : start + depth])
-        right = int(wrong[0]) if wrong.size else depth
-        counts += Rounds(right + (wrong.size > 0), right, 1)
-        start += right + 1
+    while start < len(matches) if counts_short_ends else start + depth <= len(matches):
+        window = matches[start : start + depth]
+        rejected = np.flatnonzero(~window)
+        accepted = int(rejected[0]) if rejected.size else len(window)
+        counts += Rounds(accepted + (rejected.size > 0), accepted, 1)
+        start += accepted + 1
     return counts
 
 

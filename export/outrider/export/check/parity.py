@@ -100,7 +100,7 @@ QUANTIZED: Final = ("int8", "int4", "w8a8")
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class SequencePair:
     """Two sequences that share a beginning, and the source's logits after the last tokens of each.
 
     prefill: tokens of the first step. main_logits: [compared rows of the first step + the rest of main, vocab_size];
@@ -118,21 +118,21 @@ class Passage:
 class ParityReference:
     """What the source says. far: beyond a sliding window of `window` tokens; None where there is no window."""
 
-    near: Passage
-    far: Passage | None = None
+    near: SequencePair
+    far: SequencePair | None = None
     window: int = 0
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Its content, for a file of arrays."""
         arrays: dict[str, NDArray[Any]] = {"window": np.array(self.window)}
-        for name, passage in (("near", self.near), ("far", self.far)):
-            if passage is not None:
+        for name, pair in (("near", self.near), ("far", self.far)):
+            if pair is not None:
                 arrays |= {
-                    f"{name}_prefill": np.array(passage.prefill),
-                    f"{name}_main": np.array(passage.main),
-                    f"{name}_other": np.array(passage.other),
-                    f"{name}_main_logits": passage.main_logits,
-                    f"{name}_other_logits": passage.other_logits,
+                    f"{name}_prefill": np.array(pair.prefill),
+                    f"{name}_main": np.array(pair.main),
+                    f"{name}_other": np.array(pair.other),
+                    f"{name}_main_logits": pair.main_logits,
+                    f"{name}_other_logits": pair.other_logits,
                 }
         return arrays
 
@@ -140,8 +140,8 @@ class ParityReference:
     def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> ParityReference:
         """Reads what `to_arrays` gave."""
 
-        def passage(name: str) -> Passage:
-            return Passage(
+        def pair(name: str) -> SequencePair:
+            return SequencePair(
                 int(arrays[f"{name}_prefill"]),
                 tuple(arrays[f"{name}_main"].tolist()),
                 tuple(arrays[f"{name}_other"].tolist()),
@@ -150,26 +150,26 @@ class ParityReference:
             )
 
         window = int(arrays["window"])
-        return cls(passage("near"), passage("far") if window else None, window)
+        return cls(pair("near"), pair("far") if window else None, window)
 
 
 def make_reference(tokenizer: Tokenizer, logits_of: Logits, window: int | None = None) -> ParityReference:
     """Runs the source, once a sequence: two of at most 64 tokens, and for a window two of at most window + 32."""
-    near = _passage(tokenizer, logits_of, _PREFILL, _PREFILL)
+    near = _sequence_pair(tokenizer, logits_of, _PREFILL, _PREFILL)
     if window is None:
         return ParityReference(near)
     # Of a step that long only the last row is compared: all of them would be gigabytes with a large vocabulary, and
     # what is wrong in an earlier one is in the keys and values that the later steps attend.
-    return ParityReference(near, _passage(tokenizer, logits_of, window + _BEYOND, 1), window)
+    return ParityReference(near, _sequence_pair(tokenizer, logits_of, window + _BEYOND, 1), window)
 
 
-def _passage(tokenizer: Tokenizer, logits_of: Logits, prefill: int, compared: int) -> Passage:
+def _sequence_pair(tokenizer: Tokenizer, logits_of: Logits, prefill: int, compared: int) -> SequencePair:
     length = prefill + _SINGLE + _MULTI
     text = _text(tokenizer, length + _ROLLED)
     # What replaces the rolled-back tokens must differ from them, or stale slots would go unnoticed.
     other = (*text[: prefill + _KEPT], *text[::-1][:_ROLLED])
     main = text[:length]
-    return Passage(
+    return SequencePair(
         prefill, main, other, logits_of(main, compared + length - prefill).copy(), logits_of(other, _ROLLED).copy()
     )
 
@@ -207,30 +207,30 @@ def check_parity(steps: Steps, reference: ParityReference, precision: str, runti
     return parity
 
 
-def _run(steps: Steps, passage: Passage, where: str) -> tuple[list[ParityStage], float]:
+def _run(steps: Steps, pair: SequencePair, where: str) -> tuple[list[ParityStage], float]:
     """The four stages, and by how much they differ from the export's own prefill of the same tokens."""
-    main, prefill, kept = passage.main, passage.prefill, passage.prefill + _KEPT
+    main, prefill, kept = pair.main, pair.prefill, pair.prefill + _KEPT
     if len(main) > steps.max_positions:
         raise ExportError(
             f"the numerical check{where} needs {len(main)} positions, the export has {steps.max_positions}; choose "
             "greater lengths, or such that no sequence gets beyond the window"
         )
-    compared = len(passage.main_logits) - (len(main) - prefill)
+    compared = len(pair.main_logits) - (len(main) - prefill)
     single_end = prefill + _SINGLE
-    expected = np.split(passage.main_logits, [compared, compared + _SINGLE])
+    expected = np.split(pair.main_logits, [compared, compared + _SINGLE])
     found = [steps.run(main[:prefill], compared).copy()]
     found.append(np.concatenate([steps.run(main[i : i + 1], 1).copy() for i in range(prefill, single_end)]))
     found.append(steps.run(main[single_end:], _MULTI).copy())
     steps.truncate(kept)
-    found.append(steps.run(passage.other[kept:], _ROLLED).copy())
+    found.append(steps.run(pair.other[kept:], _ROLLED).copy())
     names = ("prefill", "cached step", "multi-token step", "step after rollback")
     stages = [
         _compare(f"{name}{where}", rows, wanted)
-        for name, rows, wanted in zip(names, found, (*expected, passage.other_logits), strict=True)
+        for name, rows, wanted in zip(names, found, (*expected, pair.other_logits), strict=True)
     ]
     own = max(
         _own_delta(steps, main, np.concatenate(found[:3]), compared),
-        _own_delta(steps, passage.other, found[3], compared),
+        _own_delta(steps, pair.other, found[3], compared),
     )
     return stages, own / max(stage.scale for stage in stages)
 

@@ -22,6 +22,7 @@ from outrider.export.check.source_logits import Truth
 from outrider.export.check.timing import StepTimes, machine, time_draft, time_target, timing_prompt
 from outrider.export.recipes import ExportOptions
 from outrider.models.errors import BundleError, ExportError, ModelFault, ParityFailure
+from outrider.models.machine_load import MachineLoad
 from outrider.models.manifest import Agreement, Parity, Timing
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
@@ -168,7 +169,8 @@ def _examine(
     parity = check_parity(steps, truth.reference, options.resolved_precision, type(runtime).__name__)
     agreement = measure_agreement(steps, truth.texts, truth.logits, num_ids=num_ids)
     prompt = timing_prompt(truth.reference.near.main, steps.max_positions)
-    times = time_target(runtime, prompt) if isinstance(runtime, BatchRuntime) else time_draft(runtime, prompt)
+    with MachineLoad() as load:
+        times = time_target(runtime, prompt) if isinstance(runtime, BatchRuntime) else time_draft(runtime, prompt)
     timing = Timing(
         machine=machine(options.num_threads),
         provider=getattr(runtime, "provider", place.words),
@@ -178,6 +180,7 @@ def _examine(
         extend_tokens=times.extend_tokens,
         extend_ms=rounded(times.extend_ms),
         extra_ms=rounded(times.extra_ms) if isinstance(times, StepTimes) else None,
+        load_warning=load.warning(),
     )
     return Examined(parity.model_copy(update={"checked_on": place.words}), agreement, timing)
 

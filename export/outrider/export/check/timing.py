@@ -106,7 +106,7 @@ def machine(num_threads: int) -> str:
     """The processor and the threads that inference may use; never the machine's name. 0: as many as there are."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = num_threads or available
-    return f"{_processor()}, {count} thread{'s' if count > 1 else ''}"
+    return f"{processor()}, {count} thread{'s' if count > 1 else ''}"
 
 
 def _median_ms(run: Callable[[], None]) -> float:
@@ -125,7 +125,7 @@ def _drop(found: object) -> None:
     """A step's logits are of no interest here."""
 
 
-def _processor() -> str:
+def processor() -> str:
     if sys.platform == "linux":
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):

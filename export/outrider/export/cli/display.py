@@ -1,4 +1,4 @@
-"""How an export looks in a terminal: a line a stage while it runs, a report card at the end."""
+"""Shows an export in a terminal: a line per stage while it runs, a report card at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from outrider.export.progress import Progress, StageEvent
-from outrider.export.report.card import DEPTH_OF_ALPHA, JUDGED_AT, ends_of, step_of, tokens_per_pass, warnings_of
+from outrider.export.report.card import (
+    DEPTH_OF_ALPHA,
+    EXPLAINED,
+    JUDGED_AT,
+    ends_of,
+    step_of,
+    tokens_per_pass,
+    verdict,
+    warnings_of,
+)
 from outrider.export.report.comparison import Comparison, forecast_of
 from outrider.models.bundle import Bundle
 from outrider.models.manifest import Acceptance, Forecast, Manifest
@@ -21,13 +30,11 @@ from outrider.models.manifest import Acceptance, Forecast, Manifest
 
 @contextlib.contextmanager
 def show_progress(*, is_quiet: bool) -> Iterator[Progress]:
-    """A progress function that keeps the present stage spinning and leaves a line, with its seconds, for each
-    past one.
-    """
+    """A progress function: a spinner for the present stage, and a line with its seconds for each past one."""
     if is_quiet:
         yield lambda event: None
         return
-    # A file of its own, because quiet_upstream redirects sys.stderr while upstream runs.
+    # The console keeps the present sys.stderr: quiet_upstream redirects it while upstream runs.
     console = Console(file=sys.stderr)
     began = time.monotonic()
     current: StageEvent | None = None
@@ -41,7 +48,7 @@ def show_progress(*, is_quiet: bool) -> Iterator[Progress]:
 
         def progress(event: StageEvent) -> None:
             nonlocal began, current
-            if current is None:  # not before: a download has bars of its own
+            if current is None:  # not before: a download shows its own bars
                 stack.enter_context(status)
             finish()
             began, current = time.monotonic(), event
@@ -54,58 +61,69 @@ def show_progress(*, is_quiet: bool) -> Iterator[Progress]:
 def print_report(console: Console, bundle: Bundle) -> None:
     """The bundle's report card."""
     manifest = bundle.manifest
+    if manifest.role == "draft":
+        console.print(f"[bold]{escape(verdict(manifest))}[/bold]", highlight=False)
     console.print(_facts(manifest, str(bundle.path)))
     if manifest.report.acceptance:
         console.print(_acceptance(manifest.report.acceptance))
     timing = manifest.report.timing
     if timing is not None and timing.forecast is not None:
         console.print(_curve(timing.forecast))
-        draft = f"a draft of {timing.forecast.draft_ms:.3g} ms a token, right {timing.forecast.alpha:.2f} times in one"
+        draft = (
+            f"a draft of {timing.forecast.draft_ms:.3g} ms per token, of which {timing.forecast.alpha:.0%} are accepted"
+        )
         for line in (*ends_of(timing.forecast), f"{step_of(timing.forecast)}, {draft}"):
             console.print(f"  {line}", highlight=False)
 
 
 def print_warnings(console: Console, manifest: Manifest) -> None:
-    """What a reader must not miss; nothing if there is nothing."""
+    """The warnings of the report, if it has any."""
     for warning in warnings_of(manifest):
         console.print(f"[bold yellow]warning:[/bold yellow] {escape(warning)}", highlight=False, soft_wrap=True)
 
 
 def print_comparison(console: Console, found: Comparison) -> None:
-    """A sweep's drafts, a row each, those that were not made with their reasons, and the recommendation."""
-    table = Table(title="drafts compared", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
+    """A sweep: a row per draft, the reasons of those that were not made, the recommendation and the verdict."""
+    table = _plain_table("drafts compared")
     table.add_column("draft")
-    for name in ("MB", "ms/token", "argmax", "T 0", "T 0.5", f"T {JUDGED_AT:g}", "tokens/pass"):
-        table.add_column(name, justify="right")
+    # Short, so that the figures fit a terminal of 60 columns.
+    for name in ("MB", "ms/\ntoken", "arg-\nmax", "T 0", "T 0.5", f"T {JUDGED_AT:g}", "per\npass"):
+        table.add_column(name, justify="right", no_wrap=True)
+    speeds = _plain_table("predicted tokens/s, and speed-up over cloud-only streaming")
+    speeds.add_column("draft")
     for rtt_ms in found.round_trips_ms:
-        table.add_column(f"{rtt_ms:g} ms", justify="right")
+        speeds.add_column(f"at {rtt_ms:g} ms", justify="right")
     for row in found.rows:
         report, is_best = row.manifest.report, row.label == found.recommended
         assert report.timing is not None and report.agreement is not None
+        name, style = (f"{row.label} *", "bold") if is_best else (row.label, None)
         table.add_row(
-            f"{row.label} *" if is_best else row.label,
+            name,
             f"{report.size_bytes / 1e6:,.1f}",
             f"{report.timing.token_ms:.2f}",
             f"{report.agreement.argmax:.3f}",
             *(f"{measured.rate:.3f}" for measured in report.acceptance),
             f"{tokens_per_pass(report.acceptance):.2f}",
-            *(
-                f"{tokens:.1f} ({speed_up:.2f}x)"
-                for tokens, speed_up in zip(row.tokens_per_s, row.speed_ups, strict=True)
-            ),
-            style="bold" if is_best else None,
+            style=style,
         )
+        reached = zip(row.tokens_per_s, row.speed_ups, strict=True)
+        speeds.add_row(name, *(f"{tokens:.1f} ({speed_up:.2f}x)" for tokens, speed_up in reached), style=style)
     console.print(table)
     console.print(
-        f"  T: acceptance by temperature; tokens/pass at depth {DEPTH_OF_ALPHA}; then predicted tokens/s by round trip",
+        "  argmax: share equal to the unquantized model's; T: acceptance by temperature; "
+        f"per pass: tokens per target pass at depth {DEPTH_OF_ALPHA}",
         style="dim",
     )
+    console.print(speeds)
     for skipped in found.not_made:
         console.print(
             f"  [yellow]not made:[/yellow] {escape(skipped.label)}: {escape(skipped.reason)}", highlight=False
         )
+    if (warning := found.load_warning()) is not None:
+        console.print(f"  [yellow]warning:[/yellow] {escape(warning)}", highlight=False)
     console.print(f"  {step_of(forecast_of(found.best))}", highlight=False)
     console.print(f"[bold]recommended: {escape(found.recommended)}[/bold]: {escape(found.reason)}", highlight=False)
+    console.print(verdict(found.best), highlight=False, markup=False)
 
 
 def _facts(manifest: Manifest, where: str) -> Table:
@@ -125,7 +143,7 @@ def _facts(manifest: Manifest, where: str) -> Table:
     if (timing := report.timing) is not None:
         table.add_row(
             "speed",
-            f"{timing.token_ms:.3g} ms a token, {timing.extend_ms:.3g} ms for {timing.extend_tokens}, after "
+            f"{timing.token_ms:.3g} ms per token, {timing.extend_ms:.3g} ms for {timing.extend_tokens}, after "
             f"{timing.context} tokens ({escape(timing.machine)}, {escape(timing.provider)})",
         )
     table.add_row("tokenizer", manifest.tokenizer_fingerprint[:12])
@@ -133,8 +151,7 @@ def _facts(manifest: Manifest, where: str) -> Table:
         table.add_row(
             "[yellow]widened[/yellow]",
             f"to {manifest.widened.fp32_megabytes:,.0f} MB in FP32 from "
-            f"{manifest.widened.from_parameters / 1e6:,.1f}M parameters: for measurements, the function is "
-            "unchanged",
+            f"{manifest.widened.from_parameters / 1e6:,.1f}M parameters, for measurements; its function is unchanged",
         )
     for stage in report.parity.stages:
         table.add_row(
@@ -146,7 +163,7 @@ def _facts(manifest: Manifest, where: str) -> Table:
         table.add_row(
             "agreement",
             f"argmax {agreement.argmax:.3f}, KL {agreement.mean_kl:.2g} nats from the unquantized model, "
-            f"{agreement.rows} rows of held-out text",
+            f"{agreement.rows} rows of held-out text. {EXPLAINED}",
         )
     for warning in warnings_of(manifest):
         table.add_row("[yellow]warning[/yellow]", escape(warning))
@@ -154,9 +171,9 @@ def _facts(manifest: Manifest, where: str) -> Table:
 
 
 def _acceptance(found: tuple[Acceptance, ...]) -> Table:
-    title = escape(f"acceptance by {found[0].target}, {found[0].tested_tokens} tokens tested")
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1))
-    table.add_column("temperature", justify="right")
+    title = escape(f"accepted by {found[0].target}, {found[0].tested_tokens} tokens tested")
+    table = _plain_table(title)
+    table.add_column("T", justify="right")
     table.add_column("acceptance", justify="right")
     depths = [row.depth for row in found[0].by_depth]
     for depth in depths:
@@ -168,17 +185,19 @@ def _acceptance(found: tuple[Acceptance, ...]) -> Table:
             f"{measured.rate:.3f} ± {measured.error:.3f}",
             *(at.get(depth, "-") for depth in depths),
         )
-    table.caption = "tokens per target pass by depth of drafting"
+    table.caption = "T: temperature; depth: tokens per target pass at that depth of drafting"
     table.caption_justify = "left"
     return table
 
 
 def _curve(forecast: Forecast) -> Table:
-    title = f"predicted speed-up over plain cloud streaming, times (temperature {forecast.temperature:g})"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
-    table.add_column("round trip, ms", no_wrap=True)
+    table = _plain_table(f"predicted speed-up over cloud-only streaming, times (temperature {forecast.temperature:g})")
+    for name in ("round trip, ms", "streamed", "stop-and-wait"):
+        table.add_column(name, justify="right", no_wrap=True)
     for point in forecast.curve:
-        table.add_column(f"{point.rtt_ms:g}", justify="right")
-    table.add_row("streamed", *(f"{point.stream:.2f}" for point in forecast.curve))
-    table.add_row("stop-and-wait", *(f"{point.stop_and_wait:.2f}" for point in forecast.curve))
+        table.add_row(f"{point.rtt_ms:g}", f"{point.stream:.2f}", f"{point.stop_and_wait:.2f}")
     return table
+
+
+def _plain_table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)

@@ -22,7 +22,7 @@ from outrider.export.make.support_table import (
     measure,
     to_json,
 )
-from outrider.export.source.tiny import FAMILIES
+from outrider.export.source.family_facts import FAMILIES
 from outrider.models.errors import ConfigError
 
 
@@ -45,7 +45,7 @@ def families(
             f"there is no tiny model of the family {unknown[0]!r}; expected some of {', '.join(FAMILIES)}. A model of "
             "another family is tried and checked when it is exported"
         )
-    if write is not None and (chosen != FAMILIES or not measures):
+    if write is not None and (chosen != tuple(FAMILIES) or not measures):
         raise ConfigError("--write keeps a measurement of all families; say --measure, and name none")
     cells = _measured_now(chosen, is_quiet=as_json) if measures else load_measured()
     cells = tuple(cell for cell in cells if cell.family in chosen)

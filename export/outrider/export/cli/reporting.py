@@ -1,4 +1,4 @@
-"""What a command says at its end: report cards for people, JSON for programs, warnings on standard error."""
+"""Prints the result of a command: report cards for people, JSON for programs, warnings on standard error."""
 
 from __future__ import annotations
 
@@ -18,18 +18,11 @@ from outrider.models.bundle import Bundle
 
 
 def report(bundles: Sequence[Bundle], *, as_json: bool, page: Path | None = None) -> None:
-    """The report card of each; as JSON an object for one bundle, a list for several. page: the HTML's place, if any."""
+    """Prints each report card; as JSON an object for one bundle, a list for several. page: the HTML's place, if any."""
     for bundle in bundles:
         print_warnings(Console(stderr=True), bundle.manifest)
     if as_json:
-        found = [
-            {
-                "path": str(bundle.path),
-                **bundle.manifest.model_dump(mode="json"),
-                "warnings": warnings_of(bundle.manifest),
-            }
-            for bundle in bundles
-        ]
+        found = [_as_json(bundle) for bundle in bundles]
         typer.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2))
         return
     console = Console()
@@ -40,8 +33,9 @@ def report(bundles: Sequence[Bundle], *, as_json: bool, page: Path | None = None
 
 
 def report_sweep(swept: Swept, *, as_json: bool, page: Path) -> None:
-    """The comparison and the recommendation; as JSON with every draft's whole manifest. page: where the HTML is."""
-    print_warnings(Console(stderr=True), swept.draft.manifest)
+    """Prints the comparison and the recommendation; as JSON with every manifest. page: where the HTML is."""
+    for bundle in (swept.draft, swept.target):
+        print_warnings(Console(stderr=True), bundle.manifest)
     found = swept.comparison
     if as_json:
         paths = {label: bundle.path for label, bundle in swept.kept.items()} | {found.recommended: swept.draft.path}

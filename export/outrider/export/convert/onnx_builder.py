@@ -59,7 +59,7 @@ _ROPES: Final = {"default", "llama3"}
 _GEMMAS: Final = ("gemma", "gemma2")
 
 
-def why_not(config: dict[str, Any]) -> str | None:
+def builder_obstacle(config: dict[str, Any]) -> str | None:
     """Why the builder is not used for a model of this config.json; None if it is."""
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture in _REFUSED:
@@ -83,7 +83,7 @@ def why_not(config: dict[str, Any]) -> str | None:
 
 def supports(config: dict[str, Any]) -> bool:
     """Whether `build_with_genai` is right for a model of this config.json."""
-    return why_not(config) is None
+    return builder_obstacle(config) is None
 
 
 @functools.cache
@@ -130,7 +130,9 @@ def _view(source_dir: Path, view: Path) -> dict[str, Any]:
     if config["model_type"] in _GEMMAS:
         seen["dtype"] = "float32"  # it adds 1 to norms in the type that they have
         seen.pop("torch_dtype", None)
-    if config["model_type"] == "phi3":  # it takes two lengths for a rotary scaling, which `why_not` has ruled out
+    if (
+        config["model_type"] == "phi3"
+    ):  # it takes two lengths for a rotary scaling, which `builder_obstacle` has ruled out
         seen["original_max_position_embeddings"] = seen["max_position_embeddings"]
     (view / "config.json").write_text(json.dumps(seen), encoding="utf-8")
     others = [*TOKENIZER_FILES, "model.safetensors.index.json"]

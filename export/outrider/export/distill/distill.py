@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from outrider.export.disk import free_bytes, telling_of_full_disks
-from outrider.export.distill.measure import Comparison, measure_heldout
+from outrider.export.distill.measure import HeldoutChange, measure_heldout
 from outrider.export.distill.options import DistillOptions
 from outrider.export.distill.output import (
     RECORD_NAME,
@@ -30,7 +30,7 @@ from outrider.export.distill.output import (
 from outrider.export.distill.prompts import Split, split_prompts
 from outrider.export.distill.record import make_record
 from outrider.export.distill.target import TargetText, load_for_torch, write_target_text
-from outrider.export.distill.trainer.distill import Outcome, distill
+from outrider.export.distill.trainer.distill import TrainingResult, distill
 from outrider.export.distill.trainer.files import save_json
 from outrider.export.distill.trainer.memory import training_rows
 from outrider.export.distill.trainer.optim import Rates
@@ -173,11 +173,11 @@ class _Job:
                 after=after,
                 weights=partial,
             )
-            return self._conclude(partial, record, Comparison.of(before, after))
+            return self._conclude(partial, record, HeldoutChange.of(before, after))
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
-    def _train(self, student: Any, text: TargetText, checkpoint: Path, stop: Stop) -> Outcome:
+    def _train(self, student: Any, text: TargetText, checkpoint: Path, stop: Stop) -> TrainingResult:
         options = self.options
         vocab_size = self.draft.architecture.vocab_size
         plan = DistillPlan(
@@ -202,11 +202,11 @@ class _Job:
             stop=stop,
         )
 
-    def _conclude(self, partial: Path, record: dict[str, Any], comparison: Comparison) -> DistillResult:
+    def _conclude(self, partial: Path, record: dict[str, Any], change: HeldoutChange) -> DistillResult:
         """Puts the draft in place, or says why not."""
-        if comparison.verdict == "worse" and not self.options.force:
+        if change.verdict == "worse" and not self.options.force:
             message = (
-                f"{comparison.sentence()}. Nothing was written to {self.out}. Try a lower --rate, more --tokens or "
+                f"{change.sentence()}. Nothing was written to {self.out}. Try a lower --rate, more --tokens or "
                 f"more prompts; --force writes it all the same, from the state in {self.work}"
             )
             return DistillResult("not written", message, record=record)
@@ -219,7 +219,7 @@ class _Job:
             self.text_state.remove()
         else:
             kept = f". The target's text stays in {self.work} for further runs"
-        return DistillResult("written", f"{comparison.sentence()}. Written to {self.out}{kept}", self.out, record)
+        return DistillResult("written", f"{change.sentence()}. Written to {self.out}{kept}", self.out, record)
 
     def _describe_states(self) -> None:
         """Says what is taken up, what begins anew and why, and what lies about."""

@@ -47,14 +47,14 @@ def measure_heldout(
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class HeldoutChange:
     """Two drafts on the same text: the change of acceptance at each temperature, and the mean over all."""
 
     changes: tuple[Change, ...]
     mean: Change
 
     @classmethod
-    def of(cls, before: Heldout, after: Heldout) -> Comparison:
+    def of(cls, before: Heldout, after: Heldout) -> HeldoutChange:
         """`before` and `after` were measured with the same text."""
         each = [compare([was], [is_now]) for was, is_now in zip(before.scores, after.scores, strict=True)]
         return cls(tuple(each), compare(before.scores, after.scores))

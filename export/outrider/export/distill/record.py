@@ -12,11 +12,11 @@ from typing import Any, Final
 import torch
 import transformers
 
-from outrider.export.distill.measure import Comparison, Heldout
+from outrider.export.distill.measure import Heldout, HeldoutChange
 from outrider.export.distill.options import DistillOptions
 from outrider.export.distill.prompts import Split
 from outrider.export.distill.target import MEASURED_AT, TargetText, new_tokens
-from outrider.export.distill.trainer.distill import Outcome
+from outrider.export.distill.trainer.distill import TrainingResult
 from outrider.export.make.build import outrider_version
 from outrider.models.bundle import hash_file
 from outrider.models.manifest import Source
@@ -33,15 +33,15 @@ def make_record(
     options: DistillOptions,
     device: str,
     text: TargetText,
-    outcome: Outcome,
+    outcome: TrainingResult,
     before: Heldout,
     after: Heldout,
     weights: Path,
 ) -> dict[str, Any]:
     """Everything that is known afterwards, as plain values; `weights` is the directory of the new weights."""
-    comparison = Comparison.of(before, after)
+    overall = HeldoutChange.of(before, after)
     changes = {
-        f"{temperature:g}": asdict(change) for temperature, change in zip(MEASURED_AT, comparison.changes, strict=True)
+        f"{temperature:g}": asdict(change) for temperature, change in zip(MEASURED_AT, overall.changes, strict=True)
     }
     return {
         "schema": SCHEMA,
@@ -76,10 +76,10 @@ def make_record(
             "new_tokens": new_tokens(options),
             "before": before.describe(),
             "after": after.describe(),
-            "change": changes | {"mean": asdict(comparison.mean)},
+            "change": changes | {"mean": asdict(overall.mean)},
         },
-        "verdict": comparison.verdict,
-        "summary": comparison.sentence(),
+        "verdict": overall.verdict,
+        "summary": overall.sentence(),
         "weights": {path.name: hash_file(path) for path in sorted(weights.glob("*.safetensors"))},
         "versions": {"outrider": outrider_version(), "torch": torch.__version__, "transformers": _transformers()},
     }

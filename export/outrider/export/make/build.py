@@ -19,7 +19,7 @@ from outrider.export.convert.openvino_ir import IR_NAME, convert_to_ir, finish_i
 from outrider.export.convert.safetensors_cast import cast_weights
 from outrider.export.disk import require_room
 from outrider.export.make.sizes import converted_bytes, finished_bytes, truth_bytes
-from outrider.export.make.stage_store import WorkStore
+from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import Progress, StageEvent
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.model_source import SourceModel
@@ -50,7 +50,7 @@ class Job:
     directory: Path
     scratch: Path
     options: ExportOptions
-    store: WorkStore
+    store: StageStore
     progress: Progress
     loaded: LoadedSource = field(init=False)
 

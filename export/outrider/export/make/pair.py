@@ -13,7 +13,7 @@ from typing import Any, Final
 from outrider.export.check.acceptance import Continuation, continue_prompts, measure_acceptance
 from outrider.export.check.runner import open_draft, open_target
 from outrider.export.check.source_logits import prompts_for
-from outrider.export.make.pipeline import StagedExport, require_ready, stage_export, work_store
+from outrider.export.make.pipeline import StagedExport, require_ready, stage_export, stage_store
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card import TargetTimes, require_acceptance
@@ -67,16 +67,13 @@ def export_pair(
     too rarely and this is not forced; otherwise what `export_model` and `PageWriter` raise. Nothing is put in place
     unless both pass and everything could be written; what is left then are renames.
     """
-    draft_options = draft_options or ExportOptions("draft")
-    target_options = target_options or ExportOptions("target")
-    if (draft_options.role, target_options.role) != ("draft", "target"):
-        raise ConfigError("a pair is a draft and a target; their options must say so")
+    draft_options, target_options = pair_options(draft_options, target_options)
     TargetTimes.require_sense(step_ms, extra_ms)
     root = Path(out)
     require_places(root, draft_options, target_options, page)
     draft_source, target_source = read_pair(draft, target)
     ids = encode_judging(target_source, prompts, is_chat=is_chat)
-    store = work_store()
+    store = stage_store()
     with (
         stage_export(target_source, root / "target", target_options, progress, store) as staged_target,
         stage_export(draft_source, root / "draft", draft_options, progress, store) as staged_draft,
@@ -97,6 +94,14 @@ def export_pair(
         if page is not None:
             page.commit()
     return draft_bundle, target_bundle
+
+
+def pair_options(draft: ExportOptions | None, target: ExportOptions | None) -> tuple[ExportOptions, ExportOptions]:
+    """The options of both, defaults for None. Raises ConfigError if they are for other roles."""
+    draft, target = draft or ExportOptions("draft"), target or ExportOptions("target")
+    if (draft.role, target.role) != ("draft", "target"):
+        raise ConfigError(f"the options are for a {draft.role} and a {target.role}; expected a draft and a target")
+    return draft, target
 
 
 def require_places(

@@ -19,7 +19,7 @@ from outrider.export.convert.safetensors_cast import config_for
 from outrider.export.disk import require_room, telling_of_full_disks
 from outrider.export.make.build import Job, build, build_twin, package_versions
 from outrider.export.make.sizes import finished_bytes, widened_bytes
-from outrider.export.make.stage_store import WorkStore
+from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card import TargetTimes, forecast_for
@@ -73,9 +73,9 @@ class StagedExport:
         return self._writer.commit(self.manifest)
 
 
-def work_store() -> WorkStore:
+def stage_store() -> StageStore:
     """Where expensive stages keep their results until an export has succeeded: in the user's cache."""
-    return WorkStore(default_cache_dir() / "work")
+    return StageStore(default_cache_dir() / "work")
 
 
 def export_model(
@@ -88,7 +88,7 @@ def export_model(
     written but what expensive stages keep in the cache for the next try.
     """
     require_ready(destination, options)
-    store = work_store()
+    store = stage_store()
     with stage_export(read_source(model), destination, options, progress, store) as staged:
         progress(StageEvent(options.role, "write"))
         bundle = staged.commit()
@@ -111,7 +111,7 @@ def require_ready(destination: str | Path, options: ExportOptions) -> None:
 
 @contextlib.contextmanager
 def stage_export(
-    source: SourceModel, destination: str | Path, options: ExportOptions, progress: Progress, store: WorkStore
+    source: SourceModel, destination: str | Path, options: ExportOptions, progress: Progress, store: StageStore
 ) -> Iterator[StagedExport]:
     """Builds and checks a bundle beside `destination`; it is removed again unless `commit` is called inside.
 

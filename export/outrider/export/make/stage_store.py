@@ -25,7 +25,7 @@ _FORGOTTEN_AFTER_S: Final = 14 * 24 * 3600.0
 """A result that nobody has asked for in this long belongs to an export that was given up."""
 
 
-class WorkStore:
+class StageStore:
     """A directory of results; several processes may share it, and nobody removes what another still uses."""
 
     def __init__(self, root: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from outrider.export.make.pipeline import stage_export
-from outrider.export.make.stage_store import WorkStore
+from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import silent
 from outrider.export.recipes import RECIPES, ExportOptions
 from outrider.export.source.model_source import read_source
@@ -87,7 +87,7 @@ def measure(
     for family in families:
         source = work / family
         make_tiny_source(family, source)
-        store = WorkStore(work / "stages")
+        store = StageStore(work / "stages")
         for options in ways():
             cells.append(_measure_one(family, source, options, work / "bundle", store))
             on_cell(cells[-1])
@@ -95,7 +95,7 @@ def measure(
     return tuple(cells)
 
 
-def _measure_one(family: str, source: Path, options: ExportOptions, place: Path, store: WorkStore) -> Cell:
+def _measure_one(family: str, source: Path, options: ExportOptions, place: Path, store: StageStore) -> Cell:
     outcome: Outcome
     try:
         with stage_export(read_source(source), place, options, silent, store) as staged:

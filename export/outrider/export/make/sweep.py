@@ -14,8 +14,8 @@ from typing import Any, Final
 
 from outrider.export.disk import telling_of_full_disks
 from outrider.export.make.build import place_files
-from outrider.export.make.pair import encode_judging, judge, read_pair, require_places, write_texts
-from outrider.export.make.pipeline import StagedExport, stage_export, work_store
+from outrider.export.make.pair import encode_judging, judge, pair_options, read_pair, require_places, write_texts
+from outrider.export.make.pipeline import StagedExport, stage_export, stage_store
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import RECIPES, ExportOptions, runtimes_for
 from outrider.export.report.card import TargetTimes, label, require_acceptance
@@ -74,20 +74,17 @@ def sweep_pair(
     compared, on average. prompts, is_chat, step_ms, extra_ms, page: as for `export_pair`. keeps_all: the other drafts
     go to `out`/sweep. Raises as `export_pair`; ExportError also if no draft could be made, with the reason of each.
     """
-    draft_options = draft_options or ExportOptions("draft")
-    target_options = target_options or ExportOptions("target")
-    if (draft_options.role, target_options.role) != ("draft", "target"):
-        raise ConfigError("a sweep is of drafts for a target; their options must say so")
+    draft_options, target_options = pair_options(draft_options, target_options)
     TargetTimes.require_sense(step_ms, extra_ms)
     if not round_trips_ms:
         raise ConfigError("a sweep compares drafts at round trips; give at least one")
     for rtt_ms in round_trips_ms:
         Setting(0.0, 0.0, 1.0, 0.0, rtt_ms)
-    root, store = Path(out), work_store()
+    root, store = Path(out), stage_store()
     require_places(root, draft_options, target_options, page)
     draft_source, target_source = read_pair(draft, target)
     ids = encode_judging(target_source, prompts, is_chat=is_chat)
-    recipes = {_name(options): options for options in recipes_for(draft_options)}
+    recipes = {options.label: options for options in recipes_for(draft_options)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(telling_of_full_disks(root, default_cache_dir()))
         # Opened before the work, so that what is in the way is told before it.
@@ -164,10 +161,6 @@ def _compare(
         require_acceptance(highest.report.acceptance, f"{highest.name} ({label(highest)}, the best of {len(made)})")
     assert found is not None
     return found
-
-
-def _name(options: ExportOptions) -> str:
-    return f"{options.resolved_runtime} {options.resolved_precision}"
 
 
 def _telling_of(name: str, progress: Progress) -> Progress:

@@ -39,7 +39,7 @@ class Recipe:
         )
 
 
-REFERENCE = Recipe(
+REFERENCE_RECIPE = Recipe(
     target=Plan(minutes=48.0, rates=Rates(), seed=TARGET_SEED),
     draft=Plan(minutes=15.0, rates=Rates(), seed=DRAFT_SEED, phases=((0.0, 256),)),
     pool=PoolPlan(minutes=4.5, seed=DISTILL_SEED, temperatures=(0.5, 0.8, 1.0)),

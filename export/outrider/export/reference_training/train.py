@@ -148,7 +148,7 @@ def main() -> None:
     arguments.work.mkdir(parents=True, exist_ok=True)
     arguments.output.mkdir(parents=True, exist_ok=True)
     workshop = Workshop(
-        arguments.work, arguments.output, recipe.REFERENCE.scaled(arguments.scale), tuple(arguments.note)
+        arguments.work, arguments.output, recipe.REFERENCE_RECIPE.scaled(arguments.scale), tuple(arguments.note)
     )
     runs: dict[str, Callable[[], None]] = {name: getattr(workshop, name) for name in STAGES}
     for name in arguments.stages or STAGES:

@@ -13,6 +13,7 @@ import torch
 import transformers
 from numpy.typing import NDArray
 
+from outrider.export.check.timing import processor
 from outrider.export.distill.trainer.optim import Rates
 from outrider.export.reference_training import recipe
 from outrider.export.reference_training.corpus import Corpus, SourceFile
@@ -34,7 +35,7 @@ def collect(
     return {
         "stages": stages,
         "notes": list(notes),
-        "hardware": f"{os.cpu_count()} cores of {_processor()}, shared with other work",
+        "hardware": f"{os.cpu_count()} cores of {processor()}, shared with other work",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "vocabulary": VOCABULARY_SIZE,
@@ -102,12 +103,3 @@ def _rates(rates: Rates) -> str:
 def _facts(checkpoint: Path) -> dict[str, float]:
     state = torch.load(checkpoint, weights_only=True)
     return {name: float(value) for name, value in state.items() if isinstance(value, int | float)}
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -1,7 +1,7 @@
-"""What the figures of an export mean: whether a draft is good enough, and what it is expected to be worth.
+"""Judges the figures of an export: whether a draft is good enough, and what it is expected to gain.
 
 A draft is judged by its acceptance at temperature 0.8. Greedy text repeats itself, which flatters a draft, and few
-people sample hotter. Under 0.3 a pair is refused unless forced; under 0.6 it is said so wherever the report appears.
+people sample hotter. Under 0.3 a pair is refused unless forced; under 0.6 every report carries a warning.
 Knows figures only: no runtime, no terminal, no HTML.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from outrider.export import recipes
 from outrider.models.errors import ExportError
 from outrider.models.manifest import Acceptance, Forecast, Manifest, Timing
 from outrider.models.prediction import WORTH_IT, Setting, alpha_for, predict
@@ -21,13 +22,22 @@ JUDGED_AT: Final = 0.8
 REFUSED_UNDER: Final = 0.3
 WARNED_UNDER: Final = 0.6
 
+EXPLAINED: Final = (
+    "Equal argmaxes: how often the export's likeliest next token is the unquantized model's. KL divergence: how far "
+    "its probabilities are from that model's, in nats; 0 is no difference."
+)
+"""What the two figures of agreement mean."""
+
+SHOWN_AT_MS: Final = 50.0
+"""The longest round trip for which a verdict names the speed-up; shorter where drafting soon stops paying."""
+
 DEPTH_OF_ALPHA: Final = 4
 """Predictions use the independent acceptance rate whose rounds of this depth are as long as the measured ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetTimes:
-    """The target's step: one token, and what each drafted token adds, in ms. words: where these come from."""
+    """A target's step: one token, and what each drafted token adds, in ms. words: where these come from."""
 
     step_ms: float
     extra_ms: float
@@ -35,14 +45,14 @@ class TargetTimes:
 
     @staticmethod
     def require_sense(step_ms: float | None, extra_ms: float | None) -> None:
-        """Raises ConfigError for times that no target has: to be told before an export, not after it."""
+        """Raises ConfigError for times that no target has, so that an export fails before the work, not after it."""
         Setting(0.0, 0.0, 1.0 if step_ms is None else step_ms, extra_ms or 0.0, 0.0)
 
     @classmethod
     def resolve(cls, measured: Timing | None, step_ms: float | None, extra_ms: float | None) -> TargetTimes:
-        """What was given, else what was measured. An extra that is not given scales with the step that is.
+        """What was given, else what was measured. Where only the step is given, the measured extra scales with it.
 
-        Raises ExportError if neither is at hand.
+        Raises ExportError if there is neither.
         """
         if measured is None:
             if step_ms is None:
@@ -63,20 +73,19 @@ def judged(measured: Sequence[Acceptance]) -> Acceptance | None:
 
 
 def require_acceptance(measured: Sequence[Acceptance], draft: str) -> None:
-    """Raises ExportError, saying what to do, if the draft is not worth having."""
+    """Raises ExportError if the draft is accepted too rarely."""
     found = judged(measured)
     if found is None or found.rate >= REFUSED_UNDER:
         return
     raise ExportError(
-        f"the draft {draft} guesses {found.rate:.2f} of {found.target}'s tokens at temperature {JUDGED_AT:g} "
-        f"({found.tested_tokens} tested), expected at least {REFUSED_UNDER:g}: most drafted tokens would be thrown "
-        "away. Nothing was written. Distil it on this target (outrider-export distill), choose another draft of the "
-        "target's family, or say --force to have it anyway"
+        f"{found.target} accepts {found.rate:.2f} of the tokens of the draft {draft} at temperature {JUDGED_AT:g} "
+        f"({found.tested_tokens} tested); expected at least {REFUSED_UNDER:g}. Nothing was written. Distil the draft "
+        "on this target: outrider-export distill (--force writes it as it is)"
     )
 
 
 def forecast_for(measured: Sequence[Acceptance], token_ms: float, target: TargetTimes) -> Forecast | None:
-    """What the draft is expected to be worth; None where it was not judged."""
+    """What the draft is expected to gain; None where it was not judged."""
     found = judged(measured)
     if found is None:
         return None
@@ -102,30 +111,67 @@ def warnings_of(manifest: Manifest) -> tuple[str, ...]:
     if found is not None and found.rate < WARNED_UNDER:
         said.append(
             f"acceptance is {found.rate:.2f} at temperature {JUDGED_AT:g}, under {WARNED_UNDER:g}: the draft will gain "
-            "little; distil it on this target (outrider-export distill), or choose another"
+            "little; distil it on this target (outrider-export distill)"
         )
     if timing is not None and not timing.is_on_device:
         said.append(
-            f"made for {manifest.device.upper()}, timed on {timing.provider}: acceptance holds, "
-            "times and what is predicted from them do not"
+            f"made for {manifest.device.upper()}, timed on {timing.provider}: acceptance holds, times and predictions "
+            "do not"
         )
+    if timing is not None and timing.load_warning is not None:
+        said.append(timing.load_warning)
     return tuple(said)
+
+
+def verdict(manifest: Manifest) -> str:
+    """What the report comes to, in one or two plain sentences."""
+    timing = manifest.report.timing
+    forecast = timing.forecast if timing is not None else None
+    if manifest.role == "target":
+        return "A target alone: export it with a draft (outrider-export pair) to see what drafting gains."
+    if timing is None or forecast is None:
+        return "Not predicted, as no target was at hand: export the draft with its target (outrider-export pair)."
+    words = _pays(forecast)
+    if not timing.is_on_device:
+        return f"{words} These times are not of the {manifest.device.upper()} that the draft is for."
+    return f"{words} The machine was busy while times were measured." if timing.load_warning is not None else words
+
+
+def _pays(forecast: Forecast) -> str:
+    """Up to which round trip streamed drafts gain enough, and how much at about half of it."""
+    curve, fades_ms = forecast.curve, forecast.fades_ms
+    if fades_ms == 0.0:
+        best = max(point.stream for point in curve)
+        return f"With this target, drafting does not pay at any round trip: it gives {_times(best)} at best."
+    reach_ms = SHOWN_AT_MS if fades_ms is None else min(SHOWN_AT_MS, fades_ms / 2)
+    shown = [point for point in curve if point.rtt_ms <= reach_ms][-1]
+    gives = f"at {shown.rtt_ms:g} ms it gives {_times(shown.stream)}"
+    if fades_ms is not None:
+        return f"With this target, drafting pays up to a round trip of {fades_ms:.0f} ms; {gives}."
+    last = curve[-1]
+    gives += f", at {last.rtt_ms:g} ms {_times(last.stream)}"
+    return f"With this target, drafting pays at every round trip computed; {gives}."
+
+
+def _times(speed_up: float) -> str:
+    """Near 1, where it matters, with two decimals."""
+    return f"{speed_up:.1f}x" if speed_up >= 1.2 else f"{speed_up:.2f}x"
 
 
 def label(manifest: Manifest) -> str:
     """What tells drafts of one model apart, such as "onnxruntime int4"."""
-    return f"{manifest.runtime} {manifest.precision}"
+    return recipes.label(manifest.runtime, manifest.precision)
 
 
 def tokens_per_pass(measured: Sequence[Acceptance]) -> float:
-    """Tokens of a target pass in rounds of depth 4, at the temperature that decides; of depth 1 where none fitted."""
+    """Tokens per target pass in rounds of depth 4, at the temperature that decides; of depth 1 where none fitted."""
     found = judged(measured)
     assert found is not None, "no target was at hand"
     return next((row.tokens_per_pass for row in found.by_depth if row.depth == DEPTH_OF_ALPHA), 1.0 + found.rate)
 
 
 def ends_of(forecast: Forecast) -> tuple[str, str]:
-    """Where drafting ends to pay, streamed and stop-and-wait, in words."""
+    """The round trips at which drafting stops paying, streamed and stop-and-wait, in words."""
     last_ms, gain = forecast.curve[-1].rtt_ms, f"{WORTH_IT - 1.0:.0%}"
     fades, even = forecast.fades_ms, forecast.breaks_even_ms
     return (
@@ -139,9 +185,9 @@ def ends_of(forecast: Forecast) -> tuple[str, str]:
 
 
 def step_of(forecast: Forecast) -> str:
-    """The target that a prediction is for, in words."""
+    """The target's step that a prediction is for, in words."""
     return (
-        f"for a target's step of {forecast.step_ms:.3g} ms + {forecast.extra_ms:.3g} ms a drafted token "
+        f"for a target step of {forecast.step_ms:.3g} ms + {forecast.extra_ms:.3g} ms per drafted token "
         f"({forecast.step_from})"
     )
 

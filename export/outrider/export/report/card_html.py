@@ -1,9 +1,8 @@
-"""The report card as one HTML file that needs nothing else: no scripts, no links, no fonts; plots are part of it."""
+"""Writes the report card as one HTML file that needs nothing else: no scripts, links or fonts; plots are part of it."""
 
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -13,9 +12,20 @@ from typing import Final
 import jinja2
 from markupsafe import Markup
 
-from outrider.export.report.card import DEPTH_OF_ALPHA, JUDGED_AT, judged, label, step_of, tokens_per_pass, warnings_of
+from outrider.export.report.card import (
+    DEPTH_OF_ALPHA,
+    EXPLAINED,
+    JUDGED_AT,
+    judged,
+    label,
+    step_of,
+    tokens_per_pass,
+    verdict,
+    warnings_of,
+)
 from outrider.export.report.card_plots import Item, acceptance_plot, cost_plot, require_plots, speed_up_plot
 from outrider.export.report.comparison import Comparison
+from outrider.models.build_site import BuildSite
 from outrider.models.errors import BundleError, ExportError
 from outrider.models.manifest import Manifest
 
@@ -27,21 +37,24 @@ _MARK: Final = '<meta name="generator" content="Outrider">'
 
 
 class PageWriter:
-    """The page at `path`, made in two steps beside bundles: all that can fail before they are put in place, a rename
-    after it.
+    """Writes the page at `path` in two steps: `write` does what can fail, `commit` only renames.
 
-    A context manager; what is not put in place is removed again. A page that Outrider made is replaced where
-    `overwrite` says so, anything else never.
+    A context manager: leaving it removes a page that was not committed, entering it removes what killed writers left.
+    `overwrite` replaces a page that Outrider made, never another file.
     """
 
     def __init__(self, path: str | Path, *, overwrite: bool = False) -> None:
         self.path = Path(path)
         self._overwrite = overwrite
-        place = self.path.absolute()
-        self._partial = place.parent / f".{place.name}.partial-{secrets.token_hex(4)}"
+        self._site = BuildSite(self.path.absolute())
+        self._partial = self._site.path("partial")
 
     def __enter__(self) -> PageWriter:
         self.check()
+        try:
+            self._site.open()
+        except OSError as error:
+            raise self._cannot(error, "no bundle was changed") from error
         return self
 
     def __exit__(
@@ -49,21 +62,22 @@ class PageWriter:
     ) -> None:
         with contextlib.suppress(OSError):
             self._partial.unlink(missing_ok=True)
+            self._site.close()
 
     def check(self) -> None:
-        """Raises BundleError if a file is in the way, ModuleNotFoundError if what draws the plots is not installed,
-        ExportError if the place cannot be looked at.
+        """Raises BundleError if a file is in the way, ModuleNotFoundError if matplotlib is not installed, ExportError
+        if the place cannot be read.
         """
         require_plots()
         try:
             self._check_destination()
         except OSError as error:
-            raise self._cannot(error, "no bundle is touched by this") from error
+            raise self._cannot(error, "no bundle was changed") from error
 
     def write(
         self, drafts: Sequence[Manifest], target: Manifest | None = None, comparison: Comparison | None = None
     ) -> None:
-        """Writes the page for these drafts of one model, and their target if it is at hand, beside its place.
+        """Writes the page beside its place: for these drafts of one model, and for their target if it is at hand.
 
         Without drafts the page is the target's. The same figures give the same bytes. Raises OSError.
         """
@@ -79,12 +93,12 @@ class PageWriter:
         try:
             self._partial.replace(self.path)
         except OSError as error:
-            raise self._cannot(error, "the bundles are as they should be") from error
+            raise self._cannot(error, "the bundles are written") from error
         return self.path
 
     def _cannot(self, error: OSError, bundles: str) -> ExportError:
         return ExportError(
-            f"the report card cannot be written to {self.path} ({error.strerror}); {bundles}. Make it elsewhere: "
+            f"the report card cannot be written to {self.path} ({error.strerror}); {bundles}. Write it elsewhere: "
             "outrider-export inspect BUNDLE --html PATH"
         )
 
@@ -93,11 +107,11 @@ class PageWriter:
             return
         if not _is_page(self.path):
             raise BundleError(
-                f"{self.path} exists and is no report card of this version, so it is not replaced; delete it, or "
-                "choose another place"
+                f"{self.path} exists and is not a report card of this version, so it is not replaced; choose another "
+                "place"
             )
         if not self._overwrite:
-            raise BundleError(f"{self.path} exists already; choose another place, or say --overwrite")
+            raise BundleError(f"{self.path} exists already; add --overwrite to replace it")
 
 
 def write_card_html(
@@ -111,7 +125,7 @@ def write_card_html(
         try:
             page.write(drafts, target, comparison)
         except OSError as error:
-            raise page._cannot(error, "no bundle is touched by this") from error
+            raise page._cannot(error, "no bundle was changed") from error
         return page.commit()
 
 
@@ -125,19 +139,25 @@ def _is_page(path: Path) -> bool:
 
 def card_html(drafts: Sequence[Manifest], target: Manifest | None = None, comparison: Comparison | None = None) -> str:
     """The page; see `write_card_html`."""
-    assert drafts or target is not None, "a report card is of something"
+    assert drafts or target is not None, "a report card needs a draft or a target"
     items = [Item(label(draft), draft) for draft in drafts]
     everything = items if target is None else [*items, Item(f"target, {label(target)}", target)]
     first = comparison.best if comparison is not None else everything[0].manifest
     judged_items = [item for item in items if judged(item.manifest.report.acceptance) is not None]
     forecasts = [item for item in items if item.forecast is not None]
     marks = comparison.round_trips_ms if comparison is not None else ()
+    best = comparison.recommended if comparison is not None else None
     shown = [item.manifest for item in everything if comparison is None or item.manifest in (first, target)]
+    warnings = [warning for manifest in shown for warning in warnings_of(manifest)]
+    if comparison is not None and (others := comparison.load_warning()) is not None:
+        warnings.append(others)
     return _template().render(
         mark=Markup(_MARK),
         title=f"Report card: {first.role} {first.name}",
         subtitle=_subtitle(first, target),
-        warnings=list(dict.fromkeys(warning for manifest in shown for warning in warnings_of(manifest))),
+        verdict=verdict(first),
+        explained=EXPLAINED,
+        warnings=list(dict.fromkeys(warnings)),
         comparison=comparison,
         tiles=_tiles(first),
         depth=DEPTH_OF_ALPHA,
@@ -146,9 +166,9 @@ def card_html(drafts: Sequence[Manifest], target: Manifest | None = None, compar
         drafts=judged_items,
         forecasts=forecasts,
         everything=everything,
-        speed_ups=Markup(speed_up_plot(forecasts, marks)) if forecasts else None,
-        acceptance=Markup(acceptance_plot(judged_items)) if judged_items else None,
-        costs=Markup(cost_plot(everything)),
+        speed_ups=Markup(speed_up_plot(forecasts, marks, best)) if forecasts else None,
+        acceptance=Markup(acceptance_plot(judged_items, best)) if judged_items else None,
+        costs=Markup(cost_plot(everything, best)),
         timed_on=_timed_on([item.manifest for item in everything]),
         footer=_footer(first),
         rests_on=_rests_on(forecasts),
@@ -174,7 +194,7 @@ def _subtitle(manifest: Manifest, target: Manifest | None) -> str:
         return words
     words += f". Judged on {target.name}: {target.architecture.parameters / 1e6:,.1f} million parameters"
     if target.widened is not None:
-        words += f", widened to {target.widened.fp32_megabytes:,.0f} MB for measurements without changing its function"
+        words += f", widened to {target.widened.fp32_megabytes:,.0f} MB for measurements; its function is unchanged"
     return words
 
 
@@ -182,24 +202,24 @@ def _tiles(manifest: Manifest) -> list[tuple[str, str]]:
     report, found = manifest.report, judged(manifest.report.acceptance)
     tiles = [(f"{report.size_bytes / 1e6:,.1f} MB", "size")]
     if report.timing is not None:
-        tiles.append((f"{report.timing.token_ms:.3g} ms", "a token"))
+        tiles.append((f"{report.timing.token_ms:.3g} ms", "per token"))
     if report.agreement is not None:
-        tiles.append((f"{report.agreement.argmax:.1%}", "argmaxes as unquantized"))
+        tiles.append((f"{report.agreement.argmax:.1%}", "argmaxes equal to the unquantized model's"))
     if found is not None:
         error = f"±\N{NO-BREAK SPACE}{found.error:.3f}"
         tiles.append((f"{found.rate:.3f}", f"acceptance at temperature {JUDGED_AT:g} ({error})"))
-        tiles.append((f"{tokens_per_pass((found,)):.2f}", f"tokens a target pass, {DEPTH_OF_ALPHA} drafted"))
+        tiles.append((f"{tokens_per_pass((found,)):.2f}", f"tokens per target pass, {DEPTH_OF_ALPHA} drafted"))
     return tiles
 
 
 def _rests_on(items: Sequence[Item]) -> str:
-    """What the predictions take the target to be, in words; one target, whatever the number of drafts."""
+    """What the predictions assume, in words; one target, whatever the number of drafts."""
     targets = [forecast for item in items if (forecast := item.forecast) is not None]
     if not targets:
         return ""
     words = step_of(targets[0])
     return (
-        f"{words[0].upper()}{words[1:]}, each draft's own time a token, and its own acceptance at temperature "
+        f"{words[0].upper()}{words[1:]}, each draft's own time per token and its own acceptance at temperature "
         f"{targets[0].temperature:g}."
     )
 

@@ -1,7 +1,7 @@
-"""Drafts of one model side by side, and which of them to take.
+"""Compares drafts of one model and recommends one.
 
-The prediction decides: a smaller precision that is guessed right less often is worth its speed or it is not, and the
-tokens per second at the asked round trips say which. Knows manifests, not how they came about.
+The prediction decides: a smaller precision is faster and accepted less often, and predicted tokens per second at the
+chosen round trips weigh the two. Knows manifests, not how they were made.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from outrider.models.manifest import Forecast, Manifest
 from outrider.models.prediction import Setting, stream
 
 TIE: Final = 0.02
-"""Drafts whose predicted tokens per second differ by less are as good as each other, as far as times and acceptance can
-be measured: the smaller is taken."""
+"""Drafts whose predicted tokens per second differ by less are equally good, as far as times and acceptance can be
+measured: the smaller one is recommended."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotMade:
-    """A recipe that gave no draft here, and why."""
+    """A recipe that gave no draft on this machine, and why."""
 
     label: str
     reason: str
@@ -30,7 +30,7 @@ class NotMade:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One draft of the comparison. tokens_per_s: predicted, at each of the asked round trips; speed_ups: likewise."""
+    """One draft of the comparison. tokens_per_s, speed_ups: predicted, at each of the chosen round trips."""
 
     manifest: Manifest
     tokens_per_s: tuple[float, ...]
@@ -44,7 +44,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What a sweep found. recommended: the label of one row; reason: why that one, in words."""
+    """The result of a sweep. recommended: the label of one row; reason: why that one, in words."""
 
     rows: tuple[Row, ...]
     not_made: tuple[NotMade, ...]
@@ -57,6 +57,12 @@ class Comparison:
         """The recommended draft."""
         return next(row.manifest for row in self.rows if row.label == self.recommended)
 
+    def load_warning(self) -> str | None:
+        """Which of the other drafts were timed on a busy machine, in words; the recommended one has its own warning."""
+        timings = [(row.label, row.manifest.report.timing) for row in self.rows if row.label != self.recommended]
+        busy = [name for name, timing in timings if timing is not None and timing.load_warning is not None]
+        return f"The machine was busy while these were timed too: {', '.join(busy)}." if busy else None
+
 
 def compare(
     drafts: Sequence[Manifest],
@@ -67,7 +73,7 @@ def compare(
 ) -> Comparison | None:
     """Predicts every draft at `round_trips_ms` and recommends one; None if none is accepted often enough.
 
-    drafts: with a forecast each, of one target. is_forced: also a draft that is accepted too rarely may be recommended.
+    drafts: with a forecast each, for one target. is_forced: a draft that is accepted too rarely may be recommended.
     Where any was timed on another device than its own, all are taken to be as slow as the slowest.
     """
     are_times_real = all(draft.report.timing is not None and draft.report.timing.is_on_device for draft in drafts)
@@ -104,16 +110,16 @@ def _reason(best: Row, as_good: Sequence[Row], round_trips_ms: Sequence[float], 
     where = " and ".join(f"{rtt_ms:g}" for rtt_ms in round_trips_ms)
     average, trips = ("on average ", "round trips") if len(round_trips_ms) > 1 else ("", "a round trip")
     words = f"{average}{mean(best.tokens_per_s):.1f} tokens/s predicted at {trips} of {where} ms, "
-    words += f"{mean(best.speed_ups):.2f}x of cloud-only; "
+    words += f"{mean(best.speed_ups):.2f}x of cloud-only streaming; "
     num_others = len(as_good) - 1
     words += f"the smallest of {len(as_good)} within {TIE:.0%}" if num_others else f"no other is within {TIE:.0%}"
     if not are_times_real:
-        words += "; drafts taken to be equally fast, because this machine lacks the device"
+        words += "; all drafts are taken to be equally fast, because this machine lacks the device"
     return words
 
 
 def forecast_of(draft: Manifest) -> Forecast:
-    """What a draft that was judged is expected to be worth."""
+    """What a draft that was judged is expected to gain."""
     timing = draft.report.timing
     assert timing is not None and timing.forecast is not None, "a comparison is of drafts judged on a target"
     return timing.forecast

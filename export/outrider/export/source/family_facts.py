@@ -100,12 +100,12 @@ def require_runtime(config: Mapping[str, Any], name: str, runtime: str, device: 
 
     name: of the model, for the message. device: "cpu", "gpu" or "npu".
     """
-    reason = why_not(config, runtime, device)
+    reason = runtime_obstacle(config, runtime, device)
     if reason is not None:
         raise ExportError(f"{name} cannot run on {runtime} ({device}): {reason}")
 
 
-def why_not(config: Mapping[str, Any], runtime: str, device: str) -> str | None:
+def runtime_obstacle(config: Mapping[str, Any], runtime: str, device: str) -> str | None:
     """What stands against a model of this configuration in `runtime`; None where only its check can tell."""
     text = config.get("text_config") or config
     family = text.get("model_type")

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.export.quiet import quiet_upstream
-from outrider.export.source import family_facts as known_families
-
-FAMILIES: Final[tuple[str, ...]] = tuple(known_families.FAMILIES)
 
 WINDOW: Final = 32
 """The sliding window of the families that have one: short, so that little text is beyond it."""

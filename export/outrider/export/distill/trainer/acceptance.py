@@ -17,22 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.export.check.acceptance import Rounds, play_rounds
 from outrider.export.distill.trainer.attention import batch_decoding
 from outrider.export.distill.trainer.progress import Stop, never
 from outrider.export.distill.trainer.rollout import Decoder
 from outrider.models.sampling import SamplingParams, pick
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Counts over rounds of drafting to one depth: a round ends at the first wrong token or when all were right."""
-
-    tested: int = 0
-    accepted: int = 0
-    rounds: int = 0
-
-    def __add__(self, other: Chain) -> Chain:
-        return Chain(self.tested + other.tested, self.accepted + other.accepted, self.rounds + other.rounds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +44,6 @@ class Acceptance:
     rejection: float | None
 
 
-def run_chains(matches: NDArray[np.bool_], depth: int) -> Chain:
-    """Plays rounds of up to `depth` drafted tokens along one text; `matches` is `[positions]`.
-
-    A round that accepts n tokens moves on by n + 1: the target's own token follows, right or not.
-    """
-    tested = accepted = rounds = start = 0
-    while start < len(matches):
-        window = matches[start : start + depth]
-        wrong = np.flatnonzero(~window)
-        right = len(window) if wrong.size == 0 else int(wrong[0])
-        tested += right + (wrong.size > 0)
-        accepted += right
-        rounds += 1
-        start += right + 1
-    return Chain(tested, accepted, rounds)
-
-
 @dataclass(frozen=True, slots=True)
 class Passage:
     """A prompt's ids and the target's text after it; `start` is where that text begins, `seed` what it was drawn with.
@@ -88,7 +60,7 @@ class Passage:
 class Score:
     """How a draft did on one passage: rounds of drafting along it, and equal picks over all its positions."""
 
-    chain: Chain
+    counts: Rounds
     hits: int
     positions: int
 
@@ -170,15 +142,15 @@ def score(
     logits = row_logits(draft, passage.ids, passage.start)[:, :num_ids]
     picks = [pick(row, params, passage.start + offset) for offset, row in enumerate(logits.numpy())]
     matches = np.array(picks) == np.array(passage.ids[passage.start :])
-    return Score(run_chains(matches, depth), int(matches.sum()), len(matches)), logits
+    return Score(play_rounds(matches, depth, counts_short_ends=True), int(matches.sum()), len(matches)), logits
 
 
 def summarize(temperature: float, scores: Sequence[Score], depth: int = 4, overlap: float | None = None) -> Acceptance:
     """The rates over all passages. overlap: the sum of min(p, q) over all positions, where it was measured."""
-    total = sum((one.chain for one in scores), Chain())
+    total = sum((one.counts for one in scores), Rounds())
     positions = sum(one.positions for one in scores)
     rate = total.accepted / total.tested
-    residuals = [one.chain.accepted - rate * one.chain.tested for one in scores]
+    residuals = [one.counts.accepted - rate * one.counts.tested for one in scores]
     return Acceptance(
         temperature=temperature,
         depth=depth,
@@ -243,7 +215,7 @@ def compare(before: Sequence[Sequence[Score]], after: Sequence[Sequence[Score]])
 
 def _rate(scores: Sequence[Score]) -> tuple[float, NDArray[np.float64]]:
     """The rate over all passages, and how much each passage moves it."""
-    accepted = np.array([one.chain.accepted for one in scores], dtype=np.float64)
-    tested = np.array([one.chain.tested for one in scores], dtype=np.float64)
+    accepted = np.array([one.counts.accepted for one in scores], dtype=np.float64)
+    tested = np.array([one.counts.tested for one in scores], dtype=np.float64)
     mean = float(accepted.sum() / tested.sum())
     return mean, (accepted - mean * tested) / tested.sum()

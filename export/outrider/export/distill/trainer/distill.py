@@ -28,7 +28,7 @@ LOG_EVERY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrainingResult:
     """How a run ended. best_step: of the weights that the student has now. judged: on the validation rows, if any."""
 
     is_complete: bool
@@ -49,7 +49,7 @@ def distill(
     validation: Pool | None = None,
     report: Report = silent,
     stop: Stop = never,
-) -> Outcome:
+) -> TrainingResult:
     """Trains `student` in place on the pool, which was sampled with normalizers at `temperatures`.
 
     It ends with the average of its late weights; with `validation` rows, with the best average that was judged on them
@@ -148,10 +148,10 @@ class _Run:
         self.state.finish()
         self._news(f"done: {self.trainer.step} steps, {self.trainer.epochs():.1f} times over the pool")
 
-    def outcome(self, *, is_complete: bool, used_s: float) -> Outcome:
+    def outcome(self, *, is_complete: bool, used_s: float) -> TrainingResult:
         """Where the run is."""
         best = self.state.best
-        return Outcome(
+        return TrainingResult(
             is_complete=is_complete,
             steps=self.trainer.step,
             used_s=used_s,

@@ -1,0 +1,119 @@
+"""A busy machine is noticed where times are measured."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from outrider.models import machine_load
+from outrider.models.machine_load import Counters, MachineLoad, read_counters
+
+BURN = "import time\nend = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass"
+
+
+def load_between(monkeypatch: pytest.MonkeyPatch, *readings: Counters) -> MachineLoad:
+    """A load that has read these counters, two for each measurement."""
+    waiting = list(readings)
+    monkeypatch.setattr(machine_load, "read_counters", lambda: waiting.pop(0))
+    load = MachineLoad()
+    while waiting:
+        with load:
+            pass
+    return load
+
+
+def counters(
+    clock_s: float,
+    busy_s: tuple[float, ...],
+    *,
+    own_s: float,
+    stolen_s: tuple[float, ...] = (0.0, 0.0),
+    processors: tuple[int, ...] = (0, 1),
+) -> Counters:
+    return Counters(clock_s, busy_s, stolen_s, own_s, frozenset(processors))
+
+
+def test_what_this_process_uses_is_no_disturbance(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = load_between(monkeypatch, counters(5, (10, 10), own_s=3), counters(7, (12, 12), own_s=7))
+    assert load.other_share == 0.0
+    assert load.warning() is None
+
+
+def test_other_processes_are_reported_with_their_share_and_one_piece_of_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = load_between(monkeypatch, counters(5, (10, 10), own_s=3), counters(7, (12, 11.48), own_s=4))
+    assert load.other_share == pytest.approx(0.62)
+    assert load.warning() == (
+        "This machine was busy: other processes used 62 % of its processors while times were measured. "
+        "Measure again when it is idle."
+    )
+
+
+def test_a_little_of_others_is_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = load_between(monkeypatch, counters(0, (0, 0), own_s=0), counters(10, (5, 3), own_s=5.2))
+    assert load.other_share == pytest.approx(0.14)
+    assert load.warning() is None
+
+
+def test_time_that_the_host_gave_to_other_virtual_machines_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux counts steal in neither user nor system."""
+    load = load_between(monkeypatch, counters(0, (0, 0), own_s=0), counters(10, (6, 0), own_s=6, stolen_s=(3.0, 1.0)))
+    assert load.other_share == load.stolen_share == pytest.approx(0.2)
+    said = load.warning()
+    assert said is not None and "other virtual machines on its host used 20" in said
+
+
+def test_processors_that_nothing_of_ours_may_use_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = load_between(
+        monkeypatch,
+        counters(0, (0, 0), own_s=0, processors=(0,)),
+        counters(2, (2, 2), own_s=2, processors=(0,)),
+    )
+    assert load.other_share == 0.0
+
+
+def test_measurements_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = load_between(
+        monkeypatch,
+        counters(0, (0, 0), own_s=0),
+        counters(1, (1, 1), own_s=0),
+        counters(5, (5, 5), own_s=0),
+        counters(8, (5, 5), own_s=0),
+    )
+    assert load.other_share == pytest.approx(0.25)
+
+
+def test_a_measurement_too_short_for_the_counters_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = load_between(monkeypatch, counters(0, (0, 0), own_s=0), counters(0.05, (0.05, 0.05), own_s=0))
+    assert load.warning() is None
+
+
+def test_nothing_measured_is_nothing_to_warn_of() -> None:
+    assert MachineLoad().other_share == 0.0
+    assert MachineLoad().warning() is None
+
+
+def test_a_child_is_ours_while_it_runs_and_after() -> None:
+    before = read_counters().own_s
+    with subprocess.Popen([sys.executable, "-c", BURN.format(seconds=0.4)]) as child:
+        spent = psutil.Process(child.pid)
+        while sum(spent.cpu_times()[:2]) < 0.15:
+            time.sleep(0.02)
+        assert read_counters().own_s - before >= 0.1
+    if sys.platform != "win32":
+        assert read_counters().own_s - before >= 0.1
+
+
+def test_processes_that_are_not_ours_are_noticed() -> None:
+    """The real counters: as many busy processes as there are processors, none of them a descendant."""
+    orphan = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {BURN.format(seconds=2.0)!r}])"
+    for _ in range(psutil.cpu_count() or 1):
+        subprocess.run([sys.executable, "-c", orphan], check=True)
+    time.sleep(0.3)  # an interpreter's start
+    with MachineLoad() as load:
+        time.sleep(1.0)
+    assert load.other_share > 0.3
+    assert load.warning() is not None
