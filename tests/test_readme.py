@@ -44,12 +44,19 @@ def test_readme_commands_parse(line: str) -> None:
 
 
 def test_readme_names_the_two_commands_and_they_are_make_targets() -> None:
-    """`make demo` and `make test` are on README's first screen and in the Makefile."""
-    first_screen = (ROOT / "README.md").read_text(encoding="utf-8")[:700]
+    """`make demo` and `make test` are in README and in the Makefile."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for target in ("demo", "test"):
-        assert f"make {target}" in first_screen
+        assert f"make {target}" in readme
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_readme_is_short() -> None:
+    """At most 90 lines of at most 120 columns; details are in docs/. A table's row is one line."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 90
+    assert [line for line in lines if len(line) > 120] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -21,7 +21,7 @@ BATCH_RUNTIMES: Final = {
 SEQUENCE_RUNTIMES: Final = {
     "openvino": ("outrider.models.runtimes.openvino_sequence", "OpenVinoSequenceRuntime", "edge"),
     "openvino-npu": ("outrider.models.runtimes.openvino_npu", "OpenVinoNpuRuntime", "edge"),
-    "onnxruntime": ("outrider.models.runtimes.onnxruntime_sequence", "OnnxRuntimeSequence", "edge"),
+    "onnxruntime": ("outrider.models.runtimes.onnxruntime_sequence", "OnnxRuntimeSequence", "edge-onnxruntime"),
 }
 
 
