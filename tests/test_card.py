@@ -548,7 +548,7 @@ def test_a_user_s_prompts_are_all_used_and_go_through_the_chat_template_where_as
         encode_judging(source, ["Hi"], is_chat=True)
     with pytest.raises(ConfigError, match="give your own with --prompts"):
         encode_judging(source, None, is_chat=True)
-    with pytest.raises(ExportError, match="1 of 2 prompts are empty, the first at place 2"):
+    with pytest.raises(ExportError, match="1 of 2 prompts are empty, the first is number 2"):
         encode_judging(source, ["Hi", ""], is_chat=False)
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     source = read_source(tmp_path)

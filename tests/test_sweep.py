@@ -263,7 +263,7 @@ def test_where_nothing_can_be_made_every_reason_is_told(
 ) -> None:
     """And nothing is left, the target neither."""
     monkeypatch.setattr(sweep, "stage_export", Failing("int8", "int4"))
-    with pytest.raises(ExportError, match=r"no draft could be made\. onnxruntime int4: no int4 today$"):
+    with pytest.raises(ExportError, match=r"no draft could be exported\. onnxruntime int4: no int4 today$"):
         sweep_pair(
             model,
             model,
