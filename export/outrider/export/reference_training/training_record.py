@@ -1,4 +1,4 @@
-"""What is known of a training run after it: `training.json`, from which the model card is rendered."""
+"""Collects `training.json`, the record of a training run from which the model card is rendered."""
 
 from __future__ import annotations
 
