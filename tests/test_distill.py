@@ -1,4 +1,4 @@
-"""Distilling a draft: it learns, outlives being killed, leaves what is not its own, and is never silently worse."""
+"""Distilling a draft: it learns, survives kills, leaves other files alone, and is never silently worse."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def run_until(command: list[str], line: str, number: signal.Signals) -> tuple[in
 def test_a_killed_run_goes_on_and_ends_with_the_same_draft(
     uninterrupted: DistillResult, pair: PairPaths, prompts: Path, tmp_path: Path
 ) -> None:
-    """Killed while the target wrote, killed while the draft learned, told to end: the weights are those of one run."""
+    """Killed while the target wrote, killed while the draft learned, stopped: the weights are those of one run."""
     out = tmp_path / "out"
     command = [sys.executable, "-m", "outrider.export.cli.main", "distill", str(pair.draft), str(pair.target)]
     command += ["--prompts", str(prompts), "--out", str(out), "--steps", "30", "--tokens", "8000", "--row-length", "48"]
@@ -187,7 +187,7 @@ def test_another_tokenizer_is_refused(pair: PairPaths, prompts: Path, tmp_path: 
 
 
 def test_a_draft_that_got_worse_is_not_written_unless_forced(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
-    """A perfect draft can only lose: that is said, what was there stays, and --force writes it from the kept state."""
+    """A perfect draft can only lose: the message says so, the output stays, and --force writes it from the state."""
     out = tmp_path / "out"
     out.mkdir()
     (out / "distillation.json").write_text("{}")
@@ -245,7 +245,7 @@ def test_only_one_works_in_a_folder(pair: PairPaths, prompts: Path, tmp_path: Pa
 
 
 def test_a_full_disk_is_said_and_harms_nothing(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
-    """What was finished stays, the output is as it was, and the run goes on when there is room."""
+    """Finished work stays, the output is unchanged, and the run continues when there is room."""
     if not Path("/dev/full").exists():
         pytest.skip("this platform has no /dev/full")
     work, out = tmp_path / "work", tmp_path / "out"
@@ -263,7 +263,7 @@ def test_a_full_disk_is_said_and_harms_nothing(pair: PairPaths, prompts: Path, t
 
 
 def test_a_pool_that_cannot_fit_is_refused_before_the_work(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
-    """More text than the disk has room for: said with both numbers before the target writes a word."""
+    """More text than the disk has room for: reported with both numbers before the target writes a word."""
     heard = Heard()
     with pytest.raises(DiskFull, match=r"distilling needs about [\d,]+ MB at .* fewer --tokens"):
         distill_draft(pair.draft, pair.target, prompts, tmp_path / "out", replace(OPTIONS, tokens=10**13), heard)

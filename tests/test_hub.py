@@ -68,7 +68,7 @@ def test_what_the_cache_lacks_is_said_in_offline_mode(cache: Path) -> None:
 
 
 def test_directories_come_first(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub id is told from a path: a directory that is there is one, and where its parent is there, it was meant."""
+    """Hub ids and paths are distinguished: an existing directory is a path, and so is a name in an existing one."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "here").mkdir(parents=True)
     assert resolve_model("org/here") == tmp_path / "org" / "here"

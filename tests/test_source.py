@@ -117,7 +117,7 @@ def test_the_decoder_of_a_model_with_several_parts_is_nested(tiny_source: Callab
 
 
 def test_sizes_that_are_none_are_named(tiny_source: Callable[[str], Path], tmp_path: Path) -> None:
-    """A text, a truth, a zero: what was found and expected."""
+    """A text, a boolean, a zero: the message says what was found and expected."""
     for index, value in enumerate(("64", True, 0)):
         path = altered(tiny_source("llama"), tmp_path / str(index), hidden_size=value)
         with pytest.raises(ExportError, match=rf"hidden_size is {value!r}; expected a positive whole number"):
@@ -257,7 +257,7 @@ def test_what_no_runtime_does_rightly_is_refused(
 def test_whatever_a_config_says_there_is_no_traceback(
     family: str, lie: Any, tiny_source: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Every field in turn, and some that only others have, of a type that nobody expects: read, or refused in words."""
+    """Every field in turn, and some of other families, with an unexpected type: read, or refused with a message."""
     source = tiny_source(family)
     fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
     others = ("text_config", "rope_scaling", "num_nextn_predict_layers", "sliding_window", "layer_types", "head_dim")

@@ -76,7 +76,7 @@ def like(reference_pair: PairPaths) -> Manifest:
 
 
 def test_the_prediction_decides_not_the_size(like: Manifest) -> None:
-    """A quicker INT4 draft that is guessed right less often is not worth it where drafting is cheap anyway."""
+    """A faster INT4 draft that is accepted less often does not pay where drafting is cheap anyway."""
     drafts = [
         candidate(like, "fp32", rate=0.75, draft_ms=2.0, size=400),
         candidate(like, "int8", rate=0.75, draft_ms=1.0, size=100),

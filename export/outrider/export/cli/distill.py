@@ -1,4 +1,4 @@
-"""`outrider-export distill`: the command's options, its progress and its report card."""
+"""Runs `outrider-export distill`: its options, its progress and its report card."""
 
 from __future__ import annotations
 

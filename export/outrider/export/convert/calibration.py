@@ -79,7 +79,7 @@ def complete_texts(core: Any, model: Any, feeds: Sequence[Sequence[int]]) -> lis
     properties = {"INFERENCE_PRECISION_HINT": "f32", "ENABLE_CPU_PINNING": "NO"}
     request = core.compile_model(model, "CPU", properties).create_infer_request()
     for position in range(TEXT_TOKENS - 1):
-        # All texts at once, a token each: read from where a text is given, else sampled.
+        # All texts at once, one token each: read from where a text is given, else sampled.
         column = np.array([[text[position]] for text in texts], np.int64)
         logits: NDArray[np.float32] = request.infer(_inputs(model, column, position))["logits"][:, -1]
         for seed, (text, row) in enumerate(zip(texts, logits, strict=True)):

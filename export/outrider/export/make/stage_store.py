@@ -26,7 +26,7 @@ _FORGOTTEN_AFTER_S: Final = 14 * 24 * 3600.0
 
 
 class StageStore:
-    """A directory of results; several processes may share it, and nobody removes what another still uses."""
+    """A directory of results; several processes may share it, and none removes what another uses."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

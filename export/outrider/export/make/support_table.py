@@ -1,8 +1,8 @@
-"""Which families of models can be exported for what: measured, never typed from memory.
+"""Measures which families of models can be exported in which way.
 
-A tiny random model of each family goes through every way of exporting, and the numerical check of the pipeline says
-what became of it. `families.json` beside this module holds the last measurement, docs/families.md shows it, and
-`outrider-export families --measure` makes it again.
+A tiny random model of each family is exported in every way, and the pipeline's numerical check gives the result.
+`support_table.json` beside this module holds the last measurement, docs/families.md shows it, and
+`outrider-export families --measure` repeats it.
 """
 
 from __future__ import annotations

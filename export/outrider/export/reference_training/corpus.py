@@ -72,7 +72,7 @@ def is_table(text: str) -> bool:
 
 
 def read_library(root: Path | None = None) -> tuple[SourceFile, ...]:
-    """Reads the wanted files below `root` (default: the running Python's library), sorted by path.
+    """Reads the files worth learning from below `root` (default: the running Python's library), sorted by path.
 
     Raises `FileNotFoundError` when `root` holds no Python source, as in a Python that ships only byte code.
     """

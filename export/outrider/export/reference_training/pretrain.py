@@ -61,7 +61,7 @@ def pretrain(
     checkpoint: Path,
     report: Callable[[str], None] = print,
 ) -> None:
-    """Trains `model` in place; writes `checkpoint` every few minutes and goes on from it if it exists."""
+    """Trains `model` in place; writes `checkpoint` every few minutes and continues from it if it exists."""
     optimizer = MatrixOptimizer(model, plan.rates)
     budget = Budget(plan.minutes)
     step = tokens = 0

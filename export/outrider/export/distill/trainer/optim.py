@@ -67,7 +67,7 @@ class MatrixOptimizer:
             optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, object]:
-        """Everything `load_state_dict` needs to go on from here."""
+        """Everything that `load_state_dict` needs to continue."""
         return {"muon": self._muon.state_dict(), "adamw": self._adamw.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ class Average:
             parameter.data, self._shadow[index] = self._shadow[index], parameter.data
 
     def state_dict(self) -> dict[str, object]:
-        """Everything `load_state_dict` needs to go on from here."""
+        """Everything that `load_state_dict` needs to continue."""
         return {"steps": self._steps, "shadow": self._shadow}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
