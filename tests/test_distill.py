@@ -168,7 +168,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_draft(
     assert run_until(command, "step 12:", signal.SIGKILL)[0] == -signal.SIGKILL
     status, rest = run_until(command, "step 18:", signal.SIGTERM)
     assert status == 128 + signal.SIGTERM
-    assert "the same command goes on" in rest and "Traceback" not in rest
+    assert "the same command continues" in rest and "Traceback" not in rest
     assert not out.exists()
     heard = Heard()
     result = distill_draft(pair.draft, pair.target, prompts, out, OPTIONS, heard)
@@ -212,24 +212,24 @@ def test_a_changed_option_begins_anew_and_says_which(pair: PairPaths, prompts: P
     assert "stays in" in first.message
     heard = Heard()
     distill_draft(pair.draft, pair.target, prompts, tmp_path / "b", replace(options, rate=1e-4), heard)
-    assert "going on with the target's text" in heard and "rows with" not in heard
+    assert "continuing the target's text" in heard and "rows with" not in heard
     heard = Heard()
     distill_draft(pair.draft, pair.target, prompts, tmp_path / "c", replace(options, seed=5), heard)
-    assert "the target's text begins anew" in heard and "seed 0, now 5" in heard and "rows with" in heard
+    assert "the target's text begins again" in heard and "seed 0, now 5" in heard and "rows with" in heard
     heard = Heard()
     distill_draft(pair.draft, pair.target, prompts, tmp_path / "d", replace(options, resume=False), heard)
-    assert "beginning anew, as told" in heard and "rows with" in heard
+    assert "beginning again (--no-resume)" in heard and "rows with" in heard
 
 
 def test_an_output_that_may_not_be_replaced_is_refused(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
-    """An existing directory without --overwrite, one that is no distilled draft in any case, and the sources."""
+    """An existing directory without --overwrite, one that is not a distilled draft in any case, and the sources."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")
     for out, options, message in (
-        (tmp_path / "mine", OPTIONS, "say --overwrite"),
-        (tmp_path / "mine", replace(OPTIONS, overwrite=True), "is no distilled draft"),
-        (pair.draft, replace(OPTIONS, overwrite=True), "never altered"),
-        (pair.draft.parent, replace(OPTIONS, overwrite=True), "never altered"),
+        (tmp_path / "mine", OPTIONS, "add --overwrite"),
+        (tmp_path / "mine", replace(OPTIONS, overwrite=True), "is not a distilled draft"),
+        (pair.draft, replace(OPTIONS, overwrite=True), "contains, the source"),
+        (pair.draft.parent, replace(OPTIONS, overwrite=True), "contains, the source"),
     ):
         with pytest.raises(ExportError, match=message):
             distill_draft(pair.draft, pair.target, prompts, out, options)
@@ -286,7 +286,7 @@ def test_a_target_of_nonsense_is_a_fault(pair: PairPaths, prompts: Path, tmp_pat
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"minutes": 1.0}, "give one budget"),
+        ({"minutes": 1.0}, "expected one of them"),
         ({"rate": float("nan")}, "rate is nan"),
         ({"steps": 0}, "steps is 0"),
         ({"seed": -1}, "seed is -1"),
