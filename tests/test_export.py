@@ -392,7 +392,7 @@ def test_an_existing_bundle_is_not_replaced_unasked(pair: tuple[Bundle, Bundle],
 def test_lengths_that_the_model_does_not_have_are_refused(sources: PairPaths, tmp_path: Path) -> None:
     """Before any work, naming the given lengths; lengths that were not given are cut to the model's positions."""
     shapes = StaticShapes(prompt_len=100_000)
-    with pytest.raises(ConfigError, match=r"--prompt-len 100,000 was asked for, and the model takes [\d,]+ tokens"):
+    with pytest.raises(ConfigError, match=r"--prompt-len 100,000 was given; the model takes [\d,]+ tokens"):
         export_model(sources.draft, tmp_path / "out", ExportOptions("draft", device="npu", static_shapes=shapes))
     assert not (tmp_path / "out").exists()
 
