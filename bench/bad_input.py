@@ -1,11 +1,11 @@
-"""Checks exports under bad input: one clear message, and an unchanged destination.
+"""Checks that an export that fails gives one clear message and leaves its destination unchanged.
 
     python -m bench.bad_input
 
 Runs the real command lines, each in its own process, on broken sources, full disks and altered bundles, and kills them
 in every stage. Prints a table and exits 1 if a message is missing or is a traceback, an exit status is wrong, or the
-destination has changed. Full disks are real ones, mounted in memory, which needs root; without root those rows are
-skipped, with a note.
+destination has changed. Full disks are real ones, mounted in memory as root; without root those rows are left out with
+a message.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FIRST_WORDS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The case, its outcome, and whether that is correct."""
+    """What was done, the result, and whether it is as expected."""
 
     what: str
     status: int
@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """root: the work directory. out: the good bundles, `draft` and `target`. sources: their models."""
+    """root: of all files. out: of the good bundles, `draft` and `target`. sources: of their models."""
 
     root: Path
     out: Path
@@ -61,7 +61,7 @@ class Bench:
     def run(self, what: str, expected: str, *arguments: str, cache: Path | None = None, begun: str = "") -> Row:
         """Runs a command that must fail with `expected` in its message and exit status 2.
 
-        begun: the stage after whose line another program fills the small disk, and keeps it full.
+        begun: once this stage begins, another thread fills the small disk, and whatever is freed on it.
         """
         before = fingerprint(self.out)
         is_over = threading.Event()
@@ -84,7 +84,7 @@ class Bench:
 
     @contextmanager
     def process(self, *arguments: str, cache: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-        """The command line, its progress and errors on a pipe."""
+        """The running command, its progress and errors on a pipe."""
         environment = os.environ | {
             "OUTRIDER_CACHE": str(cache or self.root / "cache"),
             "PYTHONPATH": os.pathsep.join(sys.path),
@@ -122,7 +122,7 @@ def main(
             with bench.process(*EXPORT, role, *arguments, "--precision", "fp32") as process:
                 errors = process.stderr.read() if process.stderr is not None else ""
             if process.returncode:
-                raise SystemExit(f"the good {role} was not exported:\n{errors}")
+                raise SystemExit(f"the good {role} could not be exported:\n{errors}")
         for name, part in parts.items():
             if only in (None, name):
                 for row in part(bench):
@@ -136,7 +136,7 @@ def main(
 
 
 def bad_sources(bench: Bench) -> Iterator[Row]:
-    """Broken, lying and mismatched model directories."""
+    """Broken, inconsistent and mismatched model directories."""
     for what, (damage, expected, *more) in DAMAGED_SOURCES.items():
         source = bench.root / "damaged"
         shutil.rmtree(source, ignore_errors=True)
@@ -150,9 +150,9 @@ def bad_sources(bench: Bench) -> Iterator[Row]:
 
 
 def full_disks(bench: Bench) -> Iterator[Row]:
-    """The destination's and the cache's disk: too small from the start, and filled by another program on the way."""
+    """The disks of destination and cache: too small from the start, or filled by another program meanwhile."""
     if sys.platform != "linux" or os.geteuid() != 0:
-        Console().print("[yellow]left out: full disks, which only root can mount, on Linux[/yellow]")
+        Console().print("[yellow]left out: full disks, which need root on Linux[/yellow]")
         return
     disk, elsewhere = bench.root / "disk", bench.root / "elsewhere"
     disk.mkdir()
@@ -211,7 +211,7 @@ def kills(bench: Bench) -> Iterator[Row]:
 
 
 def bad_bundles(bench: Bench) -> Iterator[Row]:
-    """Altered bundles, opened by every command that opens one."""
+    """Altered bundles, opened by every command that opens bundles."""
     for what, (damage, expected) in DAMAGED_BUNDLES.items():
         for role, command in (
             ("draft", ("-m", "outrider.export.cli.main", "inspect")),
@@ -229,7 +229,7 @@ def bad_bundles(bench: Bench) -> Iterator[Row]:
 
 @contextmanager
 def mounted(disk: Path, size: str) -> Iterator[None]:
-    """A separate file system at `disk`."""
+    """Mounts a small file system at `disk`."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)], check=True)
     try:
         yield
@@ -238,7 +238,7 @@ def mounted(disk: Path, size: str) -> Iterator[None]:
 
 
 def fill(disk: Path, is_over: threading.Event) -> None:
-    """Fills the disk, also what the export frees, until it ends."""
+    """Takes all free space, and what the export frees, until the command ends."""
     with (disk / "full").open("ab", buffering=0) as file:
         while not is_over.wait(0.001):
             for size in (1 << 20, 4096):
@@ -248,7 +248,7 @@ def fill(disk: Path, is_over: threading.Event) -> None:
 
 
 def fingerprint(directory: Path) -> str:
-    """Names and contents of everything in a directory, without what killed exports left beside their destination."""
+    """A hash of all names and contents in a directory, without what killed exports left beside it."""
     digest = hashlib.sha256()
     for path in sorted(directory.rglob("*")):
         name = path.relative_to(directory).as_posix()
@@ -258,11 +258,11 @@ def fingerprint(directory: Path) -> str:
 
 
 def as_table(rows: list[Row]) -> Table:
-    """The table to print."""
+    """The rows as a table."""
     table = Table("what", "exit", "message", "destination", title="bad input", show_lines=True)
     for row in rows:
         colour = "green" if row.is_right and row.is_unchanged else "red"
-        state = "as it was" if row.is_unchanged else "CHANGED"
+        state = "unchanged" if row.is_unchanged else "CHANGED"
         table.add_row(f"[{colour}]{escape(row.what)}[/{colour}]", str(row.status), escape(row.message), state)
     return table
 

@@ -1,4 +1,4 @@
-"""Breaks model directories and bundles in many ways, each with the message to expect."""
+"""Damages model directories and bundles, each in a way whose error message is known."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_sources(root: Path) -> None:
 
 
 def cut(name: str, keep: float) -> Damage:
-    """Keeps this share of a file; for 1, all but one byte."""
+    """Keeps that share of a file; for 1, all but a byte."""
 
     def damage(directory: Path) -> None:
         path = next(directory.glob(name))
@@ -56,7 +56,7 @@ def weight(value: float) -> Damage:
 
 
 def without(name: str) -> Damage:
-    """Omits a tensor."""
+    """Removes a tensor."""
 
     def damage(directory: Path) -> None:
         tensors = {key: np.array(tensor) for key, tensor in load_file(directory / WEIGHTS).items() if key != name}
@@ -66,7 +66,7 @@ def without(name: str) -> Damage:
 
 
 def other_tokenizer(directory: Path) -> None:
-    """A tokenizer trained on another text."""
+    """Replaces the tokenizer by one that was trained on other text."""
     make_tiny_tokenizer(directory, text=("something else entirely", "with other merges"))
 
 
@@ -76,7 +76,7 @@ def write(name: str, content: str) -> Damage:
 
 
 def pickled(directory: Path) -> None:
-    """Pickled weights, as in old checkpoints."""
+    """Names the weights as old checkpoints do."""
     (directory / WEIGHTS).rename(directory / "pytorch_model.bin")
 
 
@@ -106,7 +106,7 @@ DAMAGED_SOURCES: Final[dict[str, tuple[Any, ...]]] = {
     "tokenizer: missing": (lambda directory: (directory / "tokenizer.json").unlink(), "tokenizer.json"),
     "tokenizer: another than the target's": (other_tokenizer, "draft|damaged.*first difference", "pair"),
 }  # fmt: skip
-"""What is wrong: the damage, what the message must match, options of the command ("pair": export with the target)."""
+"""By name: the damage, what the message must match, options of the command ("pair": export with the target)."""
 
 
 def flip(pattern: str) -> Damage:
@@ -144,4 +144,4 @@ DAMAGED_BUNDLES: Final[dict[str, tuple[Damage, str]]] = {
     "manifest without files": (manifest(files=[]), "manifest"),
     "manifest with another tokenizer": (manifest(tokenizer_fingerprint="0" * 64), "fingerprint|manifest"),
 }
-"""What is wrong: the damage, and what the message must match."""
+"""By name: the damage, and what the message must match."""

@@ -1,4 +1,4 @@
-"""The report card: what is measured is what it says, and a draft that is not worth having is refused."""
+"""The report card shows what was measured, and a draft that is accepted too rarely is refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from outrider.models.sampling import SamplingParams, pick
 
 
 def acceptance(rate: float, *, temperature: float = 0.8) -> Acceptance:
-    """A figure as it is measured of independent tokens, each right with chance `rate`."""
+    """The figures of independent tokens, each accepted with chance `rate`."""
     by_depth = tuple(
         AtDepth(depth=depth, rate=rate, tokens_per_pass=sum(rate**i for i in range(depth + 1)))
         for depth in (1, 2, 4, 8)
@@ -60,7 +60,7 @@ def acceptance(rate: float, *, temperature: float = 0.8) -> Acceptance:
 
 
 def test_rounds_are_counted_only_where_they_could_run_in_full() -> None:
-    """Up to the first wrong token, past the target's own; one that the text's end would cut short is left out."""
+    """Up to the first rejected token, past the target's own; a round that the text's end cuts short is left out."""
     matches = np.array([1, 1, 0, 0, 1, 1, 1, 1, 0, 1], dtype=np.bool_)
     assert play_rounds(matches, 4) == Rounds(tested=8, accepted=6, rounds=3)
     assert play_rounds(matches, 2) == Rounds(tested=7, accepted=5, rounds=4)
@@ -120,7 +120,7 @@ def test_acceptance_is_of_single_steps_along_the_targets_text() -> None:
 
 
 def test_the_error_is_that_of_texts_which_differ() -> None:
-    """Two texts, one always and one never right: nothing is known of a third."""
+    """Two texts, one always and one never accepted: a third is unknown."""
     draft = OneHot([0, 5, 5, 5])
     texts = [continuation((1,), (5, 5)), continuation((1,), (6, 6))]
     (measured,) = measure_acceptance(draft, texts, num_ids=16, target_name="t")
@@ -135,7 +135,7 @@ def test_padding_columns_are_no_tokens() -> None:
 
 
 def test_texts_that_a_short_draft_cannot_hold_are_left_out() -> None:
-    """An NPU's draft may be made for short sequences; if nothing fits, that is said."""
+    """An NPU's draft may be compiled for short sequences; if nothing fits, an error says so."""
     texts = [continuation((1,), (5,)), continuation((1, 1, 1), (5, 5))]
     (measured,) = measure_acceptance(OneHot([5] * 9, max_positions=3), texts, num_ids=16, target_name="t")
     assert measured.tested_tokens == 1
@@ -253,7 +253,7 @@ def test_low_acceptance_is_refused_and_mediocre_acceptance_is_said() -> None:
 
 
 def test_the_targets_times_can_be_given(reference_pair: PairPaths) -> None:
-    """The build machine is seldom where the target runs; what is not given scales with what is."""
+    """The build machine seldom runs the target; a time that is not given scales with the one that is."""
     measured = Bundle.open(reference_pair.target).manifest.report.timing
     assert measured is not None and measured.extra_ms is not None
     assert TargetTimes.resolve(measured, None, None).step_ms == measured.token_ms
@@ -476,7 +476,7 @@ def test_the_page_begins_with_the_verdict_and_explains_its_figures(reference_pai
 
 
 def test_tables_show_that_they_scroll_and_can_be_reached_by_keyboard(reference_pair: PairPaths) -> None:
-    """Every table stands in a region with a name, which takes the focus; shadows and a hint say that there is more."""
+    """Every table is in a named region that takes the focus; shadows and a hint show that there is more."""
     text = pages_of(reference_pair)["pair"]
     page = Page(text)
     assert page.tags.count("table") == text.count('role="region"') == text.count('tabindex="0"') == 4
@@ -495,7 +495,7 @@ def test_plots_are_readable_on_a_phone(reference_pair: PairPaths) -> None:
 
 
 def test_names_are_text_on_the_page(reference_pair: PairPaths) -> None:
-    """A model may be called anything; the page is not what it says."""
+    """A model may have any name; it is shown as text, never as markup."""
     draft = Bundle.open(reference_pair.draft).manifest.model_copy(update={"name": "<script>alert(1)</script>"})
     page = Page(card_html([draft]))
     assert "script" not in page.tags and "<script>alert(1)</script>" in page.text
@@ -510,7 +510,7 @@ def test_the_page_warns(reference_pair: PairPaths) -> None:
 def test_inspect_makes_the_page_of_any_bundle(
     reference_pair: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where it is told to, beside what it prints."""
+    """At the given path, in addition to the printed card."""
     for path in (reference_pair.draft, reference_pair.target):
         place = tmp_path / f"{path.name}.html"
         assert run_export(monkeypatch, "inspect", str(path), "--html", str(place)) == 0
@@ -524,7 +524,7 @@ def test_warnings_go_where_they_are_seen(
 ) -> None:
     """On standard error and in the card, and in the JSON for programs."""
     mediocre = shutil.copytree(reference_pair.draft, tmp_path / "draft")
-    manifest = judged_at(Bundle.open(mediocre).manifest, 0.5)
+    manifest = judged_at(timed(Bundle.open(mediocre).manifest, load_warning=None), 0.5)
     (mediocre / "manifest.json").write_text(manifest.to_json(), encoding="utf-8")
     monkeypatch.setenv("COLUMNS", "160")
     assert run_export(monkeypatch, "inspect", str(mediocre)) == 0
@@ -548,7 +548,7 @@ def test_a_user_s_prompts_are_all_used_and_go_through_the_chat_template_where_as
         encode_judging(source, ["Hi"], is_chat=True)
     with pytest.raises(ConfigError, match="give your own with --prompts"):
         encode_judging(source, None, is_chat=True)
-    with pytest.raises(ExportError, match="1 of 2 prompts are empty, the first at place 2"):
+    with pytest.raises(ExportError, match="1 of 2 prompts are empty, the first is number 2"):
         encode_judging(source, ["Hi", ""], is_chat=False)
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     source = read_source(tmp_path)
@@ -578,7 +578,7 @@ def test_a_pair_that_does_not_agree_is_not_written(strangers: PairPaths, tmp_pat
 
 
 def test_picks_of_the_judge_are_those_of_the_sampler() -> None:
-    """What the draft is judged by is the pick that it would make: same seed, same position."""
+    """The draft is judged by the picks that it makes when it drafts: same seed, same position."""
     params = SamplingParams(temperature=0.8, seed=1)
     flat = OneHot([0] * 9)
     flat.extend = lambda tokens: _flat(flat, tokens)  # type: ignore[method-assign]

@@ -44,7 +44,7 @@ def test_a_page_that_cannot_be_written_is_one_message(reference_pair: PairPaths,
 def test_somebody_else_s_page_is_in_the_way_before_any_work(
     strangers: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is built and nothing replaced, with --overwrite neither; a report card goes only with --overwrite."""
+    """Nothing is built or replaced, even with --overwrite; a report card is replaced with --overwrite only."""
     page = tmp_path / "report.html"
     page.write_text("<h1>mine</h1>")
     command = ("pair", str(strangers.draft), str(strangers.target), "--out", str(tmp_path))
@@ -92,7 +92,7 @@ def test_a_page_that_cannot_be_written_leaves_no_bundle(
 def test_a_page_that_the_system_refuses_is_one_message(
     strangers: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before the work, and after the bundles are in place, which are then said to be there."""
+    """Before the work, and after the bundles are in place; then the message says that they are."""
     assert (
         run_export(
             monkeypatch, "pair", str(strangers.draft), str(strangers.target), "--out", str(tmp_path / ("x" * 300))

@@ -1,4 +1,4 @@
-"""Distilling a draft: it learns, outlives being killed, leaves what is not its own, and is never silently worse."""
+"""Distilling a draft: it learns, survives kills, leaves other files alone, and is never silently worse."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def run_until(command: list[str], line: str, number: signal.Signals) -> tuple[in
 def test_a_killed_run_goes_on_and_ends_with_the_same_draft(
     uninterrupted: DistillResult, pair: PairPaths, prompts: Path, tmp_path: Path
 ) -> None:
-    """Killed while the target wrote, killed while the draft learned, told to end: the weights are those of one run."""
+    """Killed while the target wrote, killed while the draft learned, stopped: the weights are those of one run."""
     out = tmp_path / "out"
     command = [sys.executable, "-m", "outrider.export.cli.main", "distill", str(pair.draft), str(pair.target)]
     command += ["--prompts", str(prompts), "--out", str(out), "--steps", "30", "--tokens", "8000", "--row-length", "48"]
@@ -168,7 +168,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_draft(
     assert run_until(command, "step 12:", signal.SIGKILL)[0] == -signal.SIGKILL
     status, rest = run_until(command, "step 18:", signal.SIGTERM)
     assert status == 128 + signal.SIGTERM
-    assert "the same command goes on" in rest and "Traceback" not in rest
+    assert "the same command continues" in rest and "Traceback" not in rest
     assert not out.exists()
     heard = Heard()
     result = distill_draft(pair.draft, pair.target, prompts, out, OPTIONS, heard)
@@ -187,7 +187,7 @@ def test_another_tokenizer_is_refused(pair: PairPaths, prompts: Path, tmp_path: 
 
 
 def test_a_draft_that_got_worse_is_not_written_unless_forced(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
-    """A perfect draft can only lose: that is said, what was there stays, and --force writes it from the kept state."""
+    """A perfect draft can only lose: the message says so, the output stays, and --force writes it from the state."""
     out = tmp_path / "out"
     out.mkdir()
     (out / "distillation.json").write_text("{}")
@@ -212,24 +212,24 @@ def test_a_changed_option_begins_anew_and_says_which(pair: PairPaths, prompts: P
     assert "stays in" in first.message
     heard = Heard()
     distill_draft(pair.draft, pair.target, prompts, tmp_path / "b", replace(options, rate=1e-4), heard)
-    assert "going on with the target's text" in heard and "rows with" not in heard
+    assert "continuing the target's text" in heard and "rows with" not in heard
     heard = Heard()
     distill_draft(pair.draft, pair.target, prompts, tmp_path / "c", replace(options, seed=5), heard)
-    assert "the target's text begins anew" in heard and "seed 0, now 5" in heard and "rows with" in heard
+    assert "the target's text begins again" in heard and "seed 0, now 5" in heard and "rows with" in heard
     heard = Heard()
     distill_draft(pair.draft, pair.target, prompts, tmp_path / "d", replace(options, resume=False), heard)
-    assert "beginning anew, as told" in heard and "rows with" in heard
+    assert "beginning again (--no-resume)" in heard and "rows with" in heard
 
 
 def test_an_output_that_may_not_be_replaced_is_refused(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
-    """An existing directory without --overwrite, one that is no distilled draft in any case, and the sources."""
+    """An existing directory without --overwrite, one that is not a distilled draft in any case, and the sources."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")
     for out, options, message in (
-        (tmp_path / "mine", OPTIONS, "say --overwrite"),
-        (tmp_path / "mine", replace(OPTIONS, overwrite=True), "is no distilled draft"),
-        (pair.draft, replace(OPTIONS, overwrite=True), "never altered"),
-        (pair.draft.parent, replace(OPTIONS, overwrite=True), "never altered"),
+        (tmp_path / "mine", OPTIONS, "add --overwrite"),
+        (tmp_path / "mine", replace(OPTIONS, overwrite=True), "is not a distilled draft"),
+        (pair.draft, replace(OPTIONS, overwrite=True), "contains, the source"),
+        (pair.draft.parent, replace(OPTIONS, overwrite=True), "contains, the source"),
     ):
         with pytest.raises(ExportError, match=message):
             distill_draft(pair.draft, pair.target, prompts, out, options)
@@ -245,7 +245,7 @@ def test_only_one_works_in_a_folder(pair: PairPaths, prompts: Path, tmp_path: Pa
 
 
 def test_a_full_disk_is_said_and_harms_nothing(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
-    """What was finished stays, the output is as it was, and the run goes on when there is room."""
+    """Finished work stays, the output is unchanged, and the run continues when there is room."""
     if not Path("/dev/full").exists():
         pytest.skip("this platform has no /dev/full")
     work, out = tmp_path / "work", tmp_path / "out"
@@ -263,7 +263,7 @@ def test_a_full_disk_is_said_and_harms_nothing(pair: PairPaths, prompts: Path, t
 
 
 def test_a_pool_that_cannot_fit_is_refused_before_the_work(pair: PairPaths, prompts: Path, tmp_path: Path) -> None:
-    """More text than the disk has room for: said with both numbers before the target writes a word."""
+    """More text than the disk has room for: reported with both numbers before the target writes a word."""
     heard = Heard()
     with pytest.raises(DiskFull, match=r"distilling needs about [\d,]+ MB at .* fewer --tokens"):
         distill_draft(pair.draft, pair.target, prompts, tmp_path / "out", replace(OPTIONS, tokens=10**13), heard)
@@ -286,7 +286,7 @@ def test_a_target_of_nonsense_is_a_fault(pair: PairPaths, prompts: Path, tmp_pat
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"minutes": 1.0}, "give one budget"),
+        ({"minutes": 1.0}, "expected one of them"),
         ({"rate": float("nan")}, "rate is nan"),
         ({"steps": 0}, "steps is 0"),
         ({"seed": -1}, "seed is -1"),

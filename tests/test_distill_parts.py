@@ -187,7 +187,7 @@ def sample(model: Any, stop_ids: Sequence[int] = (), top_k: int = 300) -> rollou
 
 
 def test_a_row_ends_with_its_stop_token(model: Any) -> None:
-    """The token that ends a text is the row's last; the other row goes on, and both are as without stopping."""
+    """The token that ends a text is the row's last; the other row continues, and both are as without stopping."""
     free = sample(model)
     stop_id = int(free.ids[0, 9])
     stopped = sample(model, stop_ids=[stop_id])
@@ -244,7 +244,7 @@ def backward(model: Any, rows: Any, *, is_compiled: bool) -> tuple[Any, Any, lis
 
 
 def test_without_a_compiler_training_goes_on_and_says_so() -> None:
-    """Where no C++ compiler is found, the reason is told once and gradients and facts are those of plain PyTorch."""
+    """Without a C++ compiler the reason is reported once, and gradients and figures are those of plain PyTorch."""
     from torch._functorch import config as caches
     from torch._inductor import config
 
@@ -371,7 +371,7 @@ def test_state_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def test_the_first_signal_asks_and_the_second_ends() -> None:
-    """SIGTERM is remembered and told once; another one raises; afterwards the handlers are what they were."""
+    """SIGTERM is remembered and reported once; a second one raises; afterwards the handlers are restored."""
     before = signal.getsignal(signal.SIGTERM)
     said: list[str] = []
     with Interruption(said.append) as stop:

@@ -387,7 +387,7 @@ def test_a_users_mistake_ends_in_one_message(
 
 
 def test_an_existing_bundle_is_not_replaced_unasked(pair: tuple[Bundle, Bundle], sources: PairPaths) -> None:
-    """Said at once, before any work."""
+    """Reported before any work."""
     events: list[StageEvent] = []
     with pytest.raises(BundleError, match="--overwrite"):
         export_model(sources.draft, pair[0].path, ExportOptions("draft"), events.append)
@@ -396,9 +396,9 @@ def test_an_existing_bundle_is_not_replaced_unasked(pair: tuple[Bundle, Bundle],
 
 
 def test_lengths_that_the_model_does_not_have_are_refused(sources: PairPaths, tmp_path: Path) -> None:
-    """Before any work, naming what was asked for; lengths that nobody chose are cut to what the model has left."""
+    """Before any work, naming the given lengths; lengths that were not given are cut to the model's positions."""
     shapes = StaticShapes(prompt_len=100_000)
-    with pytest.raises(ConfigError, match=r"--prompt-len 100,000 was asked for, and the model takes [\d,]+ tokens"):
+    with pytest.raises(ConfigError, match=r"--prompt-len 100,000 was given; the model takes [\d,]+ tokens"):
         export_model(sources.draft, tmp_path / "out", ExportOptions("draft", device="npu", static_shapes=shapes))
     assert not (tmp_path / "out").exists()
 

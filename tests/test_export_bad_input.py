@@ -1,4 +1,4 @@
-"""Sources and bundles that are broken, lie or were altered, as in `bench/bad_input.py`: each is told of clearly."""
+"""Broken, inconsistent and altered sources and bundles, as in `bench/bad_input.py`: each has a clear message."""
 
 from __future__ import annotations
 

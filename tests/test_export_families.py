@@ -1,4 +1,4 @@
-"""Every family, exported from a tiny local model: right in the runtime that will run it, or refused with the reason."""
+"""Every family, exported from a tiny local model: correct in the runtime that will run it, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def test_what_is_known_to_be_impossible_is_refused_before_work(
 def test_soft_capping_that_nobody_knew_of_is_refused_by_the_check(
     tiny_source: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Converted as it is, Gemma 2 cannot be paged; converted with fused attention, its logits are wrong."""
+    """With plain attention Gemma 2 cannot be paged; with fused attention its logits are wrong."""
     monkeypatch.setattr("outrider.export.make.pipeline.require_runtime", lambda *arguments: None)
-    with pytest.raises(ExportError, match=r"cannot run what was exported: \w+\.xml cannot use paged attention"):
+    with pytest.raises(ExportError, match=r"cannot run the exported model: \w+\.xml cannot use paged attention"):
         stage(tiny_source("gemma2"), tmp_path / "out", tmp_path / "a", "target", "fp32")
 
     def fuse(model: Any) -> None:
@@ -113,7 +113,7 @@ def test_soft_capping_that_nobody_knew_of_is_refused_by_the_check(
 def test_gpt_neo_as_upstream_converts_it_is_refused_by_the_check(
     precision: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The standing example of a silent error: right up to its window, wrong beyond it, whatever noise INT4 adds."""
+    """An example of a silent error: correct up to its window, wrong beyond it, whatever noise INT4 adds."""
 
     @contextlib.contextmanager
     def unrepaired(model: Any) -> Iterator[None]:
@@ -147,13 +147,13 @@ def test_an_unknown_family_that_cannot_be_converted_is_refused(tmp_path: Path) -
 
 
 def test_a_window_that_is_too_long_to_check_ends_the_sequence(tmp_path: Path) -> None:
-    """The bundle promises no more, and its runtime gives no more; the user is told."""
+    """The bundle promises no more, its runtime gives no more, and a note tells the user."""
     path = make_tiny_source("mistral", tmp_path / "mistral", sliding_window=2000, max_position_embeddings=4096)
     source = read_source(path)
     assert source.architecture.max_positions == 2000 and source.window is None
     assert "sequences end at 2,000 tokens of the model's 4,096" in source.notes[0]
     bundle = export_model(path, tmp_path / "out", ExportOptions("target", "fp32", num_threads=1))
-    assert warnings_of(bundle.manifest) == source.notes
+    assert bundle.manifest.report.notes == source.notes == warnings_of(bundle.manifest)[:1]
     opened = open_batch_runtime("openvino", bundle.model_file, RuntimeOptions(kv_cache_bytes=1 << 20))
     assert opened.limits.max_positions == bundle.manifest.architecture.max_positions == 2000
     opened.close()

@@ -31,7 +31,7 @@ def test_the_document_is_the_measurement() -> None:
 
 
 def test_a_family_is_measured_as_the_table_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What works works, what is refused is refused for the same reason: a cell of each kind, made anew."""
+    """A cell of each kind, measured again: what works still works, and refusals have the same reason."""
     some = [o for o in ways() if (o.role, o.device, o.resolved_precision) in {("target", "cpu", "fp32")}]
     monkeypatch.setattr(families, "ways", lambda: iter(some))
     before = {(cell.family, cell.way): cell for cell in load_measured()}
@@ -43,7 +43,7 @@ def test_a_family_is_measured_as_the_table_says(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_command_shows_the_table_and_refuses_what_it_has_no_model_of() -> None:
-    """As JSON for programs; a family without a tiny model is the user's mistake, said in words."""
+    """As JSON for programs; a family without a tiny model is the user's mistake, with a message."""
     shown = CliRunner().invoke(app, ["families", "llama", "--json"])
     assert shown.exit_code == 0 and {cell["family"] for cell in json.loads(shown.stdout)} == {"llama"}
     refused = CliRunner().invoke(app, ["families", "gpt9"])

@@ -68,7 +68,7 @@ def test_what_the_cache_lacks_is_said_in_offline_mode(cache: Path) -> None:
 
 
 def test_directories_come_first(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub id is told from a path: a directory that is there is one, and where its parent is there, it was meant."""
+    """Hub ids and paths are distinguished: an existing directory is a path, and so is a name in an existing one."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "here").mkdir(parents=True)
     assert resolve_model("org/here") == tmp_path / "org" / "here"
@@ -218,13 +218,13 @@ def test_the_hubs_refusals_are_told_apart(hub: tuple[str, list[tuple[str, str | 
     endpoint, asked = hub
     models = ("org/gone", "org/tiny@v9", "org/gated", "org/broken")
     without = resolve_in_process(tmp_path / "a", endpoint, *models)
-    assert "shows no model org/gone" in without["org/gone"] and "hf auth login" in without["org/gone"]
+    assert "has no model org/gone" in without["org/gone"] and "hf auth login" in without["org/gone"]
     assert "org/tiny has no revision 'v9' on the hub" in without["org/tiny@v9"]
     assert "org/gated is gated" in without["org/gated"] and "set HF_TOKEN" in without["org/gated"]
     assert "org/broken" in without["org/broken"] and "503" in without["org/broken"]
     asked.clear()
     refused = resolve_in_process(tmp_path / "b", endpoint, *models, HF_TOKEN="hf_another")
-    assert "Your token was sent" in refused["org/gone"] and "Your token was sent" in refused["org/gated"]
+    assert "A token was sent" in refused["org/gone"] and "A token was sent" in refused["org/gated"]
     assert {token for _, token in asked} == {"Bearer hf_another"}
     granted = resolve_in_process(tmp_path / "c", endpoint, "org/gated", HF_TOKEN=TOKEN)
     assert granted["org/gated"][:2] == ["org/gated", SHA]

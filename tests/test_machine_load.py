@@ -91,6 +91,25 @@ def test_a_measurement_too_short_for_the_counters_is_not_judged(monkeypatch: pyt
     assert load.warning() is None
 
 
+def test_a_short_measurement_allows_for_the_ticks_of_the_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 0.1 s on two processors one tick each is 16 %: no warning; a processor that is busy throughout is one."""
+    ticks = load_between(monkeypatch, counters(0, (0, 0), own_s=0), counters(0.1, (0.03, 0.02), own_s=0))
+    assert ticks.other_share == pytest.approx(0.25) and ticks.warning() is None
+    busy = load_between(monkeypatch, counters(0, (0, 0), own_s=0), counters(0.1, (0.1, 0.0), own_s=0))
+    assert busy.warning() is not None
+
+
+def test_a_short_measurement_can_be_lengthened() -> None:
+    """Until it can be judged; a long one is not."""
+    with MachineLoad() as load:
+        began = time.monotonic()
+        load.lengthen()
+        assert time.monotonic() - began > machine_load.SHORTEST_S * 0.5
+        began = time.monotonic()
+        load.lengthen()
+        assert time.monotonic() - began < machine_load.SHORTEST_S
+
+
 def test_nothing_measured_is_nothing_to_warn_of() -> None:
     assert MachineLoad().other_share == 0.0
     assert MachineLoad().warning() is None

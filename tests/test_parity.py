@@ -1,4 +1,4 @@
-"""The parity check: right exports pass, and every way of being wrong that speculation would hit is named."""
+"""The parity check: correct exports pass, and every error that speculation would meet is named."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class NoRollback(Exact):
 
 
 class LastRowOnly(Exact):
-    """Right for one new token, wrong for several on the cache."""
+    """Correct for one new token, wrong for several on the cache."""
 
     def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         rows = super().run(tokens, num_rows)

@@ -117,7 +117,7 @@ def test_the_decoder_of_a_model_with_several_parts_is_nested(tiny_source: Callab
 
 
 def test_sizes_that_are_none_are_named(tiny_source: Callable[[str], Path], tmp_path: Path) -> None:
-    """A text, a truth, a zero: what was found and expected."""
+    """A text, a boolean, a zero: the message says what was found and expected."""
     for index, value in enumerate(("64", True, 0)):
         path = altered(tiny_source("llama"), tmp_path / str(index), hidden_size=value)
         with pytest.raises(ExportError, match=rf"hidden_size is {value!r}; expected a positive whole number"):
@@ -135,8 +135,8 @@ LIES = [
         {"vocab_size": 384},
         r"\.weight has the shape \[320, 64\], config\.json makes it \[384, 64\]",
     ),
-    ("llama", {"num_hidden_layers": 3}, r"2 layers \(the last has the tensor .*layers\.1\..*config\.json says 3"),
-    ("llama", {"num_hidden_layers": 1}, r"2 layers .*config\.json says 1"),
+    ("llama", {"num_hidden_layers": 3}, r"2 layers \(the last has the tensor .*layers\.1\..*config\.json gives 3"),
+    ("llama", {"num_hidden_layers": 1}, r"2 layers .*config\.json gives 1"),
     ("llama", {"num_key_value_heads": 4}, r"k_proj\.weight has the shape \[32, 64\], config\.json makes it \[64, 64\]"),
     ("qwen3", {"head_dim": 32}, r"_norm\.weight has the shape \[16\], config\.json makes it \[32\]"),
     (
@@ -146,7 +146,7 @@ LIES = [
     ),
     ("phi3", {"num_key_value_heads": 4}, r"qkv_proj\.weight has the shape \[128, 64\], .* \[192, 64\]"),
     ("gpt_neox", {"hidden_size": 32}, r"has the shape .*64.*, config\.json makes it .*32"),
-    ("bloom", {"n_layer": 4}, r"2 layers .*config\.json says 4"),
+    ("bloom", {"n_layer": 4}, r"2 layers .*config\.json gives 4"),
     ("gpt_neo", {"max_position_embeddings": 1024}, r"wpe\.weight has the shape \[512, 64\], .* \[1024, 64\]"),
 ]
 
@@ -239,7 +239,7 @@ def test_which_files_are_the_model(tiny_source: Callable[[str], Path], tmp_path:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"is_encoder_decoder": True}, "only decoders"),
+        ({"is_encoder_decoder": True}, "expected a decoder"),
         ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "longrope rotary scaling"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic rotary scaling"),
     ],
@@ -257,7 +257,7 @@ def test_what_no_runtime_does_rightly_is_refused(
 def test_whatever_a_config_says_there_is_no_traceback(
     family: str, lie: Any, tiny_source: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Every field in turn, and some that only others have, of a type that nobody expects: read, or refused in words."""
+    """Every field in turn, and some of other families, with an unexpected type: read, or refused with a message."""
     source = tiny_source(family)
     fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
     others = ("text_config", "rope_scaling", "num_nextn_predict_layers", "sliding_window", "layer_types", "head_dim")

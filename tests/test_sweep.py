@@ -76,7 +76,7 @@ def like(reference_pair: PairPaths) -> Manifest:
 
 
 def test_the_prediction_decides_not_the_size(like: Manifest) -> None:
-    """A quicker INT4 draft that is guessed right less often is not worth it where drafting is cheap anyway."""
+    """A faster INT4 draft that is accepted less often does not pay where drafting is cheap anyway."""
     drafts = [
         candidate(like, "fp32", rate=0.75, draft_ms=2.0, size=400),
         candidate(like, "int8", rate=0.75, draft_ms=1.0, size=100),
@@ -263,7 +263,7 @@ def test_where_nothing_can_be_made_every_reason_is_told(
 ) -> None:
     """And nothing is left, the target neither."""
     monkeypatch.setattr(sweep, "stage_export", Failing("int8", "int4"))
-    with pytest.raises(ExportError, match=r"no draft could be made\. onnxruntime int4: no int4 today$"):
+    with pytest.raises(ExportError, match=r"no draft could be exported\. onnxruntime int4: no int4 today$"):
         sweep_pair(
             model,
             model,

@@ -1,1 +1,1 @@
-"""The exporter: models in, checked bundles out."""
+"""Turns models into checked bundles."""

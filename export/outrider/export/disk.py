@@ -1,6 +1,6 @@
-"""Disks that are full or may not be written to: known before the work where it can be, told in one message where not.
+"""Reports disks that are full or not writable: before the work where possible, otherwise in one message.
 
-Python's own writers raise OSError with a number; of what safetensors, numpy and OpenVINO raise, only the words tell.
+Python's own writers raise OSError with a number; errors of safetensors, numpy and OpenVINO are known by their words.
 Knows nothing of models.
 """
 
@@ -20,7 +20,7 @@ from outrider.models.errors import DiskFull, ExportError
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 # Of writers that raise no OSError with a number: safetensors (Rust's words for the system's error, on Linux and macOS,
 # and on Windows), numpy's `tofile`, through which onnx_ir writes ("32768 requested and 4096 written"), and OpenVINO,
-# which says no more than this and removes what it had written, so that how full the disk was cannot be seen afterwards.
+# which says no more than this and removes what it had written: how full the disk was cannot be measured afterwards.
 _NO_ROOM_WORDS: Final = re.compile(
     r"no space left on device|quota exceeded|not enough space on the disk|\d+ requested and \d+ written|iostream error",
     re.IGNORECASE,
@@ -30,8 +30,9 @@ _NOT_WRITABLE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, e
 
 @contextlib.contextmanager
 def telling_of_full_disks(*places: Path) -> Iterator[None]:
-    """Turns whatever a writer raises where there is no room, or no permission, into an ExportError that says where,
-    how much there is, and what to do. Everything else goes through.
+    """Turns what a writer raises on a full or forbidden disk into an ExportError: where, how much is free, what to do.
+
+    Everything else goes through.
     """
     try:
         yield
@@ -44,8 +45,8 @@ def telling_of_full_disks(*places: Path) -> Iterator[None]:
         refused = next((cause for cause in causes if isinstance(cause, OSError) and _is_refusal(cause, places)), None)
         if refused is not None:
             raise ExportError(
-                f"{refused.filename} cannot be written: {refused.strerror}; the destination is left as it was. Choose "
-                "another --out, or set OUTRIDER_CACHE to where you may write"
+                f"{refused.filename} cannot be written: {refused.strerror}; the destination is unchanged. Choose a "
+                "writable place with --out (for the cache: OUTRIDER_CACHE)"
             ) from error
         raise
 
@@ -55,26 +56,24 @@ def full_disk(places: tuple[Path, ...]) -> DiskFull:
     fullest_first = sorted(places, key=free_bytes)
     rooms = ", ".join(f"{free_bytes(place) / 1e6:,.1f} MB for {place}" for place in fullest_first)
     return DiskFull(
-        f"the disk is full; the destination is left as it was. Free now that what was half written is gone: {rooms}. "
-        "Make room, choose another --out, or set OUTRIDER_CACHE (for downloads HF_HOME) to where there is room"
+        f"the disk is full; the destination is unchanged. Free after the partial files were removed: {rooms}. "
+        "Free some space there, or write elsewhere: --out, OUTRIDER_CACHE, for downloads HF_HOME"
     )
 
 
 def require_room(*needs: tuple[Path, float]) -> None:
-    """Raises DiskFull if a disk has less free than `needs` (place, bytes) take there together: before the work, not
-    after it.
-    """
-    wanted: defaultdict[int, float] = defaultdict(float)
+    """Raises DiskFull, before the work, if a disk has less free than `needs` (place, bytes) take on it together."""
+    needed: defaultdict[int, float] = defaultdict(float)
     places: dict[int, Path] = {}
     for place, needed_bytes in needs:
         disk = _nearest(place).stat().st_dev
-        wanted[disk] += needed_bytes
+        needed[disk] += needed_bytes
         places.setdefault(disk, place)
     for disk, place in places.items():
-        if (free := free_bytes(place)) < wanted[disk]:
+        if (free := free_bytes(place)) < needed[disk]:
             raise DiskFull(
-                f"the export needs about {wanted[disk] / 1e6:,.1f} MB at {place}, and {free / 1e6:,.1f} MB are free; "
-                "free some space, choose another --out, or set OUTRIDER_CACHE to where there is room"
+                f"the export needs about {needed[disk] / 1e6:,.1f} MB at {place}, and {free / 1e6:,.1f} MB are free; "
+                "free some space, or write elsewhere (--out, OUTRIDER_CACHE)"
             )
 
 

@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM as a question that long work asks: has it been told to stop?
+"""Catches Ctrl-C and SIGTERM, so that long work can ask whether to stop.
 
-The first signal is remembered, so that the work can save itself at its next step; the second ends it at once. Use as a
-context manager in the main thread; elsewhere signals cannot be caught, and nobody is ever told to stop.
+The first signal is remembered: the work saves its state at its next step. The second ends it at once. Use it as a
+context manager in the main thread; elsewhere signals cannot be caught, and the answer is always no.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
-    """Callable: whether a signal has come. `tell` is called, once, with what happens next."""
+    """Callable: whether a signal has come. `tell` is called once, with a line on what happens next."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         self.signal: int | None = None
@@ -41,4 +41,4 @@ class Interruption:
         if self.signal is not None:
             raise SystemExit(128 + number)
         self.signal = number
-        self._tell("stopping at the next step; once more to stop at once and lose what was done since the last save")
+        self._tell("stopping at the next step; press again to stop at once and lose the work since the last save")

@@ -1,6 +1,4 @@
-"""What an export tells while it runs. The pipeline calls a function with events; how they look is the
-caller's.
-"""
+"""Defines the progress events of an export. The pipeline calls a function with them; showing them is the caller's."""
 
 from __future__ import annotations
 
@@ -9,17 +7,17 @@ from dataclasses import dataclass
 from typing import Final
 
 STAGES: Final = ("read", "widen", "load", "convert", "quantize", "calibrate", "compile", "check", "measure", "write")
-"""Every stage that an export can go through, in order; an export skips what it does not need."""
+"""Every stage of an export, in order; an export skips what it does not need."""
 
 _WORDS: Final = {
     "read": "reading and hashing the source",
-    "widen": "widening without changing the function",
+    "widen": "widening, function unchanged",
     "load": "loading the source model in FP32",
     "convert": "converting",
     "quantize": "quantizing the weights",
     "calibrate": "calibrating and quantizing weights and activations",
     "compile": "compiling for the NPU ahead of time",
-    "check": "checking against the source, in the runtime that will run it",
+    "check": "checking against the source, in its own runtime",
     "measure": "measuring the acceptance rate",
     "write": "hashing and writing the bundle",
 }
@@ -40,4 +38,4 @@ Progress = Callable[[StageEvent], None]
 
 
 def silent(event: StageEvent) -> None:
-    """The progress function of a caller who does not want to know."""
+    """A progress function that shows nothing."""

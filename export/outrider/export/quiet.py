@@ -1,7 +1,7 @@
-"""Keeps the converters' chatter from the user and their errors in sight.
+"""Hides the output of converters unless they fail.
 
-optimum, nncf and transformers print tables, progress bars and tracer warnings that say nothing about the
-model. While they run, output is kept aside; if they fail, its end becomes part of the error.
+optimum, nncf and transformers print tables, progress bars and tracer warnings that say nothing about the model. While
+they run, their output is captured; if they fail, its end becomes part of the error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEPT_LINES: Final = 12
 
 @contextlib.contextmanager
 def quiet_upstream(what: str) -> Iterator[None]:
-    """Runs upstream code; `what` says what it is for ("converting the draft to OpenVINO").
+    """Runs upstream code; `what` names its purpose ("converting the draft to OpenVINO").
 
     Raises RuntimeUnavailable, with the pip command, for a package that is not installed, and ExportError with the
     upstream message for any other exception but our own.
@@ -48,7 +48,7 @@ def quiet_upstream(what: str) -> Iterator[None]:
     except Exception as error:
         said = "\n".join(heard.getvalue().replace("\r", "\n").splitlines()[-_KEPT_LINES:])
         raise ExportError(
-            f"{what} failed: {type(error).__name__}: {error}" + (f"\nits last words:\n{said}" if said else "")
+            f"{what} failed: {type(error).__name__}: {error}" + (f"\nits last output:\n{said}" if said else "")
         ) from error
     finally:
         for name, level in levels.items():
@@ -57,10 +57,10 @@ def quiet_upstream(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_network() -> Iterator[None]:
-    """Keeps upstream code off the model hub, and its progress bars out of an error's last words.
+    """Keeps upstream code off the model hub, and its progress bars out of error messages.
 
-    huggingface_hub reads its settings once, when it is imported: that is done here, with the user's own ones, which
-    downloads (`hub`) then find again.
+    huggingface_hub reads its settings once, at import. It is imported here with the user's own settings, which are put
+    back for downloads (`hub`).
     """
     import huggingface_hub.constants as hub
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
@@ -84,9 +84,9 @@ def _no_network() -> Iterator[None]:
 
 
 def missing_extra(error: ModuleNotFoundError, what: str) -> Exception:
-    """What to raise for an import that failed while doing `what`: the command that installs the package, if it is one.
+    """The error for an import that failed while doing `what`, with the command that installs the package.
 
-    A missing module of our own is a bug and stays what it is.
+    A missing module of our own is a bug: its error is returned unchanged.
     """
     if error.name is None or error.name.startswith("outrider"):
         return error

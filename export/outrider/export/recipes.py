@@ -1,7 +1,7 @@
-"""What can be made, of what, for what: one row a role, device and runtime (DESIGN section 7).
+"""Lists the supported precisions per role, device and runtime (DESIGN section 7).
 
-A row lists precisions, the default first. Whether a model of some family can be made that way is found out by
-making it and checking it; what is known of families beforehand is `families`' business.
+A row lists precisions, the default first. Whether a family works in a row is decided by exporting and checking it; what
+is known of families beforehand is in `source/family_facts.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RECIPES: Final[dict[tuple[Role, Device, RuntimeName], tuple[Precision, ...]]] = 
     ("target", "gpu", "torch"): ("bf16", "fp16"),
     ("target", "gpu", "openvino"): ("fp16",),
 }
-"""Precisions by role, device and runtime. The first runtime named for a role and a device is the default."""
+"""Precisions by role, device and runtime. The first runtime of a role and a device is the default."""
 
 _TORCH_DTYPES: Final[dict[Precision, str]] = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 _FORMATS: Final[dict[RuntimeName, Format]] = {
@@ -37,13 +37,13 @@ _FORMATS: Final[dict[RuntimeName, Format]] = {
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What to make of a model.
+    """How to export a model.
 
     precision, runtime: None takes the default of RECIPES. widen_mb: widen the target to this many MB in FP32 first.
-    name: what the bundle is called; None takes the source's. num_threads: for the check; 0 leaves it to the runtime.
+    name: of the bundle; None takes the source's. num_threads: for the check; 0 leaves it to the runtime.
     static_shapes: of a draft for an NPU; None takes their defaults. compiles_ahead: also make the NPU's blob, for
     npu_platform ("NPU4000"; None is this machine's own).
-    Raises ConfigError for what cannot be made.
+    Raises ConfigError for combinations that are not supported.
     """
 
     role: Role
@@ -61,27 +61,27 @@ class ExportOptions:
     def __post_init__(self) -> None:
         runtimes = runtimes_for(self.role, self.device)
         if not runtimes:
-            raise ConfigError(
-                f"a {self.role} is not made for an {self.device.upper()}; targets run on gpu or cpu, in the cloud"
-            )
+            raise ConfigError(f"a {self.role} cannot run on an {self.device.upper()}; use --device gpu or cpu")
         if self.resolved_runtime not in runtimes:
             raise ConfigError(
-                f"a {self.role} for {self.device} is not made for {self.runtime}; expected {' or '.join(runtimes)}"
+                f"{self.runtime} does not run a {self.role} on {self.device}; expected {' or '.join(runtimes)}"
             )
         possible = RECIPES[self.role, self.device, self.resolved_runtime]
         if self.precision is not None and self.precision not in possible:
             raise ConfigError(
-                f"precision {self.precision} is not made for a {self.role} on {self.device} with "
+                f"precision {self.precision} is not supported for a {self.role} on {self.device} with "
                 f"{self.resolved_runtime}; expected {' or '.join(possible)}"
             )
         if self.widen_mb is not None and not (self.role == "target" and self.widen_mb > 0):
-            raise ConfigError("only targets are widened, and to a positive number of megabytes")
+            raise ConfigError("only targets can be widened, to a positive number of megabytes")
         if self.static_shapes is not None and self.device != "npu":
-            raise ConfigError(f"lengths are chosen at export for an NPU only; a {self.device} runs any")
+            raise ConfigError(f"lengths are fixed at export for an NPU only; leave them out for {self.device}")
         if self.compiles_ahead and self.device != "npu":
-            raise ConfigError(f"only an NPU's model is compiled ahead of time, not one for a {self.device}")
+            raise ConfigError(
+                f"only a model for an NPU is compiled ahead of time; leave --ahead-of-time out for {self.device}"
+            )
         if self.npu_platform is not None and not self.compiles_ahead:
-            raise ConfigError("an NPU's platform is named for compiling ahead of time; say --ahead-of-time as well")
+            raise ConfigError("--npu-platform is for compiling ahead of time; add --ahead-of-time")
 
     @property
     def resolved_runtime(self) -> RuntimeName:
@@ -100,13 +100,13 @@ class ExportOptions:
 
     @property
     def resolved_shapes(self) -> StaticShapes | None:
-        """The lengths that an NPU's model is made for; None for other devices."""
+        """The lengths that a model for an NPU is compiled for; None for other devices."""
         return (self.static_shapes or StaticShapes()) if self.device == "npu" else None
 
     def fitting(self, max_positions: int) -> ExportOptions:
-        """The same, an NPU's lengths that nobody chose cut to a model's positions: more would be compiled for nothing.
+        """The same options, with NPU lengths that were not chosen cut to the model's positions.
 
-        Raises ConfigError for chosen lengths that the model does not have, or a step that a response has no room for.
+        Raises ConfigError for chosen lengths beyond the model's positions, or a step longer than a response.
         """
         if self.device != "npu":
             return self
@@ -118,7 +118,7 @@ class ExportOptions:
         if chosen and needed > max_positions:
             asked = " and ".join(f"--{name.replace('_', '-')} {getattr(shapes, name):,}" for name in sorted(chosen))
             raise ConfigError(
-                f"{asked} was asked for, and the model takes {max_positions:,} tokens, prompt and response together"
+                f"{asked} was given; the model takes {max_positions:,} tokens, prompt and response together"
             )
         if shapes.max_positions <= max_positions:
             compiled_shapes(shapes)
@@ -139,7 +139,7 @@ class ExportOptions:
         return _FORMATS[self.resolved_runtime]
 
     def runtime_options(self, device: str, *, emulate_npu: bool = False) -> RuntimeOptions:
-        """How the check opens the result on `device`, as the runtime names it."""
+        """The options with which the check opens the result on `device`, as the runtime names it."""
         dtype = {"dtype": _TORCH_DTYPES[self.resolved_precision]} if self.resolved_runtime == "torch" else {}
         return RuntimeOptions(
             device=device,
@@ -156,5 +156,5 @@ def label(runtime: str, precision: str) -> str:
 
 
 def runtimes_for(role: Role, device: Device) -> tuple[RuntimeName, ...]:
-    """The runtimes that something for `role` and `device` is made for, the default first; () for none."""
+    """The runtimes for `role` and `device`, the default first; () for none."""
     return tuple(runtime for made_for, on, runtime in RECIPES if (made_for, on) == (role, device))

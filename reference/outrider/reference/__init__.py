@@ -1,10 +1,10 @@
-"""The bundled reference pair: a small target and a smaller draft, both trained on the Python standard library.
+"""Locates the reference pair: a small target and a smaller draft, both trained on the Python standard library.
 
-`target_dir()` and `draft_dir()` are standard Hugging Face directories, `load_prompts()` gives prompts from files that
-neither model was trained on. The pair completes Python source plausibly and is no assistant; see MODEL_CARD.md.
+`target_dir()` and `draft_dir()` are standard Hugging Face directories, `load_prompts()` returns prompts from files that
+neither model was trained on. The pair completes Python source plausibly; it is not a chat model. See MODEL_CARD.md.
 
-Importing this package loads no model library. Its modules, in the order of their use: `corpus`, `vocabulary`, `data`,
-`pretrain`, `outrider.export.distill.trainer`, `package` (all run by `train`), `evaluate` and `card`.
+Importing this package loads no model library. `outrider.export.reference_training` trains, evaluates and describes the
+pair.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HERE = Path(__file__).parent
 class Prompt:
     """A prompt, and where it comes from: `file` below the library's root, `line` of its first line, from 1.
 
-    For a method, the class line stands above that line.
+    For a method, the prompt begins with its class line.
     """
 
     file: str
@@ -29,7 +29,7 @@ class Prompt:
 
 
 def pair_dir() -> Path:
-    """The directory of everything that is stored: both models, prompts, held-out files, metrics, the model card."""
+    """The directory of the stored files: both models, prompts, held-out files, metrics, the model card."""
     return _HERE
 
 
@@ -44,7 +44,7 @@ def draft_dir() -> Path:
 
 
 def load_prompts(limit: int | None = None) -> list[Prompt]:
-    """The held-out prompts, shuffled once for all, so that the first `limit` are a fair sample.
+    """The held-out prompts in a fixed shuffled order, so that the first `limit` are a fair sample.
 
     Raises `ValueError` when `limit` is negative.
     """

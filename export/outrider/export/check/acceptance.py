@@ -1,9 +1,9 @@
-"""How often a draft guesses its target: the number by which a pair is judged.
+"""Measures how often a target accepts a draft's tokens: the figure by which a pair is judged.
 
-The target's continuations are made first, all prompts in one batch, once for any number of drafts. Then a draft goes
-over the same tokens one at a time, as it will when it drafts, and picks at every position with the same noise. A pick
-is a pure function of the true text before it, so the vector of matches tells what rounds of any depth would have
-done. Knows no particular runtime.
+The target's continuations are computed first, all prompts in one batch, once for any number of drafts. Then a draft
+reads the same tokens one at a time, as it does when it drafts, and picks at every position with the same noise. A pick
+is a pure function of the text before it, so the vector of matches gives the outcome of rounds of any depth. Knows no
+particular runtime.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEPTHS: Final = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """What the target wrote after a prompt, as ids, with these parameters."""
+    """A prompt and the target's text after it, as ids, with the sampling parameters."""
 
     prompt: tuple[int, ...]
     text: tuple[int, ...]
@@ -75,7 +75,7 @@ def continue_prompts(
 def measure_acceptance(
     draft: SequenceRuntime, texts: Sequence[Continuation], *, num_ids: int, target_name: str
 ) -> tuple[Acceptance, ...]:
-    """One figure a temperature of `texts`, in their order; texts too long for the draft are left out.
+    """One figure per temperature of `texts`, in their order; texts too long for the draft are left out.
 
     Raises ExportError if all are.
     """
@@ -121,7 +121,7 @@ def _matches(draft: SequenceRuntime, text: Continuation, num_ids: int) -> NDArra
 def _summary(temperature: float, matches: Sequence[NDArray[np.bool_]], target_name: str) -> Acceptance:
     num_tested = sum(map(len, matches))
     rate = sum(int(found.sum()) for found in matches) / num_tested
-    # Tokens of one text are not independent of each other; texts are.
+    # Tokens of one text depend on each other; texts are independent.
     residuals = [float(found.sum()) - rate * len(found) for found in matches]
     by_depth = []
     for depth in DEPTHS:
@@ -146,7 +146,7 @@ def _summary(temperature: float, matches: Sequence[NDArray[np.bool_]], target_na
 
 def _nothing_fits(longest: int) -> ExportError:
     return ExportError(
-        f"no prompt fits {longest} positions with {NEW_TOKENS} new tokens; give shorter ones with --prompts"
+        f"no prompt fits {longest} positions with {NEW_TOKENS} new tokens; give shorter prompts with --prompts"
     )
 
 
@@ -163,7 +163,9 @@ def _continue_all(
     blocks_each = -(-longest // target.block_size)
     at_once = target.num_blocks // blocks_each
     if not at_once:
-        raise ExportError(f"the cache holds {target.num_blocks} blocks, one prompt needs {blocks_each}; raise it")
+        raise ExportError(
+            f"the cache holds {target.num_blocks} blocks and one prompt needs {blocks_each}; give shorter prompts"
+        )
     texts: list[list[int]] = [[] for _ in prompts]
     for first in range(0, len(prompts), at_once):
         live = list(range(first, min(first + at_once, len(prompts))))

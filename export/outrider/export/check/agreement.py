@@ -1,6 +1,6 @@
-"""What an export lost: its logits against those of the unquantized model on the same held-out text.
+"""Measures what an export lost: its logits against those of the unquantized model on held-out text.
 
-Unlike the parity check this decides nothing and is no bound: it is the figure that a report card shows.
+Unlike the parity check it decides nothing: it is a figure of the report card.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The check that decides whether an export may exist: its logits against the source's, in FP32.
+"""Checks an export: its logits against the source's, in FP32. An export that fails is not written.
 
-Run in the runtime that will run the bundle, over the four kinds of step that speculation makes: prefill, one
-token on the cache, several tokens on the cache, and tokens over rejected ones. A converter can be silently
-wrong in any of them, and in a model whose layers attend a sliding window also only beyond it: there all of them are
-run once more. Knows neither torch nor OpenVINO: the source's logits come in as arrays, the export as a function of
-steps.
+It runs in the runtime that will run the bundle, over the four kinds of step that speculation makes: prefill, one token
+on the cache, several tokens on the cache, and tokens over rejected ones. A converter can be silently wrong in any of
+them; with a sliding window it can be wrong only beyond the window, so there all four run once more. Knows neither torch
+nor OpenVINO: the source's logits come in as arrays, the export as `Steps`.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _BEYOND: Final = 16
 
 
 class Steps(Protocol):
-    """An export being run: one sequence that grows and is cut back."""
+    """A running export: one sequence that grows and is cut back."""
 
     @property
     def max_positions(self) -> int:
@@ -66,10 +65,10 @@ class Logits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """What a precision may cost against the source, and what its own steps may differ from its own prefill.
+    """Bounds of a precision: against the source, and of the export's steps against its own prefill.
 
-    Deltas: largest |delta logit| over the largest |logit|. max_own_delta is the one that tells a stale or unseen token
-    from the noise of quantization: that noise is the same in a step and in a prefill.
+    Deltas: largest |delta logit| over the largest |logit|. max_own_delta tells a stale or unseen token from the noise
+    of quantization, which is the same in a step and in a prefill.
     """
 
     max_relative_delta: float
@@ -96,7 +95,7 @@ THRESHOLDS: Final = {
 
 
 QUANTIZED: Final = ("int8", "int4", "w8a8")
-"""Precisions in whose noise an error of the graph may hide: the same graph is checked unquantized before."""
+"""Precisions whose noise can hide an error of the graph: the same graph is checked unquantized first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +115,7 @@ class SequencePair:
 
 @dataclass(frozen=True, slots=True)
 class ParityReference:
-    """What the source says. far: beyond a sliding window of `window` tokens; None where there is no window."""
+    """The source's logits. far: beyond a sliding window of `window` tokens; None where there is no window."""
 
     near: SequencePair
     far: SequencePair | None = None
@@ -154,12 +153,12 @@ class ParityReference:
 
 
 def make_reference(tokenizer: Tokenizer, logits_of: Logits, window: int | None = None) -> ParityReference:
-    """Runs the source, once a sequence: two of at most 64 tokens, and for a window two of at most window + 32."""
+    """Runs the source once per sequence: two of at most 64 tokens, and for a window two of at most window + 32."""
     near = _sequence_pair(tokenizer, logits_of, _PREFILL, _PREFILL)
     if window is None:
         return ParityReference(near)
-    # Of a step that long only the last row is compared: all of them would be gigabytes with a large vocabulary, and
-    # what is wrong in an earlier one is in the keys and values that the later steps attend.
+    # Of such a long step only the last row is compared: all rows would be gigabytes with a large vocabulary, and an
+    # error in an earlier row is in the keys and values that later steps attend.
     return ParityReference(near, _sequence_pair(tokenizer, logits_of, window + _BEYOND, 1), window)
 
 
@@ -175,7 +174,7 @@ def _sequence_pair(tokenizer: Tokenizer, logits_of: Logits, prefill: int, compar
 
 
 def _text(tokenizer: Tokenizer, length: int) -> tuple[int, ...]:
-    """PARITY_TEXT, then its tokens in other orders as often as needed: repeated, it would hide what is too far back."""
+    """PARITY_TEXT, then its tokens in other orders: plain repetition would hide an error far back."""
     once = tokenizer.encode(PARITY_TEXT)
     text = list(once)
     for seed in range(length // len(once)):
@@ -184,8 +183,10 @@ def _text(tokenizer: Tokenizer, length: int) -> tuple[int, ...]:
 
 
 def check_parity(steps: Steps, reference: ParityReference, precision: str, runtime: str) -> Parity:
-    """Measures all stages. Raises ParityFailure naming the first that is out of bounds, with its numbers; ExportError
-    if the export's longest sequence is too short for it, or ends a little beyond the window.
+    """Measures all stages.
+
+    Raises ParityFailure with the first stage that is out of bounds and its numbers; ExportError if the export's longest
+    sequence is too short for the check, or ends a little beyond the window.
     """
     stages, own_delta = _run(steps, reference.near, "")
     # A sequence that never gets beyond the window has nothing to go wrong there.
@@ -208,12 +209,12 @@ def check_parity(steps: Steps, reference: ParityReference, precision: str, runti
 
 
 def _run(steps: Steps, pair: SequencePair, where: str) -> tuple[list[ParityStage], float]:
-    """The four stages, and by how much they differ from the export's own prefill of the same tokens."""
+    """The four stages, and their largest difference from the export's own prefill of the same tokens."""
     main, prefill, kept = pair.main, pair.prefill, pair.prefill + _KEPT
     if len(main) > steps.max_positions:
         raise ExportError(
             f"the numerical check{where} needs {len(main)} positions, the export has {steps.max_positions}; choose "
-            "greater lengths, or such that no sequence gets beyond the window"
+            "greater lengths (or, for a window, lengths that end before it)"
         )
     compared = len(pair.main_logits) - (len(main) - prefill)
     single_end = prefill + _SINGLE
@@ -225,8 +226,8 @@ def _run(steps: Steps, pair: SequencePair, where: str) -> tuple[list[ParityStage
     found.append(steps.run(pair.other[kept:], _ROLLED).copy())
     names = ("prefill", "cached step", "multi-token step", "step after rollback")
     stages = [
-        _compare(f"{name}{where}", rows, wanted)
-        for name, rows, wanted in zip(names, found, (*expected, pair.other_logits), strict=True)
+        _compare(f"{name}{where}", rows, source_rows)
+        for name, rows, source_rows in zip(names, found, (*expected, pair.other_logits), strict=True)
     ]
     own = max(
         _own_delta(steps, main, np.concatenate(found[:3]), compared),
@@ -236,8 +237,9 @@ def _run(steps: Steps, pair: SequencePair, where: str) -> tuple[list[ParityStage
 
 
 def _own_delta(steps: Steps, tokens: Sequence[int], found: NDArray[np.float32], compared: int) -> float:
-    """The largest difference between `found`, of the last tokens, and all of them in one prefill; its last row alone
-    where no more than that is compared of a prefill.
+    """The largest difference between `found`, of the last tokens, and the same tokens in one prefill.
+
+    Only its last row where `compared` is 1.
     """
     steps.truncate(0)
     own = steps.run(tokens, len(tokens) if compared > 1 else 1)
@@ -304,5 +306,5 @@ def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def rounded(value: float) -> float:
-    """Three significant digits: what a reader wants, and what does not change with the order of a sum."""
+    """Three significant digits: enough for a reader, and independent of the order of a sum."""
     return float(f"{value:.3g}")

@@ -1,7 +1,7 @@
-"""Opens what was exported in the runtime that will run it.
+"""Runs an export in the runtime that will run it, and measures it.
 
-Drafts run behind `SequenceRuntime`, targets behind `BatchRuntime`; both are shown here as steps on one
-sequence, which is what the parity check drives.
+Drafts run behind `SequenceRuntime`, targets behind `BatchRuntime`; both are adapted to steps on one sequence, which the
+parity check drives.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RowsRuntime(SequenceRuntime, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CheckedOn:
-    """Where an export can be run here. device: as the runtime names it. words: for people, and for the manifest.
+    """Where an export runs on this machine. device: as the runtime names it. words: for people and the manifest.
 
     is_real: whether it is the device that the export is for.
     """
@@ -55,9 +55,9 @@ def where_to_check(options: ExportOptions) -> CheckedOn:
     """The device that the export is for, if this machine has it; else the nearest that runs the same files."""
     if options.device == "cpu":
         return CheckedOn("cpu" if options.resolved_runtime == "torch" else "CPU", False, "CPU")
-    wanted, is_here = _find(options)
+    name, is_here = _find(options)
     if is_here:
-        return CheckedOn(wanted, False, wanted)
+        return CheckedOn(name, False, name)
     if options.device == "npu":
         return CheckedOn("NPU", True, "NPU path emulated on the CPU; not run on hardware", is_real=False)
     nearest = "cpu" if options.resolved_runtime == "torch" else "CPU"
@@ -65,7 +65,7 @@ def where_to_check(options: ExportOptions) -> CheckedOn:
 
 
 def _find(options: ExportOptions) -> tuple[str, bool]:
-    """The runtime's name for the device, and whether there is one."""
+    """The runtime's name for the device, and whether this machine has it."""
     if options.resolved_runtime == "torch":
         import torch
 
@@ -108,7 +108,7 @@ def model_file(directory: Path, options: ExportOptions) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What running an export told of it."""
+    """The measured figures of an export."""
 
     parity: Parity
     agreement: Agreement
@@ -116,7 +116,7 @@ class Examined:
 
 
 def check_export(directory: Path, options: ExportOptions, truth: Truth, *, num_ids: int) -> Examined:
-    """The parity check of the files in `directory`, then what a report card says of a model alone; loads it once.
+    """Checks the files in `directory`, then measures agreement and times; loads the model once.
 
     num_ids: ids that the tokenizer knows. Raises ExportError if they fail the check, or the runtime refuses them.
     """
@@ -125,7 +125,7 @@ def check_export(directory: Path, options: ExportOptions, truth: Truth, *, num_i
 
 
 def check_twin(directory: Path, options: ExportOptions, truth: Truth) -> None:
-    """The parity check of the same graph unquantized, in the runtime that will run it quantized.
+    """Checks the same graph unquantized, in the runtime that will run it quantized.
 
     Raises ExportError as `check_export` does.
     """
@@ -137,7 +137,7 @@ def check_twin(directory: Path, options: ExportOptions, truth: Truth) -> None:
         try:
             check_parity(steps, truth.reference, "fp32" if computes_fp32 else "fp16", type(runtime).__name__)
         except ParityFailure as error:
-            raise ParityFailure(f"already before it is quantized: {error}", error.relative_delta) from None
+            raise ParityFailure(f"already before quantization: {error}", error.relative_delta) from None
 
 
 @contextmanager
@@ -155,9 +155,9 @@ def _opened(
         with closing(open_target(path, options, kv_cache_bytes=kv_cache_bytes)) as target:
             yield BatchSteps(target), target
     except (BundleError, ModelFault) as error:
-        said = str(error).replace(f"{path.parent}{os.sep}", "")  # a place that will be gone
+        said = str(error).replace(f"{path.parent}{os.sep}", "")  # a directory that will be gone
         raise ExportError(
-            f"{options.resolved_runtime} cannot run what was exported: {said}; nothing was written. Try another "
+            f"{options.resolved_runtime} cannot run the exported model: {said}; nothing was written. Try another "
             "--runtime"
         ) from error
 
@@ -171,6 +171,7 @@ def _examine(
     prompt = timing_prompt(truth.reference.near.main, steps.max_positions)
     with MachineLoad() as load:
         times = time_target(runtime, prompt) if isinstance(runtime, BatchRuntime) else time_draft(runtime, prompt)
+        load.lengthen()  # a small model's steps take a few milliseconds in all
     timing = Timing(
         machine=machine(options.num_threads),
         provider=getattr(runtime, "provider", place.words),
@@ -186,7 +187,7 @@ def _examine(
 
 
 class SequenceSteps:
-    """Steps on a `SequenceRuntime` that can give every row."""
+    """Steps on a `SequenceRuntime` that gives every row."""
 
     def __init__(self, runtime: RowsRuntime) -> None:
         self._runtime = runtime
@@ -209,7 +210,7 @@ class SequenceSteps:
 
 
 class BatchSteps:
-    """Steps on a `BatchRuntime`, whose blocks are used from the last to the first: order must not matter."""
+    """Steps on a `BatchRuntime`. Its blocks are used from the last to the first, as their order must not matter."""
 
     def __init__(self, runtime: BatchRuntime) -> None:
         self._runtime = runtime

@@ -1,6 +1,6 @@
-"""What the unquantized source says, in torch and FP32: the logits that every export of it is compared with.
+"""Computes the source's logits in torch and FP32, which every export is compared with.
 
-Kept as files between stages, so that an export that was interrupted, or another precision of the same model, need not
+They are kept as files between stages, so that an interrupted export, or another precision of the same model, does not
 load the source again.
 """
 
@@ -54,7 +54,7 @@ class Truth:
 
 
 class LoadedSource:
-    """The source model, loaded when first asked for and let go when told: no stage holds it beside its own result."""
+    """The source model, loaded on first use and freed by `let_go`: no stage holds it beside its own result."""
 
     def __init__(self, source: SourceModel, on_load: Callable[[], None]) -> None:
         self._source = source
@@ -82,7 +82,7 @@ class LoadedSource:
 
 
 def prompts_for(source: SourceModel) -> Sequence[str]:
-    """The prompts that were held out for this model, if it is of the bundled pair; else the built-in ones."""
+    """The prompts held out for this model if it is of the reference pair, otherwise the built-in ones."""
     own = source.path.parent / "prompts.json"
     is_reference = source.path.parent == REFERENCE_ROOT
     return read_prompts(own)[:MAX_PROMPTS] if is_reference and own.is_file() else BUILT_IN_PROMPTS

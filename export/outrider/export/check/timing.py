@@ -1,7 +1,7 @@
-"""How long a step takes on this machine, in the runtime that will run it: medians after a warm-up.
+"""Times steps on this machine, in the runtime that will run them: medians after a warm-up.
 
-What is measured here is true of this machine, today. It is kept in the manifest under `timing`, which is no part of a
-bundle's identity. Knows nothing of acceptance.
+The times are of this machine and this day. They are in the manifest under `timing`, which is no part of a bundle's
+identity. Knows nothing of acceptance.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def time_target(runtime: BatchRuntime, prompt: Sequence[int]) -> StepTimes:
 
 
 def machine(num_threads: int) -> str:
-    """The processor and the threads that inference may use; never the machine's name. 0: as many as there are."""
+    """The processor and the number of threads of inference, never the machine's name. 0: all threads."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = num_threads or available
     return f"{processor()}, {count} thread{'s' if count > 1 else ''}"

@@ -1,1 +1,1 @@
-"""Commands of `outrider-export`, and what they print."""
+"""Holds the commands of `outrider-export`, and what they print."""

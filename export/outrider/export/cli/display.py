@@ -171,7 +171,7 @@ def _facts(manifest: Manifest, where: str) -> Table:
 
 
 def _acceptance(found: tuple[Acceptance, ...]) -> Table:
-    title = escape(f"accepted by {found[0].target}, {found[0].tested_tokens} tokens tested")
+    title = escape(f"acceptance by {found[0].target}, {found[0].tested_tokens} tokens tested")
     table = _plain_table(title)
     table.add_column("T", justify="right")
     table.add_column("acceptance", justify="right")

@@ -1,4 +1,4 @@
-"""`outrider-export distill`: the command's options, its progress and its report card."""
+"""Runs `outrider-export distill`: its options, its progress and its report card."""
 
 from __future__ import annotations
 
@@ -28,40 +28,47 @@ def distill(
     draft: Annotated[str, typer.Argument(help=f"Draft to improve: directory, hub id, or '{REFERENCE}'.")],
     target: Annotated[str, typer.Argument(help=f"Its target, of the same tokenizer: likewise, or '{REFERENCE}'.")],
     prompts: Annotated[
-        Path, typer.Option(help="Prompts like those it will serve: JSON list, JSONL, or text with one a line.")
+        Path, typer.Option(help="Prompts like those it will serve: JSON list, JSONL, or text with one prompt per line.")
     ],
-    out: Annotated[Path, typer.Option("--out", help="Where the new draft goes.")] = Path("distilled"),
+    out: Annotated[Path, typer.Option("--out", help="Directory of the new draft.")] = Path("distilled"),
     heldout: Annotated[
-        str, typer.Option(help="Share of the prompts to measure with and never train on, or a file of such.")
+        str, typer.Option(help="Share of the prompts held out to measure with, or a file of such prompts.")
     ] = "0.1",
     minutes: Annotated[float | None, typer.Option(help="Minutes of training; 30 without --steps.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of training instead: reproducible.")] = None,
-    tokens: Annotated[int, typer.Option(help="How much text the target writes to train on.")] = 500_000,
-    row_length: Annotated[int, typer.Option(help="Tokens of a row; prompts keep their last half of that.")] = 256,
+    steps: Annotated[int | None, typer.Option(help="Training steps in place of minutes: reproducible.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens that the target writes to train on.")] = 500_000,
+    row_length: Annotated[
+        int, typer.Option(help="Tokens per row; of longer prompts the last half of that is kept.")
+    ] = 256,
     rate: Annotated[float, typer.Option(help="Peak learning rate, as for AdamW.")] = 3e-4,
-    seed: Annotated[int, typer.Option(help="Of the split, the text and the order.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the split, the text and the order.")] = 0,
     temperatures: Annotated[
-        str, typer.Option(help="Train at these; text is written between the lowest and the highest.")
+        str, typer.Option(help="Temperatures to train at; text is sampled between the lowest and the highest.")
     ] = "0.5,0.8,1.0",
     kl: Annotated[float, typer.Option("--kl", help="Weight of the forward KL divergence.")] = 1.0,
     match: Annotated[
-        float, typer.Option(help="Weight of the match probability, which takes over from it; 0 keeps to divergence.")
+        float,
+        typer.Option(
+            help="Weight of the match probability, which replaces KL in the course of training; 0: KL throughout."
+        ),
     ] = 2.0,
     cross_entropy: Annotated[float, typer.Option(help="Weight of the cross-entropy of the target's tokens.")] = 0.1,
-    chat: Annotated[bool, typer.Option("--chat", help="Prompts are a user's messages: use the chat template.")] = False,
-    target_dtype: Annotated[TargetDtype, typer.Option(help="In which the target is held.")] = "bf16",
-    device: Annotated[TrainingDevice, typer.Option(help="What computes; auto takes CUDA where there is one.")] = "auto",
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts are user messages: apply the chat template.")] = False,
+    target_dtype: Annotated[TargetDtype, typer.Option(help="Precision of the target in memory.")] = "bf16",
+    device: Annotated[
+        TrainingDevice, typer.Option(help="Device that trains; auto takes CUDA if there is one.")
+    ] = "auto",
     threads: Annotated[int, typer.Option(min=0, help="Threads; 0 leaves it to torch.")] = 0,
     compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="Compile the training step.")] = True,
     resume: Annotated[
-        bool, typer.Option("--resume/--no-resume", help="Go on from an interrupted run of the same inputs.")
+        bool, typer.Option("--resume/--no-resume", help="Continue an interrupted run of the same inputs.")
     ] = True,
     work: Annotated[
-        Path | None, typer.Option(help="Keep the state here; the target's text stays for further runs.")
+        Path | None, typer.Option(help="Directory of the state; the target's text stays there for further runs.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier distilled draft.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Write the draft even if it got worse.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON, and no progress.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write the draft even if its acceptance fell.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON, without progress.")] = False,
 ) -> None:
     """Fine-tune a draft on its target's own continuations of your prompts."""
     from outrider.export.distill.distill import distill_draft
@@ -96,7 +103,7 @@ def distill(
     if result.signal is not None:
         raise typer.Exit(128 + result.signal)
     if result.path is None:
-        raise typer.Exit(1)  # what follows in a script wants the draft
+        raise typer.Exit(1)  # a script that needs the draft must stop here
 
 
 def _heldout(text: str) -> float | Path:
@@ -110,13 +117,15 @@ def _temperatures(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"--temperatures is {text!r}; expected numbers with commas, such as 0.5,0.8,1.0") from None
+        raise ConfigError(
+            f"--temperatures is {text!r}; expected numbers separated by commas, such as 0.5,0.8,1.0"
+        ) from None
 
 
 @contextlib.contextmanager
 def _shown(*, is_quiet: bool) -> Iterator[Report]:
-    """A report that keeps a bar on the present stage and leaves a line for what is news."""
-    # A file of its own, because quiet_upstream redirects sys.stderr while upstream runs.
+    """A report that shows a bar for the present stage and leaves a line for what is news."""
+    # The console keeps the present sys.stderr: quiet_upstream redirects it while upstream runs.
     console = Console(file=sys.stderr)
     if is_quiet:
         yield lambda event: None
@@ -159,7 +168,7 @@ def _print(result: DistillResult, *, as_json: bool) -> None:
 
 
 def _card(record: dict[str, Any]) -> Table:
-    """Before and after on what was held out."""
+    """Acceptance and divergence before and after, on held-out prompts."""
     heldout = record["heldout"]
     table = Table(
         title=escape(
@@ -179,7 +188,7 @@ def _card(record: dict[str, Any]) -> Table:
             f"{change['rise']:+.3f} ± {change['error']:.3f}",
         )
         was, is_now = before["tokens_per_pass"], after["tokens_per_pass"]
-        table.add_row(f"tokens a pass, T {temperature}", f"{was:.2f}", f"{is_now:.2f}", f"{is_now - was:+.2f}")
+        table.add_row(f"tokens per pass, T {temperature}", f"{was:.2f}", f"{is_now:.2f}", f"{is_now - was:+.2f}")
     for index, temperature in enumerate(heldout["before"]["temperatures"]):
         was, is_now = heldout["before"]["kl"][index], heldout["after"]["kl"][index]
         table.add_row(f"KL in nats, T {temperature:g}", f"{was:.3f}", f"{is_now:.3f}", f"{is_now - was:+.3f}")

@@ -1,4 +1,4 @@
-"""`outrider-export families`: the table of what works, as it was measured, or measured now."""
+"""Runs `outrider-export families`: shows the table of what works, as stored or measured now."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ from outrider.models.errors import ConfigError
 def families(
     family: Annotated[list[str] | None, typer.Argument(help="Only these; all if none is named.")] = None,
     measures: Annotated[
-        bool, typer.Option("--measure", help="Export tiny models of them here and now (minutes).")
+        bool, typer.Option("--measure", help="Measure now, with tiny models of these families (minutes).")
     ] = False,
     write: Annotated[
         Path | None,
-        typer.Option(metavar="DOC", help="With --measure, of all: keep the result, and write it to this document."),
+        typer.Option(
+            metavar="DOC", help="With --measure of all families: store the result, and write it to this document."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the cells as JSON.")] = False,
 ) -> None:
@@ -43,10 +45,10 @@ def families(
     if unknown:
         raise ConfigError(
             f"there is no tiny model of the family {unknown[0]!r}; expected some of {', '.join(FAMILIES)}. A model of "
-            "another family is tried and checked when it is exported"
+            "another family is checked when it is exported"
         )
     if write is not None and (chosen != tuple(FAMILIES) or not measures):
-        raise ConfigError("--write keeps a measurement of all families; say --measure, and name none")
+        raise ConfigError("--write stores a measurement of all families; add --measure and name no family")
     cells = _measured_now(chosen, is_quiet=as_json) if measures else load_measured()
     cells = tuple(cell for cell in cells if cell.family in chosen)
     if write is not None:
@@ -55,8 +57,7 @@ def families(
             MEASURED.write_text(to_json(cells), encoding="utf-8", newline="\n")
         except OSError as error:
             raise ConfigError(
-                f"{error.filename} cannot be written ({error.strerror}); --write is for a checkout of Outrider, whose "
-                "table it renews"
+                f"{error.filename} cannot be written ({error.strerror}); use --write in a checkout of Outrider only"
             ) from error
     if as_json:
         typer.echo(to_json(cells), nl=False)
@@ -75,10 +76,12 @@ def _measured_now(chosen: tuple[str, ...], *, is_quiet: bool) -> tuple[Cell, ...
 
 
 def _show(console: Console, cells: tuple[Cell, ...]) -> None:
-    """A row a way, a column a family: there are more ways than a terminal is wide."""
+    """A row per way of exporting, a column per family: there are more ways than fit a terminal side by side."""
     ways, rows = grid(cells)
     legend = Legend([])
-    table = Table("for", *rows, title="largest difference of a logit, over the largest logit", title_justify="left")
+    table = Table(
+        "for", *rows, title="largest logit error of a tiny random model, relative to FP32", title_justify="left"
+    )
     styles = {"works": "green", "wrong": "red", "refused": "yellow"}
     for way in ways:
         found = [row[way] for row in rows.values()]

@@ -1,4 +1,4 @@
-"""`outrider-export`: models in, checked bundles out."""
+"""Runs `outrider-export`: turns models into checked bundles."""
 
 from __future__ import annotations
 
@@ -36,34 +36,37 @@ app = typer.Typer(
 DraftRuntime = Literal["openvino", "onnxruntime"]
 TargetRuntime = Literal["openvino", "torch"]
 TargetDevice = Literal["cpu", "gpu"]
-Chosen = Annotated[Precision | None, typer.Option(help="Weights; the default of device and runtime if not given.")]
-DraftOn = Annotated[Device, typer.Option(help="What the draft will run on.")]
-DraftWith = Annotated[DraftRuntime | None, typer.Option(help="What runs the draft; the device's default if not given.")]
-PromptLen = Annotated[
-    int | None, typer.Option(min=1, help="NPU only: longest prompt of one pass; compiled in, so chosen now.")
+Chosen = Annotated[
+    Precision | None, typer.Option(help="Precision of the weights; default: that of device and runtime.")
 ]
-ResponseLen = Annotated[int | None, typer.Option(min=1, help="NPU only: positions kept for what follows the prompt.")]
+DraftOn = Annotated[Device, typer.Option(help="Device that runs the draft.")]
+DraftWith = Annotated[DraftRuntime | None, typer.Option(help="Runtime of the draft; default: the device's.")]
+PromptLen = Annotated[int | None, typer.Option(min=1, help="NPU only: longest prompt of one pass, fixed at export.")]
+ResponseLen = Annotated[int | None, typer.Option(min=1, help="NPU only: positions for what follows the prompt.")]
 StepLen = Annotated[int | None, typer.Option(min=1, help="NPU only: most tokens of one cached step.")]
 AheadOfTime = Annotated[
-    bool, typer.Option("--ahead-of-time", help="NPU only: compile here, where its compiler is; else the device does.")
+    bool,
+    typer.Option(
+        "--ahead-of-time", help="NPU only: compile on this machine; otherwise the device does at its first run."
+    ),
 ]
 Platform = Annotated[str | None, typer.Option(help="With --ahead-of-time: the NPU to compile for, such as NPU4000.")]
-Name = Annotated[str | None, typer.Option(help="What the bundle is called; the source's name if not given.")]
+Name = Annotated[str | None, typer.Option(help="Name of the bundle; default: the source's name.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing bundles.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the manifest as JSON, and no progress.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the manifest as JSON, without progress.")]
 Threads = Annotated[int, typer.Option(min=0, help="Threads for the checks; 0 leaves it to the runtime.")]
 RttMs = Annotated[
     list[float] | None,
-    typer.Option(min=0.0, help="With --sweep: a round trip, in ms, at which drafts are compared; may be repeated."),
+    typer.Option(min=0.0, help="With --sweep: round trip in ms at which drafts are compared; repeatable."),
 ]
 StepMs = Annotated[
     float | None,
-    typer.Option(help="One token of the target, in ms, where it will run; as measured here if not given."),
+    typer.Option(help="Target's time per token in ms where it will run; default: measured here."),
 ]
-ExtraMs = Annotated[float | None, typer.Option(help="What a drafted token adds to that step, in ms.")]
+ExtraMs = Annotated[float | None, typer.Option(help="Time that a drafted token adds to it, in ms.")]
 Widen = Annotated[
     float | None,
-    typer.Option("--widen", metavar="MB", help="Make the target this heavy in FP32 without changing its function."),
+    typer.Option("--widen", metavar="MB", help="Widen the target to this size in FP32; its function stays the same."),
 ]
 
 
@@ -80,29 +83,31 @@ def pair(
     step_len: StepLen = None,
     ahead_of_time: AheadOfTime = False,
     npu_platform: Platform = None,
-    target_device: Annotated[TargetDevice, typer.Option(help="What the target will run on.")] = "cpu",
-    target_runtime: Annotated[TargetRuntime | None, typer.Option(help="What runs the target.")] = None,
+    target_device: Annotated[TargetDevice, typer.Option(help="Device that runs the target.")] = "cpu",
+    target_runtime: Annotated[TargetRuntime | None, typer.Option(help="Runtime of the target.")] = None,
     target_precision: Chosen = None,
     widen: Widen = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="Prompts for the acceptance rate, as JSON, JSONL or text; all are used.")
+        Path | None, typer.Option(help="File of prompts for the acceptance rate: JSON, JSONL or text; all are used.")
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Prompts are a user's messages: use the target's chat template.")
+        bool, typer.Option("--chat", help="Prompts are user messages: apply the target's chat template.")
     ] = False,
     step_ms: StepMs = None,
     extra_ms: ExtraMs = None,
     sweep: Annotated[
-        bool, typer.Option("--sweep", help="Make the draft in every way that fits its device; keep the best.")
+        bool, typer.Option("--sweep", help="Export the draft in every way that fits its device; keep the best.")
     ] = False,
     rtt_ms: RttMs = None,
-    keep: Annotated[bool, typer.Option("--keep", help="With --sweep: keep the others, in OUT/sweep.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Write a pair whose draft is accepted too rarely.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="With --sweep: keep the other drafts, in OUT/sweep.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write the pair even if its draft is accepted too rarely.")
+    ] = False,
     threads: Threads = 0,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Export draft and target together, checked against each other; OUT/report.html shows how they do."""
+    """Export a draft and its target, checked against each other, with a report card in OUT/report.html."""
     draft_dir, target_dir = _pair_directories(draft, target)
     draft_options = ExportOptions(
         "draft",
@@ -167,7 +172,7 @@ def pair(
 @app.command()
 def draft(
     model: Annotated[str, typer.Argument(help=f"Model directory, hub id, or '{REFERENCE}'.")],
-    out: Annotated[Path, typer.Option("--out", help="Where the bundle goes.")] = Path("bundles/draft"),
+    out: Annotated[Path, typer.Option("--out", help="Directory of the bundle.")] = Path("bundles/draft"),
     device: DraftOn = "cpu",
     runtime: DraftWith = None,
     precision: Chosen = None,
@@ -203,9 +208,9 @@ def draft(
 @app.command()
 def target(
     model: Annotated[str, typer.Argument(help=f"Model directory, hub id, or '{REFERENCE}'.")],
-    out: Annotated[Path, typer.Option("--out", help="Where the bundle goes.")] = Path("bundles/target"),
-    device: Annotated[TargetDevice, typer.Option(help="What the target will run on.")] = "cpu",
-    runtime: Annotated[TargetRuntime | None, typer.Option(help="What runs it; the device's default if not given.")] = (
+    out: Annotated[Path, typer.Option("--out", help="Directory of the bundle.")] = Path("bundles/target"),
+    device: Annotated[TargetDevice, typer.Option(help="Device that runs the target.")] = "cpu",
+    runtime: Annotated[TargetRuntime | None, typer.Option(help="Runtime of the target; default: the device's.")] = (
         None
     ),
     precision: Chosen = None,
@@ -231,12 +236,12 @@ app.command()(families)
 @app.command()
 def inspect(
     bundle: Annotated[Path, typer.Argument(help="Bundle directory.")],
-    html: Annotated[Path | None, typer.Option(help="Also write the report card to this file, as a web page.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write the report card to this file, as HTML.")] = None,
     as_json: Json = False,
 ) -> None:
     """Verify a bundle's files and show its report card."""
     opened = Bundle.open(bundle)
-    opened.tokenizer()  # is it the one that the manifest tells of?
+    opened.tokenizer()  # raises if it is not the one in the manifest
     if html is not None:
         is_draft = opened.manifest.role == "draft"
         write_card_html(html, [opened.manifest] if is_draft else [], None if is_draft else opened.manifest)
@@ -247,7 +252,7 @@ app.command()(distill)
 
 
 def _shapes(prompt_len: int | None, response_len: int | None, step_len: int | None) -> StaticShapes | None:
-    """The lengths that were asked for, the others as they are by default; None if none was."""
+    """The given lengths, defaults for the others; None if none was given."""
     asked = {"prompt_len": prompt_len, "response_len": response_len, "step_len": step_len}
     given = {name: length for name, length in asked.items() if length is not None}
     return StaticShapes(**given) if given else None

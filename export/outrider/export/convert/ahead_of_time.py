@@ -1,7 +1,7 @@
-"""Compiling for an NPU ahead of time, on the build machine, where OpenVINO has the NPU's compiler.
+"""Compiles for an NPU ahead of time, on a build machine where OpenVINO has the NPU's compiler.
 
-It comes with the NPU's driver and with OpenVINO's toolkit archive, not with the package that pip installs on Linux.
-Without it nothing is lost but the first run's minutes: a bundle holds IR, which the device compiles and keeps.
+The compiler comes with the NPU's driver and with OpenVINO's toolkit archive, not with the pip package on Linux. Without
+it only the first run is minutes slower: a bundle holds IR, which the device compiles and keeps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from outrider.models.runtimes.openvino_graph import failure_reason, find_ir
 
 _COMPILER: Final = re.compile(r"[\w.-]*npu[\w-]*compiler[\w.-]*", re.IGNORECASE)
 _NO_COMPILER: Final = "this machine has no NPU compiler"
-_OTHERWISE: Final = "export without --ahead-of-time: the device compiles it at its first run, and keeps the result"
+_OTHERWISE: Final = (
+    "export without --ahead-of-time: the device compiles the model at its first run and keeps the result"
+)
 
 
 def compile_ahead(
@@ -26,11 +28,11 @@ def compile_ahead(
 ) -> Path:
     """Compiles the stateful IR at `xml` and writes the blob to the directory `destination`; returns the blob's path.
 
-    `OpenVinoNpuRuntime` takes it when it lies beside the IR, for the same shapes. It holds no weights: the IR's `.bin`
-    stays needed. A blob is for one kind of NPU and one version of OpenVINO; elsewhere the IR is compiled.
+    `OpenVinoNpuRuntime` loads it if it is beside the IR, for the same shapes. It holds no weights: the IR's `.bin` is
+    still needed. A blob is for one kind of NPU and one version of OpenVINO; elsewhere the IR is compiled.
     platform: the NPU to compile for, as OpenVINO names it ("NPU4000"); None takes this machine's.
-    emulate_npu: for the emulation on the CPU instead: to try the way a blob goes.
-    Raises RuntimeUnavailable when there is no compiler, or it refuses; BundleError for an IR that an NPU cannot run.
+    emulate_npu: compile for the emulation on the CPU, to test the handling of blobs.
+    Raises RuntimeUnavailable when there is no compiler or it fails; BundleError for an IR that an NPU cannot run.
     """
     xml = find_ir(xml)
     lengths = compiled_shapes(shapes)
@@ -47,7 +49,7 @@ def compile_ahead(
 
 
 def require_compiler(platform: str | None) -> None:
-    """Raises RuntimeUnavailable where nothing compiles for an NPU, found out with a graph of one operation."""
+    """Raises RuntimeUnavailable if this machine has no NPU compiler; tries it with a graph of one operation."""
     import openvino as ov
     from openvino import opset13 as ops
 
@@ -59,18 +61,16 @@ def require_compiler(platform: str | None) -> None:
         found = _unavailable(Path("a model"), platform, str(error), failure_reason(error))
         if found.args[0].startswith(_NO_COMPILER):
             raise found from error
-        # Another failure may be the probe's own; the model's is told when it comes to that.
+        # Another failure may be the probe's own; the model's is reported when the model is compiled.
 
 
 def _unavailable(xml: Path, platform: str | None, message: str, reason: str) -> RuntimeUnavailable:
-    """What a failed compilation means: OpenVINO has one kind of error for all of them."""
+    """The error for a failed compilation; OpenVINO raises one kind for every cause."""
     library = _COMPILER.search(message)
     if library and ("Cannot load library" in message or "compiler loading failed" in message):
         return RuntimeUnavailable(
-            f"{_NO_COMPILER}: OpenVINO finds no {library[0]}. It comes with the NPU's driver and "
-            f"with OpenVINO's toolkit archive, not with the pip package; install one of these, or {_OTHERWISE}"
+            f"{_NO_COMPILER}: OpenVINO finds no {library[0]}, which comes with the NPU's driver and with "
+            f"OpenVINO's toolkit archive, not with the pip package; {_OTHERWISE}"
         )
     which = "name the NPU to compile for (such as NPU4000)" if platform is None else f"see that {platform} is an NPU"
-    return RuntimeUnavailable(
-        f"OpenVINO cannot compile {xml} ahead of time: {reason}; {which} and update the NPU's driver, or {_OTHERWISE}"
-    )
+    return RuntimeUnavailable(f"OpenVINO cannot compile {xml} ahead of time: {reason}; {which}, or {_OTHERWISE}")

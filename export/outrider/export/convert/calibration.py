@@ -1,16 +1,15 @@
-"""Full INT8, weights and activations ("w8a8"): calibrated on text that goes through the model as a draft's does.
+"""Quantizes weights and activations to INT8 ("w8a8"), calibrated on text that runs through the model as a draft's does.
 
-What matters was measured on the bundled draft, against FP32 on real code (mean KL in nats, weights alone 0.0005):
+Measured on the reference draft, against FP32 on real code (mean KL in nats; weights alone 0.0005):
 
-* Much text. 144 tokens give 0.042, 512 give 0.006, 4,096 give 0.004; more changes nothing.
-* Any text that the model could have written. What it writes itself, sampled from as many first tokens, does as well as
-  real text (0.0036 each), so a caller need not have any, and held-out texts need not be spent here.
-* Ranges from all tokens alike. nncf's default takes the mean of each feed's extremes, and a cached step of few tokens
-  has small ones: with steps of 1 and 7 tokens 0.026. The extremes over everything do not depend on how text is cut.
+* Much text helps: 144 tokens give 0.042, 512 give 0.006, 4,096 give 0.004; more changes nothing.
+* Any text that the model could write will do. Text that it samples itself from as many first tokens is as good as real
+  text (0.0036 each), so a caller needs none, and held-out texts are not used here.
+* Ranges must cover all tokens. nncf's default takes the mean of each feed's extremes, which are small in a cached step
+  of few tokens: with steps of 1 and 7 tokens 0.026. Extremes over everything do not depend on how text is cut.
 
-The stateful model itself is quantized: nncf resets the cache where a feed asks for it and leaves it where it does not,
-so that cached steps see what the prompt left. Activations' ranges are measured in floating point, so the result may
-differ in its last bits between machines.
+The stateful model itself is quantized: nncf resets the cache only where a feed asks for it, so that cached steps see
+the prompt. Ranges are measured in floating point, so the result may differ in its last bits between machines.
 """
 
 from __future__ import annotations
@@ -29,15 +28,15 @@ from outrider.models.sampling import SamplingParams, pick
 NUM_TEXTS: Final = 32
 TEXT_TOKENS: Final = 128
 _SMOOTH_QUANT_ALPHA: Final = 0.5
-"""How much of the activations' spread goes into the weights. 0.15: KL 0.007, 0.5 to 0.95: 0.003 to 0.004."""
+"""How much of the activations' spread moves into the weights. 0.15: KL 0.007, 0.5 to 0.95: 0.003 to 0.004."""
 
 
 def quantize_fully(stateful_ir_dir: Path, destination: Path, feeds: Sequence[Sequence[int]], name: str) -> None:
     """Writes the FP32 IR of `stateful_ir_dir` to `destination` with INT8 weights and activations.
 
-    feeds: texts as token ids, of any length, none at all included; what is missing to NUM_TEXTS of TEXT_TOKENS each is
-    written by the model. name: of the model, for messages. The result is stateful and takes what the source takes; the
-    same input gives the same files on the same machine.
+    feeds: texts as token ids, of any length and number; the model writes what is missing to NUM_TEXTS of TEXT_TOKENS
+    each. name: of the model, for messages. The result is stateful and has the source's inputs; the same input gives the
+    same files on the same machine.
     Raises ExportError when nncf cannot quantize the model, RuntimeUnavailable when a package is missing.
     """
     with quiet_upstream(f"calibrating {name}"):
@@ -80,7 +79,7 @@ def complete_texts(core: Any, model: Any, feeds: Sequence[Sequence[int]]) -> lis
     properties = {"INFERENCE_PRECISION_HINT": "f32", "ENABLE_CPU_PINNING": "NO"}
     request = core.compile_model(model, "CPU", properties).create_infer_request()
     for position in range(TEXT_TOKENS - 1):
-        # All texts at once, a token each: read from where a text is given, else sampled.
+        # All texts at once, one token each: read from where a text is given, else sampled.
         column = np.array([[text[position]] for text in texts], np.int64)
         logits: NDArray[np.float32] = request.infer(_inputs(model, column, position))["logits"][:, -1]
         for seed, (text, row) in enumerate(zip(texts, logits, strict=True)):
@@ -90,7 +89,7 @@ def complete_texts(core: Any, model: Any, feeds: Sequence[Sequence[int]]) -> lis
 
 
 def _items(model: Any, text: Sequence[int]) -> list[dict[str, Any]]:
-    """One half as a prompt into an empty cache, the other as a step on it."""
+    """Two feeds: the first half as a prompt into an empty cache, the second as a step on it."""
     from nncf.definitions import NNCF_DATASET_RESET_STATE_KEY
 
     half = len(text) // 2
@@ -100,7 +99,7 @@ def _items(model: Any, text: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def _inputs(model: Any, tokens: NDArray[np.int64], past: int) -> dict[str, Any]:
-    """What the stateful model takes for `tokens` [batch, new] after `past` others in each sequence."""
+    """The stateful model's inputs for `tokens` [batch, new] after `past` others in each sequence."""
     batch, num_new = tokens.shape
     positions = np.arange(past, past + num_new, dtype=np.int64)
     known: dict[str, NDArray[Any]] = {

@@ -1,10 +1,10 @@
-"""Attention as ONNX Runtime's `GroupQueryAttention`, put under transformers models while they are exported.
+"""Exports attention of transformers models as ONNX Runtime's `GroupQueryAttention`.
 
-transformers calls attention through one interface, whatever the family; what is registered there for the time of an
-export writes the operator in place of arithmetic. The operator keeps each layer's keys and values in one buffer that
-is past and present at once, applies the sliding window and the soft cap, and needs no mask. Rotary embedding and norms
-of queries and keys happen before it, in the family's own code. Bloom and GPT-Neo do not use the interface: their
-attention is replaced by the same operator here.
+transformers calls attention through one interface for all families; during an export a function registered there writes
+the operator. The operator keeps each layer's keys and values in one buffer that is past and present at once, applies
+the sliding window and the soft cap, and needs no mask. Rotary embedding and norms of queries and keys come before it,
+in the family's own code. Bloom and GPT-Neo do not use the interface: their attention is replaced by the same operator
+here.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from outrider.models.errors import ExportError
 
 _MULTIPLE: Final = 8  # of which the operator takes head sizes
 _NAME: Final = "outrider_group_query_attention"
-# What some family's attention takes and the operator, as it is written here, would leave out.
+# Arguments of some families' attention that the operator, as written here, would ignore.
 _UNKNOWN: Final = ("attention_bias", "head_mask", "position_bias", "s_aux", "sinks")
 
 
 @dataclass(slots=True)
 class Recording:
-    """One pass through the model. Without `pasts` it only finds out the shapes.
+    """One pass through the model. Without `pasts` it only records the shapes.
 
     pasts: of each layer, keys and values [1, kv_heads, positions, head_size]. last_position: int32 [1], total: int32
     [1], of the tokens in the cache after the step. shapes: (kv_heads, head_size) of each layer, presents: its keys
@@ -83,7 +83,7 @@ def _attend(
     Returns [1, n, heads, head_size], and None for the weights.
     """
     if attention_mask is not None or any(others.get(name) is not None for name in _UNKNOWN):
-        raise ExportError(f"{type(module).__name__} has a mask, bias or sink that GroupQueryAttention is not given")
+        raise ExportError(f"{type(module).__name__} has a mask, bias or sink, which GroupQueryAttention would ignore")
     return _group_query_attention(query, key, value, scaling, sliding_window, softcap), None
 
 
@@ -103,7 +103,7 @@ def _group_query_attention(
     kv_heads = key.shape[1]
     if value.shape != key.shape or head_size != key.shape[3]:
         raise ExportError(
-            f"keys {tuple(key.shape)} and values {tuple(value.shape)} differ in size; they share a kernel"
+            f"keys {tuple(key.shape)} and values {tuple(value.shape)} differ in size; GroupQueryAttention needs one"
         )
     padding = -head_size % _MULTIPLE  # zeros change no score, and values that are zero are cut off again
     layer = len(_recording.shapes)
@@ -150,7 +150,7 @@ def _replace_gpt_neo(model: Any) -> list[Replacement]:
 
 
 def _replace_bloom(model: Any) -> list[Replacement]:
-    """Bloom: a bias that grows with the key's position, by a slope of each head's own (ALiBi, arXiv 2108.12409)."""
+    """Bloom: a bias that grows with the key's position, with one slope per head (ALiBi, arXiv 2108.12409)."""
     import torch
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 

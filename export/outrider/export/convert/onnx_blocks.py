@@ -1,9 +1,9 @@
-"""Weights in blocks: how ONNX Runtime's weight-only formats hold them, and what they are worth again.
+"""Quantizes and dequantizes weights in blocks, as ONNX Runtime's weight-only formats store them.
 
 A block is 32 neighbours along the input dimension of a matrix, and has one FP32 scale; a weight is
 `(integer - zero_point) * scale`. Symmetric: zero_point is 128 (8 bits) or 8 (4 bits), and scale is the block's
-weight of largest magnitude, sign included, over -128 or -8. That weight is exact; the others are off by half a scale
-at most, but for those of opposite sign and (nearly) the same magnitude, which are clipped: off by one scale at most.
+weight of largest magnitude, sign included, over -128 or -8. That weight is exact; the others are off by at most half a
+scale, or by at most one scale where a weight of opposite sign and nearly the same magnitude is clipped.
 (onnxruntime, MatMulNBits; its `matmul_nbits_quantizer` does the arithmetic.)
 """
 
@@ -24,7 +24,7 @@ BLOCK_SIZE: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A quantized matrix of N rows (outputs) and K columns (inputs), B = ceil(K / block_size) blocks a row.
+    """A quantized matrix of N rows (outputs) and K columns (inputs), B = ceil(K / block_size) blocks per row.
 
     name: of the matrix before it was quantized. bits: 4 or 8. integers: [N, K] uint8. scales: [N, B] float32.
     zero_points: [N, B] uint8. values: [N, K] float32, what the runtime computes with.
@@ -73,7 +73,9 @@ def read_dequantized(onnx: Path) -> dict[str, Blocks]:
             continue
         bits, block_size = node.attributes["bits"].as_int(), node.attributes["block_size"].as_int()
         if bits not in (4, 8) or weight.const_value is None:
-            raise ExportError(f"{onnx}: {node.name} has {bits}-bit weights in a form that is not known here")
+            raise ExportError(
+                f"{onnx}: {node.name} has {bits}-bit weights in an unknown format; expected 4 or 8 bits, constant"
+            )
         blocks = _unpack(weight, scales, zero_points, size, bits, block_size)
         found[blocks.name] = blocks
     return found
@@ -98,7 +100,7 @@ def _unpack(weight: Any, scales: Any, zero_points: Any, size: tuple[int, int], b
 
 
 def _nibbles(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """One integer an element; of two in a byte the lower half comes first."""
+    """One integer per element; of two in a byte the lower half comes first."""
     if bits == 8:
         return packed
     return np.stack([packed & 15, packed >> 4], axis=-1).reshape(packed.shape[0], -1)

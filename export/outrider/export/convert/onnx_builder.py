@@ -1,10 +1,10 @@
-"""ONNX through onnxruntime-genai's own model builder, for the families that it knows and gets right.
+"""Exports ONNX with onnxruntime-genai's model builder, for the families that it converts correctly.
 
 Its graphs have rotary embedding inside `GroupQueryAttention`, packed projections and fused norms, and run under
-onnxruntime-genai too (genai_config.json stays). What it gets wrong is mended here and tested: sliding windows of
-families that do not list their layers, the scale of Gemma's embedding, the commit of whatever work tree the process
-runs in, stamped into the file. Nothing is downloaded and no code of a model directory runs: the builder sees a copy of
-the directory that holds configuration, safetensors and tokenizer only.
+onnxruntime-genai too (genai_config.json stays). Its errors are repaired here and tested: sliding windows of families
+that do not list their layers, the scale of Gemma's embedding, and the commit of the present work tree in the file.
+Nothing is downloaded and no code of a model directory runs: the builder sees a copy with configuration, safetensors and
+tokenizer only.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BuilderPrecision = Literal["fp32", "fp16"]
 """The two that its attention kernel takes: FP32 on the CPU, FP16 on CUDA."""
 
 CONFIG_FILE: Final = "genai_config.json"
-# Exact in FP32 where it was tried, to 1e-5. What is in neither of the two goes through torch's exporter.
+# Measured exact in FP32, to 1e-5. What is in neither of the two lists goes through torch's exporter.
 _EXACT: Final = frozenset(
     f"{family}ForCausalLM"
     for family in (
@@ -48,7 +48,7 @@ _EXACT: Final = frozenset(
         *("Granite", "Ernie4_5", "HunYuanDenseV1"),
     )
 )
-# Known to the builder, wrong or failing in it when it was tried (onnxruntime-genai 0.18.0, transformers 5.5.4).
+# Known to the builder, but measured wrong or failing (onnxruntime-genai 0.18.0, transformers 5.5.4).
 _REFUSED: Final = {
     "OlmoForCausalLM": "writes RMS norms where the model has layer norms",
     "Gemma3ForCausalLM": "looks for fields that Gemma 3's configuration no longer has",
@@ -60,7 +60,7 @@ _GEMMAS: Final = ("gemma", "gemma2")
 
 
 def builder_obstacle(config: dict[str, Any]) -> str | None:
-    """Why the builder is not used for a model of this config.json; None if it is."""
+    """Why the builder is not used for a model of this config.json; None if it is used."""
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture in _REFUSED:
         return f"onnxruntime-genai's builder {_REFUSED[architecture]}"
@@ -82,13 +82,13 @@ def builder_obstacle(config: dict[str, Any]) -> str | None:
 
 
 def supports(config: dict[str, Any]) -> bool:
-    """Whether `build_with_genai` is right for a model of this config.json."""
+    """Whether `build_with_genai` converts a model of this config.json correctly."""
     return builder_obstacle(config) is None
 
 
 @functools.cache
 def _known_architectures() -> frozenset[str]:
-    """The names that the builder compares a model's architecture with: it has no list of them but its source."""
+    """The architectures that the builder knows, read from its source: it has no list of them."""
     spec = importlib.util.find_spec("onnxruntime_genai")
     if spec is None or spec.origin is None:
         missing = ModuleNotFoundError("No module named 'onnxruntime_genai'", name="onnxruntime_genai")
@@ -106,8 +106,8 @@ def build_with_genai(source_dir: Path, destination: Path, precision: BuilderPrec
     """Writes model.onnx, model.onnx.data and genai_config.json to `destination`; the same input, the same bytes.
 
     precision: of weights, activations and cache: "fp32" is for the CPU, "fp16" for CUDA. Weights are quantized
-    afterwards (`onnx_quantize`), so that one build serves the export and its unquantized twin. work: for files that are
-    gone afterwards. Raises ExportError where the builder fails.
+    afterwards (`onnx_quantize`), so that one build serves the export and its unquantized twin. work: for temporary
+    files. Raises ExportError where the builder fails.
     """
     scratch = work / f"genai-{precision}"
     view, built = scratch / "source", scratch / "built"
@@ -119,16 +119,16 @@ def build_with_genai(source_dir: Path, destination: Path, precision: BuilderPrec
             _finish(built, destination, config)
         shutil.copyfile(built / CONFIG_FILE, destination / CONFIG_FILE)
     finally:
-        gc.collect()  # the builder's objects know each other, and hold the source
+        gc.collect()  # the builder's objects refer to each other and hold the source
         shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _view(source_dir: Path, view: Path) -> dict[str, Any]:
-    """What the builder gets to see of the source; returns the source's configuration."""
+    """Copies the parts of the source that the builder may see; returns the source's configuration."""
     config: dict[str, Any] = json.loads((source_dir / "config.json").read_text(encoding="utf-8"))
     seen = {key: value for key, value in config.items() if key != "auto_map"}
     if config["model_type"] in _GEMMAS:
-        seen["dtype"] = "float32"  # it adds 1 to norms in the type that they have
+        seen["dtype"] = "float32"  # it adds 1 to norms in their own type
         seen.pop("torch_dtype", None)
     if (
         config["model_type"] == "phi3"
@@ -140,7 +140,7 @@ def _view(source_dir: Path, view: Path) -> dict[str, Any]:
         if path.is_file() and path.name != "config.json":
             try:
                 os.link(path.resolve(), view / path.name)
-            except OSError:  # another disk, or one that has no links
+            except OSError:  # another disk, or a file system without links
                 shutil.copyfile(path, view / path.name)
     return config
 
@@ -161,13 +161,11 @@ def _run_builder(view: Path, built: Path, precision: BuilderPrecision) -> None:
 
 @contextlib.contextmanager
 def _importable_builder() -> Iterator[Any]:
-    """Its modules have top-level names and find each other on sys.path, where they are for as long as it runs only."""
+    """Imports the builder. Its modules find each other on sys.path, so they are on it while this is open."""
     before = list(sys.path)
     spec = importlib.util.find_spec("onnxruntime_genai")
     if spec is not None and spec.origin is not None:
-        sys.path.insert(
-            0, str(Path(spec.origin).parent / "models")
-        )  # before modules of the user's that are named alike
+        sys.path.insert(0, str(Path(spec.origin).parent / "models"))  # before the user's modules of the same names
     try:
         yield importlib.import_module("onnxruntime_genai.models.builder")
     finally:
@@ -191,7 +189,7 @@ def _finish(built: Path, destination: Path, config: dict[str, Any]) -> None:
 
 
 def _set_windows(graph: Any, config: dict[str, Any]) -> None:
-    """A family with a window and no list of layers has the window in every layer; the builder leaves it out."""
+    """Sets the window in every layer of a family with a window and no list of layers; the builder omits it."""
     import onnx_ir as ir
 
     window = config.get("sliding_window")
@@ -203,7 +201,7 @@ def _set_windows(graph: Any, config: dict[str, Any]) -> None:
 
 
 def _set_embedding_scale(graph: Any, config: dict[str, Any]) -> None:
-    """Gemma's embedding is scaled by the root of its width; the builder rounds that to two decimals."""
+    """Sets the scale of Gemma's embedding, the root of its width; the builder rounds it to two decimals."""
     import numpy as np
 
     if config["model_type"] not in _GEMMAS:

@@ -1,7 +1,7 @@
-"""ONNX through torch's own exporter, for the families that onnxruntime-genai's builder does not know or gets wrong.
+"""Exports ONNX with torch's exporter, for families that onnxruntime-genai's builder lacks or converts incorrectly.
 
-The graph takes `input_ids` and `position_ids` [1, n], how far the cache reaches after the step (`seqlens_k`, that less
-one, and `total_sequence_length`, int32 [1]), and of each layer the buffer `past_key_values.i.key` / `.value` [1,
+The graph takes `input_ids` and `position_ids` [1, n], the length of the cache after the step (`total_sequence_length`,
+and `seqlens_k`, one less; int32 [1]), and of each layer the buffer `past_key_values.i.key` / `.value` [1,
 kv_heads, positions, head_size], to be bound as `present.i.key` / `.value` too: a step writes its rows there. There is
 no mask, and nothing of the cache is copied; see `onnx_attention`. `first_row` picks the rows of `logits`.
 """
@@ -33,8 +33,8 @@ def export_with_dynamo(model: Any, destination: Path, name: str, precision: Lite
     """Writes model.onnx and model.onnx.data of a transformers model to `destination`; deterministic.
 
     precision: of weights, activations and cache; FP16 is for CUDA, whose attention kernel takes nothing wider. The
-    model is converted to it, and otherwise left as it was. Raises ExportError for attention that cannot be put on the
-    operator, or where torch's exporter fails.
+    model is converted to it in place. Raises ExportError for attention that the operator cannot express, or where
+    torch's exporter fails.
     """
     with quiet_upstream(f"exporting {name} to ONNX"), quiet_onnx():
         graph = _fuse(_export((model.half() if precision == "fp16" else model).eval()))
@@ -67,7 +67,7 @@ def _export(model: Any) -> Any:
             return logits, recording.presents
 
     dtype = next(model.parameters()).dtype
-    num_new, positions = 3, 13  # all sizes differ, or the exporter would take two for one
+    num_new, positions = 3, 13  # all sizes differ, or the exporter would treat two as one
     dynamic = torch.export.Dim.DYNAMIC
     arguments = (
         torch.zeros(1, num_new, dtype=torch.long),
@@ -89,7 +89,7 @@ def _export(model: Any) -> Any:
             dynamic_shapes=({1: dynamic}, {1: dynamic}, None, None, [({2: dynamic}, {2: dynamic})] * len(shapes)),
         )
     if program is None:
-        raise ExportError("torch.onnx.export gave no program")
+        raise ExportError("torch.onnx.export returned no program; try another --runtime")
     _name_dimensions(program.model.graph)
     return program.model
 
@@ -105,19 +105,19 @@ def _find_shapes(model: Any) -> list[tuple[int, int]]:
     except Exception as error:
         if recording.shapes:
             raise
-        # Attention that is not looked up through the interface fails without its mask; what is missing is told below.
+        # Attention outside the interface fails without its mask; the layers that lack it are reported below.
         failure = error
     expected = model.config.num_hidden_layers
     if len(recording.shapes) != expected:
         raise ExportError(
             f"{len(recording.shapes)} of the {expected} layers of {type(model).__name__} call attention through "
-            "transformers' attention interface; the others cannot be put on GroupQueryAttention"
+            "transformers' attention interface; the others cannot be exported: try another --runtime"
         ) from failure
     return recording.shapes
 
 
 def _name_dimensions(graph: Any) -> None:
-    """Names that say what they are, for the exporter's s70 and s62; inputs that nothing reads go."""
+    """Gives dimensions telling names in place of the exporter's s70 and s62; removes unused inputs."""
     import onnx_ir as ir
 
     for value in (*graph.inputs, *graph.outputs):
@@ -130,7 +130,7 @@ def _name_dimensions(graph: Any) -> None:
 
 
 def _name_weights(graph: Any, model: Any) -> None:
-    """Matrices get the names of the model's parameters back where the exporter transposed them on the way."""
+    """Gives matrices that the exporter transposed the names of the model's parameters again."""
     import numpy as np
 
     for value in list(graph.initializers.values()):
@@ -151,7 +151,7 @@ def _name_weights(graph: Any, model: Any) -> None:
 
 
 def _fuse(model: Any) -> Any:
-    """RMS norms, residual additions and rotary embedding as one operator each, where they are recognised."""
+    """Fuses RMS norms, residual additions and rotary embedding into one operator each, where recognised."""
     from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
     fused, _ = optimize_for_ort(model)
@@ -161,7 +161,7 @@ def _fuse(model: Any) -> Any:
 
 
 def _unify_norms(graph: Any) -> None:
-    """Gemma's norms scale in FP32 whatever the model's type; the operator that they became has one type for all."""
+    """Casts the scales of Gemma's norms, always FP32, to the model's type: the fused operator has one type for all."""
     for node in graph:
         if node.op_type != "SkipSimplifiedLayerNormalization":
             continue
@@ -170,11 +170,11 @@ def _unify_norms(graph: Any) -> None:
             values = gamma.const_value.numpy().astype(dtype.numpy())
             name = f"{node.name}_gamma"
             node.replace_input_with(2, add_initializer(graph, name, values))
-            node.outputs[0].dtype = dtype  # what casts it next has nothing left to do
+            node.outputs[0].dtype = dtype  # the cast after it becomes a no-op
 
 
 def _rotate_new_positions_only(model: Any) -> None:
-    """The fusion computes cosines of every position from 0 on, in every step; those of the new tokens are enough."""
+    """Computes cosines for the new tokens only; the fusion computes them for every position in every step."""
     import numpy as np
     import onnx_ir as ir
 

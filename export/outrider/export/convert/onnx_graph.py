@@ -1,7 +1,7 @@
-"""What every ONNX graph of ours goes through before it is written: names, rows, one data file.
+"""Finishes ONNX graphs before they are written: names, choice of rows, one data file.
 
-Works on `onnx_ir` models, whose weights stay in the files that they were read from until they are written. Knows
-neither transformers nor how a graph was made.
+Works on `onnx_ir` models, whose weights stay in their files until they are written. Knows neither transformers nor how
+a graph was made.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.models.errors import ExportError
 
 MODEL_FILE: Final = "model.onnx"
 FIRST_ROW: Final = "first_row"
-# Between the LM head and the logits only these may stand: each works row by row, so it commutes with a choice of rows.
+# Only these may stand between the LM head and the logits: each works row by row, so it commutes with choosing rows.
 _ROW_WISE: Final = frozenset({"Add", "Cast", "Div", "Identity", "Mul", "Sub", "Tanh"})
 _PRODUCTS: Final = frozenset({"MatMul", "MatMulNBits", "FusedMatMul", "Gemm"})
 _LOGGERS: Final = ("onnxruntime", "onnxscript", "onnx_ir", "torch.onnx")
@@ -25,10 +25,10 @@ _TO_THE_END: Final = 2**63 - 1
 
 @contextlib.contextmanager
 def quiet_onnx() -> Iterator[None]:
-    """Keeps the ONNX packages from logging, and from setting up the logging of the whole process when imported."""
+    """Keeps the ONNX packages from logging, and from configuring the process's logging at import."""
     root, stand_in = logging.getLogger(), logging.NullHandler()
     levels = {name: logging.getLogger(name).level for name in _LOGGERS}
-    root.addHandler(stand_in)  # logging.basicConfig leaves a root alone that has a handler
+    root.addHandler(stand_in)  # logging.basicConfig does nothing if the root has a handler
     try:
         for name in _LOGGERS:
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -40,7 +40,7 @@ def quiet_onnx() -> Iterator[None]:
 
 
 def strip_origins(model: Any, producer: str) -> None:
-    """Takes out what tells of the machine that made the graph: stack traces, paths, the commit of a work tree."""
+    """Removes traces of the machine that made the graph: stack traces, paths, the commit of a work tree."""
     graph = model.graph
     model.producer_name, _, model.producer_version = producer.partition(" ")
     for part in (model, graph):
@@ -58,14 +58,16 @@ def strip_origins(model: Any, producer: str) -> None:
 
 
 def find_lm_head(graph: Any) -> Any:
-    """The node that multiplies by the LM head. Raises ExportError where there is none in front of the logits."""
+    """The node that multiplies by the LM head. Raises ExportError where there is none before the logits."""
     value = next((output for output in graph.outputs if output.name == "logits"), None)
     node = value.producer() if value is not None else None
     while node is not None and node.op_type in _ROW_WISE:
         computed = [input_ for input_ in node.inputs if input_ is not None and not is_constant(input_)]
         node = computed[0].producer() if len(computed) == 1 else None
     if node is None or node.op_type not in _PRODUCTS:
-        raise ExportError("the graph has no matrix product in front of its logits; its LM head cannot be told apart")
+        raise ExportError(
+            "the graph has no matrix product before its logits, so its LM head is unknown; try another --runtime"
+        )
     return node
 
 
@@ -80,7 +82,7 @@ def is_constant(value: Any) -> bool:
 def select_rows(model: Any) -> None:
     """Gives the graph the input `first_row` (int64 [1]): logits come from that new token on, -1 the last alone.
 
-    It has a default, 0, which gives every row: a program that does not know the input gets what it always got.
+    Its default, 0, gives every row, so programs that do not know the input are unaffected.
     """
     import numpy as np
     import onnx_ir as ir
@@ -101,7 +103,7 @@ def select_rows(model: Any) -> None:
 
 
 def _forget_rows(value: Any) -> None:
-    """Logits are no longer as many as tokens: the names of dimensions that said so go."""
+    """Removes dimension names that say that there are as many logits as tokens."""
     import onnx_ir as ir
 
     if value.is_graph_output():

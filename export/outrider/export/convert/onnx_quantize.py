@@ -1,10 +1,9 @@
-"""INT8 and INT4 weights for ONNX graphs: MatMulNBits for the matrices, GatherBlockQuantized for the token embedding.
+"""Quantizes ONNX graphs: MatMulNBits for the matrices, GatherBlockQuantized for the token embedding, INT8 or INT4.
 
-Weight-only, symmetric, in blocks of 32 (`onnx_blocks`), activations quantized on the fly to INT8 by the kernel:
-accuracy level 4, because at level 1, FP32, the 8-bit kernel is some thirty times slower. Of an INT4 model the LM head
-and the embedding have 8 bits: on the reference draft the divergence from FP32 is 0.055 nats with that and 0.077
-without. MatMulInteger (`quantize_dynamic`), the other INT8 of ONNX Runtime, took 1.6 times as long a token. Everything
-but these matrices stays as it is.
+Only weights are quantized, symmetrically, in blocks of 32 (`onnx_blocks`). The kernel quantizes activations to INT8 as
+it runs: accuracy level 4, because at level 1, FP32, the 8-bit kernel is some thirty times slower. Of an INT4 model the
+LM head and the embedding have 8 bits: on the reference draft the divergence from FP32 is 0.055 nats with that and 0.077
+without. MatMulInteger (`quantize_dynamic`), the other INT8 of ONNX Runtime, took 1.6 times as long per token.
 """
 
 from __future__ import annotations
@@ -45,7 +44,9 @@ def quantize_weights(src_onnx: Path, destination: Path, bits: Literal[8, 4]) -> 
         head = find_lm_head(graph)
         products = [node for node in graph if _matrix(node) is not None]
         if not products:
-            raise ExportError(f"{src_onnx} has no product with a constant matrix; there is nothing to quantize")
+            raise ExportError(
+                f"{src_onnx} has no product with a constant matrix, so nothing can be quantized; try --precision fp32"
+            )
         matrices: dict[tuple[str, int], tuple[Any, Any]] = {}
         for node in products:
             _quantize_product(graph, node, 8 if node is head else bits, matrices)
@@ -77,7 +78,7 @@ def _matrix(node: Any) -> _Matrix | None:
     if not value.is_initializer() or value.const_value is None or len(value.shape) != 2:
         return None
     if value.shape[1 if is_transposed else 0] < BLOCK_SIZE or (node.op_type == "Gemm" and alpha != 1.0):
-        return None  # shorter than a block: frequencies of rotary embedding, no layer of the model
+        return None  # shorter than a block: rotary frequencies, not a layer
     return _Matrix(value, is_transposed, alpha)
 
 
@@ -123,7 +124,7 @@ def _quantize_product(graph: Any, node: Any, bits: int, matrices: dict[tuple[str
 def quantize_embedding(model: Any) -> None:
     """Gives the token embedding 8 bits; the LM head's own integers where the two are one matrix.
 
-    Leaves it alone where the graph does not simply gather rows of a constant by `input_ids`.
+    Does nothing where the graph does not simply gather rows of a constant by `input_ids`.
     """
     import onnx_ir as ir
 
@@ -136,7 +137,7 @@ def quantize_embedding(model: Any) -> None:
     if not table.is_initializer() or table.dtype != ir.DataType.FLOAT:
         return
     weights = table.const_value.numpy()
-    weights = weights.T if is_transposed else weights  # a tied one may be the LM head, turned
+    weights = weights.T if is_transposed else weights  # a tied one may be the transposed LM head
     width = weights.shape[1]
     padded = -(-width // BLOCK_SIZE) * BLOCK_SIZE
     packed, scales = quantize_blocks(weights.T, 8)
@@ -168,7 +169,7 @@ def quantize_embedding(model: Any) -> None:
 
 
 def _is_same(head: Any, packed: Any, scales: Any) -> bool:
-    """Whether the LM head holds these very integers and scales."""
+    """Whether the LM head holds the same integers and scales."""
     if head.op_type != "MatMulNBits" or head.attributes["bits"].as_int() != 8:
         return False
     if head.attributes["block_size"].as_int() != BLOCK_SIZE or (len(head.inputs) > 3 and head.inputs[3] is not None):

@@ -1,4 +1,4 @@
-"""From a torch model to OpenVINO IR of any precision; the same input gives the same bytes."""
+"""Converts a torch model to OpenVINO IR of any precision; the same input gives the same bytes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from outrider.export.quiet import quiet_upstream
 from outrider.models.manifest import Device, Precision, Quantization
 
 IR_NAME: Final = "openvino_model"
-# Names that OpenVINO made up, numbered by a counter of the process; those of modules are left as they are.
+# Names that OpenVINO generates with a counter of the process; names of modules stay.
 _MADE_UP: Final = re.compile(r"[A-Za-z]+_\d+")
 _INT4_GROUP: Final = 64
-"""Weights a scale. Divides what models are made of, also small ones; nncf takes a smaller one where it does not."""
+"""Weights per scale. Divides the sizes of most models; where it does not, nncf takes a smaller group."""
 
 
 def convert_to_ir(model: Any, directory: Path, name: str) -> None:
@@ -59,7 +59,7 @@ def finish_ir(
 
 
 def save_ir(model: Any, destination: Path, *, halves: bool = False) -> None:
-    """Writes a model with names that do not depend on what the process did before. halves: weights in FP16."""
+    """Writes a model with names that do not depend on earlier exports of the process. halves: weights in FP16."""
     import openvino
 
     model.set_friendly_name(IR_NAME)
@@ -72,11 +72,10 @@ def save_ir(model: Any, destination: Path, *, halves: bool = False) -> None:
 
 
 def _halve_matrices(model: Any) -> None:
-    """Puts constants into FP16 as OpenVINO does, and those back that are no matrices.
+    """Casts constants to FP16 as OpenVINO does, then restores those that are not matrices.
 
-    They weigh nothing, and one of them is the rotary frequencies: multiplied by the position, their rounding would turn
-    the angles further the longer the text, by tenths of a radian after some thousand tokens, where no check of a short
-    text looks.
+    They take little room, and one of them holds the rotary frequencies: their rounding, multiplied by the position,
+    would turn the angles by tenths of a radian after some thousand tokens, where no check of a short text looks.
     """
     import openvino
     from openvino._offline_transformations import compress_model_transformation

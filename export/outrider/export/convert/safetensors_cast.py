@@ -1,4 +1,4 @@
-"""A Hugging Face directory's weights for the torch runtime: copied, or cast one shard at a time."""
+"""Copies or casts a Hugging Face directory's weights for the torch runtime, one shard at a time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ _TORCH_NAMES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 def cast_weights(weight_files: Sequence[Path], destination: Path, precision: str) -> None:
-    """Writes each file to `destination`, floating-point tensors in `precision`, and the index if there are
-    several.
+    """Writes each file to `destination`, floating-point tensors in `precision`, and the index if there are several.
 
-    Holds one shard in memory; a file that is in this precision already is copied as it is.
+    Holds one shard in memory; a file that has this precision is copied.
     """
     weight_map: dict[str, str] = {}
     num_bytes = 0
@@ -51,6 +50,6 @@ def _cast_file(path: Path, target: Path, torch_name: str) -> None:
 
 
 def config_for(config: dict[str, object], precision: str) -> dict[str, object]:
-    """config.json with the precision that the weights now have."""
+    """config.json with the precision of the cast weights."""
     kept = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
     return kept | {"dtype": _TORCH_NAMES[precision]}

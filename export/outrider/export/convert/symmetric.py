@@ -1,8 +1,8 @@
-"""Symmetric INT8 weights, one scale an output channel: what an NPU takes best.
+"""Quantizes weights to symmetric INT8 with one scale per output channel, which suits NPUs best.
 
 A channel's scale is s = max|w| / 127, its integers are q = round(w / s), so |w - s q| <= s / 2 for every weight and
-q is never -128. nncf's INT8_SYM is another thing: it divides by 128, gives the scale the sign of the largest weight and
-keeps it in FP16, whose rounding alone moves the largest weights by a sixteenth of a step. Knows the graph and numpy,
+q is never -128. nncf's INT8_SYM differs: it divides by 128, gives the scale the sign of the largest weight and keeps it
+in FP16, whose rounding alone moves the largest weights by a sixteenth of an integer. Knows the graph and numpy,
 not what the weights are for.
 """
 
@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from outrider.models.errors import ExportError
 
-# Weights quantized at a time: what bounds the memory beside the model and its INT8 copy.
+# Weights quantized at a time: bounds the memory beside the model and its INT8 copy.
 _BLOCK_BYTES: Final = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class SymmetricWeights:
-    """One matrix. integers: int8, -127 .. 127. scale: float32, one a channel, of the shape that broadcasts over them.
+    """One matrix. integers: int8, -127 .. 127. scale: float32, one per channel, in a shape that broadcasts over them.
 
     `[rows, 1]` where a row is an output channel (every Linear and embedding), `[1, columns]` where a column is.
     """
@@ -40,18 +40,18 @@ class SymmetricWeights:
 
 
 def quantize_symmetric(weights: NDArray[np.floating[Any]], axis: int) -> SymmetricWeights:
-    """Quantizes a matrix with one scale a channel, whose weights lie along `axis` (1: a row is a channel).
+    """Quantizes a matrix with one scale per channel; a channel's weights lie along `axis` (1: a row is a channel).
 
-    scale = max|w| / 127. A channel without a weight that FP32 can divide by (all zero, or below 1.5e-36) becomes
-    zeros, with scale 1: no runtime need divide by zero. Raises ExportError for weights that are not finite.
+    scale = max|w| / 127. A channel of zeros, or of weights below 1.5e-36, becomes zeros with scale 1, so that nothing
+    divides by zero. Raises ExportError for weights that are not finite.
     """
     largest = _largest(weights, axis)
     if not np.isfinite(largest).all():
-        raise ExportError("the model has weights that are not finite; check its files")
+        raise ExportError("the model has weights that are not finite; download it again")
     scale = (largest / 127.0).astype(np.float32)
     is_nothing = scale < np.finfo(np.float32).tiny
     scale[is_nothing] = 1.0
-    divisor = scale.astype(np.float64)  # the quotient of float32 would be off by 1e-5 of a step
+    divisor = scale.astype(np.float64)  # the quotient of float32 would be off by 1e-5
     divisor[is_nothing] = np.inf
     integers = np.empty(weights.shape, np.int8)
     for rows in _row_blocks(weights):
@@ -72,9 +72,7 @@ def compress_int8_symmetric(model: Any) -> None:
 
     found = list(_matrices(model))
     if not found:
-        raise ExportError(
-            "the model has no weight matrices that could be quantized; expected a decoder in FP32 or FP16"
-        )
+        raise ExportError("the model has no weight matrices to quantize; expected a decoder in FP32 or FP16")
     for constant, readers, axis in found:
         name = constant.get_friendly_name()
         weights = quantize_symmetric(constant.get_data(dtype=np.float32), axis)
@@ -85,8 +83,8 @@ def compress_int8_symmetric(model: Any) -> None:
         widened = ops.convert(integers, ov.Type.f32, name=f"{name}/convert")
         product = ops.multiply(widened, scale, name=f"{name}/dequantized")
         for reader in readers:
-            wanted = reader.get_element_type()
-            value = product if wanted == ov.Type.f32 else ops.convert(product, wanted, name=f"{name}/cast")
+            dtype = reader.get_element_type()
+            value = product if dtype == ov.Type.f32 else ops.convert(product, dtype, name=f"{name}/cast")
             reader.replace_source_output(value.output(0))
     model.validate_nodes_and_infer_types()
     # The NPU plugin asks nncf's mark, not the graph, whether scales are per channel.
@@ -98,7 +96,7 @@ def read_dequantized(xml: Path) -> dict[str, SymmetricWeights]:
     """Every matrix that `compress_int8_symmetric` wrote into the IR at `xml`, by its name in the graph.
 
     Names are the source's with "self." in front ("self.model.layers.0.mlp.up_proj.weight"); a tied embedding appears
-    once. Raises ExportError for INT8 weights of another make.
+    once. Raises ExportError for INT8 weights in another format.
     """
     import openvino as ov
 

@@ -1,6 +1,6 @@
-"""What has to be different in transformers and optimum-intel for an export to be right, for as long as a scope lasts.
+"""Repairs transformers and optimum-intel while a model is exported.
 
-Each repair says what is wrong without it. None is trusted: the numerical check decides about what they helped to make.
+Each repair says what is wrong without it. None is trusted: the numerical check decides about the result.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Final
 
-# An export that would fail the check at FP32 by its attention alone is not worth converting with it.
+# A larger difference would fail the check at FP32 by attention alone.
 _SAME: Final = 1e-4
 _PROBE_TOKENS: Final = 24
 
 
 @contextlib.contextmanager
 def repaired_upstream(model: Any) -> Iterator[None]:
-    """All repairs that conversion of `model`, a transformers model, to OpenVINO needs."""
+    """Applies all repairs that converting `model`, a transformers model, to OpenVINO needs."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_any_version())
         if model.config.model_type == "gpt_neo":
@@ -27,8 +27,8 @@ def repaired_upstream(model: Any) -> Iterator[None]:
 def choose_attention(model: Any) -> None:
     """Switches `model` from plain to fused attention where the two compute the same.
 
-    OpenVINO recognizes fused attention only, and turns it into paged attention. But "sdpa" leaves out, without a word,
-    what it cannot do (Gemma 2's soft-capping); such a model stays as it is, right and not to be paged.
+    OpenVINO recognises fused attention only, and turns it into paged attention. But "sdpa" silently leaves out what it
+    cannot do (Gemma 2's soft-capping); such a model keeps plain attention: correct, but it cannot be paged.
     """
     import torch
 
@@ -38,7 +38,7 @@ def choose_attention(model: Any) -> None:
         try:
             model.set_attn_implementation("sdpa")
         except ValueError:
-            return  # the family has attention of its own, which the converter knows
+            return  # the family has its own attention, which the converter knows
         delta = (model(input_ids=tokens, use_cache=False).logits - expected).abs().max()
         if delta > _SAME * expected.abs().max():
             model.set_attn_implementation("eager")
@@ -46,7 +46,7 @@ def choose_attention(model: Any) -> None:
 
 @contextlib.contextmanager
 def _any_version() -> Iterator[None]:
-    """optimum-intel 2.1.0 refuses Gemma 2 and 3 with transformers > 5.0, and converts them rightly with 5.5."""
+    """optimum-intel 2.1.0 refuses Gemma 2 and 3 with transformers > 5.0, but converts them correctly with 5.5."""
     from optimum.exporters.openvino import convert
 
     real = convert.is_transformers_version
@@ -62,8 +62,8 @@ def _any_version() -> Iterator[None]:
 def sliding_gpt_neo(model: Any) -> Iterator[None]:
     """GPT-Neo's local layers with the sliding-window mask that other families have.
 
-    Its own is a buffer of the module, cut to size, which OpenVINO does not recognize when it turns attention into paged
-    attention: local layers then attend everything, silently, beyond the window.
+    Its own mask is a buffer of the module, cut to size. OpenVINO does not recognise it when it turns attention into
+    paged attention: local layers then silently attend everything beyond the window.
     """
     import torch
     from optimum.exporters.openvino import model_patcher

@@ -1,7 +1,7 @@
-"""Fine-tunes a draft on its target's own continuations of the user's prompts: what `outrider-export distill` does.
+"""Fine-tunes a draft on its target's own continuations of the user's prompts, for `outrider-export distill`.
 
-The order is chosen for memory: the target writes all that is needed of it and is let go before the draft is loaded.
-Neither source directory is altered, and the output is put in place last and whole, if it is worth it.
+The order saves memory: the target writes all its text and is freed before the draft is loaded. Neither source directory
+is altered, and the output appears last and whole, if its acceptance did not fall.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from outrider.models.tokenizer import require_same_tokenizer
 
 ROWS_PER_STEP = 16
 _STATE_COPIES = 10
-"""fp32 values a weight of the training's state on the disk, at most: weights, two moments and average, those once more
-while they are replaced, and the best weights, old and new.
+"""Most fp32 values per weight of the training's state on the disk: weights, two moments and average, twice while they
+are replaced, and the best weights, old and new.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class DistillResult:
-    """How it ended. path: the new draft, where one was written. record: what `distillation.json` has, once measured.
+    """How it ended. path: the new draft, if one was written. record: the content of `distillation.json`, once measured.
 
-    signal: that stopped it. message: what a user should be told.
+    signal: the signal that stopped it. message: for the user.
     """
 
     status: Literal["written", "not written", "stopped"]
@@ -75,10 +75,10 @@ def distill_draft(
 ) -> DistillResult:
     """Distils `draft` on `target` and writes the result to `out`, unless held-out acceptance fell.
 
-    Ctrl-C and SIGTERM save the state and end it; the same call goes on from there. Raises TokenizerMismatch if the two
-    do not share one tokenizer, ExportError if a source, the prompts or the output is unusable or the disk is full,
-    ConfigError for rows longer than a model's positions, RuntimeUnavailable without the device asked for, ModelFault
-    if logits are not finite. Then `out` is what it was.
+    Ctrl-C and SIGTERM save the state and end it; the same call continues from there. Raises TokenizerMismatch if the
+    two do not share one tokenizer, ExportError if a source, the prompts or the output is unusable or the disk is full,
+    ConfigError for rows longer than a model's positions, RuntimeUnavailable if the chosen device is missing, ModelFault
+    if logits are not finite. Then `out` is unchanged.
     """
     options = options or DistillOptions()
     out = out.absolute()
@@ -158,7 +158,7 @@ class _Job:
             write_model(student, self.draft, partial)
             del student
             gc.collect()
-            self._news("measure", "measuring the result, from the files written")
+            self._news("measure", "measuring the result from the written files")
             after = measure_heldout(load_for_torch(read_source(partial), "float32", self.device), *measured)
             record = make_record(
                 draft=self.origins[0],
@@ -203,11 +203,11 @@ class _Job:
         )
 
     def _conclude(self, partial: Path, record: dict[str, Any], change: HeldoutChange) -> DistillResult:
-        """Puts the draft in place, or says why not."""
+        """Renames the draft into place, or says why not."""
         if change.verdict == "worse" and not self.options.force:
             message = (
                 f"{change.sentence()}. Nothing was written to {self.out}. Try a lower --rate, more --tokens or "
-                f"more prompts; --force writes it all the same, from the state in {self.work}"
+                f"more prompts (--force writes it as it is, from the state in {self.work})"
             )
             return DistillResult("not written", message, record=record)
         save_json(record, partial / RECORD_NAME)
@@ -222,17 +222,17 @@ class _Job:
         return DistillResult("written", f"{change.sentence()}. Written to {self.out}{kept}", self.out, record)
 
     def _describe_states(self) -> None:
-        """Says what is taken up, what begins anew and why, and what lies about."""
+        """Reports which states are continued, which begin again and why, and which are kept."""
         if not self.options.resume:
-            self._news("state", f"beginning anew, as told; states for these inputs in {self.work} are discarded")
+            self._news("state", f"beginning again (--no-resume); states for these inputs in {self.work} are discarded")
             return
         for state, word in ((self.text_state, "the target's text"), (self.training_state, "the training")):
             if state.is_resumed:
-                self._news("state", f"going on with {word} from {state.path}")
+                self._news("state", f"continuing {word} from {state.path}")
                 continue
             for path, difference in state.others:
                 size = folder_bytes(path) / 1e6
-                self._news("state", f"{word} begins anew: {path} ({size:,.0f} MB, kept) was made with {difference}")
+                self._news("state", f"{word} begins again: {path} ({size:,.0f} MB, kept) was made with {difference}")
 
     def _require_room(self) -> None:
         options = self.options
@@ -244,11 +244,11 @@ class _Job:
         if free < needed:
             raise DiskFull(
                 f"distilling needs about {needed / 1e6:,.0f} MB at {self.work}, and {free / 1e6:,.0f} MB are free; "
-                "free some space, choose another --work, or ask for fewer --tokens"
+                "free some space, or use another --work or fewer --tokens"
             )
 
     def _stopped(self, stop: Interruption, where: str) -> DistillResult:
-        message = f"stopped {where}; the same command goes on from there (state in {self.work})"
+        message = f"stopped {where}; the same command continues from there (state in {self.work})"
         return DistillResult("stopped", message, signal=stop.signal)
 
     def _news(self, stage: str, text: str) -> None:
@@ -274,9 +274,7 @@ def _check_rows(options: DistillOptions, sources: tuple[SourceModel, ...]) -> No
 
 def _device(options: DistillOptions) -> str:
     if options.device == "cuda" and not torch.cuda.is_available():
-        raise RuntimeUnavailable(
-            "this machine has no CUDA device that its torch can use; install a torch with CUDA, or say --device cpu"
-        )
+        raise RuntimeUnavailable("this machine has no CUDA device that its torch can use; use --device cpu")
     return "cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
@@ -293,15 +291,15 @@ def _threads(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _telling_of_full_disks(work: Path, place: Path) -> Iterator[None]:
-    """As `disk` does, with what is true here: the state is kept."""
+    """As in `disk`, but the message says that the state is kept."""
     try:
         with telling_of_full_disks(work, place):
             yield
     except DiskFull as error:
-        if error.__cause__ is None:  # said before the work, in its own words
+        if error.__cause__ is None:  # raised before the work, with its own message
             raise
         rooms = ", ".join(f"{free_bytes(one) / 1e6:,.0f} MB free for {one}" for one in (work, place))
         raise DiskFull(
-            f"the disk is full ({rooms}); what was finished is kept in {work} and the output was not touched: free "
-            "some space and run the same command again, or choose another --work or --out"
+            f"the disk is full ({rooms}); finished work is kept in {work} and the output is unchanged: free some "
+            "space and run the same command again"
         ) from error

@@ -1,4 +1,4 @@
-"""How a draft does on what was held out, and whether another one does better on the same."""
+"""Measures a draft on held-out prompts, and compares two drafts on the same prompts."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Verdict = Literal["better", "no clear difference", "worse"]
 
 @dataclass(frozen=True, slots=True)
 class Heldout:
-    """Acceptance at each of MEASURED_AT, with the scores it was made of, and divergence on held-out rows."""
+    """Acceptance at each of MEASURED_AT, with the scores behind it, and divergence on held-out rows."""
 
     acceptance: tuple[Acceptance, ...]
     scores: tuple[tuple[Score, ...], ...]
     agreement: Agreement
 
     def describe(self) -> dict[str, Any]:
-        """As the record has it: JSON-able, without the single scores."""
+        """For the record: JSON-able, without the single scores."""
         rows = [{name: value for name, value in asdict(row).items() if value is not None} for row in self.acceptance]
         return {"acceptance": rows, **{name: list(values) for name, values in asdict(self.agreement).items()}}
 
@@ -61,16 +61,16 @@ class HeldoutChange:
 
     @property
     def verdict(self) -> Verdict:
-        """Better beyond two standard errors; worse already where the mean fell at all."""
+        """Better beyond two standard errors; worse if the mean fell at all."""
         if self.mean.rise < 0.0:
             return "worse"
         return "better" if self.mean.rise > 2.0 * self.mean.error else "no clear difference"
 
     def sentence(self) -> str:
-        """The verdict in words."""
+        """The verdict as a sentence."""
         number = f"{self.mean.rise:+.3f} ± {self.mean.error:.3f} on average over temperatures"
         return {
             "better": f"held-out acceptance rose: {number}",
-            "no clear difference": f"held-out acceptance did not rise beyond what chance explains: {number}",
+            "no clear difference": f"held-out acceptance did not rise by more than chance explains: {number}",
             "worse": f"held-out acceptance FELL: {number}",
         }[self.verdict]

@@ -1,4 +1,4 @@
-"""What a distillation is to do: every choice of the user's, checked before any work. Loads no model library."""
+"""Holds the user's options of a distillation, checked before any work. Loads no model library."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _NOT_OF_THE_RESULT: Final = ("overwrite", "force", "resume", "work", "num_thread
 
 @dataclass(frozen=True, slots=True)
 class DistillOptions:
-    """heldout: the share of the prompts that is held out, or a file of its own.
+    """heldout: the share of the prompts that is held out, or a file of such prompts.
 
-    minutes, steps: of training, one of the two; neither is half an hour. tokens: of the target's text to train on.
-    row_length: tokens of a row, prompt included; prompts keep at most half of it. rate: peak learning rate, in AdamW's
+    minutes, steps: of training, one of the two; without both, half an hour. tokens: of the target's text to train on.
+    row_length: tokens per row, prompt included; prompts take at most half of it. rate: peak learning rate, in AdamW's
     terms. temperatures: at which the draft is trained; text is sampled between the lowest and the highest. kl, match,
-    cross_entropy: what the parts of the loss count (match 0: divergence throughout). is_chat: each prompt is a user's
-    message and gets the target's chat template. work: where the state is kept instead of beside the output; the pool
-    stays there afterwards. resume: go on from a state of the same inputs. force: write a draft that got worse.
-    Raises ConfigError for what cannot be.
+    cross_entropy: weights of the parts of the loss (match 0: divergence throughout). is_chat: each prompt is a user
+    message and gets the target's chat template. work: directory of the state, instead of beside the output; the pool
+    stays there afterwards. resume: continue a state of the same inputs. force: write a draft whose acceptance fell.
+    Raises ConfigError for invalid values.
     """
 
     heldout: float | Path = 0.1
@@ -51,7 +51,7 @@ class DistillOptions:
 
     def __post_init__(self) -> None:
         if self.minutes is not None and self.steps is not None:
-            raise ConfigError(f"both {self.minutes:g} minutes and {self.steps} steps were given; give one budget")
+            raise ConfigError(f"both {self.minutes:g} minutes and {self.steps} steps were given; expected one of them")
         for name in ("minutes", "steps", "tokens", "rate"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
@@ -64,14 +64,14 @@ class DistillOptions:
             raise ConfigError(f"the share held out is {self.heldout:g}; expected up to 0.5, or a file")
         if not self.temperatures or not all(0.05 <= t <= 5.0 for t in self.temperatures):
             raise ConfigError(
-                f"the temperatures are {self.temperatures}; expected some between 0.05 and 5 (greedy text is measured "
-                "in any case, and low temperatures teach it)"
+                f"the temperatures are {self.temperatures}; expected numbers between 0.05 and 5 (greedy text is always "
+                "measured, and low temperatures train for it)"
             )
         weights = (self.kl, self.match, self.cross_entropy)
         if not all(weight >= 0.0 and math.isfinite(weight) for weight in weights) or not self.kl + self.cross_entropy:
             raise ConfigError(
                 f"the weights of KL, match and cross-entropy are {weights}; expected none below 0, and KL or "
-                "cross-entropy above it"
+                "cross-entropy above 0"
             )
 
     @property
@@ -80,6 +80,6 @@ class DistillOptions:
         return DEFAULT_MINUTES if self.minutes is None and self.steps is None else self.minutes
 
     def of_the_result(self) -> dict[str, Any]:
-        """The options that decide the result, JSON-able; the prompts held out are told by their own hash."""
+        """The options that decide the result, JSON-able; held-out prompts are identified by their own hash."""
         kept = {name: value for name, value in asdict(self).items() if name not in _NOT_OF_THE_RESULT}
         return kept | {"minutes": self.training_minutes, "temperatures": list(self.temperatures)}

@@ -1,7 +1,7 @@
-"""The distilled draft as a Hugging Face directory: put in place whole, or not at all.
+"""Writes the distilled draft as a Hugging Face directory, whole or not at all.
 
-Configuration and tokenizer are the draft's own files, byte for byte; only the weights are new, in the dtype in which
-the draft's were stored.
+Configuration and tokenizer are the draft's own files, byte for byte; only the weights are new, in the dtype of the
+draft's stored weights.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _TORCH_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def check_output(out: Path, sources: tuple[SourceModel, ...], *, overwrite: bool) -> None:
-    """Raises ExportError if `out` may not be written: it is a source, it exists, or it is something else's."""
+    """Raises ExportError if `out` may not be written: it is a source, it exists, or it is not a distilled draft."""
     for source in sources:
         if out.resolve() == source.path or out.resolve() in source.path.parents:
-            raise ExportError(f"{out} is, or holds, {source.name}, which is never altered; choose another --out")
+            raise ExportError(f"{out} is, or contains, the source {source.name}; choose another --out")
     if not out.exists():
         return
     if not overwrite:
-        raise ExportError(f"{out} exists already; choose another place, or say --overwrite")
+        raise ExportError(f"{out} exists already; add --overwrite to replace it")
     is_empty = out.is_dir() and not any(out.iterdir())
     if not is_empty and not (out / RECORD_NAME).is_file():
-        raise ExportError(f"{out} exists and is no distilled draft, so it is not replaced; choose another place")
+        raise ExportError(f"{out} exists and is not a distilled draft, so it is not replaced; choose another --out")
 
 
 def write_model(model: Any, source: SourceModel, directory: Path) -> None:
@@ -67,21 +67,21 @@ def stored_dtype(source: SourceModel) -> str:
 
 
 def recover_output(out: Path) -> None:
-    """Undoes what a killed process left beside `out`. Only the process that holds the lock of `out` may ask."""
+    """Clears what a killed process left beside `out`. Only the process that holds the lock of `out` may call it."""
     aside = _aside(out)
     if aside.exists() and not out.exists():
-        aside.rename(out)  # it died between the two renames of `put_in_place`
+        aside.rename(out)  # the process died between the two renames of `put_in_place`
     for leftover in (partial_directory(out), aside):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def partial_directory(out: Path) -> Path:
-    """Where the output is built: beside its place."""
+    """The directory in which the output is built, beside its destination."""
     return out.with_name(f".{out.name}.distilled")
 
 
 def put_in_place(partial: Path, out: Path) -> None:
-    """Flushes what was built to the disk and renames it; what was there steps aside first, and back if that fails."""
+    """Flushes the new directory to the disk and renames it; an old one is set aside first, and restored on failure."""
     flush_tree(partial)
     aside = _aside(out)
     if out.exists():

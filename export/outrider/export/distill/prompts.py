@@ -1,6 +1,6 @@
-"""Prompts to train on, to choose by and to measure with: split so that none is seen twice.
+"""Splits prompts into those to train on, to choose the checkpoint by and to measure with, without overlap.
 
-Prompts are told to nobody: what is recorded of them are counts and a hash.
+Prompts stay private: only counts and a hash are recorded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Split:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all of it."""
+        """A hash of all three parts."""
         parts = [self.train, self.validation, self.test]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -45,9 +45,9 @@ class Split:
 def split_prompts(prompts: Sequence[Ids], heldout: float | Sequence[Ids], *, seed: int, max_tokens: int) -> Split:
     """Cuts, removes duplicates and splits; deterministic by `seed`, whatever the order of the prompts.
 
-    heldout: the share to measure with (at least LEAST, at most MAX_TEST prompts), or prompts of their own for it. Half
-    as many of the others are for validation. Of prompts longer than `max_tokens` the end is kept, where a chat's last
-    turn stands. Raises ExportError if some part would have fewer than LEAST prompts.
+    heldout: the share to measure with (at least LEAST, at most MAX_TEST prompts), or separate prompts for it. Half as
+    many of the others are for validation. Of prompts longer than `max_tokens` the end is kept, which has a chat's last
+    turn. Raises ExportError if a part would have fewer than LEAST prompts.
     """
     own, num_cut = _unique(prompts, max_tokens)
     order = sorted(own, key=_rank(seed))
@@ -58,7 +58,7 @@ def split_prompts(prompts: Sequence[Ids], heldout: float | Sequence[Ids], *, see
     else:
         unique, more = _unique(heldout, max_tokens)
         test = sorted(unique, key=_rank(seed))[:MAX_TEST]
-        # Of what is held out nothing is trained on, measured or not.
+        # Held-out prompts are never trained on, measured or not.
         rest = [prompt for prompt in order if prompt not in unique]
         share, num_cut, num_given = 0.1, num_cut + more, len(prompts) + len(heldout)
     size = min(MAX_VALIDATION, max(LEAST, round(share / 2 * len(rest))))
@@ -66,7 +66,7 @@ def split_prompts(prompts: Sequence[Ids], heldout: float | Sequence[Ids], *, see
     if len(test) < LEAST or len(train) < LEAST:
         raise ExportError(
             f"of {num_given} prompts, {len(train)} are left to train on, {len(validation)} to choose the checkpoint by "
-            f"and {len(test)} to measure with, without duplicates; expected at least {LEAST} each: give more prompts"
+            f"and {len(test)} to measure with, without duplicates; expected at least {LEAST} of each: give more prompts"
         )
     used = len(train) + len(validation) + len(test)
     return Split(tuple(train), tuple(validation), tuple(test), num_cut, num_given - used)

@@ -1,6 +1,6 @@
-"""`distillation.json`: what a distilled draft was made from, how, and what came of it.
+"""Composes `distillation.json`: a distilled draft's sources, options and results.
 
-Prompts stand in it as counts and a hash, never as text.
+It has prompts as counts and a hash, never as text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make_record(
     after: Heldout,
     weights: Path,
 ) -> dict[str, Any]:
-    """Everything that is known afterwards, as plain values; `weights` is the directory of the new weights."""
+    """The record as plain values; `weights` is the directory of the new weights."""
     overall = HeldoutChange.of(before, after)
     changes = {
         f"{temperature:g}": asdict(change) for temperature, change in zip(MEASURED_AT, overall.changes, strict=True)

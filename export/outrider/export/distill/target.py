@@ -1,7 +1,7 @@
-"""All that a distillation needs of the target, made in one go, so that the target can be let go before the training.
+"""Writes all text that a distillation needs of the target, so that the target is freed before the training.
 
-The pool to train on, rows to choose the checkpoint by, rows and texts to measure with. Everything is kept in a folder
-part by part, and a part that is there is not made again.
+That is the pool to train on, rows to choose the checkpoint by, rows and texts to measure with. Everything is stored in
+a folder part by part, and a stored part is not written again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TEXTS: Final = "texts.json"
 class TargetText:
     """pool: to train on. validation: to choose the checkpoint by. test: to measure divergence with.
 
-    passages: the target's text after each prompt held out, by temperature in the order of MEASURED_AT.
+    passages: the target's text after each held-out prompt, by temperature in the order of MEASURED_AT.
     """
 
     pool: Pool
@@ -45,12 +45,12 @@ class TargetText:
 
 
 def new_tokens(options: DistillOptions) -> int:
-    """How many tokens of the target's are measured after each prompt held out."""
+    """How many of the target's tokens are measured after each held-out prompt."""
     return min(MAX_MEASURED_TOKENS, options.row_length // 2)
 
 
 def load_for_torch(source: SourceModel, dtype: str, device: str) -> PreTrainedModel:
-    """The model on `device`, with fused attention where that is known to leave nothing out, and in evaluation mode."""
+    """The model on `device` in evaluation mode, with fused attention where that is known to be exact."""
     attention = "sdpa" if source.config.get("model_type") in PLAIN_FAMILIES else "eager"
     model: PreTrainedModel = load_source_model(source.path, dtype, attention)
     return model.to(device)
@@ -65,7 +65,7 @@ def write_target_text(
     report: Report,
     stop: Stop,
 ) -> TargetText | None:
-    """What the target says, from `folder` or made now; None if it was told to stop before all was there."""
+    """The target's text, from `folder` or written now; None if it was stopped before the end."""
     places = {name: folder / name for name in ("pool", "validation", "test")}
     passages = _read_texts(folder)
     if len(passages) < len(MEASURED_AT) or not all(is_complete(place) for place in places.values()):
@@ -95,7 +95,7 @@ def _sample_all(
     report: Report,
     stop: Stop,
 ) -> bool:
-    """The three pools. The two that judge take each of their prompts once, or as many as fit one batch."""
+    """Samples the three pools. Validation and test use each prompt once, or as many as fit one batch."""
     common: dict[str, Any] = {
         "row_length": options.row_length,
         "sample_between": (min(options.temperatures), max(options.temperatures)),
@@ -103,7 +103,7 @@ def _sample_all(
         "num_ids": source.tokenizer.size,
         "stop_ids": source.tokenizer.eos_token_ids,
     }
-    # Half of a row is the target's at least: no more rows at once than give the tokens asked for.
+    # At least half of a row is the target's: no more rows at once than the chosen tokens need.
     at_once = max(1, min(rows, 2 * options.tokens // options.row_length))
     plans = {
         "pool": (split.train, PoolPlan(options.seed, tokens=options.tokens, rows=at_once, **common)),

@@ -1,8 +1,8 @@
-"""Where a distillation keeps what it has done so far, so that a killed one goes on and a changed one starts anew.
+"""Keeps the state of a distillation, so that a killed one continues and a changed one begins again.
 
-Every result lies in a folder named by a hash of all that decides it: the pool by the target, the prompts and how text
-is sampled; the training by the pool, the draft and how it is trained. So a state is never taken up for other inputs;
-what was made for others is kept and named, with what differs.
+Every result is in a folder named by a hash of all that decides it: the pool by the target, the prompts and the
+sampling; the training by the pool, the draft and the training options. So a state is never continued with other inputs;
+states of other inputs are kept and reported, with what differs.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ def locked(work: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise ExportError(f"another distillation is at work in {work}; wait for it, or give this one --work") from None
+        raise ExportError(f"another distillation is at work in {work}; wait for it, or use another --work") from None
     try:
         yield
     finally:
         lock.release()
         if all(child == path for child in work.iterdir()):
             path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # somebody else has begun there
+            with contextlib.suppress(OSError):  # another process has begun there
                 work.rmdir()
 
 
 class StateFolder:
     """The folder of one result, `kind` ("pool" or "training") for these inputs.
 
-    others: for each state of the same kind that was made for other inputs, its folder and what differs, in words.
+    others: for each state of the same kind for other inputs, its folder and what differs, in words.
     """
 
     def __init__(self, work: Path, kind: str, inputs: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ class StateFolder:
         ]
 
     def open(self, *, resume: bool) -> Path:
-        """Makes the folder, empty unless it may be resumed, and returns it."""
+        """Creates the folder, emptied unless it may be resumed, and returns it."""
         if not resume:
             shutil.rmtree(self.path, ignore_errors=True)
             self.is_resumed = False
@@ -81,13 +81,13 @@ class StateFolder:
         try:
             theirs = json.loads((other / INPUTS).read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            return "what it was made for is not recorded"
+            return "unknown inputs"
         names = sorted(name for name in self._inputs | theirs if self._inputs.get(name) != theirs.get(name))
         return ", ".join(f"{name} {_short(theirs.get(name))}, now {_short(self._inputs.get(name))}" for name in names)
 
 
 def folder_bytes(folder: Path) -> int:
-    """What all files below a folder take."""
+    """Bytes of all files below a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

@@ -1,6 +1,6 @@
-"""From a source to a model's files, one way a runtime. Expensive stages go through the work store.
+"""Converts a source to a model's files, one way per runtime. Expensive stages go through the stage store.
 
-No stage holds the source beside more than its own result: it is loaded when a stage needs it and let go before the
+No stage holds more than the source and its own result: the source is loaded when a stage needs it and freed before the
 result is quantized.
 """
 
@@ -43,7 +43,7 @@ PACKAGES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One model to build. origin: what identifies its weights. directory: where its files go. scratch: for stages."""
+    """One model to build. origin: identifies its weights. directory: of its files. scratch: for temporary files."""
 
     source: SourceModel
     origin: Source
@@ -56,7 +56,7 @@ class Job:
 
     def __post_init__(self) -> None:
         loaded = LoadedSource(self.source, lambda: self.tell("load"))
-        object.__setattr__(self, "loaded", loaded)  # frozen, and made of the other fields
+        object.__setattr__(self, "loaded", loaded)  # frozen, and computed from the other fields
 
     def tell(self, stage: str) -> None:
         """Says that a stage begins."""
@@ -64,14 +64,14 @@ class Job:
 
     def require_room(self, staging: Path, *more_bytes: float) -> None:
         """Raises DiskFull if there is no room for the bundle, or at `staging` for the converted model and more."""
-        # Unquantized ONNX is the converted model itself, linked where the disk is the same.
+        # Unquantized ONNX is the converted model itself, hard-linked on the same disk.
         is_linked = self.options.resolved_runtime == "onnxruntime" and self.options.resolved_precision not in QUANTIZED
         bundle = 0.0 if is_linked else finished_bytes(self.source, self.options)
         staged = converted_bytes(self.source, self.options) + sum(more_bytes)
         require_room((staging.parent, staged), (self.directory.parent, bundle))
 
     def key(self, stage: str, **more: Any) -> dict[str, Any]:
-        """What decides the result of a stage: the source, the versions of what makes it, and `more`."""
+        """Everything that decides the result of a stage: the source, the packages' versions, and `more`."""
         return {
             "stage": stage,
             "source": self.origin.weights_sha256,
@@ -82,12 +82,10 @@ class Job:
 
 
 def build(job: Job) -> tuple[Truth, Quantization | None]:
-    """Puts the model's files into `job.directory`; returns what the source says, for the checks, and how weights were
-    quantized.
-    """
+    """Writes the model's files to `job.directory`; returns the source's logits, for the check, and the quantization."""
 
     def tell_truth(directory: Path) -> None:
-        # For what follows too: not after minutes of loading.
+        # Also for what follows, so that it does not fail after minutes of loading.
         job.require_room(directory, truth_bytes(job.source))
         job.loaded.tell_truth().save(directory)
 
@@ -108,9 +106,9 @@ def build(job: Job) -> tuple[Truth, Quantization | None]:
 
 
 def build_twin(job: Job) -> Path | None:
-    """The same graph unquantized, in a folder of its own: it shows errors that hide in the noise of quantization.
+    """Writes the same graph unquantized to its own folder, as the noise of quantization can hide an error.
 
-    None where nothing is quantized.
+    Returns None where nothing is quantized.
     """
     if job.options.resolved_precision not in QUANTIZED:
         return None
@@ -142,7 +140,7 @@ def _build_openvino(job: Job) -> Quantization | None:
         from outrider.export.convert.calibration import quantize_fully
 
         job.tell("calibrate")
-        # The model writes the text itself, so that none of the held-out texts is spent on what they are to judge.
+        # The model writes the text itself: held-out texts must not be used for what they judge.
         bos = job.source.tokenizer.bos_token_id
         quantize_fully(ir, job.directory, [] if bos is None else [[bos]], job.source.name)
         return Quantization(tool=_tool("nncf"), scheme="w8a8", granularity="row, activations per tensor")
@@ -152,7 +150,7 @@ def _build_openvino(job: Job) -> Quantization | None:
 
 
 def _compile_ahead(job: Job) -> None:
-    """Puts an NPU's blob beside the IR, if it was asked for."""
+    """Writes an NPU's blob beside the IR, if the options ask for it."""
     shapes = job.options.resolved_shapes
     if not job.options.compiles_ahead or shapes is None:
         return
@@ -180,13 +178,14 @@ def _build_onnx(job: Job) -> Quantization | None:
 
 
 def _wide_precision(job: Job) -> Literal["fp32", "fp16"]:
-    """Of the graph before it is quantized: for CUDA FP16, as attention there has no FP32 kernel."""
+    """The precision before quantization: FP16 for CUDA, as attention there has no FP32 kernel."""
     return "fp16" if job.options.device == "gpu" else "fp32"
 
 
 def _onnx_graph(job: Job) -> Path:
-    """The unquantized graph: by onnxruntime-genai's builder, which loads the source by itself, where it is right; else
-    by torch's exporter.
+    """The unquantized graph: from onnxruntime-genai's builder where it is correct, otherwise from torch's exporter.
+
+    The builder loads the source by itself.
     """
     from outrider.export.convert.onnx_builder import build_with_genai, supports
 
@@ -214,7 +213,7 @@ def _onnx_graph(job: Job) -> Path:
 
 
 def place_files(source: Path, destination: Path) -> None:
-    """Puts the files of one directory into another, without a second copy of the bytes where the disk allows it."""
+    """Links the files of one directory into another, or copies them where the disk has no links."""
     for path in sorted(source.rglob("*")):
         target = destination / path.relative_to(source)
         if path.is_dir():
@@ -231,7 +230,7 @@ def _tool(package: str) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """The versions of what makes a bundle; of a package that is not installed, none."""
+    """The versions of the packages that make a bundle; packages that are not installed are left out."""
     versions: dict[str, str] = {}
     for name in PACKAGES:
         try:
@@ -242,7 +241,7 @@ def package_versions() -> dict[str, str]:
 
 
 def outrider_version() -> str:
-    """Outrider's own; "source" for a checkout that was never installed."""
+    """Outrider's version; "source" for a checkout that is not installed."""
     try:
         return importlib.metadata.version("outrider")
     except importlib.metadata.PackageNotFoundError:

@@ -1,6 +1,4 @@
-"""A draft and its target, exported together: refused if they do not belong together, judged by how often they
-agree.
-"""
+"""Exports a draft and its target together, and judges the draft by how often the target accepts its tokens."""
 
 from __future__ import annotations
 
@@ -25,12 +23,12 @@ from outrider.models.errors import ConfigError, ExportError
 from outrider.models.tokenizer import require_same_tokenizer
 
 REFERENCE: Final = "reference"
-"""The word that stands for the bundled pair where a model directory is expected."""
+"""Names the reference pair where a model directory is expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairPaths:
-    """Where the two bundles of a pair are."""
+    """The directories of a pair's two models."""
 
     draft: Path
     target: Path
@@ -60,12 +58,12 @@ def export_pair(
 ) -> tuple[Bundle, Bundle]:
     """Exports both to `out`/draft and `out`/target; acceptance and what follows from it go into the draft's manifest.
 
-    prompts: what the draft is judged on, texts or lists of chat messages; None: built-in ones. is_chat: whether texts
-    are a user's messages, for the target's chat template. step_ms, extra_ms: the target's step where it will run, and
-    what a drafted token adds to it; None: as measured here. page: the report card to write beside them.
+    prompts: texts or lists of chat messages that the draft is judged on; None: built-in ones. is_chat: texts are user
+    messages for the target's chat template. step_ms, extra_ms: the target's step where it will run, and what a drafted
+    token adds to it; None: as measured here. page: the report card to write beside them.
     Raises TokenizerMismatch before any work if the two do not share one tokenizer, ExportError if the draft is accepted
-    too rarely and this is not forced; otherwise what `export_model` and `PageWriter` raise. Nothing is put in place
-    unless both pass and everything could be written; what is left then are renames.
+    too rarely and this is not forced; otherwise what `export_model` and `PageWriter` raise. Nothing is renamed into
+    place before both have passed and everything is written.
     """
     draft_options, target_options = pair_options(draft_options, target_options)
     TargetTimes.require_sense(step_ms, extra_ms)
@@ -84,7 +82,7 @@ def export_pair(
         times = TargetTimes.resolve(staged_target.manifest.report.timing, step_ms, extra_ms)
         judge(staged_draft, texts, times, target_source, is_forced=is_forced)
         progress(StageEvent("pair", "write"))
-        staged_target.seal()  # both, before either is in place: a disk that is full now replaces neither
+        staged_target.seal()  # both before either is renamed: a full disk replaces neither
         staged_draft.seal()
         if page is not None:
             page.write([staged_draft.manifest], staged_target.manifest)
@@ -107,7 +105,7 @@ def pair_options(draft: ExportOptions | None, target: ExportOptions | None) -> t
 def require_places(
     root: Path, draft_options: ExportOptions, target_options: ExportOptions, page: PageWriter | None
 ) -> None:
-    """Raises what `require_ready` and `PageWriter.check` do: before the work, not after the larger half of it."""
+    """Raises what `require_ready` and `PageWriter.check` raise, before any work."""
     require_ready(root / "draft", draft_options)
     require_ready(root / "target", target_options)
     if page is not None:
@@ -125,14 +123,14 @@ def encode_judging(target: SourceModel, prompts: Sequence[Any] | None, *, is_cha
     """Token ids of the prompts that drafts are judged on: texts or lists of chat messages; None: built-in texts.
 
     is_chat: texts too go through the target's chat template. Raises TokenizerError if it has none, ConfigError for
-    built-in texts as messages, which they are not, ExportError for an empty prompt.
+    built-in texts with `is_chat`, ExportError for an empty prompt.
     """
     if is_chat and not prompts:
-        raise ConfigError("the built-in prompts are no messages of a chat; give your own with --prompts, or no --chat")
+        raise ConfigError("the built-in prompts are not chat messages; give your own with --prompts")
     ids = encode_prompts(prompts or prompts_for(target), target.tokenizer, is_chat=is_chat)
     if empty := [number for number, prompt in enumerate(ids, start=1) if not prompt]:
         raise ExportError(
-            f"{len(empty)} of {len(ids)} prompts are empty, the first at place {empty[0]}; leave them out"
+            f"{len(empty)} of {len(ids)} prompts are empty, the first is number {empty[0]}; leave them out"
         )
     return ids
 
@@ -140,7 +138,7 @@ def encode_judging(target: SourceModel, prompts: Sequence[Any] | None, *, is_cha
 def write_texts(
     target: StagedExport, source: SourceModel, prompts: Sequence[Sequence[int]]
 ) -> tuple[Continuation, ...]:
-    """What the target writes after these prompts, at every temperature: what its drafts are judged on."""
+    """The target's text after these prompts, at every temperature: its drafts are judged on it."""
     with closing(open_target(target.model_file, target.options)) as runtime:
         return continue_prompts(runtime, prompts, num_ids=source.tokenizer.size, stop_ids=target.manifest.eos_token_ids)
 
@@ -153,7 +151,7 @@ def judge(
     *,
     is_forced: bool,
 ) -> None:
-    """Measures the draft on `texts` and puts what came out into its report.
+    """Measures the draft on `texts` and adds the result to its report.
 
     Raises ExportError if it is accepted too rarely and this is not forced.
     """

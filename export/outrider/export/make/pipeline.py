@@ -1,7 +1,7 @@
-"""One model in, one checked bundle out.
+"""Exports one model to one checked bundle.
 
-The order is chosen for memory: the source in FP32 is loaded once, tells its logits, is converted and let go
-before the result is quantized and run. Nothing is put in place until every check has passed.
+The order saves memory: the source in FP32 is loaded once, run for its logits, converted and freed before the result is
+quantized and run. Nothing is renamed into place until every check has passed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from outrider.models.tokenizer import TOKENIZER_FILES
 
 
 class StagedExport:
-    """A bundle that is built and checked but not yet in place. truth: what the unquantized source says."""
+    """A bundle that is built and checked but not yet in place. truth: the unquantized source's logits."""
 
     def __init__(self, writer: BundleWriter, manifest: Manifest, options: ExportOptions, truth: Truth) -> None:
         self._writer = writer
@@ -47,16 +47,16 @@ class StagedExport:
 
     @property
     def directory(self) -> Path:
-        """Where its files are for now."""
+        """The temporary directory of its files."""
         return self._writer.directory
 
     @property
     def model_file(self) -> Path:
-        """What a runtime opens of them."""
+        """The file or directory that a runtime opens."""
         return model_file(self.directory, self.options)
 
     def add_acceptance(self, measured: tuple[Acceptance, ...], target: TargetTimes) -> None:
-        """Puts measured acceptance rates into the report, and what they are expected to be worth beside this target."""
+        """Adds measured acceptance to the report, and the predicted speed-up with this target."""
         timing = self.manifest.report.timing
         if timing is not None:
             forecast = forecast_for(measured, timing.token_ms, target)
@@ -65,27 +65,27 @@ class StagedExport:
         self.manifest = self.manifest.model_copy(update={"report": report})
 
     def seal(self) -> None:
-        """Does all of the commit that needs room on the disk."""
+        """Does the part of the commit that needs room on the disk."""
         self._writer.seal(self.manifest)
 
     def commit(self) -> Bundle:
-        """Puts the bundle in its place."""
+        """Renames the bundle to its destination."""
         return self._writer.commit(self.manifest)
 
 
 def stage_store() -> StageStore:
-    """Where expensive stages keep their results until an export has succeeded: in the user's cache."""
+    """The store in the user's cache where expensive stages keep results until an export has succeeded."""
     return StageStore(default_cache_dir() / "work")
 
 
 def export_model(
     model: str | Path, destination: str | Path, options: ExportOptions, progress: Progress = silent
 ) -> Bundle:
-    """Exports a local or a hub's model directory to a bundle at `destination`, which is written last and whole.
+    """Exports a model directory or hub id to a bundle at `destination`, which appears last and whole.
 
-    Raises ExportError if the model cannot be exported or fails the parity check, BundleError if the
-    destination may not be replaced, TokenizerError if the model has no usable tokenizer; then nothing is
-    written but what expensive stages keep in the cache for the next try.
+    Raises ExportError if the model cannot be exported or fails the parity check, BundleError if the destination may not
+    be replaced, TokenizerError if the model has no usable tokenizer. Then nothing is written, except results of
+    expensive stages in the cache for the next try.
     """
     require_ready(destination, options)
     store = stage_store()
@@ -97,8 +97,8 @@ def export_model(
 
 
 def require_ready(destination: str | Path, options: ExportOptions) -> None:
-    """Raises what is known to end an export before its model is looked at: BundleError if the destination may not be
-    replaced, RuntimeUnavailable if compiling ahead was asked for and nothing here compiles.
+    """Raises what can be known before the model is read: BundleError if the destination may not be replaced,
+    RuntimeUnavailable if the options compile ahead and this machine has no compiler.
     """
     place = Path(destination)
     with telling_of_full_disks(place):
@@ -115,7 +115,7 @@ def stage_export(
 ) -> Iterator[StagedExport]:
     """Builds and checks a bundle beside `destination`; it is removed again unless `commit` is called inside.
 
-    What expensive stages made stays in `store`: release it when nothing needs it again.
+    Results of expensive stages stay in `store`: release it when nothing needs them.
     """
     place = Path(destination)
     options = options.fitting(source.architecture.max_positions)
@@ -131,7 +131,7 @@ def stage_export(
         if options.widen_mb is not None:
             progress(StageEvent(options.role, "widen"))
             widened = widen(source.path, scratch / "widened", options.widen_mb)
-            # The widened files go away before the manifest is written; names and tokenizer are the original's anyway.
+            # The widened files are removed before the manifest is written; names and tokenizer are the original's.
             built = replace(widened, name=source.name, revision=source.revision, tokenizer=source.tokenizer)
         of_built = origin if built is source else built.describe()
         job = Job(built, of_built, writer.directory, scratch, options, store, progress)
@@ -146,7 +146,7 @@ def stage_export(
             shutil.rmtree(scratch)
             examined = check_export(writer.directory, options, truth, num_ids=source.tokenizer.size)
         except ExportError:
-            store.release()  # what was made on the way may be what is wrong
+            store.release()  # a stored result may be the cause
             raise
         files = writer.list_files()
         report = ExportReport(
@@ -164,14 +164,14 @@ def stage_export(
 def _notes_of(options: ExportOptions) -> tuple[str, ...]:
     if options.compiles_ahead and not where_to_check(options).is_real:
         return (
-            "its blob was compiled where there is no NPU, so it has never been run; what was checked is the model that "
-            "it was compiled from",
+            "its blob was compiled on a machine without an NPU and has never run; the check ran the model that it was "
+            "compiled from",
         )
     return ()
 
 
 def _copy_texts(source: SourceModel, directory: Path, options: ExportOptions) -> None:
-    """The configuration, with the precision that safetensors now have, and the tokenizer."""
+    """Writes the configuration, with the precision of safetensors, and the tokenizer."""
     config = source.runtime_config
     if options.format == "safetensors":
         promised = {PROMISED_POSITIONS: source.architecture.max_positions}

@@ -1,7 +1,7 @@
-"""The reference pair, exported once a machine and kept in the user's cache: what the demo starts from.
+"""Exports the reference pair once per machine, into the user's cache; the demo starts from it.
 
-The directory's name is a hash of everything that decides the bytes, so another model, option or version is
-another directory, and nothing is ever stale.
+The directory's name is a hash of everything that decides the bytes, so another model, option or version has another
+directory, and nothing is ever stale.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def export_reference_pair(
     """The bundles of the reference pair (or of `source`), exported if this cache has no intact ones.
 
     Safe to call from several processes at once: one exports, the others wait and use the result. `progress`
-    hears nothing when the cache has them. draft_precision, draft_runtime, draft_shapes (of a draft for an NPU): None
+    is not called when the cache has them. draft_precision, draft_runtime, draft_shapes (of a draft for an NPU): None
     takes the device's default. Raises what `export_pair` raises.
     """
     directories = source or reference_directories()

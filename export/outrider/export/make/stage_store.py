@@ -1,7 +1,7 @@
-"""Results of expensive stages, kept until an export that needs them has succeeded: a killed export is not begun anew.
+"""Keeps results of expensive stages until an export that needs them succeeds, so that a killed export can continue.
 
-A result is a directory that appears whole, by renaming, or not at all. Its key is a hash of all that decides it, so
-nothing is ever stale. Knows nothing of models.
+A result is a directory that appears whole, by renaming, or not at all. Its key is a hash of everything that decides it,
+so nothing is ever stale. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from filelock import FileLock, Timeout
 from outrider.models.bundle_writer import flush_tree
 
 _FORGOTTEN_AFTER_S: Final = 14 * 24 * 3600.0
-"""A result that nobody has asked for in this long belongs to an export that was given up."""
+"""A result that was not used for this long belongs to an abandoned export."""
 
 
 class StageStore:
-    """A directory of results; several processes may share it, and nobody removes what another still uses."""
+    """A directory of results; several processes may share it, and none removes what another uses."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
         self._tag = secrets.token_hex(8)
-        # Of what was got here. The lock on a small file beside a result says that it is used; the system drops the lock
-        # of a process that ends, however it ends.
+        # By key. A lock on a small file beside a result marks it as used; the system drops the lock of a process that
+        # ends, however it ends.
         self._used: dict[str, FileLock] = {}
 
     @property
@@ -59,9 +59,7 @@ class StageStore:
         return place
 
     def release(self) -> None:
-        """Removes what was got here, unless another export uses it: the export that needed it is in place. Also what
-        was given up long ago.
-        """
+        """Removes the results that this store returned, unless another export uses them, and abandoned results."""
         for key, mark in self._used.items():
             with FileLock(self._lock_file(key)):
                 mark.release()
@@ -71,12 +69,12 @@ class StageStore:
         self._used.clear()
         oldest = time.time() - _FORGOTTEN_AFTER_S
         for path in self._root.iterdir() if self._root.is_dir() else ():
-            with contextlib.suppress(FileNotFoundError):  # another process was quicker
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
                 if path.stat().st_mtime < oldest:
                     self._discard(path) if path.is_dir() else path.unlink()
 
     def _build(self, key: str, place: Path, build: Callable[[Path], None]) -> None:
-        for abandoned in self._root.glob(f".{key}.partial-*"):  # nobody else builds it: the lock is ours
+        for abandoned in self._root.glob(f".{key}.partial-*"):  # nobody else builds it: this process has the lock
             shutil.rmtree(abandoned, ignore_errors=True)
         partial = self._partial(key)
         partial.mkdir()
@@ -88,7 +86,7 @@ class StageStore:
             shutil.rmtree(partial, ignore_errors=True)
 
     def _is_used(self, key: str) -> bool:
-        """Whether anybody uses a result; forgets those who were killed."""
+        """Whether any process uses a result; removes the marks of killed ones."""
         for path in self._root.glob(f"{key}.user-*"):
             try:
                 with FileLock(path, timeout=0):
@@ -99,7 +97,7 @@ class StageStore:
         return False
 
     def _discard(self, place: Path) -> None:
-        """Removes a result, never half of it: who is killed here must not leave something that looks whole."""
+        """Removes a result, renaming it first: a process killed here must not leave half of one that looks whole."""
         aside = self._partial(place.name.strip("."))
         with contextlib.suppress(FileNotFoundError):
             place.rename(aside)

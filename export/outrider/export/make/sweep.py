@@ -1,7 +1,7 @@
-"""Every way to make a draft for a device, measured against one target: which is the best of them?
+"""Exports a draft in every way for a device, measures all against one target, and keeps the best.
 
-All are built and checked beside the destination and judged on the same texts; then one is put in place. What cannot be
-made here is no failure: it is listed with its reason.
+All are built and checked beside the destination and judged on the same texts; then one is renamed into place. A way
+that fails on this machine does not stop the sweep: it is listed with its reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DEFAULT_RTT_MS: Final = 50.0
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """What a sweep found and put in place. kept: the drafts that were not recommended, by label, if they were kept."""
+    """The result of a sweep. kept: the drafts that were not recommended, by label, if they were kept."""
 
     comparison: Comparison
     draft: Bundle
@@ -41,7 +41,7 @@ class Swept:
 
 
 def recipes_for(options: ExportOptions) -> tuple[ExportOptions, ...]:
-    """Every draft that `options` allows: all runtimes and precisions of its device, but for what it names."""
+    """Every draft that `options` allows: all runtimes and precisions of its device, unless it names one."""
     runtimes = runtimes_for("draft", options.device) if options.runtime is None else (options.resolved_runtime,)
     return tuple(
         replace(options, runtime=runtime, precision=precision)
@@ -70,14 +70,14 @@ def sweep_pair(
 ) -> Swept:
     """Exports the target, and the draft in every way that fits its device; the recommended one goes to `out`/draft.
 
-    draft_options: precision and runtime, where given, narrow the sweep. round_trips_ms: where the predictions are
-    compared, on average. prompts, is_chat, step_ms, extra_ms, page: as for `export_pair`. keeps_all: the other drafts
+    draft_options: a given precision or runtime narrows the sweep. round_trips_ms: the predictions are compared on
+    their average. prompts, is_chat, step_ms, extra_ms, page: as for `export_pair`. keeps_all: the other drafts
     go to `out`/sweep. Raises as `export_pair`; ExportError also if no draft could be made, with the reason of each.
     """
     draft_options, target_options = pair_options(draft_options, target_options)
     TargetTimes.require_sense(step_ms, extra_ms)
     if not round_trips_ms:
-        raise ConfigError("a sweep compares drafts at round trips; give at least one")
+        raise ConfigError("a sweep compares drafts at round trips and none was given; give at least one")
     for rtt_ms in round_trips_ms:
         Setting(0.0, 0.0, 1.0, 0.0, rtt_ms)
     root, store = Path(out), stage_store()
@@ -87,7 +87,7 @@ def sweep_pair(
     recipes = {options.label: options for options in recipes_for(draft_options)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(telling_of_full_disks(root, default_cache_dir()))
-        # Opened before the work, so that what is in the way is told before it.
+        # Opened before the work, so that an occupied destination fails first.
         writers = {
             name: stack.enter_context(
                 BundleWriter(root / "sweep" / name.replace(" ", "-"), overwrite=draft_options.overwrite)
@@ -112,7 +112,7 @@ def sweep_pair(
                     stack.push(attempt.pop_all())
                 made[name] = staged
             except DiskFull:
-                raise  # says nothing about this draft, and the others would not fit either
+                raise  # not about this draft: the others would not fit either
             except OutriderError as error:
                 not_made.append(NotMade(name, str(error)))
         found = _compare(made, not_made, round_trips_ms, is_forced=is_forced)
@@ -133,13 +133,13 @@ def _put_in_place(
     writers: Mapping[str, BundleWriter],
     page: PageWriter | None,
 ) -> Swept:
-    """The recommended draft, the target, and the other drafts that there is a writer for; the page is only written."""
+    """Commits the recommended draft, the target and the drafts with a writer; writes the page without committing it."""
     best = made[found.recommended]
     others = {name: staged for name, staged in made.items() if name in writers and staged is not best}
     for name, staged in others.items():
         place_files(staged.directory, writers[name].directory)
         writers[name].seal(staged.manifest)
-    target.seal()  # all, before any is in place: a disk that is full now replaces nothing
+    target.seal()  # all before any is renamed: a full disk replaces nothing
     best.seal()
     if page is not None:
         page.write([row.manifest for row in found.rows], target.manifest, found)
@@ -153,7 +153,7 @@ def _compare(
 ) -> Comparison:
     if not made:
         reasons = "; ".join(f"{skipped.label}: {skipped.reason}" for skipped in not_made)
-        raise ExportError(f"no draft could be made. {reasons}")
+        raise ExportError(f"no draft could be exported. {reasons}")
     manifests = [staged.manifest for staged in made.values()]
     found = compare(manifests, round_trips_ms, not_made, is_forced=is_forced)
     if found is None:
@@ -164,5 +164,5 @@ def _compare(
 
 
 def _telling_of(name: str, progress: Progress) -> Progress:
-    """The same progress, with the draft called by its name."""
+    """The same progress, with the draft under its label."""
     return lambda event: progress(StageEvent(name, event.stage) if event.bundle == "draft" else event)

@@ -1,4 +1,4 @@
-"""Renders the pair's numbers: tables for the terminal and MODEL_CARD.md. It measures nothing itself."""
+"""Renders the pair's numbers as tables for the terminal and as MODEL_CARD.md. Measures nothing itself."""
 
 from __future__ import annotations
 
@@ -12,40 +12,39 @@ TEXT = """\
 
 A Llama-style target of {target_m:.1f}M parameters and a draft of {draft_m:.2f}M, with one byte-level BPE tokenizer of
 {vocabulary} entries. Both complete Python source. They exist so that speculative decoding can be seen and measured with
-real acceptance, on real text, without a download. They are no assistants, know nothing but the Python standard
-library, and what they write is plausible, not right.
+real acceptance, on real text, without a download. They are not chat models: they know only the Python standard library,
+and their code is plausible, not correct.
 
 * Format: Hugging Face directories `target/` and `draft/`, bfloat16 safetensors, up to 1,024 positions.
-* Limit: the target was trained at context {contexts} and weakens slowly beyond; the draft was trained at
+* Limit: the target was trained at context {contexts} and gets slowly worse beyond; the draft was trained at
   {draft_contexts} and distilled on rows of {row_length}, so **acceptance falls clearly beyond about 250 positions**.
 * Use: `AutoModelForCausalLM.from_pretrained(...)`, or `outrider.reference.target_dir()` and `draft_dir()`.
 * `prompts.json`: prompts, the beginnings of functions and methods in held-out files, with file and line.
 
 ## Measured
 
-On the {num_files} files held out ({heldout_tokens:,} tokens), in fp32 from the stored bfloat16 weights. Every number
-of this section comes from `python -m outrider.export.reference_training.evaluate`; `--check` compares a fresh run with
+On the {num_files} held-out files ({heldout_tokens:,} tokens), in fp32 from the stored bfloat16 weights. Every number
+in this section comes from `python -m outrider.export.reference_training.evaluate`; `--check` compares a fresh run with
 `metrics.json`.
 
 {tables}
 
-Acceptance is measured over the {new_tokens} tokens that the target writes after each of {num_prompts} prompts, draft
-and target picking with the same position-keyed noise (`outrider.models.sampling`), prompt `i` with seed `i`. *In
-chain* is the headline: the share of tested draft tokens that equal the target's own pick, in chains of four (±
-standard error). *Per position* asks at every position; *tokens per pass* counts the target's own token; *rejection* is
-the sum of min(p, q): what classic rejection sampling would accept, the most that any coupling can. Greedy text
-repeats itself, which flatters that row. The draft's own perplexity is high because distillation fits it to what the
-target writes, not to what people wrote.
+Acceptance is measured over the {new_tokens} tokens that the target writes after each of {num_prompts} prompts. Draft
+and target pick with the same position-keyed noise (`outrider.models.sampling`), prompt `i` with seed `i`. *In chain* is
+the main figure: the share of tested draft tokens that equal the target's pick, in rounds of four drafted tokens (±
+standard error). *Per position* is that share over every position; *tokens per pass* includes the target's own token;
+*rejection* is the sum of min(p, q): what classic rejection sampling would accept, the most that any coupling can.
+Greedy text repeats itself, which flatters its row. The draft's own perplexity is high because distillation fits it to
+the target's text, not to human text.
 
 ## Data
 
 The source of the Python {python} standard library as installed: {train_files} files for training, {train_chars:.1f}M
-characters, {train_tokens:.2f}M tokens. Left out: tests, tables of data (codecs, entities, topics), bundled wheels.
-{num_files} whole files are held out: of those between 6,000 and 60,000 characters, the ones whose path has the lowest
-SHA-256. They are stored in `heldout.json`, so that evaluation does not depend on the Python that runs it. Corpus
-fingerprint: `{fingerprint}`.
-Of the held-out lines of 20 characters or more, {shared:.0%} also stand in a training file (licence headers, imports,
-common idioms, and modules with a sibling, such as `bz2` and `lzma`).
+characters, {train_tokens:.2f}M tokens. Tests, tables of data (codecs, entities, topics) and bundled wheels are left
+out. {num_files} whole files are held out: of those between 6,000 and 60,000 characters, the ones whose path has the
+lowest SHA-256. They are stored in `heldout.json`, so that evaluation does not depend on the Python that runs it. Corpus
+fingerprint: `{fingerprint}`. Of the held-out lines of 20 characters or more, {shared:.0%} are also in a training file
+(licence headers, imports, common idioms, and modules with a sibling, such as `bz2` and `lzma`).
 
 The library is copyright the Python Software Foundation and others, under the PSF licence version 2
 (<https://docs.python.org/3/license.html>). `heldout.json` and `prompts.json` quote it under that licence, and models
@@ -53,8 +52,8 @@ of this size can repeat passages of it. The weights are under the licence of thi
 
 ## Recipe
 
-`python -m outrider.export.reference_training.train` makes everything again with the same seeds and stages; as stages
-are given minutes, not steps, the result depends on the machine and is not equal bit by bit. This run: {hardware},
+`python -m outrider.export.reference_training.train` repeats the run with the same seeds and stages. Stages are given
+minutes, not steps, so the result depends on the machine and is not equal bit by bit. This run: {hardware},
 Python {python}, torch {torch}, transformers {transformers}:
 
 {stages}
@@ -65,7 +64,7 @@ Python {python}, torch {torch}, transformers {transformers}:
 * Distillation: the target continues the beginnings of functions, and random passages, of its training files at
   temperatures from {low} to {high}; its 64 likeliest next tokens are recorded at every position. The draft is trained
   on that pool, first by forward KL divergence, then by the probability that shared noise makes both pick the same
-  token (`distillation.losses.match_bound`), and ends with an exponential average of its weights.
+  token (`outrider.export.distill.trainer.losses.match_bound`), and ends with an exponential average of its weights.
 {notes}
 * Seeds: data {data_seed}, target {target_seed}, draft {draft_seed}, distillation {distill_seed}.
 

@@ -1,8 +1,8 @@
-"""The text that the reference pair is made of: the source of the Python standard library.
+"""Reads the text that the reference pair is trained on: the source of the Python standard library.
 
-Every Python installation carries it, so nothing is downloaded. Tests, tables of data and code that CPython merely
-carries for others are left out. Whole files are held out, chosen by a hash of their name, so that the choice is the
-same on every machine and cannot be tuned. This module knows nothing of tokens or models.
+Every Python installation has it, so nothing is downloaded. Tests, tables of data and other projects' code are left out.
+Whole files are held out, chosen by a hash of their name, so that the choice is the same on every machine and cannot be
+tuned. Knows nothing of tokens or models.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def is_table(text: str) -> bool:
 
 
 def read_library(root: Path | None = None) -> tuple[SourceFile, ...]:
-    """Reads the wanted files below `root` (default: the running Python's library), sorted by path.
+    """Reads the files worth learning from below `root` (default: the running Python's library), sorted by path.
 
     Raises `FileNotFoundError` when `root` holds no Python source, as in a Python that ships only byte code.
     """
@@ -89,7 +89,7 @@ def read_library(root: Path | None = None) -> tuple[SourceFile, ...]:
         if text.strip() and not is_table(text):
             found.append(SourceFile(path, text))
     if not found:
-        raise FileNotFoundError(f"no Python source below {root}: point at a library that has its .py files")
+        raise FileNotFoundError(f"no Python source below {root}; expected a library with its .py files")
     return tuple(sorted(found, key=lambda file: file.path))
 
 

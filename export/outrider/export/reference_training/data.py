@@ -1,4 +1,4 @@
-"""Token streams and the windows that training and scoring cut from them. Knows nothing of models."""
+"""Encodes files as token streams, and cuts windows from them for training and scoring. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def encode_files(tokenizer: Tokenizer, files: Iterable[SourceFile], seed: int | 
 class Windows:
     """Windows of `length + 1` tokens over a stream: each epoch shifts the cuts and shuffles the windows anew.
 
-    A batch is a pure function of its index, so a resumed run goes on with the data that it has not seen.
+    A batch is a pure function of its index, so a resumed run continues with new data.
     """
 
     def __init__(self, stream: NDArray[np.uint16], length: int, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Measures the reference pair on the files held out: `python -m outrider.export.reference_training.evaluate`.
+"""Measures the reference pair on held-out files: `python -m outrider.export.reference_training.evaluate`.
 
 Prints held-out perplexity and the acceptance table; with `--check` compares them with `metrics.json`, which is kept
 beside the models, and exits with status 1 where they differ by more than another processor's rounding explains.
@@ -28,7 +28,7 @@ NUM_PROMPTS = 256
 NEW_TOKENS = 96
 HERE = pair_dir()
 ACCEPTANCE_TOLERANCE = 0.015
-"""Absolute. Another processor rounds otherwise, so a sampled text may part from the stored run's somewhere."""
+"""Absolute. Another processor rounds differently, so a sampled text may differ from the stored run's at some point."""
 
 LOSS_TOLERANCE = 0.005
 TEXT_TOLERANCE = 0.05
@@ -37,7 +37,7 @@ TEXT_TOLERANCE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Held-out loss: mean nats a token, its exponential, and bits per byte of UTF-8 text."""
+    """Held-out loss: mean nats per token, its exponential, and bits per byte of UTF-8 text."""
 
     tokens: int
     nats_per_token: float
@@ -95,25 +95,25 @@ def load_model(directory: Path) -> PreTrainedModel:
 
 
 def differences(found: Mapping[str, object], stored: Mapping[str, object]) -> list[str]:
-    """One line for each number of `found` that is not that of `stored`, beyond what rounding explains."""
+    """One line for each number of `found` that differs from `stored` by more than rounding explains."""
     lines: list[str] = []
     expected = dict(_numbers(stored))
     for path, value in _numbers(found):
-        wanted = expected.get(path)
-        if wanted is None:
-            lines.append(f"{path}: {value} is not in metrics.json; was it written by another version?")
-        elif abs(value - wanted) > _allowed(path, wanted):
-            lines.append(f"{path}: found {value:.4f}, stored {wanted:.4f}")
+        before = expected.get(path)
+        if before is None:
+            lines.append(f"{path}: {value} is not in metrics.json, which another version wrote; use --write")
+        elif abs(value - before) > _allowed(path, before):
+            lines.append(f"{path}: measured {value:.4f}, stored {before:.4f}")
     return lines
 
 
-def _allowed(path: str, wanted: float) -> float:
+def _allowed(path: str, stored: float) -> float:
     name = path.rpartition("/")[2]
     if name in ("per_position", "in_chain", "rejection", "error"):
         return ACCEPTANCE_TOLERANCE
     if name in ("nats_per_token", "perplexity", "bits_per_byte"):
-        return LOSS_TOLERANCE * wanted
-    return TEXT_TOLERANCE * wanted if name in ("positions", "tokens_per_pass") else 0.0
+        return LOSS_TOLERANCE * stored
+    return TEXT_TOLERANCE * stored if name in ("positions", "tokens_per_pass") else 0.0
 
 
 def _numbers(value: object, path: str = "") -> list[tuple[str, float]]:
@@ -129,13 +129,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, default=target_dir(), help="directory of the target")
     parser.add_argument("--draft", type=Path, default=draft_dir(), help="directory of the draft")
-    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="use the first so many prompts")
+    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="number of prompts to use")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--check", action="store_true", help="compare with metrics.json")
     parser.add_argument("--write", action="store_true", help="write metrics.json and MODEL_CARD.md")
     arguments = parser.parse_args()
     if (arguments.check or arguments.write) and arguments.prompts != NUM_PROMPTS:
-        parser.error(f"--check and --write are about the first {NUM_PROMPTS} prompts; leave out --prompts")
+        parser.error(f"--check and --write need the first {NUM_PROMPTS} prompts; leave out --prompts")
     metrics = evaluate(arguments.target, arguments.draft, arguments.prompts)
     print(json.dumps(metrics, indent=2) if arguments.json else card.tables(metrics))
     stored = HERE / "metrics.json"

@@ -1,4 +1,4 @@
-"""Next-token training of a causal language model on a token stream, by wall clock, with checkpoints.
+"""Trains a causal language model on next tokens of a stream, by wall clock, with checkpoints.
 
 Works for any Hugging Face causal model on the CPU: bfloat16 autocast over fp32 weights, the loss compiled together
 with the model, which on a CPU is several times faster than plain fp32. Knows nothing of the pair or its files.
@@ -61,7 +61,7 @@ def pretrain(
     checkpoint: Path,
     report: Callable[[str], None] = print,
 ) -> None:
-    """Trains `model` in place; writes `checkpoint` every few minutes and goes on from it if it exists."""
+    """Trains `model` in place; writes `checkpoint` every few minutes and continues from it if it exists."""
     optimizer = MatrixOptimizer(model, plan.rates)
     budget = Budget(plan.minutes)
     step = tokens = 0

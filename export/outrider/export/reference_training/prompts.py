@@ -1,8 +1,8 @@
-"""Prompts cut from held-out files: the beginnings of real functions and methods.
+"""Cuts prompts from files: the beginnings of real functions and methods.
 
 A prompt is the class line if there is one, the decorators, the signature, the docstring and the first lines of the
-body, all as they stand in the file; what lies between the class line and a method is left out. Needs a function that
-counts tokens, and knows nothing else of tokenizers.
+body, unchanged; everything between the class line and a method is left out. Needs a function that counts tokens, and
+knows nothing else of tokenizers.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ def cut_prompts(
     min_tokens: int = MIN_TOKENS,
     max_tokens: int = MAX_TOKENS,
 ) -> list[Prompt]:
-    """Every prompt of `min_tokens` to `max_tokens` that the files give, one a function, without duplicates.
+    """Every prompt of `min_tokens` to `max_tokens` in the files, one per function, without duplicates.
 
     They are shuffled by a hash of their place. A prompt ends at the end of a line and leaves at least two lines of
-    its function to be written. It is the shortest that has the signature, the docstring and two lines of the body
-    and reaches `min_tokens`.
+    its function to write. It is the shortest with the signature, the docstring, two lines of the body and `min_tokens`.
     """
     seen: set[str] = set()
     prompts: list[Prompt] = []

@@ -1,4 +1,4 @@
-"""The pair's shapes, seeds and minutes: every choice that makes the reference pair what it is, in one place."""
+"""Holds the reference pair's shapes, seeds and minutes: every choice of its training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Recipe:
     distillation: DistillPlan
 
     def scaled(self, factor: float) -> Recipe:
-        """The same recipe with every stage's minutes multiplied by `factor`: small factors make a quick try."""
+        """The same recipe with every stage's minutes multiplied by `factor`; small factors are for a quick test."""
         return Recipe(
             target=replace(self.target, minutes=self.target.minutes * factor),
             draft=replace(self.draft, minutes=self.draft.minutes * factor),

@@ -1,9 +1,9 @@
-"""Makes the reference pair from nothing: `python -m outrider.export.reference_training.train --work FOLDER`.
+"""Trains the reference pair from scratch: `python -m outrider.export.reference_training.train --work FOLDER`.
 
 Stages, each resumed from its checkpoint in the work folder or skipped when it is complete: `target`, `draft` (both
 next-token training), `pool` (text sampled from the target), `distill`, `package`. A stage is given minutes of wall
-clock (see `recipe`), so a slower machine makes a weaker pair. On a machine shared with other work, two processes of one
-thread are faster than one of two: `OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m
+clock (see `recipe`), so a slower machine trains a weaker pair. On a machine shared with other work, two processes of
+one thread are faster than one of two: `OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 -m
 outrider.export.reference_training.train`.
 """
 
@@ -41,19 +41,19 @@ PASSAGES_PER_FUNCTION = 0.5
 
 
 def say(line: str) -> None:
-    """A progress line, at once even into a file."""
+    """Prints a progress line without buffering."""
     print(line, flush=True)
 
 
 def report(event: Event) -> None:
-    """What a distillation tells, where it is news."""
+    """Prints a distillation's events that are news."""
     if event.is_news:
         say(f"{event.stage} {event.share:4.0%}  {event.text}")
 
 
 @dataclass
 class Workshop:
-    """The stages, the folder that they share, and the data that they compute when first needed."""
+    """The stages, their shared folder, and data that is computed on first use."""
 
     work: Path
     output: Path
@@ -128,15 +128,15 @@ class Workshop:
 
 
 def load_weights(model: PreTrainedModel, checkpoint: Path) -> PreTrainedModel:
-    """`model` with the weights that a stage left in `checkpoint`."""
+    """`model` with the weights of a stage's `checkpoint`."""
     if not checkpoint.exists():
-        raise SystemExit(f"{checkpoint} is missing: run the stage {checkpoint.stem!r} first")
+        raise SystemExit(f"{checkpoint} is missing; run the stage {checkpoint.stem!r} first")
     model.load_state_dict(torch.load(checkpoint, weights_only=True)["model"])
     return model.eval()
 
 
 def main() -> None:
-    """Runs the stages asked for, in order."""
+    """Runs the chosen stages, in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="*", choices=[*STAGES, []], help="default: all, in order")
     parser.add_argument("--work", type=Path, required=True, help="folder for checkpoints (2 GB)")

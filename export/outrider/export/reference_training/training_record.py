@@ -1,4 +1,4 @@
-"""What is known of a training run after it: `training.json`, from which the model card is rendered."""
+"""Collects `training.json`, the record of a training run from which the model card is rendered."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def collect(
 
 
 def shared_lines(corpus: Corpus, min_chars: int = 20) -> float:
-    """Share of the held-out lines of at least `min_chars` characters that also stand in a training file."""
+    """Share of the held-out lines of at least `min_chars` characters that are also in a training file."""
 
     def lines(files: Sequence[SourceFile]) -> list[str]:
         stripped = (line.strip() for file in files for line in file.text.split("\n"))

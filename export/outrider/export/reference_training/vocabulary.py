@@ -1,7 +1,7 @@
-"""The one tokenizer that both models of the pair share: byte-level BPE trained on the corpus.
+"""Trains the tokenizer that both models of the pair share: byte-level BPE on the corpus.
 
-A newline and the indentation after it are one piece and an underscore stays inside its word: that is worth a tenth of
-the tokens on Python source. Depends on `tokenizers` alone.
+A newline and the indentation after it are one piece and an underscore stays inside its word, which saves a tenth of the
+tokens on Python source. Depends on `tokenizers` alone.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The verdict on an export: report card, comparison and HTML page."""
+"""Judges an export: report card, comparison and HTML page."""

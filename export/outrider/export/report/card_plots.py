@@ -21,7 +21,7 @@ from outrider.models.prediction import Setting, stop_and_wait, stream
 # Nearly Okabe and Ito's, which the colour-blind tell apart; all of them can be seen on white and on near-black.
 COLOURS: Final = ("#1f83c4", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9")
 GREY: Final = "#8f959c"
-"""Of what stands beside the recommended draft."""
+"""For the drafts that are not recommended."""
 
 _INK: Final = "#010203"  # a colour that nothing else has; becomes the page's
 _NUM_POINTS: Final = 201

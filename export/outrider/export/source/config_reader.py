@@ -1,6 +1,6 @@
-"""What a model's config.json says of its shape, whatever its family calls it.
+"""Reads a model's shape from its config.json, whatever names its family uses.
 
-Knows nothing of files but the directory that transformers' defaults are asked for.
+Knows no files but the directory for which transformers is asked for defaults.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from outrider.export.source.family_facts import FAMILIES
 from outrider.models.errors import ExportError
 
 LONGEST_CHECKED_WINDOW: Final = 1024
-"""Sliding windows up to this size are checked beyond the window; sequences of other models end at it."""
+"""Sliding windows up to this size are checked beyond the window; with a longer window, sequences end at it."""
 
 ALIBI_POSITIONS: Final = 2048
-"""The longest sequence of a model that has no positions of its own (ALiBi) and does not say what it was trained on.
+"""The longest sequence of a model without positions (ALiBi) whose config does not give its training length.
 
-Such models can go on for longer than they were trained, and get worse. 2048 is what Bloom was trained on.
+Such models run beyond their training length, with worse text. Bloom was trained on 2048.
 """
 
 _LAYERS: Final = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -43,8 +43,8 @@ _WINDOWED_LAYERS: Final = ("sliding", "chunked", "local")
 class ModelShape:
     """A decoder's sizes.
 
-    family: its model_type. positions: the longest sequence that it can take. window: positions that its windowed layers
-    attend, itself included; None where every layer attends everything. is_tied: whether input and output embeddings
+    family: its model_type. positions: its longest sequence. window: positions that its windowed layers attend, the
+    present one included; None where every layer attends everything. is_tied: whether input and output embeddings
     are one tensor.
     """
 
@@ -62,14 +62,14 @@ class ModelShape:
 
     @property
     def checked_window(self) -> int | None:
-        """The window that the check must go beyond; None where it reaches as far as any sequence, or none does."""
+        """The window that the check must go beyond; None if no checked sequence gets beyond one."""
         if self.window is None or self.window >= self.positions or self.window > LONGEST_CHECKED_WINDOW:
             return None
         return self.window
 
     @property
     def max_positions(self) -> int:
-        """The longest sequence that an export promises: up to the window where the check does not go beyond it."""
+        """The longest sequence of an export: it ends at the window if the check does not go beyond it."""
         if self.window is not None and self.window > LONGEST_CHECKED_WINDOW:
             return min(self.positions, self.window)
         return self.positions
@@ -79,10 +79,10 @@ def read_shape(path: Path, config: Mapping[str, Any]) -> ModelShape:
     """The shape of the model in directory `path`, whose config.json is `config`.
 
     Known families are read from `config` alone; for others, and for what a config leaves to defaults, transformers is
-    asked. Raises ExportError for a model that is no decoder, that transformers does not know, or whose sizes are none.
+    asked. Raises ExportError for a model that is not a decoder, is unknown to transformers, or has invalid sizes.
     """
     if config.get("is_encoder_decoder"):
-        raise ExportError(f"{path} is an encoder with a decoder; only decoders are exported")
+        raise ExportError(f"{path} is an encoder-decoder; expected a decoder")
     text = config.get("text_config") or config
     family = FAMILIES.get(str(text.get("model_type")))
     if family is None or any(key not in text for key in family.needs):
@@ -116,8 +116,8 @@ def _with_defaults(path: Path) -> dict[str, Any]:
             config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except ValueError as error:
             raise ExportError(
-                f"transformers {transformers.__version__} cannot read the configuration of {path}: {error}. Code that "
-                "comes with a model is never run: only families that transformers knows by itself are exported"
+                f"transformers {transformers.__version__} cannot read the configuration of {path}: {error}. Only "
+                "families built into transformers are exported: code that comes with a model is never run"
             ) from None
         if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             raise ExportError(f"{path} is a {config.model_type!r} model, which generates no text; expected a decoder")
@@ -128,12 +128,12 @@ def _with_defaults(path: Path) -> dict[str, Any]:
 
 
 def _size(path: Path, config: Mapping[str, Any], names: tuple[str, ...], default: int | None = None) -> int:
-    """The first of `names` that the configuration has, and not as null."""
+    """The first of `names` that the configuration has with a value other than null."""
     for name in names:
         value = config.get(name)
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ExportError(f"{path}: config.json says {name} is {value!r}; expected a positive whole number")
+                raise ExportError(f"{path}: in config.json {name} is {value!r}; expected a positive whole number")
             return value
     if default is None:
         raise ExportError(f"{path}: config.json has no {names[0]}; expected the configuration of a decoder")

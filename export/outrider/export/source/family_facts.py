@@ -1,7 +1,7 @@
-"""What is known of model families beforehand. No allow-list: an unknown family is tried, and its check decides.
+"""Lists what is known of model families. This is no allow-list: an unknown family is exported, and its check decides.
 
-A known one has its configuration read without transformers, its tensors' shapes compared with it, and what some
-runtime cannot do for it refused before work. Knows configurations, not files.
+For a known family the configuration is read without transformers, the tensors' shapes are compared with it, and
+runtimes that cannot run it are refused before any work. Knows configurations, not files.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from outrider.models.errors import ExportError
 class Family:
     """One family.
 
-    title: for people. needs: keys of config.json without which transformers' defaults have to be asked; what it lacks
-    otherwise follows from other keys. defaults: values of keys that config.json may leave out.
+    title: for people. needs: keys of config.json; without them transformers is asked for defaults. Other missing sizes
+    follow from other keys. defaults: values of keys that config.json may leave out.
     """
 
     title: str
@@ -92,11 +92,11 @@ SHAPES: Final[dict[str, tuple[str, ...]]] = {
     "c_proj.weight": ("H", "F"),
     "input_layernorm.weight": ("H",),
 }
-"""Only of the families above; others may mean something else by the same names."""
+"""Only for the families above; others may use the same names for something else."""
 
 
 def require_runtime(config: Mapping[str, Any], name: str, runtime: str, device: str) -> None:
-    """Raises ExportError for what `runtime` is known to do wrong, or not at all, with a model of this configuration.
+    """Raises ExportError if `runtime` is known not to run a model of this configuration correctly.
 
     name: of the model, for the message. device: "cpu", "gpu" or "npu".
     """
@@ -106,7 +106,7 @@ def require_runtime(config: Mapping[str, Any], name: str, runtime: str, device: 
 
 
 def runtime_obstacle(config: Mapping[str, Any], runtime: str, device: str) -> str | None:
-    """What stands against a model of this configuration in `runtime`; None where only its check can tell."""
+    """Why `runtime` cannot run a model of this configuration; None if nothing is known: then its check decides."""
     text = config.get("text_config") or config
     family = text.get("model_type")
     if runtime == "openvino" and device != "npu" and text.get("attn_logit_softcapping"):

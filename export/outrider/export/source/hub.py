@@ -1,7 +1,7 @@
-"""From what the user calls a model to a directory: a local one, or a hub id, downloaded through huggingface_hub.
+"""Finds a model's directory: a local one, or a hub id, downloaded through huggingface_hub.
 
-Its cache, its offline mode (HF_HUB_OFFLINE) and its tokens (HF_TOKEN, a saved login) are respected. Only files that
-execute nothing are fetched: weights in safetensors, JSON, chat templates. Knows nothing of what is in them.
+Its cache, its offline mode (HF_HUB_OFFLINE) and its tokens (HF_TOKEN, a saved login) apply. Only files that execute
+nothing are downloaded: weights in safetensors, JSON, chat templates. Knows nothing of their content.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def resolve_model(model: str | Path, revision: str | None = None) -> Path:
     """The directory of a model: `model` itself if it is one, else that of the hub id "org/name" or "org/name@revision".
 
     revision: a branch, tag or commit of a hub id; the hub's default if neither gives one. Blocks while downloading;
-    what the cache has is not fetched again. Raises ExportError, saying why, if there is no such directory or model, it
-    may not be read, or cannot be reached and is not in the cache.
+    what the cache has is not downloaded again. Raises ExportError if there is no such directory or model, if access is
+    refused, or if it is not in the cache and the hub cannot be reached.
     """
     path = Path(model)
     if path.is_dir():
@@ -34,7 +34,7 @@ def resolve_model(model: str | Path, revision: str | None = None) -> Path:
         return path.resolve()
     match = _HUB_ID.fullmatch(str(model))
     if match is None or (path.parent.is_dir() and match["revision"] is None):
-        raise ExportError(f"{model} is not a directory; expected a local Hugging Face model directory, or a hub id")
+        raise ExportError(f"{model} is not a directory; expected a local Hugging Face model directory or a hub id")
     if revision is not None and match["revision"] not in (None, revision):
         raise ExportError(f"{model} names another revision than {revision}; give one of the two")
     return _download(match["id"], revision or match["revision"])
@@ -51,7 +51,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
     offline = constants.is_offline_mode()
     has_token = huggingface_hub.get_token() is not None
     login = (
-        "Your token was sent; does it have access?" if has_token else "Log in with `hf auth login`, or set HF_TOKEN."
+        "A token was sent: check that it has access." if has_token else "Log in with `hf auth login`, or set HF_TOKEN."
     )
     cache = Path(constants.HF_HUB_CACHE)
     try:
@@ -62,29 +62,28 @@ def _download(hub_id: str, revision: str | None) -> Path:
                 )
             ).resolve()
     except errors.GatedRepoError:
-        raise ExportError(f"{hub_id} is gated: its terms must be accepted on the hub first. {login}") from None
+        raise ExportError(
+            f"{hub_id} is gated, and its terms are accepted on the hub's page of the model. {login}"
+        ) from None
     except errors.RevisionNotFoundError:
         raise ExportError(
             f"{hub_id} has no revision {revision!r} on the hub; give a branch, a tag or a commit"
         ) from None
     except errors.RepositoryNotFoundError:
-        raise ExportError(
-            f"the hub at {constants.ENDPOINT} shows no model {hub_id}: it does not exist, or it is private. {login}"
-        ) from None
+        raise ExportError(f"the hub at {constants.ENDPOINT} has no model {hub_id}, or it is private. {login}") from None
     except errors.HFValidationError as error:
         raise ExportError(f"{hub_id} is neither a directory nor a hub id: {error}") from None
     except errors.LocalEntryNotFoundError as error:
         if offline:
             raise ExportError(
-                f"{what} is not in the cache ({cache}), and offline mode is on; unset HF_HUB_OFFLINE to download it, "
-                "or give a local directory"
+                f"{what} is not in the cache ({cache}), and offline mode is on; unset HF_HUB_OFFLINE to download it"
             ) from None
         raise ExportError(_unreachable(what, constants.ENDPOINT, cache, error.__cause__ or error)) from None
     except errors.HfHubHTTPError as error:
         status = error.response.status_code
         if status in (401, 403):
             raise ExportError(f"the hub refuses {hub_id} (HTTP {status}). {login}") from None
-        raise ExportError(f"the hub answers {status} for {what}; try again later, or give a local directory") from None
+        raise ExportError(f"the hub answers {status} for {what}; try again later") from None
     except (httpx.HTTPError, OSError) as error:
         raise ExportError(_unreachable(what, constants.ENDPOINT, cache, error)) from None
 
@@ -92,5 +91,5 @@ def _download(hub_id: str, revision: str | None) -> Path:
 def _unreachable(what: str, endpoint: str, cache: Path, error: BaseException) -> str:
     return (
         f"{what} is not in the cache ({cache}), and the hub at {endpoint} cannot be reached: {error}. Check the "
-        "network, set HF_ENDPOINT to a mirror, or give a local directory"
+        "network (HF_ENDPOINT names a mirror)"
     )

@@ -1,7 +1,7 @@
-"""The source of an export: a Hugging Face directory, local or from the hub, looked at without loading its weights.
+"""Reads the source of an export, a Hugging Face directory or hub id, without loading its weights.
 
-Refuses what cannot be exported rightly, before any work is done: pickled weights, files that do not belong together
-or are not whole, attention that changes with length, weights that are quantized already.
+Refuses before any work what cannot be exported correctly: pickled weights, incomplete files or files that do not belong
+together, attention that changes with length, weights that are quantized already.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _CHANGING_ROPE: Final = ("dynamic", "longrope")
 class SourceModel:
     """A directory that can be exported. weight_files are its safetensors, sorted; config is config.json.
 
-    window: the sliding window that the check must go beyond, None for none. notes: what the user should know of how
-    the model will be exported, a sentence each.
+    window: the sliding window that the check must go beyond, None for none. notes: what the user should know about
+    this export, a sentence each.
     """
 
     path: Path
@@ -61,7 +61,7 @@ class SourceModel:
 
     @property
     def runtime_config(self) -> dict[str, Any]:
-        """config.json for a runtime that reads nothing from it but the longest sequence: under the usual name."""
+        """config.json with the longest sequence under its usual name, for runtimes that read nothing else from it."""
         longest = {"max_position_embeddings": self.architecture.max_positions}
         if "text_config" in self.config:
             longest = {"text_config": self.config["text_config"] | longest}
@@ -69,9 +69,9 @@ class SourceModel:
 
 
 def read_source(model: str | Path, revision: str | None = None) -> SourceModel:
-    """Looks at a model: a directory, or a hub id, which is downloaded into the hub's cache.
+    """Reads a model directory, or a hub id, which is downloaded into the hub's cache.
 
-    revision: of a hub id. Raises ExportError or TokenizerError saying what is wrong with it.
+    revision: of a hub id. Raises ExportError or TokenizerError.
     """
     path = resolve_model(model, revision)
     config = _read_config(path)
@@ -82,8 +82,8 @@ def read_source(model: str | Path, revision: str | None = None) -> SourceModel:
     tokenizer = Tokenizer.from_dir(path, name=name)
     if tokenizer.size > shape.vocab_size:
         raise ExportError(
-            f"{path}: the tokenizer has {tokenizer.size} ids, the model only {shape.vocab_size}; these files do "
-            "not belong together"
+            f"{path}: the tokenizer has {tokenizer.size} ids, the model only {shape.vocab_size}: they do not "
+            "belong together; get both from one place"
         )
     parameters = check_weights(path, weight_files, shape, config)
     return SourceModel(
@@ -107,7 +107,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ExportError(f"{path / 'config.json'} is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ExportError(f"{path / 'config.json'} holds no object; expected a model's configuration")
+        raise ExportError(f"{path / 'config.json'} holds no JSON object; expected a model's configuration")
     if config.get("text_config") is None:  # null is the same as none
         config.pop("text_config", None)
     _require_object(path, config, "text_config")
@@ -118,27 +118,27 @@ def _require_object(path: Path, config: Mapping[str, Any], name: str) -> dict[st
     """The object of that name, empty where there is none or null."""
     found = config.get(name)
     if found is not None and not isinstance(found, dict):
-        raise ExportError(f"{path}: config.json says {name} is {found!r}; expected an object or null")
+        raise ExportError(f"{path}: in config.json {name} is {found!r}; expected an object or null")
     return found or {}
 
 
 def _check_config(path: Path, config: Mapping[str, Any]) -> None:
     if (path / "adapter_config.json").is_file():
         raise ExportError(
-            f"{path} has an adapter (adapter_config.json), which changes the model when it is run; expected one whole "
-            "model: merge the two first (in peft: merge_and_unload, then save_pretrained)"
+            f"{path} has an adapter (adapter_config.json); expected one whole model: merge the two first (in peft: "
+            "merge_and_unload, then save_pretrained)"
         )
     text = config.get("text_config") or config
     if config.get("quantization_config") or text.get("quantization_config"):
-        raise ExportError(f"{path} is quantized already; export the original model, in FP32, FP16 or BF16")
+        raise ExportError(f"{path} is quantized already; export the original model in FP32, FP16 or BF16")
     rope = _require_object(path, text, "rope_scaling") or _require_object(path, text, "rope_parameters")
     # One for all layers, or one for each kind of layer.
     for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         kind = part.get("rope_type", part.get("type"))
         if kind in _CHANGING_ROPE:
             raise ExportError(
-                f"{path} has {kind} rotary scaling, which changes with the length of the text and would make "
-                "cached and fresh results differ; set rope_scaling to null (shorter context) or to yarn"
+                f"{path} has {kind} rotary scaling, which changes with the length of the text, so that cached and "
+                "fresh results differ; set rope_scaling to null, for a shorter context"
             )
 
 
@@ -172,5 +172,5 @@ def _notes(shape: ModelShape) -> tuple[str, ...]:
         return ()
     return (
         f"sequences end at {shape.max_positions:,} tokens of the model's {shape.positions:,}: its sliding window is "
-        "longer than the check goes beyond",
+        "longer than the check can test",
     )

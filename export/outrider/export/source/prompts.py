@@ -1,5 +1,4 @@
-"""Prompts: read from whatever file a user has them in, and tokenized; and those on which an export measures the
-acceptance rate without any.
+"""Reads and tokenizes a user's prompts, and holds the built-in ones for measuring acceptance without any.
 
 The built-in ones were written for this purpose, so no model was trained on them: beginnings of Python functions and of
 prose. The reference pair brings its own, cut from files that its training never saw.
@@ -18,11 +17,11 @@ from outrider.models.tokenizer import Tokenizer
 Ids = tuple[int, ...]
 
 MAX_PROMPTS: Final = 16
-"""As many are taken of a model's own; a user's are all taken."""
+"""How many of a model's own prompts are used; a user's are all used."""
 
 _FORMATS: Final = (
-    'expected a JSON list such as ["def f(x):", {"text": "Once upon"}], JSONL with a "text", "prompt" or "messages" a '
-    "line, or plain text with a prompt a line"
+    'expected a JSON list such as ["def f(x):", {"text": "Once upon"}], JSONL with a "text", "prompt" or "messages" '
+    "per line, or plain text with one prompt per line"
 )
 
 BUILT_IN_PROMPTS: Final = (
@@ -61,7 +60,7 @@ def read_prompts(path: Path) -> list[Any]:
             raise ExportError(f"{path} holds a {type(found).__name__}; {_FORMATS}")
         entries = ((f"entry {number}", entry) for number, entry in enumerate(found, start=1))
     else:
-        # Not `splitlines`, which cuts at signs that JSON may hold as they are.
+        # Not `splitlines`: it also cuts at characters that JSON allows inside strings.
         lines = [(f"line {number}", line.rstrip("\r")) for number, line in enumerate(text.split("\n"), start=1)]
         lines = [(where, line) for where, line in lines if line.strip()]
         is_jsonl = path.suffix == ".jsonl" or (start == "{" and path.suffix != ".txt")

@@ -1,8 +1,8 @@
-"""Tiny random-weight model directories of every family, made on the spot: no hub, no download, a second or less each.
+"""Makes tiny model directories of every family with random weights: no hub, no download, a second or less each.
 
-What the table of families is measured on, and what the tests export. A runtime that is right for them is right for
-their family's arithmetic; how well a precision suits a trained model, they cannot tell. Heavy packages are imported on
-first use.
+The table of families is measured on them, and the tests export them. A runtime that runs them correctly is correct for
+the family's arithmetic; they say nothing about how well a precision suits a trained model. Heavy packages are imported
+on first use.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outrider.export.quiet import quiet_upstream
 WINDOW: Final = 32
 """The sliding window of the families that have one: short, so that little text is beyond it."""
 
-# What tiny tokenizers are trained on: prose, code, digits, accents, an emoji; merges cross byte boundaries.
+# Text for tiny tokenizers: prose, code, digits, accents, an emoji; merges cross byte boundaries.
 SAMPLE_TEXT: Final = (
     "The target's output is a pure function of the prompt, the parameters and the seed.",
     "def verify(tokens, drafts):\n    for token, draft in zip(tokens, drafts):\n        if token != draft:\n",
@@ -47,7 +47,7 @@ _FIELDS: Final[dict[str, dict[str, Any]]] = {
     "llama": _GROUPED,
     "qwen2": _GROUPED,
     "qwen3": {**_GROUPED, "head_dim": 16},
-    # Capped so low that leaving it out shows at once.
+    # So low that a missing cap shows at once.
     "gemma2": {**_GEMMA, "attn_logit_softcapping": 5.0},
     "gemma3_text": _GEMMA,
     "gpt_neox": _ROTARY,
@@ -125,9 +125,9 @@ def make_tiny_tokenizer(
 
 
 def make_tiny_source(family: str, directory: Path, *, vocab_size: int = 320, seed: int = 0, **overrides: Any) -> Path:
-    """A whole source in `directory`, tokenizer and model, as `read_source` takes it; returns the directory.
+    """Writes a whole source, tokenizer and model, for `read_source`; returns the directory.
 
-    `vocab_size` is of the model: what the tokenizer leaves of it is padding.
+    `vocab_size` is the model's: columns beyond the tokenizer's are padding.
     """
     make_tiny_tokenizer(directory)
     return make_tiny_model(family, directory, vocab_size=vocab_size, seed=seed, **overrides)

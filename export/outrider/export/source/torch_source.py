@@ -1,6 +1,4 @@
-"""The source model in torch, FP32: what every export is compared with. Nothing else here is allowed to be the
-truth.
-"""
+"""Loads the source model in torch and FP32, the only reference that exports are compared with."""
 
 from __future__ import annotations
 
@@ -17,17 +15,17 @@ from outrider.export.quiet import quiet_upstream
 from outrider.models.errors import ExportError
 
 _NUMBERED: Final = re.compile(r"\.\d+\.")
-# Of checkpoints older than transformers' way of computing them; they hold nothing that was learnt.
+# Older checkpoints store these; transformers computes them, and nothing in them was trained.
 _OLD_BUFFERS: Final = (".rotary_emb.inv_freq", ".attn.bias", ".attention.bias", ".masked_bias")
 
 
 def load_source_model(path: Path, dtype: str = "float32", attention: str = "eager") -> Any:
     """The transformers model in FP32 on the CPU, from safetensors, never with code that came with it.
 
-    Its attention is transformers' plain one ("eager"): the fused one leaves out what it cannot do, such as Gemma 2's
-    soft-capping, without a word. Training takes another dtype, as torch names it, and another attention where it may.
-    Raises ExportError if the weights are not exactly those that config.json describes: transformers would make up what
-    is missing, and leave out what it has no place for.
+    Its attention is transformers' plain one ("eager"): the fused one silently leaves out what it cannot do, such as
+    Gemma 2's soft-capping. Training takes another dtype, as torch names it, and fused attention where it is exact.
+    Raises ExportError if the weights are not exactly those of config.json: transformers would invent missing ones and
+    drop others.
     """
     with quiet_upstream(f"loading {path.name}"):
         import torch
@@ -40,7 +38,7 @@ def load_source_model(path: Path, dtype: str = "float32", attention: str = "eage
             local_files_only=True,
             use_safetensors=True,
             trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # and then told by `found`, with names and shapes
+            ignore_mismatched_sizes=True,  # `found` reports them with names and shapes
             output_loading_info=True,
         )
     _require_all(path, found)
@@ -53,20 +51,20 @@ def _require_all(path: Path, found: Mapping[str, Any]) -> None:
     if mismatched:
         name, stored, expected = mismatched[0]
         raise ExportError(
-            f"{path}: the tensor {name} has the shape {list(stored)}, config.json makes it {list(expected)}; these "
-            "files do not belong together: get both from one place"
+            f"{path}: the tensor {name} has the shape {list(stored)}, config.json makes it {list(expected)}; they "
+            "do not belong together: get both from one place"
         )
     if missing:
         raise ExportError(
-            f"{path}: the weights lack the tensor {missing[0]} ({len(missing)} in all), which config.json calls for; "
-            "these files do not belong together: get both from one place"
+            f"{path}: the weights lack the tensor {missing[0]} ({len(missing)} in all), which config.json describes; "
+            "they do not belong together: get both from one place"
         )
 
 
 def _require_used(path: Path, found: Mapping[str, Any], model: Any) -> None:
-    """Biases or norms of layers that the model has, but without them: config.json says another family, or other flags.
+    """Raises ExportError for biases or norms that the model's layers lack: config.json has another family or flags.
 
-    Whole parts that are not loaded, such as a vision tower, are no such thing.
+    Whole parts that are not loaded, such as a vision tower, are ignored.
     """
     modules = {name for name, _ in model.named_modules()}
     left = sorted(
@@ -77,12 +75,12 @@ def _require_used(path: Path, found: Mapping[str, Any], model: Any) -> None:
     if left:
         raise ExportError(
             f"{path}: the model that config.json describes has no place for the tensor {left[0]} ({len(left)} in all); "
-            "these files do not belong together: get both from one place"
+            "they do not belong together: get both from one place"
         )
 
 
 def source_logits(model: Any, tokens: Sequence[int], num_rows: int = 0) -> NDArray[np.float32]:
-    """Logits of a sequence, run at once and without a cache: of its last `num_rows` tokens, 0 for all of them.
+    """Logits after the last `num_rows` tokens of a sequence (0: all), computed in one pass without a cache.
 
     [num_rows, vocab_size] float32.
     """

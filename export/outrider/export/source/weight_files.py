@@ -1,6 +1,6 @@
-"""A model directory's weight files, judged by their headers: whole, safe to open, of the shapes in config.json.
+"""Checks a model's weight files by their headers: complete, safe to open, with the shapes of config.json.
 
-Reads headers only, a few kilobytes a file. Knows nothing of what the tensors compute.
+Reads a few kilobytes per file. Knows nothing of what the tensors compute.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PICKLES: Final = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _MAX_HEADER_BYTES: Final = 100 << 20
 _LAYER: Final = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _HEADS: Final = ("lm_head.weight", "embed_out.weight")
-# Of families that are not known, only what is the same in all of them.
+# For unknown families only what is the same in all of them.
 _UNIVERSAL: Final = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "lm_head.weight")
 
 
@@ -30,26 +30,28 @@ def find_weight_files(path: Path) -> tuple[Path, ...]:
     """The safetensors of a model directory, sorted. Raises ExportError if some or all are missing."""
     index, single = path / _INDEX, path / _SINGLE
     if index.is_file():
-        wanted = _indexed(index)
-        missing = [name for name in wanted if not (path / name).is_file()]
+        names = _indexed(index)
+        missing = [name for name in names if not (path / name).is_file()]
         if missing:
             raise ExportError(f"{path} lacks {missing[0]}, which {_INDEX} names; download the model again")
-        if single.is_file() and wanted != [_SINGLE]:
-            raise ExportError(f"{path} has {_SINGLE} and an index of other files; remove one or the other")
-        return tuple(path / name for name in wanted)
+        if single.is_file() and names != [_SINGLE]:
+            raise ExportError(
+                f"{path} has {_SINGLE} and an index of other files; remove the one that is not the model's"
+            )
+        return tuple(path / name for name in names)
     if single.is_file():
         return (single,)
     others = sorted(file.name for file in path.glob("*.safetensors"))
     if others:
         raise ExportError(
-            f"{path} has {others[0]}, but neither {_SINGLE} nor {_INDEX}; rename it if it is the whole model, or "
-            "download the model again"
+            f"{path} has {others[0]}, but neither {_SINGLE} nor {_INDEX}; download the model again (a file that is the "
+            f"whole model may be renamed to {_SINGLE})"
         )
     pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
     if pickles:
         raise ExportError(
-            f"{path} has only pickled weights ({pickles[0]}), which execute code on load; get the model's "
-            "safetensors, or convert it yourself where you trust it: save_pretrained(safe_serialization=True)"
+            f"{path} has only pickled weights ({pickles[0]}), which execute code on load; get the model as "
+            "safetensors (if you trust it, convert it: save_pretrained(safe_serialization=True))"
         )
     raise ExportError(f"{path} has no *.safetensors; expected the model's weights")
 
@@ -67,7 +69,7 @@ def _indexed(index: Path) -> list[str]:
 
 
 def read_safetensors_header(path: Path) -> dict[str, Any]:
-    """Tensor name to its dtype, shape and place. Raises ExportError if the file is not safetensors or not whole."""
+    """Tensor name to its dtype, shape and place. Raises ExportError if the file is not safetensors or is truncated."""
     size = path.stat().st_size
     broken = f"{path} is not a safetensors file, or is truncated"
     with path.open("rb") as file:
@@ -83,16 +85,16 @@ def read_safetensors_header(path: Path) -> dict[str, Any]:
             raise ExportError(f"{broken}; download it again") from None
     if size != expected or min(shapes, default=0) < 0:
         raise ExportError(
-            f"{path} has {size:,} bytes, its header says {expected:,}; it is truncated: download it again"
+            f"{path} has {size:,} bytes, its header gives {expected:,}; it is truncated: download it again"
         )
     return tensors
 
 
 def check_weights(path: Path, files: tuple[Path, ...], shape: ModelShape, config: Mapping[str, Any]) -> int:
-    """The number of parameters. Raises ExportError if a file is not whole or its tensors are not those of `shape`.
+    """The number of parameters. Raises ExportError if a file is truncated or its tensors are not those of `shape`.
 
-    Of a known family the number of layers and the shapes of SHAPES are compared; of any other, the number of layers and
-    the embeddings. What this cannot see, loading does.
+    For a known family the number of layers and the shapes of SHAPES are compared; for any other the number of layers
+    and the embeddings. Loading finds the rest.
     """
     tensors = {name: tensor for file in files for name, tensor in read_safetensors_header(file).items()}
     if not tensors:
@@ -109,14 +111,14 @@ def check_weights(path: Path, files: tuple[Path, ...], shape: ModelShape, config
         "D": shape.head_size,
     }
     for name, tensor in tensors.items():
-        wanted = ends.get(".".join(name.split(".")[-2:]))
-        if wanted is None or ("text_config" in config and not _is_text(name)):
+        dimensions = ends.get(".".join(name.split(".")[-2:]))
+        if dimensions is None or ("text_config" in config and not _is_text(name)):
             continue
-        expected = [sum(sizes[letter] for letter in dimension.split("+")) for dimension in wanted]
+        expected = [sum(sizes[letter] for letter in dimension.split("+")) for dimension in dimensions]
         if tensor["shape"] != expected:
             raise ExportError(
-                f"{path}: the tensor {name} has the shape {tensor['shape']}, config.json makes it {expected}; these "
-                "files do not belong together: get both from one place"
+                f"{path}: the tensor {name} has the shape {tensor['shape']}, config.json makes it {expected}; they "
+                "do not belong together: get both from one place"
             )
     return sum(
         math.prod(tensor["shape"]) for name, tensor in tensors.items() if not (shape.is_tied and name.endswith(_HEADS))
@@ -137,10 +139,10 @@ def _check_layers(path: Path, tensors: Mapping[str, Any], shape: ModelShape, con
     if not shape.layers <= max(numbered) + 1 <= allowed:
         raise ExportError(
             f"{path}: the weights have {max(numbered) + 1} layers (the last has the tensor {numbered[max(numbered)]}), "
-            f"config.json says {shape.layers}; these files do not belong together: get both from one place"
+            f"config.json gives {shape.layers}; they do not belong together: get both from one place"
         )
 
 
 def _is_text(name: str) -> bool:
-    """Whether a tensor of a model with several parts is of the part that writes."""
+    """Whether a tensor of a model with several parts belongs to the text model."""
     return "vision" not in name and "visual" not in name and "audio" not in name

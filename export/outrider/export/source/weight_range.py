@@ -1,7 +1,7 @@
-"""Whether every weight of a source is a number that the wanted precision can hold.
+"""Checks that the chosen precision can hold every weight of a source.
 
-Casting would make infinities of what is too large (torch) or clip it without a word (OpenVINO), and quantizing would
-give a whole row a scale that is not finite. Knows files and numbers, not what the tensors are for.
+Casting would turn larger weights into infinities (torch) or clip them silently (OpenVINO), and quantizing would give a
+whole row a scale that is not finite. Knows files and numbers, not what the tensors are for.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def require_range(weight_files: Sequence[Path], precision: Precision) -> None:
                     if not (math.isfinite(low) and math.isfinite(high)):
                         raise ExportError(
                             f"{path}: the tensor {name} holds weights that are not finite numbers; the model is "
-                            "broken: get it again, or repair it"
+                            "broken: download it again"
                         )
                     if max(-low, high) > limit:
                         raise ExportError(
                             f"{path}: the tensor {name} holds {max(high, low, key=abs):.6g}, beyond the {limit:.6g} "
-                            f"that {precision} can hold; try another --precision (bf16 and fp32 hold more)"
+                            f"that {precision} can hold; try --precision bf16 or fp32, which hold more"
                         )

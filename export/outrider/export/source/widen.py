@@ -2,8 +2,8 @@
 
 A gated MLP computes down(act(gate(x)) * up(x)). Added rows of gate and up are small random numbers, so that
 kernels do real work on them; the matching columns of down are zero, so that nothing of it reaches the output.
-The memory traffic of a step is then that of a model of the wanted size, with the text and the acceptance of
-the real pair.
+The memory traffic of a step is then that of a model of the chosen size, with the text and the acceptance of the
+real pair.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def plan_widening(source: SourceModel, target_megabytes: float) -> int:
     Raises ExportError if the model is that large already.
     """
     shape = source.architecture
-    wanted = target_megabytes * 1e6 / 4
+    parameters = target_megabytes * 1e6 / 4
     per_neuron = 3 * shape.hidden_size * shape.layers
-    added = round((wanted - shape.parameters) / per_neuron / _GRANULE) * _GRANULE
+    added = round((parameters - shape.parameters) / per_neuron / _GRANULE) * _GRANULE
     if added < _GRANULE:
         raise ExportError(
             f"{source.name} has {shape.parameters * 4 / 1e6:.0f} MB in FP32; it cannot be widened to "
-            f"{target_megabytes:g} MB: ask for more, or leave --widen out"
+            f"{target_megabytes:g} MB; choose a larger size"
         )
     return shape.intermediate_size + added
 
@@ -59,7 +59,7 @@ def widen(model_dir: str | Path, out_dir: str | Path, target_megabytes: float, *
     source = read_source(model_dir)
     out = Path(out_dir)
     if out.is_dir() and any(out.iterdir()):
-        raise ExportError(f"{out} is not empty; choose another place for the widened model")
+        raise ExportError(f"{out} is not empty; choose another directory for the widened model")
     if CONFIG_NOTE in source.config:
         raise ExportError(f"{source.path} is widened already; widen the original")
     _require_gated(source)
@@ -91,7 +91,7 @@ def _require_gated(source: SourceModel) -> None:
 
 
 def describe_widening(source: SourceModel) -> Widening | None:
-    """What the manifest says about a widened source; None for any other."""
+    """The manifest's entry for a widened source; None for any other."""
     original_size = source.config.get(CONFIG_NOTE)
     if original_size is None:
         return None
@@ -124,7 +124,7 @@ def _widen_file(path: Path, target: Path, size: int, seed: int) -> None:
 def _widen_tensor(torch: Any, tensor: Any, kind: str, size: int, generator: Any) -> Any:
     if tensor.dim() == 1:  # a bias; that of `down` has the model's width
         return tensor if kind == "down" else torch.nn.functional.pad(tensor, (0, size - len(tensor)))
-    if kind == "down":  # [hidden, feed-forward]: what the added neurons say is not heard
+    if kind == "down":  # [hidden, feed-forward]: zeros, so the added neurons change nothing
         return torch.nn.functional.pad(tensor, (0, size - tensor.shape[1]))
     rows = torch.empty(size - tensor.shape[0], tensor.shape[1]).normal_(std=_NOISE_SCALE, generator=generator)
     # Away from zero, so that no product of two of them comes near a denormal.

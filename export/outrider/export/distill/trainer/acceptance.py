@@ -1,8 +1,8 @@
-"""How often the draft's pick is the target's, under shared noise, on text that the target writes.
+"""Measures how often draft and target pick the same token, under shared noise, on text that the target writes.
 
-The draft's pick at a position is a pure function of the true text before it, and a drafted token is only tested when
-all before it in its chain were right. So one pass of the draft over the target's text gives every pick that any chain
-could have tested, and the outcome of chains of any depth is arithmetic on the vector of matches.
+The draft's pick at a position is a pure function of the text before it, and a drafted token is only tested when all
+before it in its round were accepted. So one pass of the draft over the target's text gives every pick that any round
+could test, and the outcome of rounds of any depth is arithmetic on the vector of matches.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from outrider.models.sampling import SamplingParams, pick
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What one temperature gave; rates are shares in [0, 1].
+    """The result at one temperature; rates are shares in [0, 1].
 
-    per_position: the draft's pick is the target's, at every position of the text. in_chain: the same, per tested token
-    of chains of depth `depth`. tokens_per_pass: tokens committed by a target pass, its own included. rejection: what
+    per_position: equal picks at every position of the text. in_chain: equal picks per tested token of rounds of
+    `depth` drafted tokens. tokens_per_pass: tokens committed by a target pass, its own included. rejection: what
     classic rejection sampling would accept per position, the sum of min(p, q), where it was measured. error: the
     standard error of `in_chain`, prompts taken as independent.
     """
@@ -46,9 +46,9 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A prompt's ids and the target's text after it; `start` is where that text begins, `seed` what it was drawn with.
+    """A prompt's ids and the target's text after it; `start` is where that text begins, `seed` that of its noise.
 
-    Ends with the target's end token, if it came to one.
+    Ends with the target's end token, if it wrote one.
     """
 
     ids: tuple[int, ...]
@@ -58,7 +58,7 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """How a draft did on one passage: rounds of drafting along it, and equal picks over all its positions."""
+    """A draft's result on one passage: rounds of drafting along it, and equal picks over all its positions."""
 
     counts: Rounds
     hits: int
@@ -78,8 +78,8 @@ def continue_prompts(
 ) -> list[Passage] | None:
     """The target's text after each prompt, prompt `i` with seed `i`, to `new_tokens` or to one of `stop_ids`.
 
-    num_ids: tokens of the tokenizer, None for all columns. rows: prompts at once, None for all. Returns None if it was
-    told to stop.
+    num_ids: tokens of the tokenizer, None for all columns. rows: prompts at once, None for all. Returns None if
+    `stop` says so.
     """
     rows = rows or len(prompts)
     passages: list[Passage] = []
@@ -137,7 +137,7 @@ def row_logits(model: PreTrainedModel, text: Sequence[int], start: int) -> Tenso
 def score(
     draft: PreTrainedModel, passage: Passage, temperature: float, depth: int = 4, num_ids: int | None = None
 ) -> tuple[Score, Tensor]:
-    """How the draft does on a passage, and its logits `[positions, num_ids]` fp32 over the target's text."""
+    """The draft's result on a passage, and its logits `[positions, num_ids]` fp32 over the target's text."""
     params = SamplingParams(temperature=temperature, seed=passage.seed)
     logits = row_logits(draft, passage.ids, passage.start)[:, :num_ids]
     picks = [pick(row, params, passage.start + offset) for offset, row in enumerate(logits.numpy())]
@@ -192,7 +192,7 @@ def measure(
 class Change:
     """How much `in_chain` rose from one draft to another on the same passages, with its standard error.
 
-    The passages are the same, so much of what makes a passage easy or hard cancels in the difference.
+    Both drafts are measured on the same passages, so the spread between easy and hard passages mostly cancels.
     """
 
     rise: float
@@ -200,9 +200,9 @@ class Change:
 
 
 def compare(before: Sequence[Sequence[Score]], after: Sequence[Sequence[Score]]) -> Change:
-    """The mean change over several settings (temperatures, say), each with scores of the same prompts in one order.
+    """The mean change over several settings, such as temperatures, each with scores of the same prompts in one order.
 
-    The error takes prompts as independent, and the settings' passages after one prompt as they are: related.
+    The error takes prompts as independent, and passages of one prompt at several settings as related.
     """
     rises: list[float] = []
     residuals: list[NDArray[np.float64]] = []

@@ -1,8 +1,8 @@
-"""Attention for generating in large batches on a CPU: one matrix product a group of heads.
+"""Speeds up generation in large batches on a CPU: attention as one matrix product per group of heads.
 
-torch's fused CPU kernel takes ten times as long when every row asks for one token and heads share keys. Anything but
-that case goes to the ordinary implementation, and so do models whose attention is more than scaled dot products (a
-soft cap, sinks, an attention of their own): only families known to be plain are touched.
+torch's fused CPU kernel takes ten times as long when every row has one new token and heads share keys. All other cases
+go to the ordinary implementation, and so do models whose attention is more than scaled dot products (a soft cap, sinks,
+their own attention): only families known to be plain are changed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def grouped_attention(
 
 @contextmanager
 def batch_decoding(model: PreTrainedModel) -> Iterator[None]:
-    """While it is open, `model` generates with `grouped_attention`, where that is the same function and quicker."""
+    """While it is open, `model` generates with `grouped_attention`, where that is the same function and faster."""
     before = model.config._attn_implementation
     if model.config.model_type not in PLAIN_FAMILIES or before != "sdpa" or model.device.type != "cpu":
         yield

@@ -1,4 +1,4 @@
-"""The state of a training run on the disk: all that is needed to go on, and the best weights so far."""
+"""Stores the state of a training run: all that is needed to continue, and the best weights so far."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from outrider.export.distill.trainer.validation import Agreement
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The average of the weights after so many steps, on the validation rows."""
+    """The result of the average of the weights on the validation rows, after `step` steps."""
 
     step: int
     agreement: Agreement
 
 
 class Checkpoint:
-    """Saves and restores a `Trainer`, its budget, and what was judged on the way.
+    """Saves and restores a `Trainer`, its budget, and the results on validation rows.
 
     Without a path nothing is written and the best weights are kept in memory.
     """
@@ -38,12 +38,12 @@ class Checkpoint:
 
     @property
     def best(self) -> Judged | None:
-        """The best of the trained ones by match bound, the earliest of equals; the start is no candidate."""
+        """The trained weights with the highest match bound, the earliest of equals; the start does not count."""
         trained = [found for found in self.judged if found.step]
         return max(trained, key=lambda found: found.agreement.mean_match, default=None)
 
     def resume(self) -> bool:
-        """Restores what is on the disk, if anything; returns whether that run was finished."""
+        """Restores the state on the disk, if there is one; returns whether that run was finished."""
         if self._path is None or not self._path.exists():
             return False
         state = load_tensors(self._path)
@@ -56,7 +56,7 @@ class Checkpoint:
         return bool(state["is_final"])
 
     def add(self, found: Judged) -> bool:
-        """Notes what was judged while the student had the average's weights; returns whether it is the best so far."""
+        """Adds a result, while the student has the average's weights; returns whether it is the best so far."""
         self.judged.append(found)
         if self.best is not found:
             return False
@@ -78,7 +78,7 @@ class Checkpoint:
         )
 
     def finish(self) -> None:
-        """Gives the student the best weights that were judged, or else the average's, and writes them."""
+        """Gives the student the best judged weights, or else the average's, and writes them."""
         if self.best is None:
             self._trainer.average.copy_to(self._trainer.student)
         else:

@@ -1,6 +1,6 @@
-"""A training pass through `torch.compile` where that works, and through plain PyTorch, saying so, where it does not.
+"""Runs a training pass through `torch.compile`, or through plain PyTorch, with a message, where that does not work.
 
-The two are the same function up to rounding; on a CPU the compiled one is several times as fast, but it needs a C++
+Both are the same function up to rounding; on a CPU the compiled one is several times as fast, but it needs a C++
 compiler, which a user's machine may lack.
 """
 
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 Pass = Callable[..., tuple[Tensor, Tensor]]
-"""A model and inputs to a loss and to what is reported of it."""
+"""Takes a model and inputs; returns a loss and the figures to report."""
 
 
 class BackwardPass:
     """Calls a `Pass` and adds the gradients of its loss to the model's.
 
-    The first call finds out whether compilation works: if it fails, `tell` is told why, and the same call is made again
-    without it, so an error that has nothing to do with compilation is still raised.
+    The first call tries compilation. If it fails, `tell` gets the reason and the same call runs without it, so an error
+    that has another cause is still raised.
     """
 
     def __init__(self, function: Pass, *, is_compiled: bool, tell: Callable[[str], None]) -> None:
@@ -31,7 +31,7 @@ class BackwardPass:
         self.is_compiled = is_compiled
 
     def __call__(self, model: nn.Module, *inputs: Any) -> Tensor:
-        """What is reported of the pass. On the first call the model must have no gradients yet."""
+        """Runs the pass and returns the figures to report. On the first call the model must have no gradients."""
         if self._is_tried:
             return self._run(model, *inputs)
         self._is_tried = True
@@ -43,8 +43,8 @@ class BackwardPass:
             model.zero_grad(set_to_none=True)
             reason = (str(error).strip().splitlines() or [""])[0][:200]
             self._tell(
-                f"torch.compile does not work here ({type(error).__name__}: {reason}); training goes on without it, "
-                "with the same result but slower (a C++ compiler is what is mostly missing)"
+                f"torch.compile does not work here ({type(error).__name__}: {reason}); training continues without it, "
+                "slower, with the same result (usually a C++ compiler is missing)"
             )
         return self._run(model, *inputs)
 

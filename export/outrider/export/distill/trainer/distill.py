@@ -1,9 +1,9 @@
-"""Distillation of a draft on its target: on the target's own text, towards the picks that it will be tested on.
+"""Distils a draft on its target's own text, towards the picks that it is tested on.
 
 Works for any pair of Hugging Face causal models with one tokenizer. The text is a pool (see `pool`) with the target's
-likeliest next tokens at every position, so the target itself is neither needed nor held. The draft is trained by
-forward KL divergence early, and late by the probability itself that draft and target pick the same token under shared
-noise, with cross-entropy of the target's tokens added if wanted.
+likeliest next tokens at every position, so the target itself need not be in memory. The draft is trained by forward KL
+divergence early, and late by the probability that draft and target pick the same token under shared noise, optionally
+with cross-entropy of the target's tokens.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def distill(
 ) -> TrainingResult:
     """Trains `student` in place on the pool, which was sampled with normalizers at `temperatures`.
 
-    It ends with the average of its late weights; with `validation` rows, with the best average that was judged on them
-    on the way. With a `checkpoint` the state is written there every few minutes, and when told to stop, and taken up
-    again; at the end it holds, under "model", the weights that `student` has. With a budget of steps the result does
+    It ends with the average of its late weights; with `validation` rows, with the best average that was judged on them.
+    With a `checkpoint` the state is written there every few minutes and on `stop`, and continued from there; at the end
+    it holds, under "model", the weights of `student`. With a budget of steps the result does
     not depend on how often the run was interrupted. Under `torchrun` each process has its own part of the pool and of
     every step's rows. num_ids: tokens of the tokenizer; None for all that the model has.
 
@@ -75,7 +75,7 @@ def distill(
 
 
 class _Run:
-    """What surrounds the steps: the budget, judging, saving and telling."""
+    """Everything around the steps: the budget, judging, saving and reporting."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class _Run:
         self._logged = self._saved = time.monotonic()
 
     def start(self) -> None:
-        """Judges what the student came with, or says where the run goes on."""
+        """Judges the student's first weights, or reports where the run continues."""
         self._advance()
         if self.trainer.step:
             self._news(f"resumed at step {self.trainer.step}, {self.budget.used_s / 60:.1f} minutes used")
@@ -120,7 +120,7 @@ class _Run:
             self._judge()
 
     def train(self) -> None:
-        """One step; compilation, which is in the first, is not counted against the budget."""
+        """One step; compilation in the first step does not count against the budget."""
         began = time.monotonic()
         self.trainer.train(self.progress)
         if self._is_first and self.trainer.is_compiled:
@@ -129,7 +129,7 @@ class _Run:
         self._advance()
 
     def keep_up(self) -> None:
-        """Judges, saves and tells where it is time to."""
+        """Judges, saves and reports when each is due."""
         now = time.monotonic()
         judgements = len(self.state.judged)
         is_due = self.validation is not None and judgements / self.plan.evaluations <= self.progress < 1.0
@@ -143,13 +143,13 @@ class _Run:
         self._tell(self.trainer.describe(), is_news=is_news)
 
     def finish(self) -> None:
-        """Judges the last weights and puts the best in place."""
+        """Judges the last weights and gives the student the best."""
         self._judge()
         self.state.finish()
         self._news(f"done: {self.trainer.step} steps, {self.trainer.epochs():.1f} times over the pool")
 
     def outcome(self, *, is_complete: bool, used_s: float) -> TrainingResult:
-        """Where the run is."""
+        """The present result of the run."""
         best = self.state.best
         return TrainingResult(
             is_complete=is_complete,
@@ -160,7 +160,7 @@ class _Run:
         )
 
     def _advance(self) -> None:
-        self.progress = self.budget.progress(self.trainer.step)  # an agreement of all processes: all must come here
+        self.progress = self.budget.progress(self.trainer.step)  # all processes agree on it, so all must call it
 
     def _judge(self) -> None:
         """Judges the average on the validation rows, if there are any."""

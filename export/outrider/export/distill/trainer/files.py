@@ -1,4 +1,4 @@
-"""Writing state files so that a killed process leaves the old one or the new one, never half of it."""
+"""Writes state files so that a killed process leaves the old file or the new one, never half of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 
 def save_tensors(value: object, path: Path) -> None:
-    """`torch.save`, replacing `path` atomically. What it wrote is read with `load_tensors`.
+    """`torch.save`, replacing `path` atomically; read it with `load_tensors`.
 
-    Raises OSError where the disk does not take it, which torch tells as a RuntimeError.
+    Raises OSError where the disk refuses it; torch reports that as a RuntimeError.
     """
 
     def write(file: BinaryIO) -> None:

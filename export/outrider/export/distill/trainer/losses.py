@@ -1,4 +1,4 @@
-"""What a draft is trained on: how far its distribution is from its target's, and how often their picks differ."""
+"""Computes a draft's losses: its distribution's distance from the target's, and how often their picks differ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Masks:
 
     @classmethod
     def of(cls, rows: Rollout, skip: int) -> Masks:
-        """The first `skip` positions of a row are left out as far as they stand before the target's own text."""
+        """The masks of rows; the first `skip` positions are left out if they are before the target's own text."""
         position = torch.arange(rows.ids.shape[1] - 1, device=rows.ids.device)
         starts, ends = rows.starts[:, None], rows.ends[:, None]
         is_inside = position + 1 < ends

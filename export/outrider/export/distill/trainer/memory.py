@@ -1,4 +1,4 @@
-"""How many rows fit a memory bound: what a row of text costs a model while it generates and while it learns."""
+"""Computes how many rows of text fit a memory bound, in generation and in training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prefill_positions(rows: int, vocab_size: int) -> int:
     return max(1, ROLLOUT_BYTES // (2 * 4 * rows * vocab_size))
 
 
-def training_rows(row_length: int, vocab_size: int, wanted: int) -> int:
-    """The largest divisor of `wanted` whose rows' logits, four copies in fp32, fit; at least 1."""
+def training_rows(row_length: int, vocab_size: int, per_step: int) -> int:
+    """The largest divisor of `per_step` whose rows' logits, four copies in fp32, fit; at least 1."""
     fitting = TRAINING_BYTES // (4 * 4 * row_length * vocab_size)
-    return max(rows for rows in range(1, wanted + 1) if wanted % rows == 0 and (rows == 1 or rows <= fitting))
+    return max(rows for rows in range(1, per_step + 1) if per_step % rows == 0 and (rows == 1 or rows <= fitting))

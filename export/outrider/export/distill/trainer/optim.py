@@ -1,7 +1,7 @@
-"""Optimizers and schedules for training: a stage is given minutes or steps and decays its rates over them.
+"""Optimizes models under a budget of minutes or steps, over which learning rates decay.
 
-Muon moves the weight matrices inside the layers, AdamW the embeddings and norms. Knows nothing of models beyond their
-named parameters, and nothing of data.
+Muon updates the weight matrices inside the layers, AdamW the embeddings and norms. Knows nothing of models beyond their
+parameters, and nothing of data.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class MatrixOptimizer:
             optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, object]:
-        """Everything `load_state_dict` needs to go on from here."""
+        """Everything that `load_state_dict` needs to continue."""
         return {"muon": self._muon.state_dict(), "adamw": self._adamw.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class MatrixOptimizer:
 
 
 def _vocabulary_tables(model: nn.Module) -> set[int]:
-    """Ids of the parameters with a row a token or a position, whatever a family calls them."""
+    """Ids of the parameters with one row per token or position, whatever a family calls them."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     head = getattr(model, "get_output_embeddings", lambda: None)()
     return {id(module.weight) for module in [*tables, head] if module is not None}
@@ -85,7 +85,7 @@ def _vocabulary_tables(model: nn.Module) -> set[int]:
 
 @dataclass(slots=True)
 class Budget:
-    """A stage's minutes of wall clock, or its steps; what is used is carried across resumed runs."""
+    """A stage's minutes of wall clock, or its steps; time used is carried across resumed runs."""
 
     minutes: float | None
     steps: int | None = None
@@ -151,7 +151,7 @@ class Average:
             parameter.data, self._shadow[index] = self._shadow[index], parameter.data
 
     def state_dict(self) -> dict[str, object]:
-        """Everything `load_state_dict` needs to go on from here."""
+        """Everything that `load_state_dict` needs to continue."""
         return {"steps": self._steps, "shadow": self._shadow}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Endless shuffled orders as pure functions of a place in them, so that a resumed run goes on with what comes next.
+"""Computes endless shuffled orders as pure functions of a place in them, so that a resumed run continues exactly.
 
 Knows nothing of models, prompts or files.
 """
@@ -35,8 +35,8 @@ def batch_by_length(
 ) -> NDArray[np.int64]:
     """Which prompts batch `number` holds, int64 `[rows]`: prompts of like length, each drawn as often as the others.
 
-    `sort_over` batches are filled from the shuffled prompts, sorted by length, cut and shuffled again: little is lost
-    to padding, and every prompt comes once before one comes twice.
+    `sort_over` batches are filled from the shuffled prompts, sorted by length, cut and shuffled again: there is
+    little padding, and every prompt comes once before one comes twice.
     """
     block, place = divmod(number, sort_over)
     drawn = shuffled(len(lengths), seed, block * sort_over * rows, sort_over * rows)

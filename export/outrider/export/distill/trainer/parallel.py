@@ -1,6 +1,6 @@
-"""Training by several processes of one thread each, under `torchrun`: on a shared machine they beat one with threads.
+"""Trains in several processes of one thread each, under `torchrun`: on a shared machine faster than one with threads.
 
-Threads wait for each other at every operation, these processes once a step. Without `torchrun` every function here is
+Threads wait for each other at every operation, these processes once per step. Without `torchrun` every function here is
 the identity. Knows nothing of models.
 """
 

@@ -1,4 +1,4 @@
-"""Every choice of a training run, in one frozen place."""
+"""Holds every choice of a training run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from outrider.export.distill.trainer.optim import CHECKPOINT_EVERY_S, Rates
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What each part of the loss counts.
+    """The weights of the parts of the loss.
 
-    divergence: forward KL, which moves over to match probability in the course of the run if `match` is not 0.
-    cross_entropy: of the tokens that the target wrote, throughout.
+    divergence: forward KL, replaced by match probability in the course of the run if `match` is not 0. cross_entropy:
+    of the target's own tokens, throughout.
     """
 
     divergence: float = 1.0

@@ -1,7 +1,7 @@
-"""The pool: text that the target wrote, in a folder, in parts that appear whole or not at all.
+"""Samples and reads the pool: the target's text in a folder, in parts that appear whole or not at all.
 
-A part is a pure function of the model, the prompts, the plan and its number, so a killed run goes on where it was. The
-parts are mapped into memory when they are read, so a pool may be larger than the memory.
+A part is a pure function of the model, the prompts, the plan and its number, so a killed run continues where it was.
+Parts are mapped into memory when they are read, so a pool may be larger than the memory.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class PoolPlan:
     stop_ids: tuple[int, ...] = ()
 
     def bytes_per_token(self) -> int:
-        """What a token of the pool takes on the disk."""
+        """Bytes of a token of the pool on the disk."""
         return 4 + 6 * self.top_k + 4 * len(self.temperatures)
 
 
 @dataclass(slots=True)
 class _Made:
-    """What a folder holds so far."""
+    """The present content of a folder."""
 
     parts: int = 0
     rows: int = 0
@@ -78,10 +78,10 @@ def sample_pool(
     stop: Stop = never,
     stage: str = "pool",
 ) -> bool:
-    """Fills `folder` with rows that the teacher wrote, going on from the parts that are there; `stage` names it.
+    """Fills `folder` with rows that the teacher writes, after the parts that are there; `stage` names it in reports.
 
-    Prompts of `plan.row_length` tokens or more are left out. Returns False if it was told to stop before the end; then
-    the finished parts stay. Under `torchrun` each process needs a folder of its own. Raises `ValueError` when no prompt
+    Prompts of `plan.row_length` tokens or more are left out. Returns False if it was stopped before the end; the
+    finished parts stay. Under `torchrun` each process needs a folder of its own. Raises `ValueError` when no prompt
     is usable or the plan names not exactly one budget, ModelFault when the teacher's logits are not finite.
     """
     if sum(budget is not None for budget in (plan.minutes, plan.tokens, plan.batches)) != 1:
@@ -107,7 +107,7 @@ def sample_pool(
         if rows is None:
             return False
         if not bool(torch.isfinite(rows.log_norms).all() & torch.isfinite(rows.top_logits).all()):
-            raise ModelFault("the target's logits are not finite; try it in fp32, and check that its files are whole")
+            raise ModelFault("the target's logits are not finite; try --target-dtype fp32")
         save_tensors(asdict(rows), _part(folder, made.parts))
         made = _Made(
             parts=made.parts + 1,
@@ -118,7 +118,7 @@ def sample_pool(
         share = _share(made, plan)
         made = replace(made, is_complete=share >= 1.0)
         save_json(asdict(made), folder / PROGRESS_FILE)
-        text = f"{made.rows:,} rows with {made.tokens:,} tokens of the target's, {made.used_s / 60:.1f} min"
+        text = f"{made.rows:,} rows with {made.tokens:,} tokens from the target, {made.used_s / 60:.1f} min"
         report(Event(stage, min(1.0, share), text, is_news=True))
     return True
 
@@ -149,7 +149,7 @@ class Pool:
 
 
 def _share(made: _Made, plan: PoolPlan) -> float:
-    """How much of the budget is used; more than 1 once there is more than was asked for."""
+    """The share of the budget that is used; it may exceed 1."""
     if plan.tokens is not None:
         return made.tokens / plan.tokens
     if plan.batches is not None:
@@ -159,7 +159,7 @@ def _share(made: _Made, plan: PoolPlan) -> float:
 
 
 def _sort_over(plan: PoolPlan) -> int:
-    """Batches that are sorted together: no more than there will be, or a small pool would lack some lengths."""
+    """Batches that are sorted together: no more than the pool will have, or a small pool would lack some lengths."""
     if plan.batches is not None:
         return min(BATCHES_SORTED, plan.batches)
     if plan.tokens is None:

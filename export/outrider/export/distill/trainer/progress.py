@@ -1,4 +1,4 @@
-"""What a distillation tells while it runs, and how it is asked to stop. How either looks is the caller's."""
+"""Defines the progress events of a distillation, and how a caller stops it. Showing them is the caller's."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Event:
 
 Report = Callable[[Event], None]
 Stop = Callable[[], bool]
-"""Asked between steps; when it says True, the work is saved and left."""
+"""Called between steps; when it returns True, the work is saved and ended."""
 
 
 def silent(event: Event) -> None:
-    """The report of a caller who does not want to know."""
+    """A report that shows nothing."""
 
 
 def never() -> bool:
-    """The `Stop` of a caller who waits for the end."""
+    """A `Stop` that never stops."""
     return False

@@ -1,4 +1,4 @@
-"""Text sampled from a target in batches, with what distillation needs to know of the target at every position.
+"""Samples text from a target in batches, with the target's distribution at every position.
 
 Works for any Hugging Face causal model. Prompts of one batch may differ in length: they are padded on the left while
 the target writes, and every row begins with its prompt afterwards.
@@ -23,11 +23,11 @@ from outrider.export.distill.trainer.progress import Stop, never
 class Rollout:
     """Sampled rows and the target's distribution after each of their tokens.
 
-    ids: `[rows, length]` int32; what stands at and after a row's end means nothing. starts, ends: `[rows]` int32, where
+    ids: `[rows, length]` int32; entries from a row's end on mean nothing. starts, ends: `[rows]` int32, where
     the target's own text begins and ends. temperatures: `[rows]` fp32, at which it was sampled. top_ids, top_logits:
     `[rows, length, k]` int32 and fp16, the likeliest next tokens, likeliest first. log_norms: `[rows, length, t]` fp32,
-    the logarithm of the sum of `exp(logit / temperature)` over the tokenizer's vocabulary, for t temperatures. After a
-    row's last token nothing is known of the target.
+    the logarithm of the sum of `exp(logit / temperature)` over the tokenizer's vocabulary, for t temperatures. There
+    is nothing for a row's last token.
     """
 
     ids: Tensor
@@ -57,10 +57,10 @@ def concatenate(parts: Sequence[Rollout]) -> Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """How rows are written: to `length` tokens, or to one of `stop_ids`, which is the row's last token then.
+    """How rows are written: to `length` tokens, or to one of `stop_ids`, which then is the row's last token.
 
     norms_at: temperatures at which normalizers are recorded. num_ids: tokens of the tokenizer; logits beyond are the
-    model's padding and are never looked at.
+    model's padding and are never read.
     """
 
     length: int
@@ -71,12 +71,12 @@ class Writing:
 
 
 def takes_positions(model: PreTrainedModel) -> bool:
-    """Whether the model is told positions; one that is not (Bloom) finds them in the attention mask."""
+    """Whether the model takes positions; one that does not (Bloom) derives them from the attention mask."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
 def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Prompts as ids `[rows, longest]` int64, zeros before the shorter ones, and the mask of what is no padding."""
+    """Prompts as ids `[rows, longest]` int64, zeros before the shorter ones, and the mask of real tokens."""
     longest = max(len(prompt) for prompt in prompts)
     ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -87,7 +87,7 @@ def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
 
 
 class Decoder:
-    """A batch that a model writes: logits of the prompts in pieces, then of one token a row at a time."""
+    """A batch that a model writes: logits of the prompts in pieces, then of one token per row at a time."""
 
     def __init__(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_ids: int) -> None:
         self._model = model
@@ -133,9 +133,9 @@ def sample_rows(
     generator: torch.Generator,
     stop: Stop = never,
 ) -> Rollout | None:
-    """Continues each prompt, row `r` at `temperatures[r]`; None if it was told to stop.
+    """Continues each prompt, row `r` at `temperatures[r]`; None if `stop` says so.
 
-    The whole row is summarized, its prompt included. Prompts are shorter than `writing.length`; `top_k` is capped by
+    The whole row is recorded, its prompt included. Prompts are shorter than `writing.length`; `top_k` is capped by
     the vocabulary. `generator` is on the model's device.
     """
     with torch.inference_mode(), batch_decoding(model):
@@ -192,7 +192,7 @@ def _left_aligned(
     temperatures: Tensor,
     length: int,
 ) -> Rollout:
-    """Moves every row to the left by its padding; what is beyond its end repeats something and is never trained on."""
+    """Moves every row to the left by its padding; entries beyond its end are copies and are never trained on."""
     ids = torch.cat(list(columns), dim=1).to(torch.int32)
     padding = columns[0].shape[1] - torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
     source = torch.arange(length, device=ids.device) + padding[:, None]

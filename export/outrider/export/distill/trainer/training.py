@@ -1,4 +1,4 @@
-"""One step of distillation after another: which rows, at which temperature, with which weights. Knows no clock."""
+"""Runs the steps of distillation: which rows, at which temperature, with which weights. Knows no clock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SMOOTHING = 0.95
 
 
 class Trainer:
-    """Changes `student` by steps. What a step does is a function of its number and of the state alone."""
+    """Trains `student` step by step. A step is a function of its number and of the state alone."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Trainer:
         self.step += 1
 
     def describe(self) -> str:
-        """Where the training is, in words, with means over the last twenty steps or so."""
+        """The present state in words, with means over about the last twenty steps."""
         divergence, match, nats = self._recent
         entropy = f", cross-entropy {nats:.3f}" if self._plan.weights.cross_entropy else ""
         return f"step {self.step}: KL {divergence:.3f}, match {match:.4f}{entropy}"
@@ -110,5 +110,5 @@ class Trainer:
     def _remember(self, parts: Tensor) -> None:
         found = parts.double().cpu().numpy()
         if not np.isfinite(found).all():
-            raise ModelFault(f"the training diverged at step {self.step}; begin again with a lower rate")
+            raise ModelFault(f"the training diverged at step {self.step}; begin again with a lower --rate")
         self._recent = found if not self._recent.any() else _SMOOTHING * self._recent + (1.0 - _SMOOTHING) * found

@@ -1,4 +1,4 @@
-"""How near a draft is to its target on rows that it is not trained on; by this the best checkpoint is chosen."""
+"""Measures a draft against its target on rows that it is not trained on, to choose the best checkpoint."""
 
 from __future__ import annotations
 
