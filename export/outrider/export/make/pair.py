@@ -38,14 +38,9 @@ class PairPaths:
 
 def reference_directories() -> PairPaths:
     """The bundled pair's Hugging Face directories. Raises ExportError if this installation lacks them."""
-    pair = PairPaths(REFERENCE_ROOT / "draft", REFERENCE_ROOT / "target")
-    for path in (pair.draft, pair.target):
-        if not (path / "config.json").is_file():
-            raise ExportError(
-                f"the bundled reference pair is not in this installation ({path} has no config.json); "
-                "reinstall Outrider, or name your own draft and target directories"
-            )
-    return pair
+    if REFERENCE_ROOT is None or not (REFERENCE_ROOT / "target" / "config.json").is_file():
+        raise ExportError('the reference pair is not installed; run: pip install "outrider[export]"')
+    return PairPaths(REFERENCE_ROOT / "draft", REFERENCE_ROOT / "target")
 
 
 def export_pair(

@@ -7,13 +7,13 @@ or are not whole, attention that changes with length, weights that are quantized
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import outrider.models
 from outrider.export.source.config_reader import ModelShape, read_shape
 from outrider.export.source.hub import resolve_model
 from outrider.export.source.weight_files import check_weights, find_weight_files
@@ -22,8 +22,14 @@ from outrider.models.errors import ExportError
 from outrider.models.manifest import Architecture, Source
 from outrider.models.tokenizer import Tokenizer
 
-REFERENCE_ROOT: Final = Path(next(iter(outrider.models.__path__))).resolve() / "reference"
-"""Where the bundled pair's model directories, `draft` and `target`, are."""
+
+def _reference_root() -> Path | None:
+    spec = importlib.util.find_spec("outrider.reference")
+    return Path(spec.origin).resolve().parent if spec is not None and spec.origin is not None else None
+
+
+REFERENCE_ROOT: Final = _reference_root()
+"""Where the reference pair is; None where the distribution outrider-reference is not installed."""
 
 _CHANGING_ROPE: Final = ("dynamic", "longrope")
 

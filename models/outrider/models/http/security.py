@@ -25,7 +25,8 @@ OWNER: Final = "outrider.owner"
 """Key of the ASGI scope under which the caller's identity travels."""
 
 ANYBODY: Final = b""
-_OPEN_PATHS: Final = frozenset({"/health/live", "/health/ready", "/openapi.json", "/docs"})
+_HEALTH_PATHS: Final = frozenset({"/health/live", "/health/ready", "/health", "/healthz", "/livez", "/readyz"})
+_OPEN_PATHS: Final = _HEALTH_PATHS | {"/openapi.json", "/docs"}
 _COSTLY_PATHS: Final = frozenset({"/v1/sessions", "/v1/verify", "/v1/completions", "/v1/chat/completions"})
 
 

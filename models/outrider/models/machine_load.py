@@ -1,0 +1,137 @@
+"""Notices that other processes kept the machine busy while times were measured.
+
+Reads the system's CPU counters before and after, and takes away what this process and its descendants used. On a
+virtual machine the host may give a processor to somebody else while a process here waits for it: the counters call that
+time `steal`, it is in neither `user` nor `system` (proc_stat(5)), and it delays a measurement just as another process
+does, so it counts too.
+
+Does not see a container's CPU quota, nor what others do to memory and caches.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final
+
+import psutil
+
+BUSY_SHARE: Final = 0.15
+"""Others may take this share of the processors without a warning."""
+
+SHORTEST_S: Final = 0.3
+"""Shorter measurements are not judged: the counters advance in steps of 10 ms or more."""
+
+# Windows counts interrupts in `system`, and `guest` is part of `user` on Linux: neither is added again.
+_BUSY_FIELDS: Final = ("user", "nice", "system", "irq", "softirq")
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What the system says at one moment, in seconds since some past moment.
+
+    busy_s, stolen_s: per processor, all processors of the machine. own_s: CPU time of this process and its descendants,
+    ended ones included. processors: those that these may run on.
+    """
+
+    clock_s: float
+    busy_s: tuple[float, ...]
+    stolen_s: tuple[float, ...]
+    own_s: float
+    processors: frozenset[int]
+
+
+class MachineLoad:
+    """What others took of the processors during one or more measurements: a context manager, or `start` and `stop`.
+
+    Entered more than once, it adds up. Counts only the processors that this process or a descendant may run on: what
+    runs on the others is no disturbance.
+    """
+
+    def __init__(self) -> None:
+        self._before: Counters | None = None
+        self._measured_s = 0.0
+        self._available_s = 0.0
+        self._others_s = 0.0
+        self._stolen_s = 0.0
+
+    def __enter__(self) -> MachineLoad:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begins to count."""
+        self._before = read_counters()
+
+    def stop(self) -> None:
+        """Ends what `start` began."""
+        before, after = self._before, read_counters()
+        assert before is not None, "stop() without start()"
+        self._before = None
+        # A child that this process pinned elsewhere has widened what is used; one that ended may have, too.
+        used = [index for index in sorted(before.processors | after.processors) if index < len(after.busy_s)]
+        elapsed_s = after.clock_s - before.clock_s
+        stolen_s = sum(after.stolen_s[i] - before.stolen_s[i] for i in used)
+        busy_s = sum(after.busy_s[i] - before.busy_s[i] for i in used)
+        self._measured_s += elapsed_s
+        self._available_s += elapsed_s * len(used)
+        self._stolen_s += max(0.0, stolen_s)
+        self._others_s += max(0.0, busy_s - (after.own_s - before.own_s))
+
+    @property
+    def other_share(self) -> float:
+        """Share of the processors' time that others took, 0 to 1: other processes here, and other virtual machines."""
+        return min(1.0, self._share(self._others_s + self._stolen_s))
+
+    @property
+    def stolen_share(self) -> float:
+        """The part of `other_share` that the host of this virtual machine kept for others; 0 where it does not say."""
+        return min(1.0, self._share(self._stolen_s))
+
+    def warning(self) -> str | None:
+        """What a reader of the measured times must know; None if others took little, or too little was measured."""
+        if self._measured_s < SHORTEST_S or self.other_share <= BUSY_SHARE:
+            return None
+        who = "other processes" if self.stolen_share <= self.other_share / 2 else "other virtual machines on its host"
+        return (
+            f"This machine was busy: {who} used {100 * self.other_share:.0f} % of its processors while times were "
+            "measured. Measure again when it is idle."
+        )
+
+    def _share(self, taken_s: float) -> float:
+        return taken_s / self._available_s if self._available_s > 0.0 else 0.0
+
+
+def read_counters() -> Counters:
+    """The counters now."""
+    times = psutil.cpu_times(percpu=True)
+    own = psutil.Process()
+    family = [own]
+    with suppress(psutil.Error):
+        family += own.children(recursive=True)
+    own_s, processors = 0.0, set[int]()
+    for process in family:
+        # A child that ends meanwhile is counted by its parent once that has waited for it; on Windows it is lost.
+        with suppress(psutil.Error):
+            spent = process.cpu_times()
+            own_s += spent.user + spent.system + spent.children_user + spent.children_system
+            processors.update(_affinity(process, len(times)))
+    return Counters(
+        clock_s=time.monotonic(),
+        busy_s=tuple(sum(getattr(each, field, 0.0) for field in _BUSY_FIELDS) for each in times),
+        stolen_s=tuple(float(getattr(each, "steal", 0.0)) for each in times),
+        own_s=own_s,
+        processors=frozenset(processors),
+    )
+
+
+def _affinity(process: psutil.Process, num_processors: int) -> list[int]:
+    """The processors that a process may run on; all, where the system does not say (macOS)."""
+    return process.cpu_affinity() if hasattr(process, "cpu_affinity") else list(range(num_processors))
