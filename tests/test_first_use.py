@@ -12,13 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from rich.console import Console
 from tests.export_cli import run_export
 from tests.serving import fake_tokenizer, serve_fake
 
-from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison, compare_modes, measured_load, typical
+from outrider.edge.cli.compare import (
+    CLOUD_ONLY,
+    DRAFTED,
+    Comparison,
+    _LoadBesideServers,
+    compare_modes,
+    measured_load,
+    typical,
+)
 from outrider.edge.cli.devices_screen import show_devices
 from outrider.edge.cli.exporter import NPU_SHAPES, default_draft, export_arguments
 from outrider.edge.cli.run_options import RunOptions
@@ -40,7 +47,7 @@ from outrider.export.cli import main as export_cli
 from outrider.export.make.pair import PairPaths
 from outrider.export.recipes import ExportOptions
 from outrider.models.errors import CloudError, ConfigError, RuntimeUnavailable
-from outrider.models.machine_load import MachineLoad
+from outrider.models.machine_load import Counters, MachineLoad
 from outrider.models.sampling import SamplingParams
 
 
@@ -163,9 +170,26 @@ def test_a_server_on_this_machine_is_not_somebody_else() -> None:
     plain = MachineLoad()
     with plain:
         pass
-    assert load.warning() is None and plain.warning() is None  # too short to be judged
-    if hasattr(psutil.Process(), "cpu_affinity"):
-        assert 0.0 <= load.other_share <= 1.0
+    assert plain.warning() is None  # too short to be judged
+    assert 0.0 <= load.other_share <= 1.0
+
+
+def test_the_time_of_a_server_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the counters give to others is less by what the servers used meanwhile; never below nothing."""
+    load = _LoadBesideServers([1])
+    spent = iter((5.0, 8.0, 8.0, 9.0))
+    monkeypatch.setattr(load, "_servers_s", lambda: next(spent))
+    readings = iter(
+        Counters(clock_s=clock_s, busy_s=(busy_s,), stolen_s=(0.0,), own_s=0.0, processors=frozenset({0}))
+        for clock_s, busy_s in ((0.0, 0.0), (10.0, 4.0), (10.0, 4.0), (20.0, 4.5))
+    )
+    monkeypatch.setattr("outrider.models.machine_load.read_counters", lambda: next(readings))
+    with load:
+        pass
+    assert load.other_share == pytest.approx(0.1)  # 4 s were busy, 3 of them the server's, in 10
+    with load:
+        pass
+    assert load.other_share == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize(

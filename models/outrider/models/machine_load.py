@@ -1,11 +1,11 @@
 """Notices that other processes kept the machine busy while times were measured.
 
-Reads the system's CPU counters before and after, and takes away what this process and its descendants used. On a
-virtual machine the host may give a processor to somebody else while a process here waits for it: the counters call that
-time `steal`, it is in neither `user` nor `system` (proc_stat(5)), and it delays a measurement just as another process
-does, so it counts too.
+Reads the system's CPU counters before and after, and subtracts what this process and its descendants used. On a virtual
+machine the host may run another machine while a process here waits for a processor. The counters call that time
+`steal`; it is in neither `user` nor `system` (proc_stat(5)). It delays a measurement as another process does, so it
+counts too.
 
-Does not see a container's CPU quota, nor what others do to memory and caches.
+Does not see a container's CPU quota, nor the load of others on memory and caches.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ import psutil
 BUSY_SHARE: Final = 0.15
 """Others may take this share of the processors without a warning."""
 
-SHORTEST_S: Final = 0.3
-"""Shorter measurements are not judged: the counters advance in steps of 10 ms or more."""
+SHORTEST_S: Final = 0.1
+"""Shorter measurements are not judged."""
+
+_TICK_S: Final = 0.016
+"""The counters advance in ticks, of 10 ms on Linux and 15.6 ms on Windows: a measurement may be off by one."""
 
 # Windows counts interrupts in `system`, and `guest` is part of `user` on Linux: neither is added again.
 _BUSY_FIELDS: Final = ("user", "nice", "system", "irq", "softirq")
@@ -30,7 +33,7 @@ _BUSY_FIELDS: Final = ("user", "nice", "system", "irq", "softirq")
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What the system says at one moment, in seconds since some past moment.
+    """The system's counters at one moment, in seconds since some past moment.
 
     busy_s, stolen_s: per processor, all processors of the machine. own_s: CPU time of this process and its descendants,
     ended ones included. processors: those that these may run on.
@@ -44,7 +47,7 @@ class Counters:
 
 
 class MachineLoad:
-    """What others took of the processors during one or more measurements: a context manager, or `start` and `stop`.
+    """The load of others on the processors during one or more measurements: a context manager, or `start` and `stop`.
 
     Entered more than once, it adds up. Counts only the processors that this process or a descendant may run on: what
     runs on the others is no disturbance.
@@ -56,6 +59,7 @@ class MachineLoad:
         self._available_s = 0.0
         self._others_s = 0.0
         self._stolen_s = 0.0
+        self._error_s = 0.0
 
     def __enter__(self) -> MachineLoad:
         self.start()
@@ -70,18 +74,24 @@ class MachineLoad:
         """Begins to count."""
         self._before = read_counters()
 
+    def lengthen(self) -> None:
+        """Waits until SHORTEST_S have passed since `start`: what others use now is what they used a moment ago."""
+        assert self._before is not None, "lengthen() without start()"
+        time.sleep(max(0.0, self._before.clock_s + SHORTEST_S - time.monotonic()))
+
     def stop(self) -> None:
         """Ends what `start` began."""
         before, after = self._before, read_counters()
         assert before is not None, "stop() without start()"
         self._before = None
-        # A child that this process pinned elsewhere has widened what is used; one that ended may have, too.
+        # Processors of a child that was pinned elsewhere count too, if it was alive at the start or is at the end.
         used = [index for index in sorted(before.processors | after.processors) if index < len(after.busy_s)]
         elapsed_s = after.clock_s - before.clock_s
         stolen_s = sum(after.stolen_s[i] - before.stolen_s[i] for i in used)
         busy_s = sum(after.busy_s[i] - before.busy_s[i] for i in used)
         self._measured_s += elapsed_s
         self._available_s += elapsed_s * len(used)
+        self._error_s += _TICK_S * len(used)
         self._stolen_s += max(0.0, stolen_s)
         self._others_s += max(0.0, busy_s - (after.own_s - before.own_s))
 
@@ -97,7 +107,8 @@ class MachineLoad:
 
     def warning(self) -> str | None:
         """What a reader of the measured times must know; None if others took little, or too little was measured."""
-        if self._measured_s < SHORTEST_S or self.other_share <= BUSY_SHARE:
+        allowed_s = BUSY_SHARE * self._available_s + self._error_s
+        if self._measured_s < SHORTEST_S or self._others_s + self._stolen_s <= allowed_s:
             return None
         who = "other processes" if self.stolen_share <= self.other_share / 2 else "other virtual machines on its host"
         return (
@@ -118,7 +129,8 @@ def read_counters() -> Counters:
         family += own.children(recursive=True)
     own_s, processors = 0.0, set[int]()
     for process in family:
-        # A child that ends meanwhile is counted by its parent once that has waited for it; on Windows it is lost.
+        # The time of a child that ended is in its parent's `children_*` once that has waited for it; on Windows it is
+        # lost.
         with suppress(psutil.Error):
             spent = process.cpu_times()
             own_s += spent.user + spent.system + spent.children_user + spent.children_system
