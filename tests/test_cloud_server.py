@@ -22,20 +22,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from tests.serving import FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
+from tests.test_bundle import make_manifest
 from typer.testing import CliRunner
 
 from outrider.cloud.api.sessions import encode_commit
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.seam import CommitEvent
+from outrider.cloud.server import exporter
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.logs import LogFormat, configure_logging
+from outrider.cloud.server.options import RuntimeName, ServeOptions
 from outrider.cloud.server.serving import VerifierServer, open_socket, url_of
-from outrider.models.errors import ConfigError
+from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.http.security import KeyRing, require_safe_host
+from outrider.models.manifest import FileEntry
 from outrider.models.protocol import Commit, ReadyAnswer, SessionEnd, SessionOpen, parse_event
 
 PROMPT = [5, 17, 99, 3]
+ALIASES = {
+    **dict.fromkeys(("/health", "/healthz", "/livez"), "/health/live"),
+    "/readyz": "/health/ready",
+}
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
 
 
@@ -187,9 +195,23 @@ def test_the_openapi_document_is_complete(client: httpx.Client, server: FakeServ
     assert {"SessionRequest", "SessionOpen", "Commit", "SessionEnd", "DraftRequest", "VerifyItem"} <= references
     assert "CompletionRequest" in references and "ErrorAnswer" in references
     routed = {
-        (method.lower(), route.path) for route in _routes(server) for method in route.methods or () if method != "HEAD"
+        (method.lower(), route.path)
+        for route in _routes(server)
+        for method in route.methods or ()
+        if method != "HEAD" and route.path not in ALIASES
     }
     assert routed <= {(method, path) for path, operations in document["paths"].items() for method in operations}
+
+
+def test_health_is_answered_under_its_usual_names() -> None:
+    """The same answer, without a key, and not once more in the document."""
+    settings = ServerSettings(keys=KeyRing(["sixteen-characters"]))
+    with serve_fake(settings) as server, httpx.Client(base_url=server.url) as client:
+        documented = client.get("/openapi.json").json()["paths"]
+        for alias, path in ALIASES.items():
+            assert client.get(alias).json() == client.get(path).json() and client.get(alias).status_code == 200
+            assert path in documented and alias not in documented
+        assert client.get("/v1/model").status_code == 401
 
 
 def _routes(server: FakeServer) -> list[APIRoute]:
@@ -335,6 +357,10 @@ def test_the_command_line_refuses_in_one_line(
     monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
     for options, told in (
         ([str(tmp_path / "nothing")], "is not a directory"),
+        ([__file__], "is not a directory"),
+        ([str(tmp_path), "--host", "a" * 300, "--insecure-no-keys"], "cannot listen on"),
+        ([str(tmp_path), "--port-file", str(tmp_path / "no" / "port")], "--port-file"),
+        ([str(tmp_path), "--api-key-file", str(tmp_path)], "cannot be read"),
         ([str(tmp_path), "--host", "0.0.0.0"], "without API keys"),
         ([str(tmp_path), "--tls-cert", "x.pem"], "--tls-key"),
         ([str(tmp_path), "--tls-cert", "x.pem", "--tls-key", "y.pem"], "No such file"),
@@ -355,6 +381,51 @@ def test_help_names_every_option() -> None:
     for option in ("--host", "--port-file", "--api-key-file", "--insecure-no-keys", "--tls-cert", "--policy", "--rate"):
         assert option in found.output
     assert CliRunner().invoke(cli.app, ["--version"]).output.strip() == version("outrider")
+
+
+def test_a_bundle_is_refused_in_a_runtime_that_it_was_not_made_for(tmp_path: Path) -> None:
+    """Torch does not read an OpenVINO model: said before one is loaded, with the command that makes the right one."""
+    file = FileEntry(path="openvino_model.xml", size=1, sha256="0" * 64)
+    manifest = make_manifest((file,), "0" * 64).model_copy(update={"role": "target", "runtime": "openvino"})
+    bundle = types.SimpleNamespace(path=tmp_path, manifest=manifest, model_file=tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"a bundle for openvino, which torch cannot run.*target MODEL --runtime torch"
+    ):
+        serve_module._load(bundle, ServeOptions(str(tmp_path), runtime=RuntimeName.TORCH))  # type: ignore[arg-type]
+
+
+def test_the_next_command_names_what_is_known(tmp_path: Path) -> None:
+    """The draft beside the target, the address where it is not the default; nothing for the reference pair."""
+    for name in ("draft", "target"):
+        (tmp_path / "my pair" / name).mkdir(parents=True)
+    target = tmp_path / "my pair" / "target"
+    default = "http://127.0.0.1:8000"
+    named = serve_module._next_command(ServeOptions(str(target)), target, default)
+    assert named == f"outrider run --draft '{tmp_path}/my pair/draft' --compare \"def median(values):\""
+    plain = serve_module._next_command(ServeOptions("reference"), target, default)
+    assert plain == 'outrider run --compare "def median(values):"'
+
+
+def test_serving_the_reference_target_exports_it_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the exporter's own command, with a word about how long it takes; without the exporter, the pip command."""
+    ran: list[list[str]] = []
+
+    def run_child(arguments: list[str], failure: str) -> str:
+        ran.append(arguments)
+        return '{"draft": "there/draft", "target": "there/target"}'
+
+    monkeypatch.setattr(exporter, "run_child_command", run_child)
+    assert exporter.export_reference_target() == Path("there/target")
+    assert ran == [["-m", "outrider.export.cli", *["pair", "reference", "--widen", "700", "--cached", "--json"]]]
+    assert "takes one to three minutes" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "nncf", None)
+    with pytest.raises(
+        RuntimeUnavailable, match=r"'nncf', which is not installed; run: pip install \"outrider\[export\]\""
+    ):
+        exporter.export_reference_target()
+    assert len(ran) == 1 and capsys.readouterr().err == ""
 
 
 def test_serve_runs_a_bundle_from_start_to_signal(
@@ -422,7 +493,11 @@ def test_serve_runs_a_bundle_from_start_to_signal(
             server.handle_exit(signal.SIGTERM, None)
         thread.join(30.0)
     assert not thread.is_alive() and not failures
-    summary, ready = capsys.readouterr().out.splitlines()
+    summary, ready, following = capsys.readouterr().out.splitlines()
+    assert (
+        following
+        == f'In another terminal: outrider run --cloud {url} --draft DRAFT_BUNDLE --compare "def median(values):"'
+    )
     assert summary.startswith("mine: 14.6M parameters, int8, loaded in")
     assert ready == f"{serve_module.READY_PREFIX}{url}"
     assert not port_file.exists()

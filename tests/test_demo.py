@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import click
 import psutil
 import pytest
+import typer.main
+from rich.console import Console
 
-from outrider.edge.cli import main as cli
-from outrider.edge.cli.demo_run import NPU_SHAPES
+from outrider.edge.cli.demo_options import DemoOptions
+from outrider.edge.cli.demo_screen import DemoScreen
+from outrider.edge.cli.exporter import NPU_SHAPES, export_arguments
 from outrider.edge.devices.discovery import find_runtime
+from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.lab.comparison import ModeFigures
+from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT, STREAM
+from outrider.edge.lab.time_budget import Pace, TimeBudget
+from outrider.export.cli import main as export_cli
 from outrider.export.make.pair import PairPaths
+from outrider.models.errors import ConfigError
 
 KEYS = {
     *("tokens_per_s", "ttft_ms", "itl_ms_p50", "itl_ms_p95", "acceptance_rate", "tokens_per_pass", "passes_per_token"),
@@ -25,7 +39,7 @@ TIMEOUT_S = 300.0
 
 
 def _command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "outrider.edge.cli.main", "demo", "--widen", "0", *arguments]
+    return [sys.executable, "-m", "outrider.edge.cli", "demo", "--widen", "0", *arguments]
 
 
 def test_the_demo_shows_one_text_in_every_mode_and_writes_its_figures(reference_cache: Path, tmp_path: Path) -> None:
@@ -40,7 +54,8 @@ def test_the_demo_shows_one_text_in_every_mode_and_writes_its_figures(reference_
     )
     assert finished.returncode == 0, finished.stderr
     document = json.loads(path.read_text())
-    assert set(document) == {"pair", "rtt_ms", "modes"}
+    assert set(document) == {"pair", "rtt_ms", "modes", "left_out", "machine_load"}
+    assert document["left_out"] == []
     assert document["rtt_ms"] == 4.0
     drafted_by = document["pair"]["drafted_by"]
     assert (drafted_by["runtime"], drafted_by["device"], drafted_by["precision"]) == ("openvino", "cpu", "int8")
@@ -81,32 +96,108 @@ def test_the_demo_drafts_on_an_emulated_npu(reference_cache: Path, npu_pair: Pai
 
 
 @pytest.mark.parametrize(
-    ("arguments", "asked"),
+    ("choice", "asked"),
     [
-        ([], {"draft_device": "cpu", "draft_runtime": None, "draft_shapes": None}),
-        (["--runtime", "ngram"], {"draft_device": "cpu", "draft_runtime": None, "draft_shapes": None}),
+        (DraftChoice(), ["--draft-device", "cpu"]),
+        (DraftChoice("ngram"), ["--draft-device", "cpu"]),
+        (DraftChoice("onnxruntime", "cpu"), ["--draft-device", "cpu", "--draft-runtime", "onnxruntime"]),
         (
-            ["--draft-device", "cpu", "--runtime", "onnxruntime"],
-            {"draft_device": "cpu", "draft_runtime": "onnxruntime", "draft_shapes": None},
+            DraftChoice(emulate_npu=True),
+            [
+                *("--draft-device", "npu", "--prompt-len", str(NPU_SHAPES.prompt_len)),
+                *("--response-len", str(NPU_SHAPES.response_len)),
+            ],
         ),
-        (["--emulate-npu"], {"draft_device": "npu", "draft_runtime": None, "draft_shapes": NPU_SHAPES}),
     ],
 )
-def test_the_demo_exports_the_draft_that_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], asked: dict[str, object]
-) -> None:
-    """By device and runtime; the export itself has tests of its own."""
-    seen: dict[str, object] = {}
+def test_the_demo_exports_the_draft_that_was_asked_for(choice: DraftChoice, asked: list[str]) -> None:
+    """By device and runtime, in words that the exporter's command line understands; it has tests of its own."""
+    arguments = export_arguments(choice, 700.0)
+    assert arguments == ["pair", "reference", "--cached", "--json", "--widen", "700", *asked]
+    group = typer.main.get_command(export_cli.app)
+    assert isinstance(group, click.Group)
+    group.commands["pair"].make_context("pair", list(arguments[1:]))
 
-    def export(**options: object) -> PairPaths:
-        seen.update(options)
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr("outrider.export.make.reference_pair.export_reference_pair", export)
-    monkeypatch.setattr(sys, "argv", ["outrider", "demo", *arguments])
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert {name: seen[name] for name in asked} == asked
+def test_the_demo_says_at_once_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Before anything is exported or shown: the package, and the command that installs it."""
+    for package in ("torch", "outrider.reference", "fastapi"):
+        code = (
+            f"import sys; sys.modules[{package!r}] = None; sys.argv = ['outrider', 'demo']\n"
+            "from outrider.edge.cli.__main__ import main; main()"
+        )
+        finished = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"OUTRIDER_CACHE": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        assert finished.returncode == 2 and finished.stdout == ""
+        assert f"needs the package {package!r}" in finished.stderr and finished.stderr.count("\n") == 1
+        assert 'pip install "outrider[all]"' in finished.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_figures_that_cannot_be_written_are_refused_at_once(tmp_path: Path) -> None:
+    """Not after minutes of measuring."""
+    for place in (tmp_path, tmp_path / "missing" / "demo.json"):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            DemoOptions(json=place)
+    assert DemoOptions(json=tmp_path / "demo.json").json is not None
+
+
+class Clock:
+    """A clock that the test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_does_not_fit_into_the_time_is_left_out() -> None:
+    """The first item always runs; another only if the longest so far would still fit."""
+    clock = Clock()
+    pace = Pace(TimeBudget(100.0, clock).part(0.6))
+    took = iter((10.0, 20.0, 15.0, 5.0))
+    num_done = 0
+    while pace.has_time():
+        clock.now += next(took)
+        pace.item_done()
+        num_done += 1
+    assert (num_done, pace.longest_s) == (3, 20.0)
+    assert not Pace(TimeBudget(10.0, clock), expected_s=11.0).has_time()
+
+
+def figures(**changes: Any) -> ModeFigures:
+    """Figures as wide as they get."""
+    values = ModeFigures(
+        *(1234.5, 12345.0, 1.0, 1.0, 0.7512, 12.34, 0.0812, 1234.0, 1234.0, 1.0, 1.0, 12.34, True, 0, 6, 384)
+    )
+    return replace(values, **changes)
+
+
+@pytest.mark.parametrize("width", [60, 100])
+def test_the_demos_tables_keep_their_numbers_on_a_narrow_terminal(width: int) -> None:
+    """Nothing is cut or folded; a number that there is not is a dash."""
+    out = io.StringIO()
+    screen = DemoScreen(Console(file=out, width=width, no_color=True))
+    modes = {
+        CLOUD_ONLY: figures(speed_up=1.0),
+        STOP_AND_WAIT: figures(tokens_per_s=math.nan, speed_up=math.nan),
+        STREAM: figures(identical=False, num_different=12),
+    }
+    screen.show_figures(modes, 10.0)
+    screen.show_sweep(dict.fromkeys((0.0, 10.0, 50.0, 100.0), modes))
+    shown = out.getvalue()
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= width
+    rows = {line.split("  ")[0]: line.split() for line in shown.splitlines()}
+    assert rows["speed-up"][1:] == ["1.00x", "-", "12.34x"]
+    assert rows["tokens/s"][1:] == ["1234.5", "-", "1234.5"]
+    assert rows["first token, ms"][-3:] == ["12345", "12345", "12345"]
+    assert rows["same text"][-4:] == ["yes", "yes", "12", "not"]
+    assert rows["stream"][1:] == ["12.34x"] * 4
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")

@@ -284,7 +284,7 @@ def test_without_an_endpoint_the_error_names_what_was_tried() -> None:
     """Bounded retries, then one CloudError."""
     with serve_fake() as server:
         url = server.url
-    with pytest.raises(CloudError, match=r"no cloud endpoint is left after 4 attempts.*Connect"):
+    with pytest.raises(CloudError, match=r"No verifier answers at .* Gave up after 4 attempts.*Connect"):
         run(generate([url], asking(), drafter(), retry=RetryPolicy(max_failures=4)))
 
 

@@ -16,13 +16,14 @@ from rich.console import Console
 from tests.serving import fake_tokenizer, serve_fake, target_tokens
 
 from outrider.edge.cli import main as cli
-from outrider.edge.cli.run import RunOptions, make_request
+from outrider.edge.cli.run import make_request
+from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import mode_numbers, result_as_json, summary_lines
 from outrider.edge.cli.terminal import TokenPrinter
-from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.drafting.depth import CostModelDepth, FixedDepth, ThresholdDepth
 from outrider.edge.drafting.drafter import NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.lab.comparison import measured_rate, why_no_rate
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent, make_depth
@@ -40,6 +41,7 @@ from outrider.export.cli import main as export_cli
 from outrider.export.quiet import missing_extra as missing_export_extra
 from outrider.export.source.torch_source import load_source_model
 from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.extras import missing_extra
 from outrider.models.sampling import SamplingParams
 
 
@@ -90,14 +92,6 @@ def test_a_mistake_is_one_clear_line_and_exit_code_2(
     assert shown.out == ""
 
 
-def test_a_missing_package_is_answered_with_the_command_that_installs_it() -> None:
-    """But a missing module of our own is a bug and stays one."""
-    named = cli.missing_extra(ModuleNotFoundError("no httpx", name="httpx"))
-    assert isinstance(named, RuntimeUnavailable) and 'pip install "outrider[edge]"' in str(named)
-    own = ModuleNotFoundError("no such", name="outrider.edge.nowhere")
-    assert cli.missing_extra(own) is own
-
-
 def test_exporting_without_its_packages_is_answered_with_the_command_that_installs_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -121,26 +115,14 @@ def test_exporting_without_its_packages_is_answered_with_the_command_that_instal
     assert 'run: pip install "outrider[export]"\n' in shown.err and "Traceback" not in shown.err
     own = ModuleNotFoundError("no such", name="outrider.export.nowhere")
     assert missing_export_extra(own, "exporting") is own
+    assert missing_extra(own, "serving", "cloud") is own
+    ours = missing_extra(ModuleNotFoundError("no such", name="outrider.reference"), "the demo", "all")
+    assert isinstance(ours, RuntimeUnavailable) and 'pip install "outrider[all]"' in str(ours)
 
 
 def test_a_run_ends_where_the_target_says_and_not_where_the_draft_would() -> None:
     """The draft bundle's end tokens are not sent: unset, the server's own rule."""
-    options = RunOptions(
-        prompt="def verify",
-        clouds=("http://127.0.0.1:1",),
-        draft=Path("draft"),
-        choice=DraftChoice("ngram"),
-        mode=Mode.STREAM,
-        depth="auto",
-        params=SamplingParams(),
-        max_tokens=5,
-        ignore_eos=False,
-        patience_ms=None,
-        num_threads=0,
-        is_chat=False,
-        compares=False,
-        api_key=None,
-    )
+    options = RunOptions(prompt="def verify", runtime="ngram", max_tokens=5)
     for ignore_eos in (False, True):
         request = make_request(replace(options, ignore_eos=ignore_eos), fake_tokenizer(), "f" * 64)
         assert request.stop_ids is None and request.ignore_eos is ignore_eos
@@ -176,11 +158,22 @@ def test_every_mode_makes_an_agent_and_ngrams_draft_without_a_model() -> None:
             assert (result.num_drafted > 0) == (mode is not Mode.CLOUD_ONLY)
 
 
+LONG = GenerationResult(
+    mode=Mode.STREAM,
+    tokens=tuple(range(17)),
+    sources=(Source.TARGET,) * 17,
+    arrival_s=tuple(0.1 + 0.1 * (i // 2) for i in range(17)),
+    finish_reason="length",
+    num_passes=9,
+    num_accepted=8,
+    num_tested=10,
+    num_proposed=12,
+)
 RESULT = GenerationResult(
     mode=Mode.STREAM,
     tokens=(1, 2, 3, 4),
     sources=(Source.TARGET, Source.DRAFT, Source.DRAFT, Source.TARGET),
-    arrival_s=(0.1, 0.2, 0.2, 0.2),
+    arrival_s=(0.1, 0.2, 0.2, 0.2),  # one burst after the first: no rate
     finish_reason="length",
     num_passes=2,
     num_accepted=2,
@@ -196,7 +189,7 @@ def test_numbers_for_programs_are_plain_json() -> None:
     """The keys of every report, no NaN, and the whole document survives a round trip."""
     numbers = mode_numbers(RESULT)
     assert numbers == {
-        "tokens_per_s": 30.0,
+        "tokens_per_s": None,
         "ttft_ms": 100.0,
         "itl_ms_p50": 0.0,
         "itl_ms_p95": pytest.approx(90.0),
@@ -206,6 +199,7 @@ def test_numbers_for_programs_are_plain_json() -> None:
         "bytes_up_per_token": 100.0,
         "bytes_down_per_token": 50.0,
     }
+    assert mode_numbers(LONG)["tokens_per_s"] == pytest.approx(15 / 0.8)
     document = result_as_json(RESULT, "text")
     assert json.loads(json.dumps(document, allow_nan=False)) == document
 
@@ -213,8 +207,26 @@ def test_numbers_for_programs_are_plain_json() -> None:
 def test_the_summary_says_what_happened() -> None:
     """Speed, acceptance, bytes, and that the connection was lost on the way."""
     text = "\n".join(summary_lines(RESULT))
-    for part in ("30.0 tokens/s", "acceptance 0.67", "2.00 tokens a target pass", "100 up, 50 down", "again 1 times"):
+    for part in ("67 % of drafted tokens accepted", "2.00 tokens per target pass", "100 up, 50 down", "resumed 1 time"):
         assert part in text
+    assert "18.8 tokens/s" in "\n".join(summary_lines(LONG))
+
+
+@pytest.mark.parametrize(
+    ("arrival_s", "why"),
+    [
+        ((0.1, 0.2, 0.3), "only 3 tokens"),
+        ((0.1,) * 40, "the text came in one burst"),
+        ((0.1,) + (0.2,) * 39, "the text came in one burst"),
+        (tuple(0.1 + 1e-4 * i for i in range(40)), "the text came in one burst"),
+    ],
+)
+def test_a_rate_that_cannot_be_known_is_not_shown(arrival_s: tuple[float, ...], why: str) -> None:
+    """A dash and the reason, where the text is too short or came at once."""
+    result = replace(LONG, tokens=(1,) * len(arrival_s), arrival_s=arrival_s)
+    assert measured_rate(result) is None and why_no_rate(result) == why
+    assert f"- tokens/s ({why})" in summary_lines(result)[0]
+    assert mode_numbers(result)["tokens_per_s"] is None
 
 
 def test_the_terminal_shows_every_character_once_and_colours_the_accepted() -> None:

@@ -300,7 +300,7 @@ def test_the_table_of_devices_has_a_row_for_each_and_a_paragraph_for_what_is_mis
         (CPU_ONLY, ["Some Processor", "--device cpu", "no NPU in OpenVINO", "no GPU in OpenVINO"]),
         (ALL_DEVICES["openvino"], ["a npu", "--device npu", "--device gpu"]),
         (nothing, ['pip install "outrider[edge]"']),
-        (FoundRuntime("onnxruntime", "1", providers), ["none is made for it", "no GPU in ONNX Runtime"]),
+        (FoundRuntime("onnxruntime", "1", providers), ["no draft is made for it", "no GPU in ONNX Runtime"]),
     ):
         out = io.StringIO()
         show_devices(Console(file=out, width=200, no_color=True), [found])
@@ -373,36 +373,61 @@ def fake_bundle(tmp_path: Path) -> Path:
         return writer.commit(make_manifest(writer.list_files(), fake_tokenizer().fingerprint)).path
 
 
-Run = Callable[..., str]
+Run = Callable[..., tuple[str, str]]
 
 
 @pytest.fixture
 def run(
     server: FakeServer, fake_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Run:
-    """`run("--json", ...)`: what `outrider run` prints of eight tokens from the fake server."""
+    """`run("--json", ...)`: standard output and error of `outrider run`, of eight tokens from the fake server."""
 
-    def run(*arguments: str) -> str:
+    def run(*arguments: str) -> tuple[str, str]:
         command = ["outrider", "run", "def def def def", "--cloud", server.url, "--draft", str(fake_bundle)]
         monkeypatch.setattr(sys, "argv", [*command, "--seed", "4", "--max-tokens", "8", "--ignore-eos", *arguments])
         with pytest.raises(SystemExit) as ended:
             cli.main()
         shown = capsys.readouterr()
         assert not ended.value.code, shown.err
-        return shown.out
+        return shown.out, shown.err
 
     return run
 
 
 def test_a_run_says_what_drafted(run: Run) -> None:
     """In the summary and in the JSON; nothing where nothing drafts."""
-    text = run("--runtime", "ngram")
-    assert "drafted by: n-gram lookup, no model" in text
-    document = json.loads(run("--runtime", "ngram", "--json"))
-    assert document["draft"] == Placement("ngram").as_json() and document["text"] in text
-    alone = json.loads(run("--mode", "cloud-only", "--json"))
+    text, about = run("--runtime", "ngram")
+    assert "drafted by: n-gram lookup, no model" in about
+    document = json.loads(run("--runtime", "ngram", "--json")[0])
+    assert document["draft"] == Placement("ngram").as_json() and text == document["text"] + "\n"
+    alone = json.loads(run("--mode", "cloud-only", "--json")[0])
     assert alone["draft"] is None and alone["tokens"] == document["tokens"]
-    assert "drafted by" not in run("--mode", "cloud-only")
+    assert "drafted by" not in run("--mode", "cloud-only")[1]
+
+
+def test_a_comparison_of_a_text_that_is_too_short_is_refused(run: Run) -> None:
+    """Eight tokens have no rate that a ratio could be made of; the texts are still compared."""
+    document = json.loads(run("--runtime", "ngram", "--compare", "--repeat", "2", "--json")[0])
+    assert document["speed_up"] is None and document["speed_ups"] == [] and document["identical"] is True
+    assert document["speed_up_unknown"] in ("only 8 tokens", "the text came in one burst")
+    about = run("--runtime", "ngram", "--compare", "--repeat", "1")[1]
+    assert "Too short to compare: " in about and "Raise --max-tokens." in about and "the same text" in about
+
+
+def test_the_prompt_is_read_from_standard_input_where_none_is_given(
+    server: FakeServer, fake_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newline that echo adds is no part of it; - says the same."""
+    texts = set()
+    for given, piped in (("def def", None), (None, b"def def\n"), ("-", b"def def")):
+        command = ["outrider", "run", *([given] if given else []), "--cloud", server.url, "--draft", str(fake_bundle)]
+        monkeypatch.setattr(sys, "argv", [*command, "--seed", "4", "--max-tokens", "6", "--mode", "cloud-only"])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped or b"")))
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+        texts.add(capsys.readouterr().out)
+    assert len(texts) == 1
 
 
 def test_ngrams_need_no_model_of_the_bundle(fake_bundle: Path) -> None:

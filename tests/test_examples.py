@@ -76,13 +76,13 @@ def laptop(npu_pair: PairPaths, reference_pair: PairPaths, tmp_path: Path, monke
 
 
 def run_edge(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
-    """What `outrider ARGUMENTS` prints."""
+    """What `outrider ARGUMENTS` prints, its text first."""
     monkeypatch.setattr(sys, "argv", ["outrider", *arguments])
     with pytest.raises(SystemExit) as ended:
         edge_cli.main()
     shown = capsys.readouterr()
     assert not ended.value.code, shown.err
-    return shown.out
+    return shown.out if "--json" in arguments else shown.out + shown.err
 
 
 def emulated(line: str, url: str) -> list[str]:
@@ -98,13 +98,13 @@ def test_runs_of_the_example_give_the_targets_text(
     laptop: Path, url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str
 ) -> None:
     """On the emulated NPU, with the prompt and options of the document."""
-    arguments = [*emulated(line, url), "--max-tokens", "24", "--json"]
+    arguments = [*emulated(line, url), "--max-tokens", "24", "--repeat", "1", "--json"]
     document = json.loads(run_edge(monkeypatch, capsys, arguments))
     assert document["draft"]["device"] == "npu" and document["draft"]["is_emulated"]
     assert document["draft"]["provider"] == "NPU path emulated on the CPU"
     assert len(document["tokens"]) == 24 and document["draft_error"] is None
     if "--compare" in line:
-        assert document["identical"] is True
+        assert document["identical"] is True and (document["speed_up"] is None) == bool(document["speed_up_unknown"])
     else:
         alone = [part for part in arguments if part != "--emulate-npu"]
         alone += ["--mode", "cloud-only"]

@@ -14,7 +14,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Final
 
-from outrider.models.errors import ExportError, OutriderError, RuntimeUnavailable
+from outrider.models import extras
+from outrider.models.errors import ExportError, OutriderError
 from outrider.models.telemetry import disable_openvino_telemetry
 
 _LOGGERS: Final = ("transformers", "optimum", "nncf", "huggingface_hub", "openvino", "torch.onnx")
@@ -88,8 +89,4 @@ def missing_extra(error: ModuleNotFoundError, what: str) -> Exception:
 
     A missing module of our own is a bug: its error is returned unchanged.
     """
-    if error.name is None or error.name.startswith("outrider"):
-        return error
-    return RuntimeUnavailable(
-        f'{what} needs the package {error.name!r}, which is not installed; run: pip install "outrider[export]"'
-    )
+    return extras.missing_extra(error, what, "export")

@@ -25,7 +25,10 @@ from outrider.models.http.errors import ErrorBoundary
 from outrider.models.http.limits import BodyLimit, RateLimiter, Slots
 from outrider.models.http.security import Gate
 
-OPEN_PATHS: Final = ("/health/live", "/health/ready", "/openapi.json", "/docs")
+OPEN_PATHS: Final = (
+    *("/health/live", "/health/ready", "/health", "/healthz", "/livez", "/readyz"),
+    *("/openapi.json", "/docs"),
+)
 """Answered without a key."""
 COSTLY_PATHS: Final = ("/v1/sessions", "/v1/verify", "/v1/completions", "/v1/chat/completions")
 """Counted against a key's rate. Drafts are not: they belong to a session, and sessions are counted and bounded."""

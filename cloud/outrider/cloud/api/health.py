@@ -1,4 +1,4 @@
-"""Liveness, readiness, metrics, and what is served."""
+"""Reports liveness, readiness, metrics, and what is served."""
 
 from __future__ import annotations
 
@@ -38,11 +38,15 @@ def health_routes(core: Core) -> APIRouter:
     """The routes that only look."""
     router = APIRouter(tags=["server"])
 
+    @router.get("/livez", include_in_schema=False)
+    @router.get("/healthz", include_in_schema=False)
+    @router.get("/health", include_in_schema=False)
     @router.get("/health/live", response_model=LiveAnswer)
     async def live() -> LiveAnswer:
         """200 as long as the process answers."""
         return LiveAnswer()
 
+    @router.get("/readyz", include_in_schema=False)
     @router.get("/health/ready", response_model=ReadyAnswer, responses={503: {"model": ReadyAnswer}})
     async def ready() -> Response:
         """200 when new work is welcome, 503 while draining; with the load, by which agents choose an endpoint."""

@@ -1,4 +1,4 @@
-"""Log lines, as text or as JSON objects, one a line. No prompt and no token is ever in one."""
+"""Writes log lines, as text or as JSON objects, one per line. They never hold a prompt or a token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def configure_logging(format_: LogFormat) -> None:
-    """Sends everything from INFO up to standard error; uvicorn's own chatter from WARNING up."""
+    """Sends everything from INFO up to standard error; uvicorn's own from WARNING up."""
     handler = logging.StreamHandler(sys.stderr)
     if format_ is LogFormat.JSON:
         handler.setFormatter(_JsonFormatter())

@@ -1,21 +1,24 @@
-"""`outrider-cloud serve`: from a bundle on disk to a listening server.
+"""Serves a bundle: `outrider-cloud serve`.
 
-In order, so that a mistake shows before the model is loaded: options, keys, port, bundle; then the model, its
-calibration, and the line that says that it is ready.
+In this order, so that a mistake shows before the model is loaded: options, keys, port, bundle; then the model, its
+calibration, and the line that says that the server is ready.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel, ServerSettings
-from outrider.cloud.engine import Engine, EngineConfig, EngineThread, Policy
-from outrider.cloud.server.logs import LogFormat, configure_logging
+from outrider.cloud.engine import Engine, EngineConfig, EngineThread
+from outrider.cloud.server.exporter import REFERENCE, export_reference_target
+from outrider.cloud.server.logs import configure_logging
+from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.serving import TlsFiles, VerifierServer, open_socket, url_of
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError
@@ -28,45 +31,20 @@ _TORCH_DTYPES: Final = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 READY_PREFIX: Final = "OUTRIDER_READY "
 """The line on standard output that says that the server is up begins with this; its URL follows."""
 
-
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """The command line, with sizes in bytes; None leaves a choice to the bundle or the engine."""
-
-    bundle: Path
-    host: str
-    port: int
-    port_file: Path | None
-    name: str | None
-    api_key_file: Path | None
-    is_insecure_allowed: bool
-    tls_cert: Path | None
-    tls_key: Path | None
-    runtime: str | None
-    device: str | None
-    num_threads: int
-    kv_cache_bytes: int
-    cache_dir: Path | None
-    max_running: int
-    max_queue: int
-    max_sessions: int
-    policy: str
-    share_prefixes: bool
-    max_patience_ms: float | None
-    max_body_bytes: int
-    rate_per_s: float
-    drain_s: float
-    log_format: LogFormat
+DEFAULT_URL: Final = "http://127.0.0.1:8000"
+"""Where `outrider run` looks for a server."""
 
 
 def serve(options: ServeOptions) -> None:
-    """Serves until it is told to stop. Raises OutriderError for what the user can put right."""
+    """Serves until a signal ends it. Raises OutriderError for what the user can put right."""
     configure_logging(options.log_format)
     keys = KeyRing.load(options.api_key_file)
-    require_safe_host(options.host, keys, is_insecure_allowed=options.is_insecure_allowed)
+    require_safe_host(options.host, keys, is_insecure_allowed=options.insecure_no_keys)
     tls = _tls(options)
+    _require_writable(options.port_file)
     with open_socket(options.host, options.port) as sock:
-        bundle = Bundle.open(options.bundle)
+        is_reference = options.bundle == REFERENCE
+        bundle = Bundle.open(export_reference_target() if is_reference else options.bundle)
         model = _served_model(bundle, options.name)
         started_s = time.monotonic()
         runtime = _load(bundle, options)
@@ -75,7 +53,7 @@ def serve(options: ServeOptions) -> None:
                 max_running=options.max_running,
                 max_queue=options.max_queue,
                 share_prefixes=options.share_prefixes,
-                policy=Policy(options.policy),
+                policy=options.policy,
             )
             engine = Engine(runtime, config)
             engine.calibrate()
@@ -84,16 +62,18 @@ def serve(options: ServeOptions) -> None:
                 keys=keys,
                 max_body_bytes=options.max_body_bytes,
                 max_sessions=options.max_sessions,
-                rate_per_s=options.rate_per_s,
-                max_patience_ms=options.max_patience_ms,
+                rate_per_s=options.rate,
+                max_patience_ms=options.patience_ms,
             )
             server = VerifierServer(
                 create_app(thread, model, settings),
                 drain_s=options.drain_s,
                 tls=tls,
-                on_ready=lambda: _announce(options, url_of(sock, is_tls=tls is not None), sock.getsockname()[1]),
+                on_ready=lambda: _announce(
+                    options, bundle.path, url_of(sock, is_tls=tls is not None), sock.getsockname()[1]
+                ),
             )
-            _tell(_summary(model, bundle.manifest, engine, time.monotonic() - started_s))
+            _print_now(_summary(model, bundle.manifest, engine, time.monotonic() - started_s))
             thread.start()
             try:
                 server.run(sockets=[sock])
@@ -113,27 +93,40 @@ def _tls(options: ServeOptions) -> TlsFiles | None:
     return TlsFiles(options.tls_cert, options.tls_key)
 
 
+def _require_writable(port_file: Path | None) -> None:
+    """Raises ConfigError if the port cannot be written: before the model is loaded, not after."""
+    if port_file is not None and (port_file.is_dir() or not os.access(port_file.parent, os.W_OK)):
+        raise ConfigError(
+            f"--port-file {port_file} cannot be written; name a file in a directory that you may write to"
+        )
+
+
 def _served_model(bundle: Bundle, name: str | None) -> ServedModel:
     manifest = bundle.manifest
     if manifest.role != "target":
         raise ConfigError(
-            f"{bundle.path} is a {manifest.role} bundle; serve needs a target: make one with `outrider-export target`"
+            f"{bundle.path} is a {manifest.role} bundle; expected a target, as `outrider-export target` makes it"
         )
     return ServedModel(name or manifest.name, bundle.tokenizer(), frozenset(manifest.eos_token_ids), manifest)
 
 
 def _load(bundle: Bundle, options: ServeOptions) -> BatchRuntime:
     manifest = bundle.manifest
-    kind = options.runtime or manifest.runtime
+    kind = manifest.runtime
+    if options.runtime is not None and options.runtime != kind:
+        raise ConfigError(
+            f"{bundle.path} is a bundle for {kind}, which {options.runtime} cannot run; export one with "
+            f"`outrider-export target MODEL --runtime {options.runtime}`"
+        )
     default_device = "CPU" if kind == "openvino" else "cpu"
     if manifest.device == "gpu":
         default_device = "GPU" if kind == "openvino" else "cuda"
     loading = RuntimeOptions(
         device=options.device or default_device,
-        num_threads=options.num_threads,
+        num_threads=options.threads,
         kv_cache_bytes=options.kv_cache_bytes,
         cache_dir=str(options.cache_dir) if options.cache_dir else None,
-        # torch loads safetensors in any type: take the one that the export was checked in.
+        # torch loads safetensors in any type; the export was checked in this one.
         properties={"dtype": _TORCH_DTYPES[manifest.precision]} if kind == "torch" else {},
     )
     return open_batch_runtime(kind, bundle.model_file, loading)
@@ -150,16 +143,27 @@ def _summary(model: ServedModel, manifest: Manifest, engine: Engine, load_s: flo
     )
 
 
-def _announce(options: ServeOptions, url: str, port: int) -> None:
+def _announce(options: ServeOptions, bundle: Path, url: str, port: int) -> None:
     if options.port_file is not None:
-        # Put in place whole, so that who waits for it never reads half a number.
+        # Renamed into place, so that a reader who waits for it never sees half a number.
         partial = options.port_file.with_name(options.port_file.name + ".part")
         partial.write_text(f"{port}\n", encoding="utf-8")
         partial.replace(options.port_file)
-    _tell(READY_PREFIX + url)
+    _print_now(READY_PREFIX + url)
+    _print_now(f"In another terminal: {_next_command(options, bundle, url)}")
 
 
-def _tell(line: str) -> None:
+def _next_command(options: ServeOptions, bundle: Path, url: str) -> str:
+    """What to type next. The draft is named where it is known: the one exported beside the target."""
+    cloud = "" if url == DEFAULT_URL else f" --cloud {url}"
+    draft = ""
+    if options.bundle != REFERENCE:
+        beside = bundle.parent / "draft"
+        draft = f" --draft {shlex.quote(str(beside)) if beside.is_dir() else 'DRAFT_BUNDLE'}"
+    return f'outrider run{cloud}{draft} --compare "def median(values):"'
+
+
+def _print_now(line: str) -> None:
     """Standard output, at once, also into a pipe."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

@@ -1,8 +1,8 @@
-"""Runs the application: the listening socket, uvicorn as it is wanted here, and an orderly end.
+"""Runs the application: the listening socket, uvicorn's settings, and an orderly end.
 
 On SIGTERM or SIGINT the server first drains: it goes on listening, so that load balancers see "draining" and devices
 can still post drafts, takes no new work, and lets what runs finish for a bounded time; then it closes. A second signal
-ends what runs, with its streams told so.
+ends what runs, and its streams say so.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def open_socket(host: str, port: int) -> socket.socket:
     """A bound socket; port 0 takes a free one. Raises ConfigError if the address cannot be had."""
     try:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f"cannot listen on {host!r}: {error.strerror}") from None
+    except (socket.gaierror, UnicodeError) as error:  # no such name; not the form of one
+        raise ConfigError(f"cannot listen on {host!r}: {getattr(error, 'strerror', error)}") from None
     # The protocol is said outright because asyncio sets TCP_NODELAY only on sockets that say it, and accepted sockets
     # inherit it; without TCP_NODELAY small events wait for acknowledgements.
     sock = socket.socket(info[0], socket.SOCK_STREAM, socket.IPPROTO_TCP)

@@ -1,26 +1,51 @@
-"""The options of `outrider demo`, as its parts pass them on."""
+"""States the options of `outrider demo`, once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from outrider.edge.cli.draft_flags import DraftDevice, EmulateNpu, Runtime
+from outrider.edge.cli.exporter import WIDENED_MB
 from outrider.edge.devices.placement import DraftChoice
+from outrider.models.errors import ConfigError
 from outrider.models.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """rtt_ms: round trip of the table; None takes a short one, and tells of others in a second table.
+    """The command line. The text of prompt i is drawn with seed + i.
 
-    widen_mb: size of the widened target in FP32, 10^6 bytes; 0 leaves the target as it is. json_path: where the
-    figures go. The text of prompt i is drawn with seed + i.
+    Raises ConfigError where the figures cannot be written: before they are measured.
     """
 
-    rtt_ms: float | None
-    widen_mb: float
-    json_path: Path | None
-    num_prompts: int
-    max_tokens: int
-    params: SamplingParams
-    choice: DraftChoice
+    rtt_ms: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=60_000.0, help="Round trip between device and cloud; default: 10, then others too."),
+    ] = None
+    widen: Annotated[
+        float, typer.Option(min=0.0, help="Size of the target in MB, without changing its text; 0: as it is.")
+    ] = WIDENED_MB
+    json: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None
+    prompts: Annotated[int, typer.Option(min=1, help="How many texts.")] = 6
+    max_tokens: Annotated[int, typer.Option(min=2, max=512, help="Tokens per text.")] = 64
+    max_seconds: Annotated[
+        float, typer.Option(min=1.0, help="Time for measuring; what does not fit is left out, and the demo says what.")
+    ] = 120.0
+    temperature: Annotated[float, typer.Option(help="0 is greedy; greedy text of so small a model loops.")] = 0.8
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same texts.")] = 0
+    draft_device: DraftDevice = None
+    runtime: Runtime = None
+    emulate_npu: EmulateNpu = False
+    choice: DraftChoice = field(init=False)
+    params: SamplingParams = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "choice", DraftChoice(self.runtime, self.draft_device, self.emulate_npu))
+        object.__setattr__(self, "params", SamplingParams(temperature=self.temperature, seed=self.seed))
+        if self.json is not None and (self.json.is_dir() or not os.access(self.json.parent, os.W_OK)):
+            raise ConfigError(f"--json {self.json} cannot be written; name a file in a directory that you may write to")

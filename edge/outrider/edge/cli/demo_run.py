@@ -1,81 +1,63 @@
-"""What `outrider demo` does: export (once), cloud, agent, comparison.
-
-Export and cloud are used as their users use them: the one as a library that may be missing, the other as a process.
-"""
+"""Runs `outrider demo`: export (once), cloud, agent, comparison. Export and cloud run as child processes."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 
 from rich.console import Console
 
 from outrider.edge.cli.demo_options import DemoOptions
 from outrider.edge.cli.demo_screen import DemoScreen
+from outrider.edge.cli.exporter import export_reference_pair
 from outrider.edge.devices.placement import require_asked_device
-from outrider.edge.lab.child_process import ending_on_signals
+from outrider.edge.lab.child_process import EndingOnSignals
 from outrider.edge.lab.comparison import ModeFigures, compare
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STREAM, Lab, connected, interleave, open_lab, three_modes
-from outrider.edge.results import GenerationRequest
-from outrider.models.errors import RuntimeUnavailable
-from outrider.models.manifest import StaticShapes
+from outrider.edge.lab.time_budget import Pace, TimeBudget
+from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.models.machine_load import MachineLoad
 from outrider.reference import load_prompts
 
 MAIN_RTT_MS = 10.0
 OTHER_RTTS_MS = (0.0, 50.0, 100.0)
 """Round trips of the second table, and with `NUM_OTHER` texts each: enough to see which way it goes."""
 NUM_OTHER = 2
-
-NPU_SHAPES = StaticShapes(prompt_len=128, response_len=576)
-"""What the demo's own texts need: prompts of up to 120 tokens and texts of up to 512."""
+MAIN_SHARE = 0.6
+"""Part of the time that the first table may take where there is a second."""
 
 Sweep = dict[float, dict[str, ModeFigures]]
 
 
+@dataclass(slots=True)
+class Measured:
+    """What the demo measured. left_out: sentences about what there was no time for. load: what others took."""
+
+    figures: dict[str, ModeFigures]
+    sweep: Sweep = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    load: str | None = None
+
+
 def run_demo(options: DemoOptions, console: Console) -> None:
-    """The whole demonstration. Raises OutriderError; whatever happens, no process is left behind."""
+    """The whole demonstration. Raises OutriderError; however it ends, no process is left behind."""
     require_asked_device(options.choice)  # before minutes go into an export for it
     screen = DemoScreen(console)
     screen.show_intro(options)
-    with ending_on_signals():
-        target, draft = _export(options)
-        with open_lab(target, draft, options.choice) as lab:
-            figures, sweep = asyncio.run(_measure(options, lab, screen))
-    if options.json_path is not None:
-        document = report(options, lab, figures, sweep)
-        options.json_path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        console.print(f"wrote {options.json_path}", style="dim", highlight=False)
+    with EndingOnSignals() as signals:
+        pair = export_reference_pair(options.choice, options.widen)
+        with open_lab(pair.target, pair.draft, options.choice) as lab:
+            measured = signals.run(_measure(options, lab, screen))
+    if options.json is not None:
+        document = report(options, lab, measured)
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        console.print(f"wrote {options.json}", style="dim", highlight=False, soft_wrap=True)
 
 
-def _export(options: DemoOptions) -> tuple[Path, Path]:
-    """The pair's bundles (target, draft), from the cache or made now, with progress on standard error."""
-    try:
-        from outrider.export.cli.display import show_progress
-        from outrider.export.make.reference_pair import export_reference_pair
-    except ModuleNotFoundError as error:
-        raise RuntimeUnavailable(
-            f"the demo exports the bundled pair first, which needs the package {error.name!r}; run: "
-            'pip install "outrider[all]"'
-        ) from None
-    asked = options.choice
-    device = asked.wanted_device or "cpu"
-    with show_progress(is_quiet=False) as progress:
-        pair = export_reference_pair(
-            widen_mb=options.widen_mb or None,
-            draft_device=device,
-            draft_runtime=None if asked.runtime == "ngram" else asked.runtime,
-            draft_shapes=NPU_SHAPES if device == "npu" else None,
-            progress=progress,
-        )
-    return pair.target, pair.draft
-
-
-async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen) -> tuple[dict[str, ModeFigures], Sweep]:
-    prompts = load_prompts(options.num_prompts)
+async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen) -> Measured:
+    prompts = load_prompts(options.prompts)
     requests = [
         GenerationRequest(
             prompt=lab.encode(prompt.text),
@@ -87,49 +69,85 @@ async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen) -> tuple[
         for i, prompt in enumerate(prompts)
     ]
     rtt_ms = MAIN_RTT_MS if options.rtt_ms is None else options.rtt_ms
+    has_sweep = options.rtt_ms is None
     screen.show_lab(lab)
-    async with connected(lab.url, lab.cores, rtt_ms) as endpoints:
-        agent = (await three_modes(endpoints, lab.drafter))[STREAM]
-        # Shown, not counted: it also warms everything up.
-        with screen.streaming(prompts[0], lab.tokenizer, requests[0].prompt) as on_tokens:
-            await agent.generate(requests[0], on_tokens)
-    figures = await _compare_at(lab, rtt_ms, requests, screen)
-    screen.show_figures(figures, rtt_ms)
-    sweep: Sweep = {}
-    if options.rtt_ms is None:
-        for other in OTHER_RTTS_MS:
-            sweep[other] = await _compare_at(lab, other, requests[:NUM_OTHER], screen)
-        sweep[rtt_ms] = figures
-        screen.show_sweep(dict(sorted(sweep.items())))
-    screen.show_close(figures, lab)
-    return figures, sweep
+    budget, load = TimeBudget(options.max_seconds), MachineLoad()
+    with load:
+        async with connected(lab.url, lab.cores, rtt_ms) as endpoints:
+            agent = (await three_modes(endpoints, lab.drafter))[STREAM]
+            # Shown, not counted: it also warms everything up.
+            with screen.streaming(prompts[0], lab.tokenizer, requests[0].prompt) as on_tokens:
+                await agent.generate(requests[0], on_tokens)
+        pace = Pace(budget.part(MAIN_SHARE) if has_sweep else budget)
+        figures = await _compare_at(lab, rtt_ms, requests, screen, pace)
+        measured = Measured(figures)
+        if (num_texts := figures[CLOUD_ONLY].num_texts) < len(requests):
+            measured.left_out.append(f"{len(requests) - num_texts} of {len(requests)} texts")
+        screen.show_figures(figures, rtt_ms)
+        if has_sweep:
+            await _sweep(lab, requests[:NUM_OTHER], screen, measured, budget, pace.longest_s)
+            measured.sweep[rtt_ms] = figures
+    measured.load = load.warning()
+    if has_sweep:
+        screen.show_sweep(dict(sorted(measured.sweep.items())))
+    screen.show_close(measured.figures, lab, options, measured.left_out, measured.load)
+    return measured
+
+
+async def _sweep(
+    lab: Lab,
+    requests: Sequence[GenerationRequest],
+    screen: DemoScreen,
+    measured: Measured,
+    budget: TimeBudget,
+    expected_s: float,
+) -> None:
+    """The other round trips, each in an equal part of the time that is left. expected_s: time of a text."""
+    skipped = []
+    for index, rtt_ms in enumerate(OTHER_RTTS_MS):
+        pace = Pace(budget.part(1 / (len(OTHER_RTTS_MS) - index)), expected_s)
+        if pace.has_time():
+            measured.sweep[rtt_ms] = await _compare_at(lab, rtt_ms, requests, screen, pace)
+        else:
+            skipped.append(f"{rtt_ms:g} ms")
+    if skipped:
+        measured.left_out.append(f"the round trip{'s' if len(skipped) > 1 else ''} of {', '.join(skipped)}")
 
 
 async def _compare_at(
-    lab: Lab, rtt_ms: float, requests: Sequence[GenerationRequest], screen: DemoScreen
+    lab: Lab, rtt_ms: float, requests: Sequence[GenerationRequest], screen: DemoScreen, pace: Pace
 ) -> dict[str, ModeFigures]:
     async with connected(lab.url, lab.cores, rtt_ms) as endpoints:
         modes = await three_modes(endpoints, lab.drafter)
         for mode in modes.values():  # connections, and the estimates that an agent keeps from text to text
             await mode.generate(replace(requests[0], max_tokens=min(8, requests[0].max_tokens)))
         with screen.counting(f"round trip {rtt_ms:g} ms", len(modes) * len(requests)) as count:
-            results = await interleave(modes, requests, lambda name, result: count())
+            num_done = 0
+
+            def done(name: str, result: GenerationResult) -> None:
+                nonlocal num_done
+                num_done += 1
+                count()
+                if num_done % len(modes) == 0:
+                    pace.item_done()
+
+            results = await interleave(modes, requests, done, pace.has_time)
     return compare(results, CLOUD_ONLY)
 
 
-def report(
-    options: DemoOptions, lab: Lab, figures: dict[str, ModeFigures], sweep: Sweep
-) -> dict[str, dict[str, object] | float]:
+def report(options: DemoOptions, lab: Lab, measured: Measured) -> dict[str, object]:
     """The document that --json writes."""
     modes: dict[str, object] = {}
-    for name, values in figures.items():
-        by_rtt = {f"{rtt_ms:g}": round(at[name].speed_up, 3) for rtt_ms, at in sorted(sweep.items())}
+    for name, values in measured.figures.items():
+        by_rtt = {f"{rtt_ms:g}": _rounded(at[name].speed_up) for rtt_ms, at in sorted(measured.sweep.items())}
         rounded = {key: _rounded(value) for key, value in asdict(values).items()}
         modes[name] = rounded | ({"speed_up_by_rtt_ms": by_rtt} if by_rtt else {})
     return {
         "pair": describe_pair(lab) | {"drafted_by": lab.placement.as_json(), "cores": lab.cores.note},
         "rtt_ms": MAIN_RTT_MS if options.rtt_ms is None else options.rtt_ms,
         "modes": modes,
+        "left_out": measured.left_out,
+        "machine_load": measured.load,
     }
 
 
@@ -141,7 +159,7 @@ def _rounded(value: float) -> float:
 
 
 def describe_pair(lab: Lab) -> dict[str, object]:
-    """What the two models are, from their manifests."""
+    """Facts of the two models, from their manifests."""
     pair: dict[str, object] = {}
     for role, bundle in (("target", lab.target), ("draft", lab.draft)):
         manifest = bundle.manifest

@@ -1,7 +1,8 @@
-"""How `outrider demo` looks in a terminal."""
+"""Shows `outrider demo` in a terminal, down to 60 columns."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -30,20 +31,24 @@ class DemoScreen:
         self._console = console
 
     def show_intro(self, options: DemoOptions) -> None:
-        """What will be seen, and what it is worth."""
-        self._console.rule("Outrider: a draft here, the target in the cloud, exactly the target's text")
+        """What comes, and what it is worth."""
+        self._console.rule("Outrider: a draft here, the target in the cloud")
         self._console.print(
-            "The bundled pair was trained on the Python standard library. It completes Python source and is no "
-            "assistant; its prompts are functions that it was not trained on."
+            "The reference pair was trained on the Python standard library. It completes Python source; it is not a "
+            "chat model. Its prompts here are functions that it was not trained on."
         )
-        if options.widen_mb:
+        if options.widen:
             self._console.print(
-                f"The target is [bold]widened to {options.widen_mb:,.0f} MB without changing its function[/bold]: its "
-                "new neurons are computed and multiplied by zero. A pass then costs what a pass of a model of that "
-                "size costs, while text and acceptance are the real pair's. --widen 0 leaves it as it is: then a pass "
-                "is so quick that there is little to win.",
+                f"The target is [bold]widened to {options.widen:,.0f} MB without changing its text[/bold]: its new "
+                "neurons are computed and multiplied by zero, so a step takes as long as one of a model of that size. "
+                "--widen 0 leaves it as it is; then a step is so short that drafting hardly pays.",
                 highlight=False,
             )
+        self._console.print(
+            "The first time the pair is exported, which takes one to three minutes; then it comes from the cache. "
+            f"Measuring takes {options.max_seconds:.0f} s at most.",
+            highlight=False,
+        )
 
     def show_lab(self, lab: Lab) -> None:
         """The models and where they run."""
@@ -87,61 +92,49 @@ class DemoScreen:
             yield lambda: progress.advance(task)
 
     def show_figures(self, figures: Mapping[str, ModeFigures], rtt_ms: float) -> None:
-        """The main table."""
-        table = Table(
-            title=f"Round trip {rtt_ms:g} ms, {figures[CLOUD_ONLY].num_texts} texts, the modes in turn on each",
-            title_justify="left",
-            box=None,
-            padding=(0, 1, 0, 0),
-            header_style="dim",
-        )
-        table.add_column("")
-        for name in (
-            *("tokens\n/s", "TTFT\nms", "accept-\nance", "tokens\n/pass", "passes\n/token"),
-            *("bytes\nup", "bytes\ndown", "speed-\nup", "same\ntext"),
-        ):
-            table.add_column(name, justify="right")
-        for mode, f in figures.items():
-            table.add_row(
-                NAMES[mode],
-                f"{f.tokens_per_s:.1f}",
-                f"{f.ttft_ms:.0f}",
-                "-" if mode == CLOUD_ONLY else f"{f.acceptance_rate:.2f}",
-                f"{f.tokens_per_pass:.2f}",
-                f"{f.passes_per_token:.2f}",
-                f"{f.bytes_up_per_token:.0f}",
-                f"{f.bytes_down_per_token:.0f}",
-                f"{f.speed_up:.2f}x",
-                "yes" if f.identical else f"not {f.num_different}",
-                style="bold" if mode == STREAM else None,
-            )
-        self._console.print(table)
+        """The main table, a column per mode."""
+        num_texts = figures[CLOUD_ONLY].num_texts
+        table = _table(f"Round trip {rtt_ms:g} ms, {num_texts} text{'s' if num_texts > 1 else ''}, the modes in turn")
+        for mode in figures:
+            table.add_column(NAMES[mode], justify="right", style="bold" if mode == STREAM else None, no_wrap=True)
+        for name, show in ROWS.items():
+            table.add_row(name, *(show(mode, each) for mode, each in figures.items()))
+        self._console.print(table, "")
 
     def show_sweep(self, sweep: Mapping[float, Mapping[str, ModeFigures]]) -> None:
         """Speed-ups by round trip."""
-        table = Table(
-            title="Speed-up over cloud-only, by round trip",
-            title_justify="left",
-            box=None,
-            padding=(0, 2, 0, 0),
-            header_style="dim",
-        )
-        table.add_column("")
+        table = _table("Speed-up over cloud-only, by round trip")
         for rtt_ms in sweep:
-            table.add_column(f"{rtt_ms:g} ms", justify="right")
+            table.add_column(f"{rtt_ms:g} ms", justify="right", no_wrap=True)
         for mode in (STOP_AND_WAIT, STREAM):
-            values = [f"{figures[mode].speed_up:.2f}x" for figures in sweep.values()]
+            values = [_times(figures[mode].speed_up) for figures in sweep.values()]
             table.add_row(NAMES[mode], *values, style="bold" if mode == STREAM else None)
-        self._console.print(table)
+        self._console.print(table, "")
 
-    def show_close(self, figures: Mapping[str, ModeFigures], lab: Lab) -> None:
-        """What the figures are, and are not."""
+    def show_close(
+        self,
+        figures: Mapping[str, ModeFigures],
+        lab: Lab,
+        options: DemoOptions,
+        left_out: Sequence[str],
+        load: str | None,
+    ) -> None:
+        """What the figures mean, and what they are worth."""
         self._console.print(
-            "tokens/s leaves the prompt's prefill out. Bytes are of bodies, a generated token, the prompt included. "
-            "Acceptance: accepted over judged drafted tokens.",
+            "tokens/s leaves out the prompt. Bytes are of bodies, prompt included. Acceptance: accepted over judged "
+            "drafted tokens.",
             style="dim",
             highlight=False,
         )
+        if left_out:
+            self._console.print(
+                f"Left out for lack of time: {' and '.join(left_out)}. --max-seconds {2 * options.max_seconds:.0f} "
+                "measures more.",
+                style="yellow",
+                highlight=False,
+            )
+        if load is not None:
+            self._console.print(load, style="yellow", highlight=False)
         if lab.placement.is_emulated:
             self._console.print(
                 "The NPU was emulated on the CPU: text, acceptance and code are an NPU's, the times are not.",
@@ -153,3 +146,32 @@ class DemoScreen:
                 "`python -m bench.invariant` counts and explains such cases.",
                 style="yellow",
             )
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
+    table.add_column("", no_wrap=True)
+    return table
+
+
+def _number(value: float, digits: int) -> str:
+    """NaN is a text too short to have such a number."""
+    return f"{value:.{digits}f}" if math.isfinite(value) else "-"
+
+
+def _times(value: float) -> str:
+    return f"{_number(value, 2)}x" if math.isfinite(value) else "-"
+
+
+ROWS: Final[dict[str, Callable[[str, ModeFigures], str]]] = {
+    "speed-up": lambda mode, f: _times(f.speed_up),
+    "tokens/s": lambda mode, f: _number(f.tokens_per_s, 1),
+    "first token, ms": lambda mode, f: _number(f.ttft_ms, 0),
+    "acceptance": lambda mode, f: "-" if mode == CLOUD_ONLY else f"{f.acceptance_rate:.2f}",
+    "tokens per pass": lambda mode, f: f"{f.tokens_per_pass:.2f}",
+    "passes per token": lambda mode, f: f"{f.passes_per_token:.2f}",
+    "bytes up per token": lambda mode, f: f"{f.bytes_up_per_token:.0f}",
+    "bytes down per token": lambda mode, f: f"{f.bytes_down_per_token:.0f}",
+    "same text": lambda mode, f: "yes" if f.identical else f"{f.num_different} not",
+}
+"""The rows of the main table: what is shown of a mode's figures. 60 columns hold them."""

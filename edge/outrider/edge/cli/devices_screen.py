@@ -1,14 +1,18 @@
-"""`outrider devices`: what is here to draft on."""
+"""Lists what can draft here: `outrider devices`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Annotated, Final
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from outrider.edge.devices.discovery import RUNTIME_NAMES, FoundRuntime, ModelRuntime, advice, find_runtime
 from outrider.models.manifest import Device
@@ -20,7 +24,10 @@ DRAFTS: Final[dict[tuple[ModelRuntime, Device], str]] = {
     ("onnxruntime", "cpu"): "--device cpu --runtime onnxruntime",
     ("onnxruntime", "gpu"): "--device gpu --runtime onnxruntime",
 }
-"""What `outrider-export draft` is told, by the runtime and the device that the draft is for."""
+"""Options of `outrider-export draft`, by the runtime and the device that the draft is for."""
+
+
+COLUMNS: Final = ("runtime", "device", "what it is", "outrider-export draft")
 
 
 def devices(
@@ -40,24 +47,34 @@ def devices_as_json(found: list[FoundRuntime]) -> dict[str, object]:
 
 
 def show_devices(console: Console, found: list[FoundRuntime]) -> None:
-    """A table of what there is, then a paragraph for each device that is not."""
+    """The devices that are here as a table, or one below the other where that is too wide; then what would help."""
+    rows = [row for each in found for row in _rows(each)]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("runtime")
-    table.add_column("device", overflow="fold")
-    table.add_column("what it is", overflow="fold")
-    table.add_column("outrider-export draft", overflow="fold")
-    for each in found:
-        runtime = f"{RUNTIME_NAMES[each.runtime]} {each.version or ''}".rstrip()
-        if each.version is None:
-            table.add_row(runtime, "-", escape('not installed; run: pip install "outrider[edge]"'), "-")
-        for device in each.devices:
-            driver = f", driver {device.driver}" if device.driver else ""
-            made = DRAFTS.get((each.runtime, device.device)) if device.device is not None else None
-            table.add_row(runtime, device.name, escape(device.full_name + driver), made or "none is made for it")
-    console.print(table, highlight=False)
+    for name in COLUMNS:
+        table.add_column(name, no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    if Measurement.get(console, console.options.update(width=10_000), table).maximum <= console.width:
+        console.print(table, highlight=False)
+    else:
+        for runtime, device, *details in rows:
+            console.print(f"[bold]{escape(runtime)}: {escape(device)}[/bold]", highlight=False)
+            for name, detail in zip(COLUMNS[2:], details, strict=True):
+                console.print(Padding(Text(f"{name}: {detail}"), (0, 0, 0, 2)))
     for missing in _missing(found):
         what = f"no {missing['device'].upper()} in {missing['name']}"
         console.print(f"\n[bold]{what}[/bold]: {escape(missing['help'])}", highlight=False)
+
+
+def _rows(found: FoundRuntime) -> Iterator[tuple[str, ...]]:
+    """A row of `COLUMNS` per device of a runtime."""
+    runtime = f"{RUNTIME_NAMES[found.runtime]} {found.version or ''}".rstrip()
+    if found.version is None:
+        yield runtime, "-", 'not installed; run: pip install "outrider[edge]"', "-"
+    for device in found.devices:
+        driver = f", driver {device.driver}" if device.driver else ""
+        made = DRAFTS.get((found.runtime, device.device)) if device.device is not None else None
+        yield runtime, device.name, device.full_name + driver, made or "no draft is made for it"
 
 
 def _missing(found: list[FoundRuntime]) -> list[dict[str, str]]:

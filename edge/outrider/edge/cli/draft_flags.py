@@ -1,4 +1,4 @@
-"""The command line's words for what drafts: the same for every command that drafts."""
+"""Defines the options that choose a draft: the same for every command that drafts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from outrider.models.manifest import Device
 
 DraftDevice = Annotated[
     Device | None,
-    typer.Option(help="What the draft runs on; the device that its bundle was made for if not given."),
+    typer.Option(help="What the draft runs on; default: the device that its bundle was made for."),
 ]
 Runtime = Annotated[
     DraftRuntime | None,
-    typer.Option(help="What drafts; the bundle's own runtime if not given. ngram repeats what the text said before."),
+    typer.Option(help="What drafts; default: the bundle's runtime. ngram repeats what the text said before."),
 ]
-EmulateNpu = Annotated[
-    bool, typer.Option("--emulate-npu", help="Run the NPU path on the CPU: to try it, not to be quick.")
-]
+EmulateNpu = Annotated[bool, typer.Option("--emulate-npu", help="Run the NPU path on the CPU, to try it; slow.")]
 Provider = Annotated[
     str | None,
-    typer.Option(help="ONNX Runtime's execution provider by its full name, or prefer-npu; in place of --draft-device."),
+    typer.Option(help="ONNX Runtime's execution provider by full name, or prefer-npu; in place of --draft-device."),
 ]

@@ -1,4 +1,4 @@
-"""`outrider run`: one generation from the terminal."""
+"""Runs one generation from the terminal. The text goes to standard output, all that is about it to standard error."""
 
 from __future__ import annotations
 
@@ -6,94 +6,80 @@ import asyncio
 import json
 from contextlib import AsyncExitStack, closing, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 
+from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison, compare_modes
+from outrider.edge.cli.exporter import REFERENCE, default_draft
+from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import draft_lines, result_as_json, summary_lines
 from outrider.edge.cli.terminal import TokenPrinter
-from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
+from outrider.edge.cli.undrafted import why_undrafted
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.client import ClientOptions, CloudClient
+from outrider.edge.link.client import ClientOptions, CloudClient, verifier_url
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.assemble import OpenDraft, make_agent, make_depth, open_draft_bundle, open_drafter
-from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
-from outrider.models.errors import ConfigError
-from outrider.models.sampling import SamplingParams
+from outrider.edge.modes.assemble import Agent, OpenDraft, make_agent, make_depth, open_draft_bundle, open_drafter
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.models.command_line import print_line
 from outrider.models.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class RunOptions:
-    """Everything `outrider run` was told. clouds: endpoints in order of preference. depth: as `make_depth` reads it.
+class Ran:
+    """A generation: the one that was shown, and the one whose numbers are reported.
 
-    Raises ConfigError for what contradicts itself.
+    With a comparison that is a typical one of its rounds, since the first warms everything up. undrafted: why the draft
+    brought nothing, if it did not.
     """
 
-    prompt: str
-    clouds: tuple[str, ...]
-    draft: Path
-    choice: DraftChoice
-    mode: Mode
-    depth: str
-    params: SamplingParams
-    max_tokens: int
-    ignore_eos: bool
-    patience_ms: float | None
-    num_threads: int
-    is_chat: bool
-    compares: bool
-    api_key: str | None
-
-    def __post_init__(self) -> None:
-        if self.mode is Mode.CLOUD_ONLY and self.choice != AS_BUNDLED:
-            raise ConfigError("nothing drafts with --mode cloud-only; leave out what chooses the draft")
+    shown: GenerationResult
+    result: GenerationResult
+    undrafted: str | None
+    comparison: Comparison | None
 
 
-def run_once(options: RunOptions, console: Console, *, as_json: bool) -> None:
-    """Generates, shows and sums up; raises OutriderError."""
-    make_depth(options.depth, Estimates())  # a wrong depth is found before a model is loaded
-    bundle = open_draft_bundle(options.draft)
+def run_once(options: RunOptions, out: Console, about: Console) -> None:
+    """Generates, shows and sums up; raises OutriderError. out: for the text. about: for everything else."""
+    make_depth(options.depth, Estimates())  # a wrong option is found before a model is loaded
+    for url in options.cloud:
+        verifier_url(url)
+    bundle = open_draft_bundle(default_draft(options.choice) if options.draft == REFERENCE else options.draft)
     tokenizer = bundle.tokenizer()
     request = make_request(options, tokenizer, bundle.manifest.tokenizer_fingerprint)
     is_drafted = options.mode is not Mode.CLOUD_ONLY
-    draft = open_drafter(bundle, options.choice, options.num_threads) if is_drafted else None
-    printer = None if as_json else TokenPrinter(console, tokenizer.detokenizer(context=request.prompt))
+    draft = open_drafter(bundle, options.choice, options.threads) if is_drafted else None
+    printer = None if options.as_json else TokenPrinter(out, tokenizer.detokenizer(context=request.prompt))
     with closing(draft.drafter) if draft is not None else nullcontext():
-        if draft is not None and not as_json:
+        if draft is not None:
             for note in draft.placement.notes:
-                console.print(f"note: {note}", style="yellow", highlight=False, soft_wrap=True)
-        result, baseline = asyncio.run(_generate(options, request, draft, printer))
-    speed_up = result.tokens_per_s / baseline.tokens_per_s if baseline is not None else None
-    if printer is None:
-        document = result_as_json(result, tokenizer.decode(result.tokens)) | {"seed": options.params.seed}
-        document["draft"] = draft.placement.as_json() if draft is not None else None
-        if baseline is not None:
-            cloud_only = result_as_json(baseline, tokenizer.decode(baseline.tokens))
-            document |= {"cloud_only": cloud_only, "speed_up": speed_up, "identical": baseline.tokens == result.tokens}
-        console.print_json(json.dumps(document))
+                print_line(about, f"note: {note}", "yellow")
+        try:
+            ran = asyncio.run(_generate(options, request, draft, printer, about))
+        finally:
+            if printer is not None:
+                printer.break_line()  # of a text that an error or Ctrl-C has cut short
+    if options.as_json:
+        out.print_json(json.dumps(_document(options, ran, draft, tokenizer)), ensure_ascii=out.options.ascii_only)
         return
-    printer.finish()
-    lines = summary_lines(result)
-    if draft is not None:
-        lines += draft_lines(draft.placement, len(request.prompt), len(result.tokens))
-    for line in [*lines, *(summary_lines(baseline) if baseline is not None else [])]:
-        console.print(line, style="dim", highlight=False, soft_wrap=True)
-    if baseline is not None:
-        same = (
-            "the same text" if baseline.tokens == result.tokens else "ANOTHER TEXT (a near-tie in rounding, or a bug)"
-        )
-        console.print(f"{speed_up:.2f}x of cloud-only, {same}", style="bold", highlight=False)
-    console.print(f"seed {options.params.seed}", style="dim", highlight=False)
+    for line in _lines(options, request, ran, draft):
+        print_line(about, line, "dim")
+    if ran.undrafted is not None:
+        print_line(about, ran.undrafted, "yellow")
+    if ran.comparison is not None:
+        print_line(about, ran.comparison.sentence(options.mode.value), "bold")
+        if ran.comparison.load is not None:
+            print_line(about, ran.comparison.load, "yellow")
+    print_line(about, f"seed {options.params.seed}", "dim")
 
 
 def make_request(options: RunOptions, tokenizer: Tokenizer, fingerprint: str) -> GenerationRequest:
     """The text to ask for. stop_ids stay unset: the target's own end tokens rule, which need not be the draft's."""
+    assert options.prompt is not None
     text = options.prompt
-    if options.is_chat:
+    if options.chat:
         text = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
     return GenerationRequest(
-        prompt=tuple(tokenizer.encode(text, add_special_tokens=not options.is_chat)),
+        prompt=tuple(tokenizer.encode(text, add_special_tokens=not options.chat)),
         params=options.params,
         max_tokens=options.max_tokens,
         ignore_eos=options.ignore_eos,
@@ -103,12 +89,65 @@ def make_request(options: RunOptions, tokenizer: Tokenizer, fingerprint: str) ->
 
 
 async def _generate(
-    options: RunOptions, request: GenerationRequest, draft: OpenDraft | None, on_tokens: OnTokens | None
-) -> tuple[GenerationResult, GenerationResult | None]:
+    options: RunOptions,
+    request: GenerationRequest,
+    draft: OpenDraft | None,
+    printer: TokenPrinter | None,
+    about: Console,
+) -> Ran:
+    def warn(words: str) -> None:
+        if printer is not None:
+            printer.break_line()
+        print_line(about, words, "yellow")
+
     async with AsyncExitStack() as stack:
         client_options = ClientOptions(api_key=options.api_key)
-        clients = [await stack.enter_async_context(CloudClient(url, client_options)) for url in options.clouds]
-        endpoints = Endpoints(clients)
-        baseline = await make_agent(Mode.CLOUD_ONLY, endpoints, None).generate(request) if options.compares else None
+        clients = [await stack.enter_async_context(CloudClient(url, client_options)) for url in options.cloud]
+        endpoints = Endpoints(clients, on_trouble=warn)
         agent = make_agent(options.mode, endpoints, draft.drafter if draft is not None else None, options.depth)
-        return await agent.generate(request, on_tokens), baseline
+        result = await agent.generate(request, printer)
+        if printer is not None:
+            printer.finish()
+        comparison = await _compare(options, request, agent, endpoints, about) if options.compare else None
+        counted = comparison.typical[DRAFTED] if comparison is not None else result
+        longest = draft.placement.max_positions if draft is not None else None
+        return Ran(result, counted, why_undrafted(counted, agent, longest, len(request.prompt)), comparison)
+
+
+async def _compare(
+    options: RunOptions, request: GenerationRequest, agent: Agent, endpoints: Endpoints, about: Console
+) -> Comparison:
+    cloud_only = make_agent(Mode.CLOUD_ONLY, endpoints, None)
+    # Drawn seldom, because that takes processor time from what is measured.
+    with about.status("comparing with cloud-only", refresh_per_second=1) as status:
+
+        def show(num_done: int) -> None:
+            status.update(f"comparing with cloud-only: {num_done} of {options.repeat} rounds")
+
+        return await compare_modes(agent, cloud_only, request, options.repeat, options.cloud, show)
+
+
+def _lines(options: RunOptions, request: GenerationRequest, ran: Ran, draft: OpenDraft | None) -> list[str]:
+    lines = summary_lines(ran.result)
+    if draft is not None:
+        lines += draft_lines(draft.placement, len(request.prompt), len(ran.result.tokens))
+    if ran.comparison is not None:
+        lines += summary_lines(ran.comparison.typical[CLOUD_ONLY])
+    return lines
+
+
+def _document(options: RunOptions, ran: Ran, draft: OpenDraft | None, tokenizer: Tokenizer) -> dict[str, object]:
+    result = ran.result
+    document = result_as_json(result, tokenizer.decode(result.tokens)) | {"seed": options.params.seed}
+    document |= {"draft": draft.placement.as_json() if draft is not None else None, "undrafted": ran.undrafted}
+    if (found := ran.comparison) is not None:
+        baseline = found.typical[CLOUD_ONLY]
+        document |= {
+            "cloud_only": result_as_json(baseline, tokenizer.decode(baseline.tokens)),
+            "speed_up": found.ratio,
+            "speed_ups": list(found.ratios),
+            "speed_up_unknown": found.why_not,
+            "machine_load": found.load,
+            "identical": found.is_same and baseline.tokens == ran.shown.tokens,
+        }
+    return document

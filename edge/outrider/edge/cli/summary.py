@@ -1,11 +1,12 @@
-"""Numbers of a generation, for people and for programs."""
+"""Formats the numbers of a generation, for people and for programs."""
 
 from __future__ import annotations
 
 import math
 
 from outrider.edge.devices.placement import Placement
-from outrider.edge.results import GenerationResult
+from outrider.edge.lab.comparison import measured_rate, why_no_rate
+from outrider.edge.results import GenerationResult, Mode
 
 
 def mode_numbers(result: GenerationResult) -> dict[str, float | None]:
@@ -14,7 +15,7 @@ def mode_numbers(result: GenerationResult) -> dict[str, float | None]:
     itl is the inter-token latency: tokens that arrive together have gaps of 0 between them. Bytes are of bodies.
     """
     return {
-        "tokens_per_s": _number(result.tokens_per_s),
+        "tokens_per_s": None if (rate := measured_rate(result)) is None else _number(rate),
         "ttft_ms": _number(result.ttft_ms),
         "itl_ms_p50": _number(result.gap_ms(50)),
         "itl_ms_p95": _number(result.gap_ms(95)),
@@ -48,25 +49,40 @@ def result_as_json(result: GenerationResult, text: str) -> dict[str, object]:
 
 
 def summary_lines(result: GenerationResult) -> list[str]:
-    """Two lines for a terminal."""
-    acceptance = "-" if result.acceptance_rate is None else f"{result.acceptance_rate:.2f}"
+    """Two lines for a terminal, and one for each thing that went wrong."""
     num_tokens = max(1, len(result.tokens))
+    first = (
+        f"{result.mode.value}: {len(result.tokens)} tokens ({result.finish_reason}), {_speed(result)}, first token "
+        f"after {result.ttft_ms:.0f} ms"
+    )
+    if result.mode is not Mode.CLOUD_ONLY:
+        first += f", {_acceptance(result)}, {result.tokens_per_pass:.2f} tokens per target pass"
     lines = [
-        f"{result.mode.value}: {len(result.tokens)} tokens ({result.finish_reason}), "
-        f"{result.tokens_per_s:.1f} tokens/s, TTFT {result.ttft_ms:.0f} ms, acceptance {acceptance}, "
-        f"{result.tokens_per_pass:.2f} tokens a target pass",
-        f"bytes a token: {result.bytes_up_per_token:.0f} up, {result.bytes_down_per_token:.0f} down; "
+        first,
+        f"bytes per token: {result.bytes_up_per_token:.0f} up, {result.bytes_down_per_token:.0f} down; "
         f"headers {result.wire.headers_up / num_tokens:.0f} up, {result.wire.headers_down / num_tokens:.0f} down",
     ]
     if result.num_sessions > 1:
-        lines.append(f"the connection was lost and taken up again {result.num_sessions - 1} times")
+        times = result.num_sessions - 1
+        lines.append(f"the connection was lost and resumed {times} time{'s' if times > 1 else ''}")
     if result.draft_error is not None:
         lines.append(f"drafting ended early: {result.draft_error}")
     return lines
 
 
+def _speed(result: GenerationResult) -> str:
+    rate = measured_rate(result)
+    return f"{rate:.1f} tokens/s" if rate is not None else f"- tokens/s ({why_no_rate(result)})"
+
+
+def _acceptance(result: GenerationResult) -> str:
+    if result.acceptance_rate is None:
+        return "no drafted token verified"
+    return f"{result.acceptance_rate:.0%} of drafted tokens accepted".replace("%", " %")
+
+
 def draft_lines(placement: Placement, num_prompt: int, num_tokens: int) -> list[str]:
-    """What drafted, for a terminal; and if the text outgrew the draft, from where on nothing did."""
+    """What drafted, for a terminal; and from where on it did not, if the text outgrew the draft."""
     lines = [f"drafted by: {placement.words}"]
     longest = placement.max_positions
     if longest is not None and num_prompt + num_tokens > longest:

@@ -18,6 +18,7 @@ class TokenPrinter:
     def __init__(self, console: Console, detokenizer: StreamingDetokenizer) -> None:
         self._console = console
         self._detokenizer = detokenizer
+        self._is_in_line = False
 
     def __call__(self, batch: TokenBatch) -> None:
         self._print(self._detokenizer.push(list(batch.tokens[: batch.num_accepted])), DRAFT_STYLE)
@@ -27,7 +28,15 @@ class TokenPrinter:
         """Prints what is left and ends the line."""
         self._print(self._detokenizer.flush(), "")
         self._console.print()
+        self._is_in_line = False
+
+    def break_line(self) -> None:
+        """Ends a line that has been begun, so that a message stands on its own."""
+        if self._is_in_line:
+            self._console.print()
+            self._is_in_line = False
 
     def _print(self, text: str, style: str) -> None:
         if text:
             self._console.print(Text(text, style=style), end="", soft_wrap=True)
+            self._is_in_line = not text.endswith("\n")

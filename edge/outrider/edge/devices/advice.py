@@ -1,7 +1,7 @@
-"""Why a runtime sees no NPU or GPU here, as far as the system tells, and what its user can do about it.
+"""Says why a runtime sees no NPU or GPU here, as far as the system shows, and what the user can do about it.
 
-Linux tells a good deal: device nodes, who may open them, and which kernel modules are loaded. What the vendors' own
-documents ask for: docs/overview.md of github.com/intel/linux-npu-driver, and OpenVINO's "Configurations for Intel NPU"
+Linux shows device nodes, who may open them, and which kernel modules are loaded. What the vendors' own documents ask
+for: docs/overview.md of github.com/intel/linux-npu-driver, and OpenVINO's "Configurations for Intel NPU"
 and "... for Intel Processor Graphics". Knows no runtime's interface, and opens no device.
 """
 
@@ -36,7 +36,7 @@ def npu_advice(platform: str = sys.platform, root: Path = Path("/"), may_use: Ac
     if not nodes and has_module:
         return (
             "The kernel module intel_vpu is loaded, but there is no /dev/accel/accel0: usually its firmware is "
-            "missing (package intel-fw-npu); `dmesg | grep intel_vpu` tells."
+            "missing (package intel-fw-npu); see `dmesg | grep intel_vpu`."
         )
     if not nodes:
         return (

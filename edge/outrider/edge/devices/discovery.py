@@ -1,6 +1,6 @@
-"""Which devices the draft runtimes see on this machine, and what would help where one is missing.
+"""Lists the devices that the draft runtimes see on this machine, and says what would help where one is missing.
 
-Knows nothing of bundles: which may run where is `placement`'s business. Asking changes nothing and compiles nothing.
+Knows nothing of bundles: which may run where is `placement`'s business. Listing changes and compiles nothing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _PROVIDER_DEVICES: Final[dict[str, Device]] = {
     "VitisAIExecutionProvider": "npu",
     "WebGpuExecutionProvider": "gpu",
 }
-"""What ONNX Runtime's execution providers run on; of others, what is told when they are asked for their devices."""
+"""What ONNX Runtime's execution providers run on; the others report their devices themselves."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundDevice:
     """One device. name: as the runtime calls it ("GPU.1", "CUDAExecutionProvider"). full_name: what it is, in words.
 
-    device: which kind; None where the runtime does not tell. driver: its version, where told.
+    device: its kind; None where the runtime does not say. driver: its version, where reported.
     """
 
     name: str
@@ -72,7 +72,7 @@ def find_runtime(runtime: ModelRuntime) -> FoundRuntime:
 
 
 def require_device(runtime: ModelRuntime, device: Device, found: FoundRuntime | None = None) -> None:
-    """Raises RuntimeUnavailable unless `runtime` has `device` here: what was found, what is missing, what would help.
+    """Raises RuntimeUnavailable unless `runtime` has `device` here: what was found, what is missing, what helps.
 
     found: of an earlier `find_runtime(runtime)`.
     """
@@ -90,7 +90,7 @@ def require_device(runtime: ModelRuntime, device: Device, found: FoundRuntime | 
 
 
 def advice(runtime: ModelRuntime, device: Device) -> str:
-    """What would help whoever wants `device` and has none: whole sentences."""
+    """What helps where `device` is missing: whole sentences."""
     if device == "cpu":
         return f"This installation of {RUNTIME_NAMES[runtime]} is broken: install it again."
     if runtime == "onnxruntime":
@@ -101,7 +101,7 @@ def advice(runtime: ModelRuntime, device: Device) -> str:
 
 
 def device_of_provider(provider: str) -> Device | None:
-    """What an execution provider of ONNX Runtime runs on; None where its name does not tell."""
+    """What an execution provider of ONNX Runtime runs on; None where its name does not say."""
     return _PROVIDER_DEVICES.get(provider)
 
 
@@ -130,25 +130,25 @@ def _optional_property(core: Any, device: str, name: str) -> str | None:
     try:
         return str(core.get_property(device, name))
     except RuntimeError:
-        return None  # an older driver does not tell
+        return None  # an older driver does not report it
 
 
 def _find_onnxruntime() -> FoundRuntime:
     onnxruntime: Any = importlib.import_module("onnxruntime")
     providers: Any = importlib.import_module("outrider.models.runtimes.onnxruntime_providers")
     providers.register_plugins()
-    # Providers that are plug-ins know their hardware; of the others it shows when a model is loaded.
-    told = [
+    # Providers that are plug-ins know their hardware; that of the others shows when a model is loaded.
+    reported = [
         FoundDevice(each.ep_name, _hardware(each), _kind(each))
         for each in onnxruntime.get_ep_devices()
         if each.ep_name != "AzureExecutionProvider"
     ]
-    untold = [
+    built_in = [
         FoundDevice(name, "built into this package", device_of_provider(name))
         for name in providers.available_providers()
-        if name not in {each.name for each in told} and name != "AzureExecutionProvider"  # it calls a service
+        if name not in {each.name for each in reported} and name != "AzureExecutionProvider"  # it calls a service
     ]
-    return FoundRuntime("onnxruntime", str(onnxruntime.__version__), tuple(dict.fromkeys([*told, *untold])))
+    return FoundRuntime("onnxruntime", str(onnxruntime.__version__), tuple(dict.fromkeys([*reported, *built_in])))
 
 
 def _hardware(each: Any) -> str:

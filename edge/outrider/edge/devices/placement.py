@@ -1,4 +1,4 @@
-"""Where a draft runs: what the user asked for, what the bundle was made for and what is here, made one.
+"""Decides where a draft runs, from the user's options, the bundle and the devices that are here.
 
 A bundle was let through by a numerical check in one runtime (`manifest.report.parity`), and converters and runtimes
 can be silently wrong, so it is never run in another: not in ONNX Runtime instead of OpenVINO, and not in OpenVINO's
@@ -72,7 +72,7 @@ class Placement:
     """What drafts, and on what.
 
     device: its kind; None without a model, or before a provider that is free to choose has chosen. open_on: what
-    `RuntimeOptions.device` is to be. provider: what really runs it, as its runtime tells once it is loaded; in ONNX
+    `RuntimeOptions.device` is to be. provider: what runs it, as its runtime reports once it is loaded; in ONNX
     Runtime an execution provider. max_positions: longest sequence that it drafts for, likewise. notes: what the user
     should know, whole sentences.
     """

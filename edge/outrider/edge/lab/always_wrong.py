@@ -1,4 +1,4 @@
-"""The worst draft there is, for tests and benches."""
+"""Provides the worst possible draft, for tests and benches."""
 
 from __future__ import annotations
 

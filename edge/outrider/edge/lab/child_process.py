@@ -1,20 +1,23 @@
-"""Helpers that run beside us: started on chosen cores, known to be up by a line that they print, ended for sure."""
+"""Runs helper processes: starts them on chosen cores, waits for the line that says they are up, always ends them."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
-from typing import IO, Final
+from types import FrameType, TracebackType
+from typing import IO, Any, Final, TypeVar
 
 from outrider.edge.lab.cores import Cores, running_on
 from outrider.models.errors import RuntimeUnavailable
+
+Result = TypeVar("Result")
 
 _LAST_LINES: Final = 12
 _GRACE_S: Final = 5.0
@@ -26,8 +29,8 @@ def child_process(
 ) -> Iterator[str]:
     """Runs this Python with `arguments`; gives what follows `ready_prefix` on the first line that begins with it.
 
-    The child does not hear Ctrl-C: it is ended at the end of the context, however that comes. Raises RuntimeUnavailable
-    with its last words when it ends, or has said nothing for `start_timeout_s`, before it is ready.
+    Ctrl-C does not reach the child: it is ended with the context, however that ends. Raises RuntimeUnavailable with its
+    last lines when it ends before it is ready, or is not ready within `start_timeout_s`.
     """
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         with running_on(cores):
@@ -61,7 +64,7 @@ def _wait_until_ready(process: subprocess.Popen[str], prefix: str, timeout_s: fl
     said.seek(0)
     last_words = "".join((heard + said.readlines())[-_LAST_LINES:]).strip()
     name = " ".join(str(argument) for argument in process.args[1:4]) if isinstance(process.args, list) else "a helper"
-    raise RuntimeUnavailable(f"`{name}` ended with code {code} before it was ready; its last words:\n{last_words}")
+    raise RuntimeUnavailable(f"`{name}` ended with code {code} before it was ready; its last lines:\n{last_words}")
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -75,33 +78,54 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.stdout.close()
 
 
-@contextmanager
-def ending_on_signals() -> Iterator[None]:
-    """Treats the signals that would end this process without a word like Ctrl-C, so that children are ended too.
+class EndingOnSignals:
+    """A context that treats signals that would end this process at once like Ctrl-C, so that children are ended too.
 
     Ctrl-C, because asyncio answers it by cancelling the main task; any other exception could come out of the middle of
     its clean-up. What the process was started to ignore it goes on to ignore: a hangup (nohup), Ctrl-C (a script's
     background job). Leaves with SystemExit and the code that shells expect. For the main thread only.
     """
-    received = 0
 
-    def interrupt(number: int, _: FrameType | None) -> None:
-        nonlocal received
-        received = number
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.raise_signal(signal.SIGINT)
+    def __init__(self) -> None:
+        self._received = 0
+        self._before: dict[int, Any] = {}
+        self._cancel: Any = None  # asyncio's handler of Ctrl-C, while Ctrl-C itself is ignored
 
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    handlers = {number: interrupt for number in numbers if signal.getsignal(number) is not signal.SIG_IGN}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    except KeyboardInterrupt:
-        if received:
-            sys.exit(128 + received)
-        raise
-    finally:
-        for number, handler in before.items():
+    def __enter__(self) -> EndingOnSignals:
+        numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+        for number in numbers:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._interrupt)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._received and isinstance(error, KeyboardInterrupt):
+            sys.exit(128 + self._received)
+
+    def run(self, main: Coroutine[Any, Any, Result]) -> Result:
+        """`asyncio.run`, which cancels `main` and lets it clean up on any of these signals."""
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            return asyncio.run(main)
+
+        async def take_handler() -> Result:
+            self._cancel = signal.getsignal(signal.SIGINT)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            return await main
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # or asyncio would not install its own
+        try:
+            return asyncio.run(take_handler())
+        finally:
+            self._cancel = None
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._received = number
+        if self._cancel is not None:
+            self._cancel(signal.SIGINT, frame)
+        elif signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            raise KeyboardInterrupt
+        else:
+            signal.raise_signal(signal.SIGINT)

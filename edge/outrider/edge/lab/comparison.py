@@ -1,4 +1,4 @@
-"""What the modes of a comparison come to, in one set of figures each. Pure arithmetic on finished generations."""
+"""Sums up what each mode of a comparison did. Pure arithmetic on finished generations."""
 
 from __future__ import annotations
 
@@ -6,8 +6,33 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Final
 
 from outrider.edge.results import ByteCounts, GenerationResult
+
+MIN_GAPS: Final = 8
+MIN_COMMITS: Final = 3
+MIN_SPAN_S: Final = 0.02
+"""A rate needs this many tokens after the first commit, in this many later commits, over this much time.
+
+Below that it is the network's: tokens that were ready long before may arrive in one burst.
+"""
+
+
+def measured_rate(result: GenerationResult) -> float | None:
+    """Tokens per second of a text, after its first commit; None where it is too short or came in one burst."""
+    return None if why_no_rate(result) else result.tokens_per_s
+
+
+def why_no_rate(result: GenerationResult) -> str | None:
+    """Why a text has no rate, in words; None if it has one."""
+    arrivals = result.arrival_s
+    if sum(at > arrivals[0] for at in arrivals[1:]) < MIN_GAPS:
+        is_burst = len(arrivals) > MIN_GAPS
+        return "the text came in one burst" if is_burst else f"only {len(arrivals)} tokens"
+    if len(set(arrivals)) <= MIN_COMMITS or arrivals[-1] - arrivals[0] < MIN_SPAN_S:
+        return "the text came in one burst"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Which cores the cloud and the agent take when both run on one machine.
+"""Gives the cloud and the agent a core each when both run on one machine.
 
-Two machines would not share cores, so where the system lets a process choose, each side gets one of its own; otherwise
-what is measured is how they get in each other's way.
+Two machines would not share cores. Where the system pins no process, the measurement includes how the two disturb each
+other.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import psutil
+
 Cores = frozenset[int] | None
 """Numbers of cores; None leaves the choice to the system."""
 
 
 @dataclass(frozen=True, slots=True)
 class CorePlan:
-    """The cores of each side, and what to tell the user about it."""
+    """The cores of each side, and a sentence about it for the user."""
 
     cloud: Cores
     agent: Cores
@@ -26,11 +28,11 @@ class CorePlan:
 
 def plan_cores() -> CorePlan:
     """One core for each side where there are two and the system allows it; changes nothing."""
-    if not hasattr(os, "sched_getaffinity"):
+    allowed = sorted(_affinity() or ())
+    if not allowed:
         return CorePlan(None, None, "cloud and agent are not pinned to cores: this system does not offer it")
-    allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) < 2:
-        return CorePlan(None, None, "cloud and agent share the one core that there is, so drafting slows the target")
+        return CorePlan(None, None, "cloud and agent share the only core, so drafting slows the target")
     cloud, agent = allowed[:2]
     note = f"the cloud runs on core {cloud} and the agent on core {agent}, one thread each, as two machines would"
     return CorePlan(frozenset({cloud}), frozenset({agent}), note)
@@ -38,13 +40,32 @@ def plan_cores() -> CorePlan:
 
 @contextmanager
 def running_on(cores: Cores) -> Iterator[None]:
-    """Keeps the calling thread, and the threads and processes that it starts meanwhile, on `cores`."""
+    """Keeps the calling thread, and the threads and processes that it starts meanwhile, on `cores`.
+
+    On Windows the whole process is kept there.
+    """
     if cores is None:
         yield
         return
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, cores)
+    before = _affinity()
+    assert before is not None, "cores were given on a system that pins none"
+    _set_affinity(cores)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        _set_affinity(before)
+
+
+def _affinity() -> Cores:
+    """The cores that the caller may run on; None where the system does not say (macOS)."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))  # of the calling thread
+    process = psutil.Process()
+    return frozenset(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else None
+
+
+def _set_affinity(cores: frozenset[int]) -> None:
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    else:
+        psutil.Process().cpu_affinity(sorted(cores))

@@ -1,6 +1,6 @@
-"""A shipped fault injector: drafts that are lost, doubled, late or out of order, reproducibly.
+"""Injects faults, reproducibly: drafts that are lost, doubled, late or out of order.
 
-For tests and benches. The text must not notice.
+For tests and benches. The text must stay the same.
 """
 
 from __future__ import annotations

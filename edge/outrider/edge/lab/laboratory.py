@@ -1,4 +1,4 @@
-"""One machine as two: the cloud as a process on its own core, a network that is as slow as wanted, the agent here.
+"""Runs one machine as two: the cloud as a process on its own core, a network with a chosen round trip, the agent here.
 
 For `outrider demo` and for the measurements in `bench/`. It imports neither cloud nor export: the cloud is started as
 its users start it, and bundles are given by their paths.
@@ -38,7 +38,7 @@ ALIKE = ("--no-share-prefixes",)
 class Lab:
     """An open laboratory. url: the cloud's own, without the network in between.
 
-    choice, placement: what was to draft, and what does.
+    choice, placement: the draft that was asked for, and the one that runs.
     """
 
     url: str
@@ -80,7 +80,7 @@ def cloud_process(target: Path, cores: Cores, options: Sequence[str] = ()) -> Ab
     """`outrider-cloud serve` on a free loopback port with one thread; gives its URL."""
     serve = [
         "-m",
-        "outrider.cloud.server.main",
+        "outrider.cloud.server",
         "serve",
         str(target),
         "--port",
@@ -117,7 +117,7 @@ async def three_modes(endpoints: Endpoints, drafter: Drafter) -> dict[str, Agent
     """Cloud-only, stop-and-wait and stream, each with estimates of its own."""
     waiting = Estimates()
     ready = await endpoints.call(lambda client: client.ready())
-    # /v1/verify does not tell the step time, and a guess at it would make the twin choose its blocks badly.
+    # /v1/verify does not report the step time, and a guess at it would make the twin choose its blocks badly.
     waiting.on_open(0.0, ready.step_ms, ready.draft_token_ms)
     return {
         CLOUD_ONLY: make_agent(Mode.CLOUD_ONLY, endpoints, None),
@@ -133,10 +133,16 @@ async def interleave(
     modes: Mapping[str, Agent],
     requests: Sequence[GenerationRequest],
     on_result: Callable[[str, GenerationResult], None] = lambda name, result: None,
+    has_time: Callable[[], bool] = lambda: True,
 ) -> Results:
-    """Every mode on the first request, then every mode on the second, ...: what changes on the machine hits all."""
+    """Every mode on the first request, then every mode on the second, ...: what changes on the machine hits all.
+
+    has_time: asked before each request but the first; False leaves out the rest.
+    """
     results: Results = {name: [] for name in modes}
-    for request in requests:
+    for index, request in enumerate(requests):
+        if index and not has_time():
+            break
         for name, mode in modes.items():
             result = await mode.generate(request)
             results[name].append(result)

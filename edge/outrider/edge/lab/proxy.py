@@ -1,4 +1,4 @@
-"""A delaying TCP proxy on loopback: the network that a test machine does not have.
+"""Delays TCP connections on loopback: the network that a test machine does not have.
 
 Adds half a round trip to every chunk each way, in order, each at its own due time, and counts the bytes. It runs its
 own event loop in its own thread on select(), whose timeouts are exact to tens of microseconds; epoll's are whole

@@ -1,4 +1,4 @@
-"""The agent's side of the wire: one verifier endpoint, over httpx.
+"""Talks to one verifier endpoint over httpx: the agent's side of the wire.
 
 Small messages on connections that stay open (asyncio sets TCP_NODELAY), no header that HTTP does not need, and every
 byte of body and headers counted. This module knows the protocol, not what it is used for.
@@ -33,19 +33,26 @@ from outrider.models.protocol import (
 Answer = TypeVar("Answer", bound=BaseModel)
 Headers = list[tuple[str, str]]
 _JSON: Headers = [("Content-Type", "application/json")]
-# A stale draft is answered 409, and the status is all that is wanted (RFC 7240): words would outweigh the tokens.
+# A stale draft is answered 409, and the status alone is enough (RFC 7240): words would outweigh the tokens.
 _DRAFT_HEADERS: Headers = [*_JSON, ("Prefer", "return=minimal")]
 # Answers that another endpoint, or the same one a little later, may not give.
 _PASSING_STATUS = frozenset({404, 408, 410, 429, 500, 502, 503, 504})
 
 
 class EndpointLost(CloudError):
-    """This endpoint cannot be reached, is overloaded, or lost the session; another attempt may succeed."""
+    """This endpoint cannot be reached, is overloaded, or lost the session; another attempt may succeed.
+
+    is_absent: nothing answers at its address.
+    """
+
+    def __init__(self, message: str, *, is_absent: bool = False) -> None:
+        super().__init__(message)
+        self.is_absent = is_absent
 
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """How an endpoint is talked to.
+    """Key, timeouts and connections of an endpoint.
 
     connect_timeout_s, timeout_s: for connecting and for a plain answer. stream_timeout_s: longest silence of a session
     (a queue, a long prefill) before it counts as cut. max_connections: one for the stream, the rest for drafts in
@@ -73,10 +80,7 @@ class CloudClient:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         options = options or ClientOptions()
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"cloud URL is {url!r}; expected http://host:port or https://host")
-        self.url = url.rstrip("/")
+        self.url = verifier_url(url)
         self._stream_timeout = httpx.Timeout(
             options.timeout_s, connect=options.connect_timeout_s, read=options.stream_timeout_s
         )
@@ -89,7 +93,7 @@ class CloudClient:
             timeout=httpx.Timeout(options.timeout_s, connect=options.connect_timeout_s),
             limits=limits,
             transport=transport,
-            trust_env=not is_loopback(parts.hostname),
+            trust_env=not is_loopback(urlsplit(self.url).hostname or ""),
         )
         # httpx adds Accept, Accept-Encoding, Connection and User-Agent to every message; none is needed.
         for name in list(self._http.headers):
@@ -208,6 +212,22 @@ def _header_bytes(headers: httpx.Headers) -> int:
     return sum(len(name) + len(value) + len(": \r\n") for name, value in headers.raw) + len("\r\n")
 
 
+def verifier_url(text: str) -> str:
+    """The base URL for `text`: http where no scheme is given, without the /v1 of OpenAI clients.
+
+    Raises ConfigError for what is no address.
+    """
+    url = text.strip() if "://" in text else f"http://{text.strip()}"
+    try:
+        parts = urlsplit(url)
+        is_address = bool(parts.hostname) and parts.port != 0  # .port raises for what is no number
+    except ValueError:
+        is_address = False
+    if not is_address or parts.scheme not in ("http", "https") or parts.query or parts.fragment or " " in url:
+        raise ConfigError(f"the cloud's address is {text!r}; expected http://host:port or https://host")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 def _parse(kind: type[Answer], body: bytes) -> Answer:
     try:
         return kind.model_validate_json(body)
@@ -218,7 +238,8 @@ def _parse(kind: type[Answer], body: bytes) -> Answer:
 
 
 def _lost(url: str, error: httpx.TransportError) -> EndpointLost:
-    return EndpointLost(f"{url}: {type(error).__name__}: {error}" if str(error) else f"{url}: {type(error).__name__}")
+    words = f"{url}: {type(error).__name__}: {error}" if str(error) else f"{url}: {type(error).__name__}"
+    return EndpointLost(words, is_absent=isinstance(error, httpx.ConnectError | httpx.ConnectTimeout))
 
 
 def _refusal(url: str, status: int, body: bytes) -> OutriderError:

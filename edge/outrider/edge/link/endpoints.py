@@ -1,4 +1,4 @@
-"""Endpoints in order of preference: what is cut goes on at the next one, or at the same one a little later.
+"""Goes on at the next endpoint, or at the same one a little later, where a session is cut.
 
 The output is a pure function of prompt, parameters and seed, so a session that is lost is simply opened again with the
 prompt and what was committed. This module knows when to try again, not what is being generated.
@@ -46,7 +46,11 @@ class Arrival:
 
 
 class Endpoints:
-    """At least one endpoint; the first that works is kept until it fails. clock counts seconds, as `sleep` does."""
+    """At least one endpoint; the first that works is kept until it fails.
+
+    clock counts seconds, as `sleep` does. on_trouble: called once per outage, with a sentence, before the first new
+    attempt.
+    """
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class Endpoints:
         retry: RetryPolicy | None = None,
         sleep: Sleep = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
+        on_trouble: Callable[[str], None] = lambda words: None,
     ) -> None:
         if not clients:
             raise ConfigError("no cloud endpoint is given; expected at least one URL")
@@ -61,6 +66,7 @@ class Endpoints:
         self._retry = retry or RetryPolicy()
         self._sleep = sleep
         self._clock = clock
+        self._on_trouble = on_trouble
         self._current = 0
         self._has_answered = False
         self._failures: list[str] = []
@@ -114,15 +120,25 @@ class Endpoints:
         self._failures.append(str(error))
         num_failures, outage_s = len(self._failures), now - self._outage_began_at
         if num_failures >= retry.max_failures and (outage_s >= retry.max_outage_s or not self._has_answered):
+            left = f"{self._question()} Gave up" if error.is_absent else "no cloud endpoint is left"
             raise CloudError(
-                f"no cloud endpoint is left after {num_failures} attempts in {outage_s:.1f} s: "
-                f"{'; '.join(dict.fromkeys(self._failures))}"
+                f"{left} after {num_failures} attempts in {outage_s:.1f} s: {'; '.join(dict.fromkeys(self._failures))}"
             ) from error
+        if num_failures == 1:
+            self._on_trouble(f"{self._question() if error.is_absent else f'{error}.'} Trying again.")
         self._current = (self._current + 1) % len(self._clients)
         num_rounds, num_tried = divmod(num_failures, len(self._clients))
         if num_tried == 0:
             doublings = min(num_rounds - 1, 32)  # a float holds no more than 1023
             await self._sleep(min(retry.max_pause_s, retry.first_pause_s * 2**doublings))
+
+    def _question(self) -> str:
+        """What to ask where nothing answers."""
+        urls = [client.url for client in self._clients]
+        return (
+            f"No verifier answers at {' or '.join(urls)}. Is `outrider-cloud serve` running "
+            f"{'there' if len(urls) == 1 else 'at one of them'}?"
+        )
 
 
 def _end_error(client: CloudClient, end: SessionEnd) -> Exception:

@@ -1,4 +1,4 @@
-"""From names to parts: what the command line, the demo and a server need to make an agent."""
+"""Makes agents and drafters from names, bundles and options."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def open_draft_bundle(path: str | Path) -> Bundle:
 
 @dataclass(frozen=True, slots=True)
 class OpenDraft:
-    """A drafter, and what it is and runs on. Close the drafter."""
+    """A drafter, and where it runs. Close the drafter."""
 
     drafter: Drafter
     placement: Placement

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from outrider.export.cli.display import show_progress
 from outrider.export.cli.distill import distill
@@ -17,21 +17,17 @@ from outrider.export.cli.families import families
 from outrider.export.cli.reporting import report, report_sweep
 from outrider.export.make.pair import REFERENCE, export_pair, reference_directories
 from outrider.export.make.pipeline import export_model
+from outrider.export.make.reference_pair import WIDENED_MB, export_reference_pair
 from outrider.export.make.sweep import DEFAULT_RTT_MS, sweep_pair
-from outrider.export.quiet import missing_extra
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card_html import REPORT_NAME, PageWriter, write_card_html
 from outrider.export.source.prompts import read_prompts
 from outrider.models.bundle import Bundle
-from outrider.models.errors import ConfigError, OutriderError
+from outrider.models.command_line import make_app, run_app
+from outrider.models.errors import ConfigError
 from outrider.models.manifest import Device, Precision, StaticShapes
 
-app = typer.Typer(
-    help="Turn models into checked bundles: a draft for the device, a target for the cloud.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = make_app("Turn models into checked bundles: a draft for the device, a target for the cloud.")
 
 DraftRuntime = Literal["openvino", "onnxruntime"]
 TargetRuntime = Literal["openvino", "torch"]
@@ -66,7 +62,13 @@ StepMs = Annotated[
 ExtraMs = Annotated[float | None, typer.Option(help="Time that a drafted token adds to it, in ms.")]
 Widen = Annotated[
     float | None,
-    typer.Option("--widen", metavar="MB", help="Widen the target to this size in FP32; its function stays the same."),
+    typer.Option(
+        "--widen",
+        min=0.0,
+        metavar="MB",
+        help="Widen the target to this size in FP32; its text stays the same; 0: as it is. Default of the pair "
+        f"'{REFERENCE}': {WIDENED_MB:g}; of others: 0.",
+    ),
 ]
 
 
@@ -103,12 +105,46 @@ def pair(
     force: Annotated[
         bool, typer.Option("--force", help="Write the pair even if its draft is accepted too rarely.")
     ] = False,
+    cached: Annotated[
+        bool,
+        typer.Option(
+            "--cached",
+            help=f"Only '{REFERENCE}': export it to the user's cache, once, and print where it is. With --json, "
+            "progress is shown all the same.",
+        ),
+    ] = False,
     threads: Threads = 0,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Export a draft and its target, checked against each other, with a report card in OUT/report.html."""
     draft_dir, target_dir = _pair_directories(draft, target)
+    if draft == REFERENCE and target is None:
+        if widen is None:
+            widen = WIDENED_MB
+            typer.echo(
+                f"The reference target is widened to {widen:g} MB so that a step takes as long as a large model's; "
+                "its text does not change. --widen 0 leaves it as it is.",
+                err=True,
+            )
+        if widen and target_precision is None:
+            target_precision = "fp32"
+    elif cached:
+        raise ConfigError(f"--cached keeps the pair '{REFERENCE}' only; leave DRAFT and TARGET out")
+    if cached:
+        with show_progress(is_quiet=False) as progress:
+            kept = export_reference_pair(
+                widen_mb=widen or None,
+                target_precision=target_precision or "fp32",
+                draft_precision=draft_precision,
+                draft_device=draft_device,
+                draft_runtime=draft_runtime,
+                draft_shapes=_shapes(prompt_len, response_len, step_len),
+                progress=progress,
+            )
+        places = {"draft": str(kept.draft), "target": str(kept.target)}
+        typer.echo(json.dumps(places) if as_json else "\n".join(f"{role}: {at}" for role, at in places.items()))
+        return
     draft_options = ExportOptions(
         "draft",
         draft_precision,
@@ -124,7 +160,7 @@ def pair(
         "target",
         target_precision,
         target_runtime,
-        widen,
+        widen or None,
         num_threads=threads,
         overwrite=overwrite,
         device=target_device,
@@ -148,6 +184,7 @@ def pair(
                 progress=progress,
             )
         report(bundles, as_json=as_json, page=page.path)
+        _show_next(out, as_json=as_json)
         return
     with show_progress(is_quiet=as_json) as progress:
         swept = sweep_pair(
@@ -167,6 +204,7 @@ def pair(
             progress=progress,
         )
     report_sweep(swept, as_json=as_json, page=page.path)
+    _show_next(out, as_json=as_json)
 
 
 @app.command()
@@ -223,7 +261,7 @@ def target(
     """Export one model as a target."""
     directory = reference_directories().target if model == REFERENCE else model
     options = ExportOptions(
-        "target", precision, runtime, widen, name=name, num_threads=threads, overwrite=overwrite, device=device
+        "target", precision, runtime, widen or None, name=name, num_threads=threads, overwrite=overwrite, device=device
     )
     with show_progress(is_quiet=as_json) as progress:
         bundle = export_model(directory, out, options, progress)
@@ -251,6 +289,12 @@ def inspect(
 app.command()(distill)
 
 
+def _show_next(out: Path, *, as_json: bool) -> None:
+    """The command that serves a pair; it prints the one that runs it."""
+    if not as_json:
+        typer.echo(f"Serve it: outrider-cloud serve {shlex.quote(str(out / 'target'))}")
+
+
 def _shapes(prompt_len: int | None, response_len: int | None, step_len: int | None) -> StaticShapes | None:
     """The given lengths, defaults for the others; None if none was given."""
     asked = {"prompt_len": prompt_len, "response_len": response_len, "step_len": step_len}
@@ -270,15 +314,7 @@ def _pair_directories(draft: str, target: str | None) -> tuple[str | Path, str |
 def main() -> None:
     """The console script: a user's mistake ends in one red message and exit status 2, never in a traceback."""
     signal.signal(signal.SIGTERM, _end)
-    try:
-        try:
-            app()
-        except ModuleNotFoundError as error:  # also an installed package's missing metadata
-            raise missing_extra(error, "exporting") from None
-    except OutriderError as error:
-        message = f"[bold red]error:[/bold red] {escape(str(error))}"
-        Console(stderr=True).print(message, highlight=False, soft_wrap=True)
-        sys.exit(2)
+    run_app(app, what="exporting", extra="export")
 
 
 def _end(number: int, frame: Any) -> None:

@@ -1,0 +1,80 @@
+"""States the options of `outrider-cloud serve`, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.cloud.pending.policy import Policy
+from outrider.cloud.server.exporter import REFERENCE
+from outrider.cloud.server.logs import LogFormat
+
+
+class RuntimeName(StrEnum):
+    """What can run a target."""
+
+    OPENVINO = "openvino"
+    TORCH = "torch"
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The command line; None leaves a choice to the bundle or the engine."""
+
+    bundle: Annotated[
+        str,
+        typer.Argument(
+            help=f"Directory of a target bundle, as outrider-export writes it; '{REFERENCE}' for the reference target."
+        ),
+    ]
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 8000
+    port_file: Annotated[Path | None, typer.Option(help="Write the port here once the server is ready.")] = None
+    name: Annotated[str | None, typer.Option(help="Name of the model in the API; default: the bundle's.")] = None
+    api_key_file: Annotated[
+        Path | None, typer.Option(help="API keys, one per line. Also from OUTRIDER_API_KEYS, separated by commas.")
+    ] = None
+    insecure_no_keys: Annotated[
+        bool, typer.Option("--insecure-no-keys", help="Listen beyond this machine without API keys.")
+    ] = False
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM; with --tls-key, serves HTTPS.")] = None
+    tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None
+    runtime: Annotated[RuntimeName | None, typer.Option(help="What runs the model; default: the bundle's.")] = None
+    device: Annotated[str | None, typer.Option(help="As the runtime names it: CPU, GPU, cuda:0.")] = None
+    threads: Annotated[int, typer.Option(min=0, help="Inference threads; 0 leaves it to the runtime.")] = 0
+    kv_cache_mb: Annotated[int, typer.Option(min=1, help="Size of the KV cache, MiB.")] = 256
+    cache_dir: Annotated[Path | None, typer.Option(help="Keep compiled models here, for a faster start.")] = None
+    max_running: Annotated[int, typer.Option(min=1, help="Sequences in one step.")] = 32
+    max_queue: Annotated[int, typer.Option(min=1, help="Sequences that may wait; more are refused with 503.")] = 1024
+    max_sessions: Annotated[int, typer.Option(min=1, help="Open sessions and completions per key.")] = 256
+    policy: Annotated[
+        Policy, typer.Option(help="stream: latency; verify: fewest target passes; auto: by the load.")
+    ] = Policy.AUTO
+    share_prefixes: Annotated[
+        bool, typer.Option(help="Reuse the KV cache of prompts that begin alike; turn it off to measure TTFT.")
+    ] = True
+    patience_ms: Annotated[
+        float | None, typer.Option(min=0.0, help="Longest wait for a draft, whatever sessions ask; 0 never waits.")
+    ] = None
+    max_body_kb: Annotated[int, typer.Option(min=1, help="Largest request body, KiB.")] = 1024
+    rate: Annotated[
+        float, typer.Option(min=0.0, help="Requests per second and key, drafts not counted; 0: no limit.")
+    ] = 0.0
+    drain_s: Annotated[
+        float, typer.Option(min=0.0, help="How long running requests may take to finish at shutdown.")
+    ] = 30.0
+    log_format: Annotated[LogFormat, typer.Option(help="Format of log lines.")] = LogFormat.TEXT
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Size of the KV cache."""
+        return self.kv_cache_mb << 20
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Largest request body."""
+        return self.max_body_kb << 10

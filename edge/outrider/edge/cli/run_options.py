@@ -1,0 +1,72 @@
+"""States the options of `outrider run`, once."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+
+from outrider.edge.cli.draft_flags import DraftDevice, EmulateNpu, Provider, Runtime
+from outrider.edge.cli.exporter import REFERENCE
+from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
+from outrider.edge.results import Mode
+from outrider.models.errors import ConfigError
+from outrider.models.sampling import SamplingParams
+
+DEFAULT_CLOUD = "http://127.0.0.1:8000"
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The command line. Raises ConfigError for options that contradict each other, SamplingError for their values."""
+
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            help="The text to continue; read from standard input where it is - or missing.", show_default=False
+        ),
+    ] = None
+    draft: Annotated[
+        str, typer.Option(envvar="OUTRIDER_DRAFT", help=f"Draft bundle; '{REFERENCE}' for the reference draft.")
+    ] = REFERENCE
+    cloud: Annotated[list[str], typer.Option(help="Verifier's address; repeat for others to fall back on.")] = field(
+        default_factory=lambda: [DEFAULT_CLOUD]
+    )
+    mode: Annotated[Mode, typer.Option(help="How device and cloud share the work.")] = Mode.STREAM
+    draft_device: DraftDevice = None
+    runtime: Runtime = None
+    emulate_npu: EmulateNpu = False
+    provider: Provider = None
+    depth: Annotated[str, typer.Option(help="How far to draft ahead: auto, threshold or a number, 0 to 32.")] = "auto"
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest text, in tokens.")] = 128
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8
+    top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 0
+    top_p: Annotated[float, typer.Option(help="1 keeps all.")] = 1.0
+    min_p: Annotated[float, typer.Option(help="0 keeps all.")] = 0.0
+    seed: Annotated[int | None, typer.Option(help="Same seed, same text; default: drawn, and printed.")] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False
+    patience_ms: Annotated[
+        float | None, typer.Option(min=0.0, help="Longest wait of the target for a draft; default: it chooses.")
+    ] = None
+    threads: Annotated[int, typer.Option(min=0, help="Threads of the draft; 0 leaves it to the runtime.")] = 0
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the draft bundle's chat template.")] = False
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Then measure this mode and cloud-only in turn; print the speed-up.")
+    ] = False
+    repeat: Annotated[int, typer.Option(min=1, help="Rounds of --compare; the median counts.")] = 3
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False
+    api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="Key for the verifier.")] = None
+    choice: DraftChoice = field(init=False)
+    params: SamplingParams = field(init=False)
+
+    def __post_init__(self) -> None:
+        seed = secrets.randbits(32) if self.seed is None else self.seed
+        choice = DraftChoice(self.runtime, self.draft_device, self.emulate_npu, self.provider)
+        object.__setattr__(self, "choice", choice)
+        object.__setattr__(self, "params", SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, seed))
+        if self.mode is Mode.CLOUD_ONLY and choice != AS_BUNDLED:
+            raise ConfigError("nothing drafts with --mode cloud-only; leave out the options of the draft")
+        if self.mode is Mode.CLOUD_ONLY and self.compare:
+            raise ConfigError("--compare measures cloud-only beside another --mode; leave one of them out")

@@ -1,0 +1,55 @@
+"""Says why a generation got nothing, or next to nothing, from its draft."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from outrider.edge.drafting.depth import CostModelDepth, CostModelOptions, FixedDepth
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.modes.assemble import Agent
+from outrider.edge.modes.stream import StreamAgent
+from outrider.edge.results import GenerationResult
+
+FEW: Final = 0.05
+"""A draft that wrote less than this share of a text has brought nothing."""
+
+
+def why_undrafted(result: GenerationResult, agent: Agent, max_positions: int | None, num_prompt: int) -> str | None:
+    """One sentence for the user; None where drafts were accepted, or nothing was to draft.
+
+    max_positions: longest sequence that the draft holds; None: no limit.
+    """
+    if not isinstance(agent, StreamAgent) or agent.drafter is None or not result.tokens:
+        return None
+    if result.num_accepted > FEW * len(result.tokens):
+        return None
+    if result.draft_error is not None:
+        return f"Nothing was drafted after the draft failed: {result.draft_error}."
+    if max_positions is not None and num_prompt >= max_positions:
+        return f"Nothing was drafted: the prompt has {num_prompt} tokens and the draft holds {max_positions}."
+    if isinstance(agent.depth, FixedDepth) and agent.depth.plan().depth == 0:
+        return "Nothing was drafted: --depth 0 asks for it."
+    times = _times(agent.estimates)
+    if isinstance(agent.depth, CostModelDepth) and agent.depth.plan().silent:
+        e = agent.estimates
+        saved_ms, cost_ms = e.acceptance * e.step_ms, e.extra_ms + CostModelOptions().message_cost_ms
+        return (
+            f"Drafting would not pay: {times}. A draft saves {saved_ms:.1f} ms per token on average and costs the "
+            f"server {cost_ms:.1f} ms."
+        )
+    if not result.num_drafted:
+        if agent.estimates.lag_ms is None:
+            return "Nothing was drafted: the text ended before the first draft, or the draft had no guess."
+        return "Nothing was drafted: the draft had no guess."
+    if not result.num_tested:
+        return f"No draft arrived in time: {times}."
+    return (
+        f"{result.num_accepted} of {result.num_tested} drafted tokens were accepted: this draft does not fit the text."
+    )
+
+
+def _times(e: Estimates) -> str:
+    return (
+        f"a target step takes {e.step_ms:.1f} ms, a drafted token {e.draft_ms:.1f} ms, checking it {e.extra_ms:.1f} ms "
+        f"more, a round trip {e.round_trip_ms:.0f} ms"
+    )

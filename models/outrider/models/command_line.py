@@ -1,0 +1,238 @@
+"""Sets up the command lines of `outrider`, `outrider-cloud` and `outrider-export` alike.
+
+Help, version, completion, one suggestion for a typo, errors in one line, Ctrl-C, closed pipes and narrow encodings.
+Loads nothing heavy; knows no command.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import io
+import os
+import sys
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import MISSING, fields
+from difflib import get_close_matches
+from importlib.metadata import version
+from typing import Annotated, Any, Final, NoReturn, TypeVar, get_type_hints
+
+import click
+import typer
+import typer.core
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+from typer.models import ArgumentInfo
+
+from outrider.models.errors import ConfigError, OutriderError
+from outrider.models.extras import missing_extra
+from outrider.models.interrupts import EXIT_CODE as INTERRUPTED
+
+Options = TypeVar("Options")
+
+MISTAKE: Final = 2
+"""Exit code of what the user can put right."""
+PIPE_CLOSED: Final = 1
+"""Exit code when nobody reads our output any more; the same as typer's and rich's own."""
+
+
+class _Group(typer.core.TyperGroup):
+    """Names one command, the closest, where typer and click name several, each on its own."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        command = super().get_command(ctx, cmd_name)
+        if command is not None:
+            _restore_argument_help(command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return click.Group.resolve_command(self, ctx, args)
+        except click.UsageError as error:
+            raise click.UsageError(f"No such command {args[0]!r}.{_closest(args[0], self.commands)}", ctx) from error
+
+
+def _restore_argument_help(command: click.Command) -> None:
+    """Gives arguments the help that they were declared with: click 8.5 clears it while typer 0.25 makes them."""
+    function = inspect.unwrap(command.callback) if command.callback is not None else None
+    hints = get_type_hints(function, include_extras=True) if function is not None else {}
+    for parameter in command.params:
+        if isinstance(parameter, typer.core.TyperArgument) and parameter.help is None:
+            declared = getattr(hints.get(parameter.name or ""), "__metadata__", ())
+            parameter.help = next((info.help for info in declared if isinstance(info, ArgumentInfo)), None)
+
+
+def make_app(help: str) -> typer.Typer:
+    """A console script's application without commands: --version, -h and --help, completion."""
+    settings: dict[str, Any] = {
+        "cls": _Group,
+        "help": help,
+        "no_args_is_help": True,
+        "context_settings": {"help_option_names": ["-h", "--help"]},
+    }
+    app = typer.Typer(**settings, add_completion=True, pretty_exceptions_enable=False)
+
+    @app.callback(**settings)  # with a callback, a single command is a subcommand too
+    def group(
+        _: Annotated[
+            bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+        ] = False,
+    ) -> None:
+        pass
+
+    return app
+
+
+def _show_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(version("outrider"))
+        raise typer.Exit
+
+
+def takes_options(options: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """Makes a command of a function that takes one object of the dataclass `options`.
+
+    The command's parameters are the fields that the dataclass' constructor takes: their names, types
+    (`Annotated[..., typer.Option(...)]`) and defaults are stated there and nowhere else.
+    """
+    hints = get_type_hints(options, include_extras=True)
+    parameters = []
+    for field in fields(options):  # type: ignore[arg-type]  # "a dataclass" has no type
+        if field.init:
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            parameters.append(
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=inspect.Parameter.empty if default is MISSING else default,
+                    annotation=hints[field.name],
+                )
+            )
+
+    def decorate(function: Callable[[Options], None]) -> Callable[..., None]:
+        def command(**values: Any) -> None:
+            function(options(**values))
+
+        command.__name__, command.__doc__, command.__module__ = function.__name__, function.__doc__, function.__module__
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions may have one
+        return command
+
+    return decorate
+
+
+def run_app(app: typer.Typer, *, what: str, extra: str) -> NoReturn:
+    """Runs the command of `sys.argv` and ends the process.
+
+    A user's mistake is one red line on standard error and exit code 2; Ctrl-C is 130; a reader that closes our output
+    ends it quietly. what, extra: as `missing_extra` takes them, for packages that are missing.
+    """
+    tolerate_narrow_encodings()
+    try:
+        try:
+            code = _run(app, what, extra)
+        finally:
+            sys.stdout.flush()  # here, where a closed pipe can still be answered
+    except BrokenPipeError:
+        code = _leave_closed_pipe()
+    sys.exit(code)
+
+
+def _run(app: typer.Typer, what: str, extra: str) -> int:
+    try:
+        try:
+            # Not `app()`: typer would print errors its own way, in a box and with its own suggestions.
+            result = typer.main.get_command(app).main(standalone_mode=False)
+        except ModuleNotFoundError as error:  # also an installed package's missing metadata
+            raise missing_extra(error, what, extra) from None
+    except OutriderError as error:
+        print_error(str(error))
+    except click.ClickException as error:
+        return _show_usage_error(error)
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise BrokenPipeError from error
+        if error.filename is None:
+            raise  # not a matter of a file that the user named
+        print_error(f"{error.filename}: {error.strerror}")
+    else:
+        return result if isinstance(result, int) else 0
+    return MISTAKE
+
+
+def _show_usage_error(error: click.ClickException) -> int:
+    ctx = getattr(error, "ctx", None)
+    if ctx is not None and type(error).__name__ == "NoArgsIsHelpError":
+        click.echo(ctx.get_help(), nl=False)
+        return error.exit_code
+    message = error.format_message()
+    if isinstance(error, click.NoSuchOption) and ctx is not None:
+        names = [name for parameter in ctx.command.get_params(ctx) for name in parameter.opts]
+        message = f"No such option {error.option_name!r}.{_closest(error.option_name, names)}"
+    print_error(message)
+    if ctx is not None:
+        Console(stderr=True).print(f"Try '{ctx.command_path} --help'.", highlight=False, soft_wrap=True, markup=False)
+    return error.exit_code
+
+
+def _closest(word: str, known: Iterable[str] | MutableMapping[str, Any]) -> str:
+    found = get_close_matches(word, list(known), n=1)
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
+def print_error(message: str) -> None:
+    """One red line on standard error."""
+    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+
+
+def print_line(console: Console, line: str, style: str = "") -> None:
+    """A line of text: wrapped between words on a terminal, whole in a file or a pipe."""
+    console.print(Text(line, style=style), soft_wrap=not console.is_terminal)
+
+
+def tolerate_narrow_encodings() -> None:
+    """Writes "?" for a character that the output's encoding lacks, where Python would raise UnicodeEncodeError."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="replace")
+
+
+def _leave_closed_pipe() -> int:
+    # What is still buffered would raise again when the interpreter closes standard output.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return PIPE_CLOSED
+
+
+def require_utf8(text: str, what: str) -> str:
+    """An argument of the command line. Raises ConfigError if it has bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # Python hands such bytes over as U+DC80 to U+DCFF.
+        raise _not_utf8(what, ord(text[error.start]) & 0xFF, len(text[: error.start].encode())) from None
+    return text
+
+
+def read_stdin(what: str) -> str:
+    """All of standard input, without the newline that `echo` puts at its end. Raises ConfigError if it is not UTF-8."""
+    buffer = getattr(sys.stdin, "buffer", None)
+    if buffer is None:
+        text: str = sys.stdin.read()
+    else:
+        data: bytes = buffer.read()
+        try:
+            text = data.decode().replace("\r\n", "\n")
+        except UnicodeDecodeError as error:
+            raise _not_utf8(f"{what} on standard input", data[error.start], error.start) from None
+    return text.removesuffix("\n")
+
+
+def _not_utf8(what: str, byte: int, offset: int) -> ConfigError:
+    return ConfigError(f"{what} is not UTF-8: byte 0x{byte:02x} at offset {offset}; convert it to UTF-8 first")

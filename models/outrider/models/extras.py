@@ -1,0 +1,58 @@
+"""Names the pip command for a package that is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+from outrider.models.errors import RuntimeUnavailable
+from outrider.models.interrupts import QuietInterrupt
+
+OWN_DISTRIBUTIONS = frozenset({"outrider.reference"})
+"""Packages of ours that are installed on their own; any other module of ours that is missing is a bug."""
+
+
+def missing_extra(error: ModuleNotFoundError, what: str, extra: str) -> Exception:
+    """The exception for an import that failed: RuntimeUnavailable with the command that installs the package.
+
+    what: who needs it, such as "serving". extra: the extra of `outrider` that brings it. A missing module of our own
+    is a bug, and stays the error that it is.
+    """
+    name = error.name
+    if name is None or (name.partition(".")[0] == "outrider" and name not in OWN_DISTRIBUTIONS):
+        return error
+    return _unavailable(name, what, extra)
+
+
+def require_packages(names: Iterable[str], what: str, extra: str) -> None:
+    """Raises RuntimeUnavailable for the first of these packages that is not installed; imports none of them."""
+    for name in names:
+        if not is_installed(name):
+            raise _unavailable(name, what, extra)
+
+
+@contextmanager
+def importing(what: str, extra: str) -> Iterator[None]:
+    """Guards the imports of a command: a missing package names its pip command, Ctrl-C ends without a traceback."""
+    try:
+        with QuietInterrupt():
+            yield
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, what, extra) from None
+
+
+def is_installed(name: str) -> bool:
+    """Whether a package could be imported; imports nothing but the packages that it is in."""
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # of a submodule whose package is missing
+        return False
+    except ValueError:  # blocked or half loaded: `sys.modules` has it without a spec
+        return False
+
+
+def _unavailable(name: str, what: str, extra: str) -> RuntimeUnavailable:
+    return RuntimeUnavailable(
+        f'{what} needs the package {name!r}, which is not installed; run: pip install "outrider[{extra}]"'
+    )

@@ -1,0 +1,375 @@
+"""What the three command lines share: help, version, completion, typos, errors, Ctrl-C, pipes, encodings."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from outrider.edge.lab import cores
+from outrider.models.child_command import run_child_command
+from outrider.models.command_line import make_app, print_line, read_stdin, require_utf8, run_app, takes_options
+from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.extras import importing, is_installed, require_packages
+
+SCRIPTS = {
+    "outrider": "outrider.edge.cli",
+    "outrider-cloud": "outrider.cloud.server",
+    "outrider-export": "outrider.export.cli",
+}
+COMMANDS = {"outrider": "run", "outrider-cloud": "serve", "outrider-export": "pair"}
+TIMEOUT_S = 120.0
+each_script = pytest.mark.parametrize("script", SCRIPTS)
+
+
+def run_script(
+    script: str, *arguments: str | bytes, before: str = "", **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a console script as its entry point does. before: statements that run first."""
+    code = (
+        f"import sys\n{before}\nsys.argv[0] = {script!r}\nfrom {SCRIPTS[script]}.__main__ import main\nsys.exit(main())"
+    )
+    paths = os.pathsep.join(filter(None, sys.path))
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | {"PYTHONPATH": paths, "COLUMNS": "100", "TERM": "dumb"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """`run("outrider", "-h")`: exit code, standard output and error, in this process."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(script: str, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            importlib.import_module(f"{SCRIPTS[script]}.main").main()
+        shown = capsys.readouterr()
+        return int(ended.value.code or 0), shown.out, shown.err
+
+    monkeypatch.setenv("COLUMNS", "100")
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+@each_script
+def test_help_and_version(script: str, run: Run) -> None:
+    """-h is --help, on commands too; the version is the distribution's."""
+    code, short, _ = run(script, "-h")
+    assert code == 0 and "--show-completion" in short and run(script, "--help")[1] == short
+    assert run(script, "--version")[:2] == (0, version("outrider") + "\n")
+    assert run(script, COMMANDS[script], "-h")[:1] == (0,)
+    assert run(script)[0] == 2
+
+
+@each_script
+def test_completion(script: str) -> None:
+    """A shell gets a script to complete with, and commands from it."""
+    variable = f"_{script.replace('-', '_').upper()}_COMPLETE"
+    words = {"COMP_WORDS": f"{script} {COMMANDS[script][:2]}", "COMP_CWORD": "1"}
+    completed = run_script(script, **{variable: "complete_bash"}, **words)
+    assert completed.returncode == 0 and completed.stdout.strip() == COMMANDS[script], completed.stderr
+    source = run_script(script, "--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert source.returncode == 0 and f"_completion {script}\n" in source.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("outrider", ["rnu"], "No such command 'rnu'. Did you mean 'run'?"),
+        ("outrider", ["run", "--drft", "x", "y"], "No such option '--drft'. Did you mean '--draft'?"),
+        ("outrider-cloud", ["serv"], "No such command 'serv'. Did you mean 'serve'?"),
+        ("outrider-cloud", ["serve", "x", "--prot", "1"], "No such option '--prot'. Did you mean '--port'?"),
+        ("outrider-export", ["inspct"], "No such command 'inspct'. Did you mean 'inspect'?"),
+        ("outrider-export", ["xyzzy"], "No such command 'xyzzy'."),
+        ("outrider-cloud", ["serve"], "Missing argument 'BUNDLE'."),
+        ("outrider-cloud", ["serve", "x", "--port", "many"], "Invalid value for '--port'"),
+    ],
+)
+def test_a_mistyped_command_is_answered_with_one_suggestion(
+    script: str, arguments: list[str], message: str, run: Run
+) -> None:
+    """One line for the error, one that says where help is, exit code 2."""
+    code, out, err = run(script, *arguments)
+    error, advice = err.splitlines()
+    assert code == 2 and out == ""
+    assert error.startswith(f"error: {message}") and error.count("Did you mean") <= 1
+    assert advice.startswith("Try '") and advice.endswith("--help'.")
+
+
+def test_arguments_have_help(run: Run) -> None:
+    """Also where the libraries that are installed lose it."""
+    assert "Directory of a target bundle" in run("outrider-cloud", "serve", "-h")[1]
+    assert "The text to continue" in run("outrider", "run", "-h")[1]
+    assert "Bundle directory." in run("outrider-export", "inspect", "-h")[1]
+
+
+INTERRUPTED_IMPORT = """
+import signal
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
+@pytest.mark.parametrize(
+    ("script", "arguments", "module"),
+    [
+        ("outrider", ["run", "x"], "outrider.edge.cli.main"),
+        ("outrider", ["run", "x"], "typer"),
+        ("outrider", ["run", "x"], "numpy"),
+        ("outrider", ["run", "x"], "outrider.edge.cli.run"),
+        ("outrider", ["run", "x"], "httpx"),
+        ("outrider", ["devices"], "openvino"),
+        ("outrider-cloud", ["serve", "x"], "outrider.models.command_line"),
+        ("outrider-cloud", ["serve", "x"], "rich.console"),
+        ("outrider-cloud", ["serve", "x"], "fastapi"),
+        ("outrider-export", ["families"], "outrider.export.make.pair"),
+    ],
+)
+def test_ctrl_c_during_an_import_ends_without_a_traceback(script: str, arguments: list[str], module: str) -> None:
+    """With 130, as at any other time, whatever the module does with an exception."""
+    finished = run_script(script, *arguments, before=INTERRUPTED_IMPORT.format(module=module))
+    assert (finished.returncode, finished.stdout, finished.stderr) == (130, "", "")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
+def test_ctrl_c_at_shutdown_ends_without_a_traceback() -> None:
+    """After the command has printed everything."""
+    late = "import atexit, signal\natexit.register(signal.raise_signal, signal.SIGINT)"
+    finished = run_script("outrider", "--version", before=late)
+    assert (finished.returncode, finished.stdout.strip(), finished.stderr) == (130, version("outrider"), "")
+
+
+@each_script
+def test_a_narrow_encoding_replaces_characters(script: str, tmp_path: Path) -> None:
+    """An error may have a name that ASCII lacks, which is no traceback."""
+    narrow = {"PYTHONIOENCODING": "ascii"}
+    place = str(tmp_path / "東京")
+    arguments = {
+        "outrider": ["run", "x", "--draft", place],
+        "outrider-cloud": ["serve", place, "--port", "0"],
+        "outrider-export": ["inspect", place],
+    }[script]
+    refused = run_script(script, *arguments, **narrow)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr and refused.stderr.startswith("error: ")
+
+
+def test_standard_output_in_ascii_shows_question_marks() -> None:
+    """What the encoding lacks is replaced, the rest is printed."""
+    wide = "from outrider.models.command_line import tolerate_narrow_encodings as t; t(); print('a東é')"
+    finished = run_script("outrider", "-h", before=wide, PYTHONIOENCODING="ascii")
+    assert finished.returncode == 0 and finished.stdout.splitlines()[0] == "a??"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closes a POSIX pipe")
+@each_script
+def test_a_closed_pipe_ends_quietly(script: str) -> None:
+    """`| head -1`: no traceback, no message."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = f"import sys; sys.argv[0] = {script!r}\nfrom {SCRIPTS[script]}.__main__ import main\nmain()"
+    try:
+        finished = subprocess.run(
+            [sys.executable, "-c", code, "--version"],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    finally:
+        os.close(writer)
+    assert (finished.returncode, finished.stderr) == (1, "")
+
+
+def test_text_that_is_not_utf8_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The argument or standard input, the byte and where it is."""
+    assert require_utf8("naïve 東京", "the prompt") == "naïve 東京"
+    with pytest.raises(ConfigError, match="the prompt is not UTF-8: byte 0xff at offset 3"):
+        require_utf8("é:\udcff", "the prompt")
+    for data, text in ((b"a\r\nb\n", "a\nb"), (b"a\n\n", "a\n"), ("東".encode(), "東"), (b"", "")):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="ascii"))
+        assert read_stdin("the prompt") == text
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"ab\xe9")))
+    with pytest.raises(ConfigError, match="the prompt on standard input is not UTF-8: byte 0xe9 at offset 2"):
+        read_stdin("the prompt")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="arguments are bytes on POSIX only")
+def test_a_prompt_argument_that_is_not_utf8_is_refused() -> None:
+    """Before a model is loaded."""
+    finished = run_script("outrider", "run", b"caf\xe9", "--draft", "nowhere")
+    assert finished.returncode == 2 and "the prompt is not UTF-8: byte 0xe9 at offset 3" in finished.stderr
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """Options of a command."""
+
+    name: Annotated[str, typer.Argument(help="A name.")]
+    size: Annotated[int, typer.Option(min=1, help="A size.")] = 3
+    tags: Annotated[list[str], typer.Option("--tag", help="Tags.")] = field(default_factory=list)
+    doubled: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.size > 90:
+            raise ConfigError("size is over 90")
+        object.__setattr__(self, "doubled", 2 * self.size)
+
+
+def test_a_dataclass_states_the_options_of_a_command() -> None:
+    """Types, defaults, limits and help come from its fields; the command gets an instance."""
+    app, seen = make_app("An app."), list[Sized]()
+
+    @app.command()
+    @takes_options(Sized)
+    def act(options: Sized) -> None:
+        """Acts."""
+        seen.append(options)
+
+    for arguments in (["act", "x"], ["act", "y", "--size", "5", "--tag", "a", "--tag", "b"]):
+        assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert [(each.name, each.size, each.tags, each.doubled) for each in seen] == [
+        ("x", 3, [], 6),
+        ("y", 5, ["a", "b"], 10),
+    ]
+    assert CliRunner().invoke(app, ["act", "x", "--size", "0"]).exit_code == 2
+    shown = CliRunner().invoke(app, ["act", "--help"]).output
+    assert "Acts." in shown and "A size." in shown and "doubled" not in shown
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (ConfigError("so [not]"), 2, "error: so [not]\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (PermissionError(13, "Permission denied", "there"), 2, "error: there: Permission denied\n"),
+        (ModuleNotFoundError("no x", name="x"), 2, 'pip install "outrider[edge]"\n'),
+        (typer.Exit(7), 7, ""),
+    ],
+)
+def test_what_a_command_raises_becomes_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    raised: BaseException,
+    code: int,
+    said: str,
+) -> None:
+    """One line for what the user can put right; Ctrl-C says nothing."""
+    app = make_app("An app.")
+
+    @app.command()
+    def act() -> None:
+        raise raised
+
+    monkeypatch.setattr(sys, "argv", ["app", "act"])
+    with pytest.raises(SystemExit) as ended:
+        run_app(app, what="acting", extra="edge")
+    shown = capsys.readouterr()
+    assert ended.value.code == code and shown.out == ""
+    assert shown.err.endswith(said) and shown.err.count("\n") == (1 if said else 0)
+
+
+def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody can put right from outside keeps its traceback."""
+    app = make_app("An app.")
+
+    @app.command()
+    def act() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(sys, "argv", ["app", "act"])
+    with pytest.raises(ZeroDivisionError):
+        run_app(app, what="acting", extra="edge")
+
+
+def test_packages_are_looked_for_without_being_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first that is missing is named with its extra; a context around imports does the same."""
+    require_packages(["typer", "outrider.models"], "it", "all")
+    assert not is_installed("no_such_package") and not is_installed("no_such_package.inside")
+    with pytest.raises(RuntimeUnavailable, match=r"it needs the package 'no_such_package'.*outrider\[all\]"):
+        require_packages(["typer", "no_such_package"], "it", "all")
+    monkeypatch.setitem(sys.modules, "nncf", None)
+    with pytest.raises(RuntimeUnavailable, match="'nncf'"), importing("it", "export"):
+        import nncf  # noqa: F401
+
+
+def test_a_child_command_gives_what_it_prints_or_fails() -> None:
+    """Its standard error is ours; a failure is one error."""
+    assert run_child_command(["-c", "print('東')"], "no") == "東\n"
+    with pytest.raises(RuntimeUnavailable, match="it did not work"):
+        run_child_command(["-c", "raise SystemExit(2)"], "it did not work")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_child_command_ends_with_us(number: signal.Signals, tmp_path: Path) -> None:
+    """However we are told to end: the child is told, and has ended before we have."""
+    fifo = tmp_path / "pid"
+    os.mkfifo(fifo)
+    child = f"import os, signal; open({str(fifo)!r}, 'w').write(str(os.getpid())); signal.pause()"
+    code = f"from outrider.models.child_command import run_child_command as run; run(['-c', {child!r}], 'no')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        started = psutil.Process(int(fifo.read_text()))  # waits for the child
+        process.send_signal(number)
+        process.wait(TIMEOUT_S)
+        assert not psutil.wait_procs([started], timeout=TIMEOUT_S)[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_lines_are_wrapped_on_a_terminal_only() -> None:
+    """A number is never cut in two; a file gets the line as it is."""
+    line = "stream: 128 tokens (length), 1234.5 tokens/s, first token after 12345 ms, 75 % of drafted tokens accepted"
+    for is_terminal in (False, True):
+        out = io.StringIO()
+        console = Console(file=out, width=60, force_terminal=is_terminal, no_color=True)
+        print_line(console, line)
+        shown = out.getvalue().splitlines()
+        assert (len(shown) > 1) == is_terminal and " ".join(part.strip() for part in shown) == line
+        assert not is_terminal or max(map(len, shown)) <= 60
+
+
+@pytest.mark.skipif(not hasattr(psutil.Process, "cpu_affinity"), reason="this system pins nothing")
+def test_cores_are_chosen_without_posix_calls_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Windows, where psutil asks the system."""
+    before = psutil.Process().cpu_affinity()
+    for name in ("sched_getaffinity", "sched_setaffinity"):
+        monkeypatch.delattr(os, name, raising=False)
+    plan = cores.plan_cores()
+    assert (plan.cloud is None) == (len(before) < 2)
+    with cores.running_on(frozenset(before[:1])):
+        assert psutil.Process().cpu_affinity() == before[:1]
+    assert psutil.Process().cpu_affinity() == before

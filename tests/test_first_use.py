@@ -1,0 +1,356 @@
+"""What `outrider run` says about drafting, comparing and servers that do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from rich.console import Console
+from tests.export_cli import run_export
+from tests.serving import fake_tokenizer, serve_fake
+
+from outrider.edge.cli.compare import (
+    CLOUD_ONLY,
+    DRAFTED,
+    Comparison,
+    _LoadBesideServers,
+    compare_modes,
+    measured_load,
+    typical,
+)
+from outrider.edge.cli.devices_screen import show_devices
+from outrider.edge.cli.exporter import NPU_SHAPES, default_draft, export_arguments
+from outrider.edge.cli.run_options import RunOptions
+from outrider.edge.cli.summary import summary_lines
+from outrider.edge.cli.terminal import TokenPrinter
+from outrider.edge.cli.undrafted import why_undrafted
+from outrider.edge.devices.discovery import FoundDevice, FoundRuntime
+from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
+from outrider.edge.drafting.belief import CommitOutcome
+from outrider.edge.drafting.depth import CostModelDepth, DepthController, FixedDepth
+from outrider.edge.drafting.drafter import NgramDrafter
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.link.client import CloudClient, verifier_url
+from outrider.edge.link.endpoints import Endpoints, RetryPolicy
+from outrider.edge.modes.assemble import make_agent
+from outrider.edge.modes.stream import StreamAgent
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source, TokenBatch
+from outrider.export.cli import main as export_cli
+from outrider.export.make.pair import PairPaths
+from outrider.export.recipes import ExportOptions
+from outrider.models.errors import CloudError, ConfigError, RuntimeUnavailable
+from outrider.models.machine_load import Counters, MachineLoad
+from outrider.models.sampling import SamplingParams
+
+
+def result(num_tokens: int = 40, tokens_per_s: float = 50.0, **changes: Any) -> GenerationResult:
+    """A steady text, a token per commit."""
+    values = GenerationResult(
+        mode=Mode.STREAM,
+        tokens=tuple(range(num_tokens)),
+        sources=(Source.TARGET,) * num_tokens,
+        arrival_s=tuple(0.1 + i / tokens_per_s for i in range(num_tokens)),
+        finish_reason="length",
+        num_passes=num_tokens,
+        num_accepted=0,
+        num_tested=0,
+        num_proposed=0,
+    )
+    return replace(values, **changes)
+
+
+def agent(estimates: Estimates, depth: DepthController) -> StreamAgent:
+    """A drafting agent that has measured `estimates`."""
+    client = CloudClient("127.0.0.1:1", transport=httpx.MockTransport(lambda request: httpx.Response(500)))
+    return StreamAgent(Endpoints([client]), NgramDrafter(), depth, estimates)
+
+
+def estimates(step_ms: float, extra_ms: float = 0.4, draft_ms: float = 1.0, round_trip_ms: float = 1.0) -> Estimates:
+    """As measured on a server that reported its step."""
+    found = Estimates()
+    found.on_open(round_trip_ms, step_ms, extra_ms)
+    found.on_posted(round_trip_ms)
+    found.on_drafted(100 * draft_ms, 100)
+    return found
+
+
+def test_a_target_that_is_too_fast_for_drafts_is_named_with_its_times() -> None:
+    """What the depth controller decided, in its own numbers."""
+    measured = estimates(step_ms=2.1)
+    depth = CostModelDepth(measured)
+    depth.observe(CommitOutcome(tokens=(1,), num_tested=0, num_right=0, diverged=False, overtaken=False))
+    why = why_undrafted(result(num_drafted=4), agent(measured, depth), None, 10)
+    assert why is not None and why.startswith("Drafting would not pay: a target step takes 2.1 ms")
+    assert why.endswith("A draft saves 1.3 ms per token on average and costs the server 1.9 ms.")
+    assert "a drafted token 1.0 ms" in why and "a round trip 1 ms" in why
+
+
+@pytest.mark.parametrize(
+    ("changes", "depth", "said"),
+    [
+        ({"draft_error": "RuntimeError: no"}, "4", "after the draft failed: RuntimeError: no"),
+        ({}, "0", "--depth 0 asks for it"),
+        ({}, "4", "the draft had no guess"),
+        ({"num_drafted": 9, "num_posts": 3}, "4", "No draft arrived in time: a target step takes 40.0 ms"),
+        ({"num_drafted": 9, "num_tested": 9, "num_proposed": 9}, "4", "0 of 9 drafted tokens were accepted"),
+        ({"num_drafted": 9, "num_tested": 9, "num_accepted": 8}, "4", None),
+    ],
+)
+def test_other_reasons_for_a_text_without_drafts(changes: dict[str, Any], depth: str, said: str | None) -> None:
+    """Each is one sentence; where drafts were accepted there is none."""
+    why = why_undrafted(result(**changes), agent(estimates(40.0), FixedDepth(int(depth))), None, 10)
+    assert (why is None) == (said is None) and (said or "") in (why or "")
+
+
+def test_a_prompt_that_the_draft_cannot_hold_is_a_reason() -> None:
+    """And modes that draft nothing, or always, have none."""
+    assert "the prompt has 10 tokens and the draft holds 8" in str(
+        why_undrafted(result(), agent(estimates(40.0), FixedDepth(4)), 8, 10)
+    )
+    endpoints = agent(estimates(40.0), FixedDepth(4)).endpoints
+    for mode in (Mode.CLOUD_ONLY, Mode.STOP_AND_WAIT):
+        assert why_undrafted(result(), make_agent(mode, endpoints, NgramDrafter()), None, 10) is None
+
+
+def test_a_comparison_gives_the_median_of_its_rounds_and_their_spread() -> None:
+    """How many rounds, the least and the greatest ratio, and whether the texts are the same."""
+    found = Comparison(3, (1.8, 2.1, 2.0), None, {}, True, None)
+    assert found.ratio == 2.0
+    assert found.sentence("stream") == (
+        "stream: 2.00x the speed of cloud-only (3 rounds in turn, 1.80x to 2.10x), the same text"
+    )
+    refused = Comparison(3, (), "only 5 tokens", {}, False, None)
+    assert refused.ratio is None and refused.sentence("stream").startswith("Too short to compare: only 5 tokens.")
+    assert "ANOTHER TEXT" in refused.sentence("stream")
+    slow, fast, middle = (result(tokens_per_s=rate) for rate in (10.0, 30.0, 20.0))
+    assert typical([slow, fast, middle]) is middle and typical([fast, slow]) is slow
+
+
+class Recording:
+    """An agent that gives results that are ready, and notes when it was asked."""
+
+    def __init__(self, name: str, log: list[str], results: list[GenerationResult]) -> None:
+        self.name, self.log, self.results = name, log, iter(results)
+
+    async def generate(self, request: GenerationRequest, on_tokens: object = None) -> GenerationResult:
+        self.log.append(self.name)
+        return next(self.results)
+
+
+def test_modes_are_measured_in_turn() -> None:
+    """Each round has both; one text that has no rate is enough to refuse the ratio."""
+    log: list[str] = []
+    rounds: list[int] = []
+    request = GenerationRequest((1, 2), SamplingParams())
+
+    def compare(drafted: list[GenerationResult], alone: list[GenerationResult]) -> Comparison:
+        modes = Recording("drafted", log, drafted), Recording("alone", log, alone)
+        return asyncio.run(compare_modes(*modes, request, len(drafted), ["http://192.0.2.1:1"], rounds.append))
+
+    found = compare([result(tokens_per_s=rate) for rate in (80.0, 120.0)], [result(tokens_per_s=40.0)] * 2)
+    assert log == ["alone", "drafted"] * 2 and rounds == [1, 2]
+    assert found.ratios == pytest.approx((2.0, 3.0)) and found.is_same and set(found.typical) == {CLOUD_ONLY, DRAFTED}
+    burst = result(arrival_s=(0.1,) * 40)
+    refused = compare([result(), burst], [result(), result()])
+    assert refused.ratio is None and refused.why_not == "the text came in one burst"
+
+
+def test_a_server_on_this_machine_is_not_somebody_else() -> None:
+    """Its time belongs to the measurement; a server elsewhere takes nothing here."""
+    with serve_fake() as server, measured_load([server.url, "http://192.0.2.1:1"]) as load:
+        assert load._pids == [os.getpid()]  # type: ignore[attr-defined]
+    plain = MachineLoad()
+    with plain:
+        pass
+    assert plain.warning() is None  # too short to be judged
+    assert 0.0 <= load.other_share <= 1.0
+
+
+def test_the_time_of_a_server_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the counters give to others is less by what the servers used meanwhile; never below nothing."""
+    load = _LoadBesideServers([1])
+    spent = iter((5.0, 8.0, 8.0, 9.0))
+    monkeypatch.setattr(load, "_servers_s", lambda: next(spent))
+    readings = iter(
+        Counters(clock_s=clock_s, busy_s=(busy_s,), stolen_s=(0.0,), own_s=0.0, processors=frozenset({0}))
+        for clock_s, busy_s in ((0.0, 0.0), (10.0, 4.0), (10.0, 4.0), (20.0, 4.5))
+    )
+    monkeypatch.setattr("outrider.models.machine_load.read_counters", lambda: next(readings))
+    with load:
+        pass
+    assert load.other_share == pytest.approx(0.1)  # 4 s were busy, 3 of them the server's, in 10
+    with load:
+        pass
+    assert load.other_share == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("127.0.0.1:8000", "http://127.0.0.1:8000"),
+        ("localhost", "http://localhost"),
+        ("http://host:1/v1", "http://host:1"),
+        ("https://host/v1/", "https://host"),
+        ("https://host/prefix/v1", "https://host/prefix"),
+        ("[::1]:8000", "http://[::1]:8000"),
+    ],
+)
+def test_an_address_is_understood_as_other_clients_write_it(given: str, meant: str) -> None:
+    """Without a scheme, and with the /v1 of OpenAI clients."""
+    assert verifier_url(given) == meant and CloudClient(given).url == meant
+
+
+@pytest.mark.parametrize(
+    "wrong", ["", "ftp://host", "http://", "host:port", "http://a b", "http://h:0", "http://h?x=1"]
+)
+def test_what_is_no_address_is_refused(wrong: str) -> None:
+    """In words that show what was given."""
+    with pytest.raises(ConfigError, match="expected http://host:port"):
+        verifier_url(wrong)
+
+
+def test_where_nothing_answers_the_user_is_asked_whether_a_server_runs() -> None:
+    """At once, once, and again when it is given up."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    told: list[str] = []
+
+    async def ask() -> None:
+        async with CloudClient(url) as client:
+            endpoints = Endpoints([client], RetryPolicy(max_failures=3, first_pause_s=0.0), on_trouble=told.append)
+            await endpoints.call(lambda client: client.ready())
+
+    question = f"No verifier answers at {url}. Is `outrider-cloud serve` running there?"
+    with pytest.raises(CloudError) as given_up:
+        asyncio.run(ask())
+    assert told == [f"{question} Trying again."]
+    assert str(given_up.value).startswith(f"{question} Gave up after 3 attempts in ")
+
+
+def test_trouble_of_another_kind_is_told_as_it_is() -> None:
+    """A server that answers with an error is there."""
+    told: list[str] = []
+    transport = httpx.MockTransport(lambda request: httpx.Response(503))
+
+    async def ask() -> None:
+        client = CloudClient("http://127.0.0.1:1", transport=transport)
+        endpoints = Endpoints([client], RetryPolicy(max_failures=2, first_pause_s=0.0), on_trouble=told.append)
+        await endpoints.call(lambda client: client.ready())
+
+    with pytest.raises(CloudError, match="no cloud endpoint is left after 2 attempts"):
+        asyncio.run(ask())
+    assert len(told) == 1 and "HTTP 503" in told[0] and "running there" not in told[0]
+
+
+def test_a_message_begins_on_a_line_of_its_own() -> None:
+    """Also where half a line of text has been printed; nothing is added where none is open."""
+    out, tokenizer = io.StringIO(), fake_tokenizer()
+    printer = TokenPrinter(Console(file=out, no_color=True), tokenizer.detokenizer())
+    printer.break_line()
+    printer(TokenBatch(tuple(tokenizer.encode("def")), 0, 0.0))
+    printer.break_line()
+    printer.break_line()
+    assert out.getvalue() == "def\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "widen_mb", "precision"),
+    [
+        (["pair", "reference"], 700.0, "fp32"),
+        (["pair", "reference", "--widen", "0"], None, None),
+        (["pair", "reference", "--widen", "300", "--target-precision", "int8"], 300.0, "int8"),
+        (["pair", "DRAFT", "TARGET"], None, None),
+    ],
+)
+def test_the_reference_target_is_widened_unless_asked_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    widen_mb: float | None,
+    precision: str | None,
+) -> None:
+    """Said on the screen where it was not asked for; the next command is printed; others' pairs stay as they are."""
+    seen: list[ExportOptions] = []
+
+    def export(*_: object, target_options: ExportOptions, **__: object) -> tuple[()]:
+        seen.append(target_options)
+        return ()
+
+    monkeypatch.setattr(export_cli, "export_pair", export)
+    assert run_export(monkeypatch, *arguments) == 0
+    shown = capsys.readouterr()
+    assert [(options.widen_mb, options.precision) for options in seen] == [(widen_mb, precision)]
+    assert ("is widened to 700 MB" in shown.err) == (widen_mb == 700.0)
+    assert shown.out.endswith("Serve it: outrider-cloud serve bundles/target\n")
+
+
+def test_the_cached_pair_is_printed_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the commands of the device and the server read; only the reference pair is kept."""
+    seen: dict[str, object] = {}
+
+    def export(**options: object) -> PairPaths:
+        seen.update(options)
+        return PairPaths(Path("d"), Path("t"))
+
+    monkeypatch.setattr(export_cli, "export_reference_pair", export)
+    choice = DraftChoice(emulate_npu=True)
+    assert run_export(monkeypatch, *export_arguments(choice, 700.0)) == 0
+    assert json.loads(capsys.readouterr().out) == {"draft": "d", "target": "t"}
+    assert (seen["widen_mb"], seen["target_precision"], seen["draft_device"]) == (700.0, "fp32", "npu")
+    assert seen["draft_shapes"] == NPU_SHAPES
+    assert run_export(monkeypatch, *export_arguments(DraftChoice("onnxruntime"), 0.0)) == 0
+    assert seen["widen_mb"] is None and seen["draft_shapes"] is None and seen["draft_runtime"] == "onnxruntime"
+    assert run_export(monkeypatch, "pair", "DRAFT", "TARGET", "--cached") == 2
+    assert "--cached keeps the pair 'reference' only" in capsys.readouterr().err
+
+
+def test_without_the_exporter_a_run_asks_for_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One piece of advice: to name one."""
+    monkeypatch.setattr("outrider.edge.cli.exporter.is_installed", lambda name: name != "torch")
+    with pytest.raises(RuntimeUnavailable, match=r"'torch' is not installed\. Name a draft bundle with --draft"):
+        default_draft(AS_BUNDLED)
+
+
+def test_options_that_contradict_each_other_are_refused() -> None:
+    """And the seed that is drawn is kept."""
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        RunOptions("x", mode=Mode.CLOUD_ONLY, compare=True)
+    options = RunOptions("x")
+    assert replace(options, seed=options.params.seed).params == options.params
+    assert options.cloud == ["http://127.0.0.1:8000"]
+
+
+def test_devices_and_summaries_keep_their_numbers_on_a_narrow_terminal() -> None:
+    """60 columns: versions and figures are whole, and nothing is cut."""
+    long = "Some Vendor(R) Processor(TM) 1234567 with Graphics 98765"
+    found = [
+        FoundRuntime("openvino", "2026.4.1", (FoundDevice("GPU.1", long, "gpu", "32.0.101.6987"),)),
+        FoundRuntime("onnxruntime", "1.31.1", (FoundDevice("NvTensorRTRTXExecutionProvider", long, "gpu"),)),
+    ]
+    for width in (60, 200):
+        out = io.StringIO()
+        show_devices(Console(file=out, width=width, no_color=True), found)
+        shown = out.getvalue()
+        assert "…" not in shown and max(len(line.rstrip()) for line in shown.splitlines()) <= width
+        for whole in (
+            "2026.4.1",
+            "1.31.1",
+            "GPU.1",
+            "32.0.101.6987",
+            "1234567",
+            "98765",
+            "NvTensorRTRTXExecutionProvider",
+        ):
+            assert whole in shown
+    for line in summary_lines(result(tokens_per_s=1234.5)):
+        assert max(map(len, line.split())) < 60
