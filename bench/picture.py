@@ -8,6 +8,7 @@ Writes docs/run.svg: the text in the colours of the terminal (accepted drafted t
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 from rich.console import Console
@@ -37,7 +38,8 @@ def main() -> None:
         console.print(PROMPT, style="dim", end="", highlight=False)
         run_once(options, console, console)
     svg = console.export_svg(title="outrider run: accepted drafted tokens are green, the target's own are plain")
-    PICTURE.write_text(svg, encoding="utf-8")
+    # rich names fonts on a public server; the reader's own monospace font does as well.
+    PICTURE.write_text(re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL), encoding="utf-8")
     print(f"wrote {PICTURE}")
 
 

@@ -401,9 +401,9 @@ def test_the_next_command_names_what_is_known(tmp_path: Path) -> None:
     target = tmp_path / "my pair" / "target"
     default = "http://127.0.0.1:8000"
     named = serve_module._next_command(ServeOptions(str(target)), target, default)
-    assert named == f"outrider run --draft '{tmp_path}/my pair/draft' --compare \"def median(values):\""
+    assert named == f"outrider run --draft '{tmp_path}/my pair/draft' --compare \"def walk(path):\""
     plain = serve_module._next_command(ServeOptions("reference"), target, default)
-    assert plain == 'outrider run --compare "def median(values):"'
+    assert plain == 'outrider run --compare "def walk(path):"'
 
 
 def test_serving_the_reference_target_exports_it_first(
@@ -495,8 +495,7 @@ def test_serve_runs_a_bundle_from_start_to_signal(
     assert not thread.is_alive() and not failures
     summary, ready, following = capsys.readouterr().out.splitlines()
     assert (
-        following
-        == f'In another terminal: outrider run --cloud {url} --draft DRAFT_BUNDLE --compare "def median(values):"'
+        following == f'In another terminal: outrider run --cloud {url} --draft DRAFT_BUNDLE --compare "def walk(path):"'
     )
     assert summary.startswith("mine: 14.6M parameters, int8, loaded in")
     assert ready == f"{serve_module.READY_PREFIX}{url}"

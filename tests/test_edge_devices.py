@@ -179,7 +179,8 @@ def test_a_runtime_that_is_not_installed_is_answered_with_the_command_that_insta
         monkeypatch.setitem(sys.modules, runtime[0], None)
         found = find_runtime(runtime[0])
         assert found.version is None and found.devices == ()
-        with pytest.raises(RuntimeUnavailable, match=r'not installed; run: pip install "outrider\[edge\]"'):
+        extra = {"openvino": "edge", "onnxruntime": "edge-onnxruntime"}[runtime[0]]
+        with pytest.raises(RuntimeUnavailable, match=rf'not installed; run: pip install "outrider\[{extra}\]"'):
             require_device(*runtime)
 
 
@@ -300,6 +301,7 @@ def test_the_table_of_devices_has_a_row_for_each_and_a_paragraph_for_what_is_mis
         (CPU_ONLY, ["Some Processor", "--device cpu", "no NPU in OpenVINO", "no GPU in OpenVINO"]),
         (ALL_DEVICES["openvino"], ["a npu", "--device npu", "--device gpu"]),
         (nothing, ['pip install "outrider[edge]"']),
+        (FoundRuntime("onnxruntime", None, ()), ['pip install "outrider[edge-onnxruntime]"']),
         (FoundRuntime("onnxruntime", "1", providers), ["no draft is made for it", "no GPU in ONNX Runtime"]),
     ):
         out = io.StringIO()

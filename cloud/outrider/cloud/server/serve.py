@@ -160,7 +160,7 @@ def _next_command(options: ServeOptions, bundle: Path, url: str) -> str:
     if options.bundle != REFERENCE:
         beside = bundle.parent / "draft"
         draft = f" --draft {shlex.quote(str(beside)) if beside.is_dir() else 'DRAFT_BUNDLE'}"
-    return f'outrider run{cloud}{draft} --compare "def median(values):"'
+    return f'outrider run{cloud}{draft} --compare "def walk(path):"'
 
 
 def _print_now(line: str) -> None:

@@ -14,7 +14,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from outrider.edge.devices.discovery import RUNTIME_NAMES, FoundRuntime, ModelRuntime, advice, find_runtime
+from outrider.edge.devices.discovery import (
+    RUNTIME_NAMES,
+    FoundRuntime,
+    ModelRuntime,
+    advice,
+    find_runtime,
+    install_advice,
+)
 from outrider.models.manifest import Device
 
 DRAFTS: Final[dict[tuple[ModelRuntime, Device], str]] = {
@@ -70,7 +77,7 @@ def _rows(found: FoundRuntime) -> Iterator[tuple[str, ...]]:
     """A row of `COLUMNS` per device of a runtime."""
     runtime = f"{RUNTIME_NAMES[found.runtime]} {found.version or ''}".rstrip()
     if found.version is None:
-        yield runtime, "-", 'not installed; run: pip install "outrider[edge]"', "-"
+        yield runtime, "-", install_advice(found.runtime), "-"
     for device in found.devices:
         driver = f", driver {device.driver}" if device.driver else ""
         made = DRAFTS.get((found.runtime, device.device)) if device.device is not None else None

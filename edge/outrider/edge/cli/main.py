@@ -36,7 +36,7 @@ def _prompt(given: str | None) -> str:
     """The argument or what standard input holds."""
     if given is None and sys.stdin.isatty():
         raise click.UsageError(
-            'Missing argument PROMPT. Write `outrider run "def median(values):"`, or pipe the text in.',
+            'Missing argument PROMPT. Write `outrider run "def walk(path):"`, or pipe the text in.',
             click.get_current_context(),
         )
     return read_stdin("the prompt") if given in (None, "-") else require_utf8(given, "the prompt")

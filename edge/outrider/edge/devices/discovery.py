@@ -31,6 +31,12 @@ _PROVIDER_DEVICES: Final[dict[str, Device]] = {
 """What ONNX Runtime's execution providers run on; the others report their devices themselves."""
 
 
+def install_advice(runtime: ModelRuntime) -> str:
+    """What to say of a runtime whose package is missing."""
+    extra = "edge" if runtime == "openvino" else "edge-onnxruntime"
+    return f'not installed; run: pip install "outrider[{extra}]"'
+
+
 @dataclass(frozen=True, slots=True)
 class FoundDevice:
     """One device. name: as the runtime calls it ("GPU.1", "CUDAExecutionProvider"). full_name: what it is, in words.
@@ -79,7 +85,7 @@ def require_device(runtime: ModelRuntime, device: Device, found: FoundRuntime | 
     found = found or find_runtime(runtime)
     name = RUNTIME_NAMES[runtime]
     if found.version is None:
-        raise RuntimeUnavailable(f'{name} is not installed; run: pip install "outrider[edge]"')
+        raise RuntimeUnavailable(f"{name} is {install_advice(runtime)}")
     if found.has(device):
         return
     seen = ", ".join(f"{each.name} ({each.full_name})" for each in found.devices) or "nothing"

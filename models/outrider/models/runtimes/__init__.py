@@ -9,7 +9,8 @@ import importlib
 from pathlib import Path
 from typing import Final, cast
 
-from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.errors import ConfigError
+from outrider.models.extras import missing_extra
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime
 from outrider.models.telemetry import disable_openvino_telemetry
 
@@ -55,10 +56,5 @@ def _class_of(kind: str, runtimes: dict[str, tuple[str, str, str]]) -> type:
     try:
         loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("outrider"):
-            raise  # a bug of ours, not a missing package
-        raise RuntimeUnavailable(
-            f"the {kind} runtime needs the package {error.name!r}, which is not installed; "
-            f'run: pip install "outrider[{extra}]"'
-        ) from error
+        raise missing_extra(error, f"the {kind} runtime", extra) from error
     return cast(type, getattr(loaded, name))
