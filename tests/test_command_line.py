@@ -36,6 +36,21 @@ TIMEOUT_S = 120.0
 each_script = pytest.mark.parametrize("script", SCRIPTS)
 
 
+@pytest.fixture(autouse=True)
+def signals_reach_children() -> Iterator[None]:
+    """A background job starts with SIGINT ignored, one under nohup with SIGHUP ignored: children would inherit that."""
+    ignored = [
+        number
+        for name in ("SIGINT", "SIGHUP")
+        if (number := getattr(signal, name, None)) is not None and signal.getsignal(number) is signal.SIG_IGN
+    ]
+    for number in ignored:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def run_script(
     script: str, *arguments: str | bytes, before: str = "", **environment: str
 ) -> subprocess.CompletedProcess[str]:
