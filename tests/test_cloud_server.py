@@ -34,10 +34,13 @@ from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.logs import LogFormat, configure_logging
 from outrider.cloud.server.options import RuntimeName, ServeOptions
 from outrider.cloud.server.serving import VerifierServer, open_socket, url_of
+from outrider.edge.cli.exporter import draft_kind
+from outrider.edge.devices.placement import DraftChoice
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.http.security import KeyRing, require_safe_host
 from outrider.models.manifest import FileEntry
 from outrider.models.protocol import Commit, ReadyAnswer, SessionEnd, SessionOpen, parse_event
+from outrider.models.reference_export import export_arguments
 
 PROMPT = [5, 17, 99, 3]
 ALIASES = {
@@ -416,9 +419,9 @@ def test_serving_the_reference_target_exports_it_first(
         ran.append(arguments)
         return '{"draft": "there/draft", "target": "there/target"}'
 
-    monkeypatch.setattr(exporter, "run_child_command", run_child)
+    monkeypatch.setattr("outrider.models.reference_export.run_child_command", run_child)
     assert exporter.export_reference_target() == Path("there/target")
-    assert ran == [["-m", "outrider.export.cli", *["pair", "reference", "--widen", "700", "--cached", "--json"]]]
+    assert ran == [["-m", "outrider.export.cli", *export_arguments(700.0, *draft_kind(DraftChoice()))]]  # as `run` asks
     assert "takes one to three minutes" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "nncf", None)
     with pytest.raises(

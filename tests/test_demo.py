@@ -21,7 +21,7 @@ from rich.console import Console
 
 from outrider.edge.cli.demo_options import DemoOptions
 from outrider.edge.cli.demo_screen import DemoScreen
-from outrider.edge.cli.exporter import NPU_SHAPES, export_arguments
+from outrider.edge.cli.exporter import NPU_SHAPES, draft_kind
 from outrider.edge.devices.discovery import find_runtime
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.lab.comparison import ModeFigures
@@ -30,6 +30,7 @@ from outrider.edge.lab.time_budget import Pace, TimeBudget
 from outrider.export.cli import main as export_cli
 from outrider.export.make.pair import PairPaths
 from outrider.models.errors import ConfigError
+from outrider.models.reference_export import export_arguments
 
 KEYS = {
     *("tokens_per_s", "ttft_ms", "itl_ms_p50", "itl_ms_p95", "acceptance_rate", "tokens_per_pass", "passes_per_token"),
@@ -112,7 +113,7 @@ def test_the_demo_drafts_on_an_emulated_npu(reference_cache: Path, npu_pair: Pai
 )
 def test_the_demo_exports_the_draft_that_was_asked_for(choice: DraftChoice, asked: list[str]) -> None:
     """By device and runtime, in words that the exporter's command line understands; it has tests of its own."""
-    arguments = export_arguments(choice, 700.0)
+    arguments = export_arguments(700.0, *draft_kind(choice))
     assert arguments == ["pair", "reference", "--cached", "--json", "--widen", "700", *asked]
     group = typer.main.get_command(export_cli.app)
     assert isinstance(group, click.Group)

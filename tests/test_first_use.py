@@ -27,7 +27,7 @@ from outrider.edge.cli.compare import (
     typical,
 )
 from outrider.edge.cli.devices_screen import show_devices
-from outrider.edge.cli.exporter import NPU_SHAPES, default_draft, export_arguments
+from outrider.edge.cli.exporter import NPU_SHAPES, default_draft, draft_kind
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import summary_lines
 from outrider.edge.cli.terminal import TokenPrinter
@@ -48,6 +48,7 @@ from outrider.export.make.pair import PairPaths
 from outrider.export.recipes import ExportOptions
 from outrider.models.errors import CloudError, ConfigError, RuntimeUnavailable
 from outrider.models.machine_load import Counters, MachineLoad
+from outrider.models.reference_export import export_arguments
 from outrider.models.sampling import SamplingParams
 
 
@@ -304,11 +305,11 @@ def test_the_cached_pair_is_printed_as_json(
 
     monkeypatch.setattr(export_cli, "export_reference_pair", export)
     choice = DraftChoice(emulate_npu=True)
-    assert run_export(monkeypatch, *export_arguments(choice, 700.0)) == 0
+    assert run_export(monkeypatch, *export_arguments(700.0, *draft_kind(choice))) == 0
     assert json.loads(capsys.readouterr().out) == {"draft": "d", "target": "t"}
     assert (seen["widen_mb"], seen["target_precision"], seen["draft_device"]) == (700.0, "fp32", "npu")
     assert seen["draft_shapes"] == NPU_SHAPES
-    assert run_export(monkeypatch, *export_arguments(DraftChoice("onnxruntime"), 0.0)) == 0
+    assert run_export(monkeypatch, *export_arguments(0.0, *draft_kind(DraftChoice("onnxruntime")))) == 0
     assert seen["widen_mb"] is None and seen["draft_shapes"] is None and seen["draft_runtime"] == "onnxruntime"
     assert run_export(monkeypatch, "pair", "DRAFT", "TARGET", "--cached") == 2
     assert "--cached keeps the pair 'reference' only" in capsys.readouterr().err

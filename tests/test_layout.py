@@ -33,7 +33,7 @@ BELOW = {
     "reference": set[str](),
 }
 # These two start the exporter as a child process, and name the extra that is missing where it is not installed.
-EXPORTER_STARTED_BY = {"edge/outrider/edge/cli/exporter.py", "cloud/outrider/cloud/server/exporter.py"}
+EXPORTER_STARTED_BY = {"models/outrider/models/reference_export.py"}
 
 
 @pytest.mark.parametrize("part", DISTRIBUTIONS)

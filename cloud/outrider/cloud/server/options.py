@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from outrider.cloud.pending.policy import Policy
-from outrider.cloud.server.exporter import REFERENCE
 from outrider.cloud.server.logs import LogFormat
+from outrider.models.reference_export import REFERENCE
 
 
 class RuntimeName(StrEnum):

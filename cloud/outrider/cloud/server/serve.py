@@ -16,7 +16,7 @@ from typing import Final
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread
-from outrider.cloud.server.exporter import REFERENCE, export_reference_target
+from outrider.cloud.server.exporter import export_reference_target
 from outrider.cloud.server.logs import configure_logging
 from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.serving import TlsFiles, VerifierServer, open_socket, url_of
@@ -24,15 +24,13 @@ from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError
 from outrider.models.http.security import KeyRing, require_safe_host
 from outrider.models.manifest import Manifest
+from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions
 
 _TORCH_DTYPES: Final = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 READY_PREFIX: Final = "OUTRIDER_READY "
 """The line on standard output that says that the server is up begins with this; its URL follows."""
-
-DEFAULT_URL: Final = "http://127.0.0.1:8000"
-"""Where `outrider run` looks for a server."""
 
 
 def serve(options: ServeOptions) -> None:
@@ -155,7 +153,7 @@ def _announce(options: ServeOptions, bundle: Path, url: str, port: int) -> None:
 
 def _next_command(options: ServeOptions, bundle: Path, url: str) -> str:
     """What to type next. The draft is named where it is known: the one exported beside the target."""
-    cloud = "" if url == DEFAULT_URL else f" --cloud {url}"
+    cloud = "" if url == DEFAULT_VERIFIER_URL else f" --cloud {url}"
     draft = ""
     if options.bundle != REFERENCE:
         beside = bundle.parent / "draft"

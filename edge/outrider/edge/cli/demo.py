@@ -7,12 +7,12 @@ from typing import Final
 from rich.console import Console
 
 from outrider.edge.cli.demo_options import DemoOptions
-from outrider.edge.cli.exporter import EXPORTER
 from outrider.models.command_line import takes_options
 from outrider.models.extras import importing, require_packages
+from outrider.models.reference_export import EXPORTER_PACKAGES
 
 WHAT, EXTRA = "the demo exports, serves and drafts on this machine and", "all"
-NEEDED: Final = (*EXPORTER, "openvino", "httpx", "fastapi", "uvicorn", "prometheus_client", "psutil")
+NEEDED: Final = (*EXPORTER_PACKAGES, "openvino", "httpx", "fastapi", "uvicorn", "prometheus_client", "psutil")
 """Of all three parts: what is missing is said before minutes go into what is there."""
 
 

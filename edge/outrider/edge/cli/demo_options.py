@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from outrider.edge.cli.draft_flags import DraftDevice, EmulateNpu, Runtime
-from outrider.edge.cli.exporter import WIDENED_MB
 from outrider.edge.devices.placement import DraftChoice
 from outrider.models.errors import ConfigError
+from outrider.models.reference_export import WIDENED_MB
 from outrider.models.sampling import SamplingParams
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison, compare_modes
-from outrider.edge.cli.exporter import REFERENCE, default_draft
+from outrider.edge.cli.exporter import default_draft
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import draft_lines, result_as_json, summary_lines
 from outrider.edge.cli.terminal import TokenPrinter
@@ -21,6 +21,7 @@ from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent, OpenDraft, make_agent, make_depth, open_draft_bundle, open_drafter
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.command_line import print_line
+from outrider.models.reference_export import REFERENCE
 from outrider.models.tokenizer import Tokenizer
 
 

@@ -9,13 +9,11 @@ from typing import Annotated
 import typer
 
 from outrider.edge.cli.draft_flags import DraftDevice, EmulateNpu, Provider, Runtime
-from outrider.edge.cli.exporter import REFERENCE
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.results import Mode
 from outrider.models.errors import ConfigError
+from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
 from outrider.models.sampling import SamplingParams
-
-DEFAULT_CLOUD = "http://127.0.0.1:8000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +30,7 @@ class RunOptions:
         str, typer.Option(envvar="OUTRIDER_DRAFT", help=f"Draft bundle; '{REFERENCE}' for the reference draft.")
     ] = REFERENCE
     cloud: Annotated[list[str], typer.Option(help="Verifier's address; repeat for others to fall back on.")] = field(
-        default_factory=lambda: [DEFAULT_CLOUD]
+        default_factory=lambda: [DEFAULT_VERIFIER_URL]
     )
     mode: Annotated[Mode, typer.Option(help="How device and cloud share the work.")] = Mode.STREAM
     draft_device: DraftDevice = None

@@ -16,8 +16,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from outrider.export.distill.options import DistillOptions, TargetDtype, TrainingDevice
-from outrider.export.make.pair import REFERENCE, reference_directories
+from outrider.export.make.pair import reference_directories
 from outrider.models.errors import ConfigError
+from outrider.models.reference_export import REFERENCE
 
 if TYPE_CHECKING:
     from outrider.export.distill.distill import DistillResult

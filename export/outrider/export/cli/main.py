@@ -15,9 +15,9 @@ from outrider.export.cli.display import show_progress
 from outrider.export.cli.distill import distill
 from outrider.export.cli.families import families
 from outrider.export.cli.reporting import report, report_sweep
-from outrider.export.make.pair import REFERENCE, export_pair, reference_directories
+from outrider.export.make.pair import export_pair, reference_directories
 from outrider.export.make.pipeline import export_model
-from outrider.export.make.reference_pair import WIDENED_MB, export_reference_pair
+from outrider.export.make.reference_pair import export_reference_pair
 from outrider.export.make.sweep import DEFAULT_RTT_MS, sweep_pair
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card_html import REPORT_NAME, PageWriter, write_card_html
@@ -26,6 +26,7 @@ from outrider.models.bundle import Bundle
 from outrider.models.command_line import make_app, run_app
 from outrider.models.errors import ConfigError
 from outrider.models.manifest import Device, Precision, StaticShapes
+from outrider.models.reference_export import REFERENCE, WIDENED_MB
 
 app = make_app("Turn models into checked bundles: a draft for the device, a target for the cloud.")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from outrider.export.check.acceptance import Continuation, continue_prompts, measure_acceptance
 from outrider.export.check.runner import open_draft, open_target
@@ -21,9 +21,6 @@ from outrider.export.source.prompts import Ids, encode_prompts
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError, ExportError
 from outrider.models.tokenizer import require_same_tokenizer
-
-REFERENCE: Final = "reference"
-"""Names the reference pair where a model directory is expected."""
 
 
 @dataclass(frozen=True, slots=True)

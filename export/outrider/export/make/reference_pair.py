@@ -10,7 +10,6 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 from filelock import FileLock
 
@@ -23,9 +22,6 @@ from outrider.models.bundle import Bundle
 from outrider.models.errors import BundleError
 from outrider.models.manifest import SCHEMA_VERSION, Device, Precision, StaticShapes
 from outrider.models.places import default_cache_dir
-
-WIDENED_MB: Final = 700.0
-"""Size of the reference target in FP32 for a first look: a step then takes as long as a large model's."""
 
 
 def export_reference_pair(
