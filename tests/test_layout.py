@@ -32,8 +32,24 @@ BELOW = {
     "models": set[str](),
     "reference": set[str](),
 }
-# These two start the exporter as a child process, and name the extra that is missing where it is not installed.
-EXPORTER_STARTED_BY = {"models/outrider/models/reference_export.py"}
+# Where a module of another part is named, not imported, and why.
+NAMED = {
+    # `outrider demo`, the default draft of `run` and `outrider-cloud serve reference` start the exporter as a child
+    # process through this module; it names the extra that is missing where the exporter is not installed.
+    "models/outrider/models/reference_export.py": ("outrider.export", "outrider.reference"),
+    # The laboratory starts a cloud as its users do: as a process.
+    "edge/outrider/edge/lab/laboratory.py": ("outrider.cloud.server",),
+    # A missing reference pair is a missing package, not a bug.
+    "models/outrider/models/extras.py": ("outrider.reference",),
+}
+# Beside the order: what a room must not know although it stands below.
+UNKNOWN_TO = {
+    "outrider.cloud.api": ("outrider.cloud.engine", "outrider.cloud.pending"),  # an engine only through the seam
+    "outrider.models.http": ("outrider.models.runtimes",),
+    "outrider.edge": ("outrider.models.http",),  # until the device has an endpoint of its own
+}
+HTTP_PACKAGES = {"pydantic", "pydantic_core", "starlette", "outrider"}
+"""What `models/http` may import beside the standard library."""
 
 
 @pytest.mark.parametrize("part", DISTRIBUTIONS)
@@ -63,15 +79,27 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Every outrider module that a source file imports, also inside functions and for type checkers."""
+def imports(path: Path, own: str = "") -> Iterator[str]:
+    """Every outrider module that a source file imports: inside functions, for type checkers, relative, by name.
+
+    own: the file's module name, if it is not in the repository.
+    """
+    own = own or module_name(path)
+    package = own if path.name == "__init__.py" else own.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("outrider."))
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "outrider":
-            for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                yield full if is_module(full) else node.module
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            if source.split(".")[0] == "outrider":
+                for alias in node.names:
+                    full = f"{source}.{alias.name}"
+                    yield full if is_module(full) else source
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and is_module(node.value):
+            named = NAMED.get(path.relative_to(ROOT).as_posix(), ()) if ROOT in path.parents else ()
+            if not node.value.startswith(named):
+                yield node.value  # importlib.import_module, python -m, a table of modules
 
 
 def is_module(name: str) -> bool:
@@ -105,7 +133,44 @@ def test_a_room_imports_only_what_stands_below_it(part: str) -> None:
                     wrong.append(f"{own} imports {other}: {part} must not know {other_part}")
             elif other_room != room and ROOMS[part].index(other_room) < ROOMS[part].index(room):
                 wrong.append(f"{own} imports {other}: {other_room or 'the ground'} stands above {room or 'the ground'}")
+            for knower, unknown in UNKNOWN_TO.items():
+                if own.startswith(knower + ".") and other.startswith(unknown):
+                    wrong.append(f"{own} imports {other}: {knower} must not know it")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_http_floor_needs_pydantic_and_starlette_only() -> None:
+    """A local endpoint on a device takes it without a server framework."""
+    found = set()
+    for path in (ROOT / "models/outrider/models/http").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.partition(".")[0])
+    assert found - sys.stdlib_module_names <= HTTP_PACKAGES
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import outrider.edge.cli.run",
+        "import outrider.edge.cli.run as run",
+        "from outrider.edge.cli import run",
+        "from outrider.edge.cli.run import run_once",
+        "def f():\n    from outrider.edge.cli import run",
+        "from ..cli import run",
+        "from ..cli.run import run_once",
+        "import importlib\nimportlib.import_module('outrider.edge.cli.run')",
+        "__import__('outrider.edge.cli.run')",
+        "COMMAND = ['-m', 'outrider.edge.cli.run']",
+    ],
+)
+def test_every_way_to_import_is_seen(line: str, tmp_path: Path) -> None:
+    """The reader of imports misses none of them."""
+    path = tmp_path / "worker.py"
+    path.write_text(line, encoding="utf-8")
+    assert list(imports(path, "outrider.edge.drafting.worker")) == ["outrider.edge.cli.run"]
 
 
 @pytest.mark.parametrize("part", DISTRIBUTIONS)
@@ -120,17 +185,6 @@ def test_no_imports_go_in_a_circle(part: str) -> None:
         for name in ready:
             del waiting[name]
     assert not waiting, f"in a circle: {sorted(waiting)}"
-
-
-def test_only_two_places_start_the_exporter() -> None:
-    """No part imports the exporter; two start it as a child process."""
-    named = set()
-    for part in ("models", "edge", "cloud"):
-        for path in sources(part):
-            text = path.read_text(encoding="utf-8")
-            if "outrider.export" in text:
-                named.add(path.relative_to(ROOT).as_posix())
-    assert named == EXPORTER_STARTED_BY
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -161,3 +215,9 @@ def test_a_generation_on_the_device_loads_no_server() -> None:
     modules = loaded_by("import outrider.edge.modes.stream, outrider.edge.modes.stop_and_wait, outrider.edge.cli.run")
     assert not any(m.startswith(("outrider.cloud", "outrider.export", "outrider.models.http")) for m in modules)
     assert not {"starlette", "fastapi", "uvicorn"} & modules
+
+
+def test_a_server_loads_neither_edge_nor_export() -> None:
+    """Imports go one way, also those that run only when a server starts."""
+    modules = loaded_by("import outrider.cloud.server.serve")
+    assert not any(m.startswith(("outrider.edge", "outrider.export", "outrider.reference")) for m in modules)
