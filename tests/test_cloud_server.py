@@ -403,10 +403,13 @@ def test_the_next_command_names_what_is_known(tmp_path: Path) -> None:
         (tmp_path / "my pair" / name).mkdir(parents=True)
     target = tmp_path / "my pair" / "target"
     default = "http://127.0.0.1:8000"
-    named = serve_module._next_command(ServeOptions(str(target)), target, default)
+    named = serve_module._next_command(ServeOptions(str(target)), target, default, needs_key=False)
     assert named == f"outrider run --draft '{tmp_path}/my pair/draft' --compare \"def walk(path):\""
-    plain = serve_module._next_command(ServeOptions("reference"), target, default)
+    plain = serve_module._next_command(ServeOptions("reference"), target, default, needs_key=False)
     assert plain == 'outrider run --compare "def walk(path):"'
+    public = ServeOptions("reference", host="0.0.0.0")
+    remote = serve_module._next_command(public, target, "https://0.0.0.0:8443", needs_key=True)
+    assert remote == 'OUTRIDER_API_KEY=KEY outrider run --cloud https://SERVER:8443 --compare "def walk(path):"'
 
 
 def test_serving_the_reference_target_exports_it_first(

@@ -10,6 +10,10 @@ import click
 import pytest
 import typer.main
 
+from outrider.edge.cli.compare import Comparison
+from outrider.edge.cli.summary import summary_lines
+from outrider.edge.results import GenerationResult, Mode, Source
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     ROOT / "README.md",
@@ -50,6 +54,19 @@ def test_readme_names_the_two_commands_and_they_are_make_targets() -> None:
     for target in ("demo", "test"):
         assert f"make {target}" in readme
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_readme_shows_what_run_prints() -> None:
+    """In the words that `run` uses now; no placeholder is left."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    result = GenerationResult(
+        *(Mode.STREAM, (1,) * 40, (Source.TARGET,) * 40, tuple(0.1 * i for i in range(40)), "length", 4, 4, 5, 5)
+    )
+    comparison = Comparison(3, (2.0, 2.1, 2.2), None, {}, True, None)
+    for line in (summary_lines(result)[0], comparison.sentence("stream")):
+        words = re.split(r"\d[\d.]*", line.partition(" tokens per target pass")[0])
+        assert re.search(r"\d[\d.]*".join(map(re.escape, words[:-1])), readme), line
+    assert not re.search(r"\b[A-Z]{3,}_[A-Z]{3,}\b(?<!OUTRIDER_API)", readme.replace("OUTRIDER_API_KEY", ""))
 
 
 def test_readme_is_short() -> None:

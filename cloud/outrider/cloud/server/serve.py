@@ -22,6 +22,7 @@ from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.serving import TlsFiles, VerifierServer, open_socket, url_of
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError
+from outrider.models.hosts import is_loopback
 from outrider.models.http.security import KeyRing, require_safe_host
 from outrider.models.manifest import Manifest
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
@@ -29,6 +30,7 @@ from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions
 
 _TORCH_DTYPES: Final = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
+_WILDCARDS: Final = ("0.0.0.0", "::")
 READY_PREFIX: Final = "OUTRIDER_READY "
 """The line on standard output that says that the server is up begins with this; its URL follows."""
 
@@ -68,7 +70,11 @@ def serve(options: ServeOptions) -> None:
                 drain_s=options.drain_s,
                 tls=tls,
                 on_ready=lambda: _announce(
-                    options, bundle.path, url_of(sock, is_tls=tls is not None), sock.getsockname()[1]
+                    options,
+                    bundle.path,
+                    url_of(sock, is_tls=tls is not None),
+                    sock.getsockname()[1],
+                    needs_key=bool(len(keys)),
                 ),
             )
             _print_now(_summary(model, bundle.manifest, engine, time.monotonic() - started_s))
@@ -132,7 +138,7 @@ def _load(bundle: Bundle, options: ServeOptions) -> BatchRuntime:
 
 def _summary(model: ServedModel, manifest: Manifest, engine: Engine, load_s: float) -> str:
     stats = engine.stats()
-    step = f", {stats.step_ms:.1f} ms a step" if stats.step_ms is not None else ""
+    step = f", {stats.step_ms:.1f} ms per step" if stats.step_ms is not None else ""
     widened = ", widened for measurements" if manifest.widened else ""
     millions = manifest.architecture.parameters / 1e6
     return (
@@ -141,24 +147,32 @@ def _summary(model: ServedModel, manifest: Manifest, engine: Engine, load_s: flo
     )
 
 
-def _announce(options: ServeOptions, bundle: Path, url: str, port: int) -> None:
+def _announce(options: ServeOptions, bundle: Path, url: str, port: int, *, needs_key: bool) -> None:
     if options.port_file is not None:
         # Renamed into place, so that a reader who waits for it never sees half a number.
         partial = options.port_file.with_name(options.port_file.name + ".part")
         partial.write_text(f"{port}\n", encoding="utf-8")
         partial.replace(options.port_file)
     _print_now(READY_PREFIX + url)
-    _print_now(f"In another terminal: {_next_command(options, bundle, url)}")
+    where = "In another terminal" if is_loopback(options.host) else "On a device"
+    _print_now(f"{where}: {_next_command(options, bundle, url, needs_key=needs_key)}")
 
 
-def _next_command(options: ServeOptions, bundle: Path, url: str) -> str:
-    """What to type next. The draft is named where it is known: the one exported beside the target."""
+def _next_command(options: ServeOptions, bundle: Path, url: str, *, needs_key: bool) -> str:
+    """What to type next. The draft is named where it is known: the one exported beside the target.
+
+    needs_key: the server asks for an API key. A wildcard address is no address for others, so SERVER stands for it.
+    """
+    if options.host in _WILDCARDS:
+        scheme, _, rest = url.partition("://")
+        url = f"{scheme}://SERVER:{rest.rpartition(':')[2]}"
     cloud = "" if url == DEFAULT_VERIFIER_URL else f" --cloud {url}"
     draft = ""
     if options.bundle != REFERENCE:
         beside = bundle.parent / "draft"
         draft = f" --draft {shlex.quote(str(beside)) if beside.is_dir() else 'DRAFT_BUNDLE'}"
-    return f'outrider run{cloud}{draft} --compare "def walk(path):"'
+    key = "OUTRIDER_API_KEY=KEY " if needs_key else ""
+    return f'{key}outrider run{cloud}{draft} --compare "def walk(path):"'
 
 
 def _print_now(line: str) -> None:
