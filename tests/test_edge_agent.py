@@ -285,7 +285,7 @@ def test_without_an_endpoint_the_error_names_what_was_tried() -> None:
     with serve_fake() as server:
         url = server.url
     with pytest.raises(CloudError, match=r"No verifier answers at .* Gave up after 4 attempts.*Connect"):
-        run(generate([url], asking(), drafter(), retry=RetryPolicy(max_failures=4)))
+        run(generate([url], asking(), drafter(), retry=RetryPolicy(max_failures=4, max_loading_s=0.0)))
 
 
 @pytest.mark.parametrize("mode", [Mode.STREAM, Mode.STOP_AND_WAIT])

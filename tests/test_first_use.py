@@ -226,7 +226,9 @@ def test_where_nothing_answers_the_user_is_asked_whether_a_server_runs() -> None
 
     async def ask() -> None:
         async with CloudClient(url) as client:
-            endpoints = Endpoints([client], RetryPolicy(max_failures=3, first_pause_s=0.0), on_trouble=told.append)
+            endpoints = Endpoints(
+                [client], RetryPolicy(max_failures=3, max_loading_s=0.0, first_pause_s=0.0), on_trouble=told.append
+            )
             await endpoints.call(lambda client: client.ready())
 
     question = f"No verifier answers at {url}. Is `outrider-cloud serve` running there?"
@@ -236,7 +238,7 @@ def test_where_nothing_answers_the_user_is_asked_whether_a_server_runs() -> None
     assert str(given_up.value).startswith(f"{question} Gave up after 3 attempts in ")
 
 
-def test_trouble_of_another_kind_is_told_as_it_is() -> None:
+def test_trouble_of_another_kind_is_reported_as_it_is() -> None:
     """A server that answers with an error is there."""
     told: list[str] = []
     transport = httpx.MockTransport(lambda request: httpx.Response(503))

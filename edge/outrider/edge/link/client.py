@@ -81,6 +81,7 @@ class CloudClient:
     ) -> None:
         options = options or ClientOptions()
         self.url = verifier_url(url)
+        self.is_local = is_loopback(urlsplit(self.url).hostname or "")
         self._stream_timeout = httpx.Timeout(
             options.timeout_s, connect=options.connect_timeout_s, read=options.stream_timeout_s
         )
@@ -93,7 +94,7 @@ class CloudClient:
             timeout=httpx.Timeout(options.timeout_s, connect=options.connect_timeout_s),
             limits=limits,
             transport=transport,
-            trust_env=not is_loopback(urlsplit(self.url).hostname or ""),
+            trust_env=not self.is_local,
         )
         # httpx adds Accept, Accept-Encoding, Connection and User-Agent to every message; none is needed.
         for name in list(self._http.headers):
