@@ -311,6 +311,9 @@ def test_a_key_opens_the_server() -> None:
         with pytest.raises(RequestError) as refused:
             run(generate([server.url], request, drafter()))
         assert refused.value.status == 401
+        assert str(refused.value) == f"The verifier at {server.url} requires an API key: set OUTRIDER_API_KEY."
+        with pytest.raises(RequestError, match=r"does not accept this API key: correct OUTRIDER_API_KEY\.$"):
+            run(generate([server.url], request, None, options=ClientOptions(api_key="another-long-secret-key")))
 
 
 class FailingDrafter:
