@@ -33,7 +33,7 @@ Sweep = dict[float, dict[str, ModeFigures]]
 
 @dataclass(slots=True)
 class Measured:
-    """What the demo measured. left_out: sentences about what there was no time for. load: what others took."""
+    """What the demo measured. left_out: what was skipped for lack of time. load: warning about other processes."""
 
     figures: dict[str, ModeFigures]
     sweep: Sweep = field(default_factory=dict)
@@ -151,10 +151,10 @@ def report(options: DemoOptions, lab: Lab, measured: Measured) -> dict[str, obje
     }
 
 
-def _rounded(value: float) -> float:
-    """Four decimals; JSON has no NaN, and a text too short to have a rate has none."""
+def _rounded(value: float) -> float | None:
+    """Four decimals; None for NaN, which JSON lacks: the texts were too short for such a number."""
     if isinstance(value, float):
-        return round(value, 4) if math.isfinite(value) else 0.0
+        return round(value, 4) if math.isfinite(value) else None
     return value
 
 

@@ -31,7 +31,7 @@ class DemoScreen:
         self._console = console
 
     def show_intro(self, options: DemoOptions) -> None:
-        """What comes, and what it is worth."""
+        """Introduces the demo and its limits."""
         self._console.rule("Outrider: a draft here, the target in the cloud")
         self._console.print(
             "The reference pair was trained on the Python standard library. It completes Python source; it is not a "
@@ -46,7 +46,7 @@ class DemoScreen:
             )
         self._console.print(
             "The first time the pair is exported, which takes one to three minutes; then it comes from the cache. "
-            f"Measuring takes {options.max_seconds:.0f} s at most.",
+            f"Measuring takes about {options.max_seconds:.0f} s at most.",
             highlight=False,
         )
 
@@ -119,13 +119,15 @@ class DemoScreen:
         left_out: Sequence[str],
         load: str | None,
     ) -> None:
-        """What the figures mean, and what they are worth."""
+        """Explains the figures and their limits."""
         self._console.print(
-            "tokens/s leaves out the prompt. Bytes are of bodies, prompt included. Acceptance: accepted over judged "
+            "tokens/s leaves out the prompt. Bytes are of bodies, prompt included. Acceptance: accepted / tested "
             "drafted tokens.",
             style="dim",
             highlight=False,
         )
+        if any(not math.isfinite(f.tokens_per_s) for f in figures.values()):
+            self._console.print("-: too short to measure a rate. Raise --max-tokens.", style="dim", highlight=False)
         if left_out:
             self._console.print(
                 f"Left out for lack of time: {' and '.join(left_out)}. --max-seconds {2 * options.max_seconds:.0f} "
