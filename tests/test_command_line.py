@@ -1,4 +1,4 @@
-"""What the three command lines share: help, version, completion, typos, errors, Ctrl-C, pipes, encodings."""
+"""Tests what the three command lines share: help, version, completion, typos, errors, Ctrl-C, pipes, encodings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider demo` from the outside: a process, its figures, and what it leaves behind."""
+"""Tests `outrider demo` from the outside: a process, its figures, and what it leaves behind."""
 
 from __future__ import annotations
 

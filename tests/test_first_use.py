@@ -1,4 +1,4 @@
-"""What `outrider run` says about drafting, comparing and servers that do not answer."""
+"""Tests what `outrider run` says about drafting, comparing and servers that do not answer."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_target_that_is_too_fast_for_drafts_is_named_with_its_times() -> None:
     """What the depth controller decided, in its own numbers."""
     measured = estimates(step_ms=2.1)
     depth = CostModelDepth(measured)
-    depth.observe(CommitOutcome(tokens=(1,), num_tested=0, num_right=0, diverged=False, overtaken=False))
+    depth.observe(CommitOutcome(tokens=(1,), num_tested=0, num_matched=0, diverged=False, overtaken=False))
     why = why_undrafted(result(num_drafted=4), agent(measured, depth), None, 10)
     assert why is not None and why.startswith("Drafting would not pay: a target step takes 2.1 ms")
     assert why.endswith("A draft saves 1.3 ms per token on average and costs the server 1.9 ms.")
@@ -226,35 +226,35 @@ def test_where_nothing_answers_the_user_is_asked_whether_a_server_runs() -> None
     """At once, once, and again when it is given up."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    told: list[str] = []
+    reported: list[str] = []
 
     async def ask() -> None:
         async with CloudClient(url) as client:
             endpoints = Endpoints(
-                [client], RetryPolicy(max_failures=3, max_loading_s=0.0, first_pause_s=0.0), on_trouble=told.append
+                [client], RetryPolicy(max_failures=3, max_loading_s=0.0, first_pause_s=0.0), on_trouble=reported.append
             )
             await endpoints.call(lambda client: client.ready())
 
     question = f"No verifier answers at {url}. Is `outrider-cloud serve` running there?"
     with pytest.raises(CloudError) as given_up:
         asyncio.run(ask())
-    assert told == [f"{question} Trying again."]
+    assert reported == [f"{question} Trying again."]
     assert str(given_up.value).startswith(f"{question} Gave up after 3 attempts in ")
 
 
 def test_trouble_of_another_kind_is_reported_as_it_is() -> None:
     """A server that answers with an error is there."""
-    told: list[str] = []
+    reported: list[str] = []
     transport = httpx.MockTransport(lambda request: httpx.Response(503))
 
     async def ask() -> None:
         client = CloudClient("http://127.0.0.1:1", transport=transport)
-        endpoints = Endpoints([client], RetryPolicy(max_failures=2, first_pause_s=0.0), on_trouble=told.append)
+        endpoints = Endpoints([client], RetryPolicy(max_failures=2, first_pause_s=0.0), on_trouble=reported.append)
         await endpoints.call(lambda client: client.ready())
 
     with pytest.raises(CloudError, match="no cloud endpoint is left after 2 attempts"):
         asyncio.run(ask())
-    assert len(told) == 1 and "HTTP 503" in told[0] and "running there" not in told[0]
+    assert len(reported) == 1 and "HTTP 503" in reported[0] and "running there" not in reported[0]
 
 
 def test_a_message_begins_on_a_line_of_its_own() -> None:

@@ -1,4 +1,4 @@
-"""A busy machine is noticed where times are measured."""
+"""Tests that a busy machine is noticed where times are measured."""
 
 from __future__ import annotations
 

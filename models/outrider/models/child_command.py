@@ -1,4 +1,4 @@
-"""Runs another command of this installation as a child process and takes what it prints."""
+"""Runs another command of this installation as a child process and returns its output."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ DRAFTED: Final = "drafted"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What the rounds came to.
+    """The result of the rounds.
 
     ratios: drafted over cloud-only in tokens per second, one per round; none where `why_not` says why they cannot be
-    known. typical: of each mode, the result with the median speed. is_same: all texts are equal. load: what a reader
-    must know of the machine.
+    known. typical: of each mode, the result with the median speed. is_same: all texts are equal. load: a warning about
+    other processes.
     """
 
     num_rounds: int
@@ -100,7 +100,7 @@ def typical(results: Sequence[GenerationResult]) -> GenerationResult:
 
 @contextmanager
 def measured_load(urls: Sequence[str]) -> Iterator[MachineLoad]:
-    """What others take of this machine meanwhile; verifiers at `urls` that run here are not others."""
+    """Measures other processes' load; local verifiers at `urls` are not counted."""
     load = _LoadBesideServers([pid for url in urls if (pid := _listener(url)) is not None])
     with load:
         yield load
@@ -142,7 +142,7 @@ def _listener(url: str) -> int | None:
     try:
         connections = psutil.net_connections(kind="tcp")
     except psutil.Error:
-        return None  # macOS tells root only
+        return None  # macOS reports it to root only
     port = urlsplit(url).port
     found = (each.pid for each in connections if each.status == psutil.CONN_LISTEN and each.laddr.port == port)
     return next(filter(None, found), None)

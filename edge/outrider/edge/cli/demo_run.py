@@ -23,7 +23,7 @@ from outrider.reference import load_prompts
 
 MAIN_RTT_MS = 10.0
 OTHER_RTTS_MS = (0.0, 50.0, 100.0)
-"""Round trips of the second table, and with `NUM_OTHER` texts each: enough to see which way it goes."""
+"""Round trips of the second table, with `NUM_OTHER` texts each: enough to show the trend."""
 NUM_OTHER = 2
 MAIN_SHARE = 0.6
 """Part of the time that the first table may take where there is a second."""
@@ -42,7 +42,7 @@ class Measured:
 
 
 def run_demo(options: DemoOptions, console: Console) -> None:
-    """The whole demonstration. Raises OutriderError; however it ends, no process is left behind."""
+    """Runs the demo. Raises OutriderError; however it ends, no process is left behind."""
     require_asked_device(options.choice)  # before minutes go into an export for it
     screen = DemoScreen(console)
     screen.show_intro(options)

@@ -84,7 +84,7 @@ class DemoScreen:
 
     @contextmanager
     def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """A bar that is gone when it is full; call what it gives once a text."""
+        """A bar that disappears when it is full; gives a function to call after each text."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         # Once a second: drawing happens on the agent's core.
         with Progress(*columns, console=self._console, transient=True, refresh_per_second=1) as progress:

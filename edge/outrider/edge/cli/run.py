@@ -32,10 +32,10 @@ from outrider.models.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A generation: the one that was shown, and the one whose numbers are reported.
+    """The generation that was shown, and the one whose numbers are reported.
 
-    With a comparison that is a typical one of its rounds, since the first warms everything up. undrafted: why the draft
-    brought nothing, if it did not.
+    They differ with --compare: the first warms everything up, so a typical one of the rounds is reported. undrafted:
+    why the draft contributed nothing; None if it did.
     """
 
     shown: GenerationResult
@@ -65,7 +65,7 @@ def run_once(options: RunOptions, out: Console, about: Console) -> None:
             ran = asyncio.run(_generate(options, request, draft, printer, about))
         finally:
             if printer is not None:
-                printer.break_line()  # of a text that an error or Ctrl-C has cut short
+                printer.break_line()  # an error or Ctrl-C may have interrupted the text
     if options.as_json:
         out.print_json(json.dumps(_document(options, ran, draft, tokenizer)), ensure_ascii=out.options.ascii_only)
         return

@@ -38,7 +38,7 @@ class TokenPrinter:
         self._is_in_line = False
 
     def break_line(self) -> None:
-        """Ends a line that has been begun, so that a message stands on its own."""
+        """Ends an unfinished line, so that a message stands on its own."""
         if self._is_in_line:
             self._console.print()
             self._is_in_line = False

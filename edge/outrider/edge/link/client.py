@@ -128,7 +128,7 @@ class CloudClient:
         return _parse(VerifyAnswer, await self._exchange("POST", "/v1/verify", request))
 
     async def post_drafts(self, session: str, request: DraftRequest) -> None:
-        """POST /v1/sessions/{id}/drafts. A stale draft is no error: the commits that made it so are on their way."""
+        """POST /v1/sessions/{id}/drafts. A stale draft is no error: newer commits are already on their way."""
         await self._exchange("POST", f"/v1/sessions/{session}/drafts", request, headers=_DRAFT_HEADERS)
 
     async def end_session(self, session: str) -> None:
