@@ -1,4 +1,4 @@
-"""Measures a mode beside cloud-only: in turn, several times, and says where a ratio cannot be known."""
+"""Measures a mode and cloud-only in turn, several times, and says why where no ratio can be known."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ async def compare_modes(
 
 
 def typical(results: Sequence[GenerationResult]) -> GenerationResult:
-    """The one with the median speed, the slower of two; the first where none has a speed."""
+    """The result with the median speed, the slower of the middle two; the first where none has a speed."""
     by_rate = sorted(results, key=lambda result: measured_rate(result) or 0.0)
     return by_rate[(len(by_rate) - 1) // 2]
 
@@ -107,7 +107,7 @@ def measured_load(urls: Sequence[str]) -> Iterator[MachineLoad]:
 
 
 class _LoadBesideServers(MachineLoad):
-    """Counts these processes as part of what is measured."""
+    """Does not count the time of these processes as load."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         super().__init__()

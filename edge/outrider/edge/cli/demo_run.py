@@ -26,7 +26,7 @@ OTHER_RTTS_MS = (0.0, 50.0, 100.0)
 """Round trips of the second table, with `NUM_OTHER` texts each: enough to show the trend."""
 NUM_OTHER = 2
 MAIN_SHARE = 0.6
-"""Part of the time that the first table may take where there is a second."""
+"""Share of the time for the first table where there is a second."""
 
 Sweep = dict[float, dict[str, ModeFigures]]
 

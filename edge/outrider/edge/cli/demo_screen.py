@@ -157,7 +157,7 @@ def _table(title: str) -> Table:
 
 
 def _number(value: float, digits: int) -> str:
-    """NaN is a text too short to have such a number."""
+    """A dash for NaN: the text was too short for this number."""
     return f"{value:.{digits}f}" if math.isfinite(value) else "-"
 
 
@@ -176,4 +176,4 @@ ROWS: Final[dict[str, Callable[[str, ModeFigures], str]]] = {
     "bytes down per token": lambda mode, f: f"{f.bytes_down_per_token:.0f}",
     "same text": lambda mode, f: "yes" if f.identical else f"{f.num_different} not",
 }
-"""The rows of the main table: what is shown of a mode's figures. 60 columns hold them."""
+"""Rows of the main table, and how each shows a mode's figures. They fit into 60 columns."""

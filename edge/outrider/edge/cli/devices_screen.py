@@ -1,4 +1,4 @@
-"""Lists what can draft here: `outrider devices`."""
+"""Lists the devices that can draft here: `outrider devices`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DRAFTS: Final[dict[tuple[ModelRuntime, Device], str]] = {
     ("onnxruntime", "cpu"): "--device cpu --runtime onnxruntime",
     ("onnxruntime", "gpu"): "--device gpu --runtime onnxruntime",
 }
-"""Options of `outrider-export draft`, by the runtime and the device that the draft is for."""
+"""Options of `outrider-export draft`, by the draft's runtime and device."""
 
 
 COLUMNS: Final = ("runtime", "device", "what it is", "outrider-export draft")

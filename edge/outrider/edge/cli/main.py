@@ -33,7 +33,7 @@ def run(options: RunOptions) -> None:
 
 
 def _prompt(given: str | None) -> str:
-    """The argument or what standard input holds."""
+    """The prompt: the argument, or standard input."""
     if given is None and sys.stdin.isatty():
         raise click.UsageError(
             'Missing argument PROMPT. Write `outrider run "def walk(path):"`, or pipe the text in.',

@@ -45,7 +45,7 @@ class Ran:
 
 
 def run_once(options: RunOptions, out: Console, about: Console) -> None:
-    """Generates, shows and sums up; raises OutriderError. out: for the text. about: for everything else."""
+    """Generates a text, shows it and its statistics; raises OutriderError. out: the text. about: everything else."""
     make_depth(options.depth, Estimates())  # a wrong option is found before a model is loaded
     for url in options.cloud:
         verifier_url(url)
@@ -87,7 +87,7 @@ def _printer(out: Console, options: RunOptions, detokenizer: StreamingDetokenize
 
 
 def make_request(options: RunOptions, tokenizer: Tokenizer, fingerprint: str) -> GenerationRequest:
-    """The text to ask for. stop_ids stay unset: the target's own end tokens rule, which need not be the draft's."""
+    """The request for the prompt. stop_ids stay unset: the target's end tokens count, which may differ from the draft's."""
     assert options.prompt is not None
     text = options.prompt
     if options.chat:

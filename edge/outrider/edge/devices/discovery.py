@@ -39,7 +39,7 @@ def install_advice(runtime: ModelRuntime) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FoundDevice:
-    """One device. name: as the runtime calls it ("GPU.1", "CUDAExecutionProvider"). full_name: what it is, in words.
+    """One device. name: as the runtime calls it ("GPU.1", "CUDAExecutionProvider"). full_name: its product name.
 
     device: its kind; None where the runtime does not say. driver: its version, where reported.
     """
@@ -80,7 +80,7 @@ def find_runtime(runtime: ModelRuntime) -> FoundRuntime:
 def require_device(runtime: ModelRuntime, device: Device, found: FoundRuntime | None = None) -> None:
     """Raises RuntimeUnavailable, with advice, unless `runtime` has `device` here.
 
-    found: of an earlier `find_runtime(runtime)`.
+    found: result of an earlier `find_runtime(runtime)`.
     """
     found = found or find_runtime(runtime)
     name = RUNTIME_NAMES[runtime]

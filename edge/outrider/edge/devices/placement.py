@@ -57,12 +57,12 @@ class DraftChoice:
 
     @property
     def wanted_device(self) -> Device | None:
-        """The device that was asked for by its kind."""
+        """The kind of device that the user asked for."""
         return "npu" if self.emulate_npu else self.device
 
     @property
     def wanted_runtime(self) -> DraftRuntime | None:
-        """The runtime that was asked for, by name or by one of its providers."""
+        """The runtime that the user asked for, by name or by one of its providers."""
         return "onnxruntime" if self.provider else self.runtime
 
 
