@@ -87,7 +87,7 @@ def _printer(out: Console, options: RunOptions, detokenizer: StreamingDetokenize
 
 
 def make_request(options: RunOptions, tokenizer: Tokenizer, fingerprint: str) -> GenerationRequest:
-    """The request for the prompt. stop_ids stay unset: the target's end tokens count, which may differ from the draft's."""
+    """The request for the prompt. stop_ids stay unset: the target's end tokens count, not the draft's."""
     assert options.prompt is not None
     text = options.prompt
     if options.chat:
