@@ -49,8 +49,8 @@ def run_child_command(arguments: Sequence[str], failure: str) -> str:
 
 def _end(process: subprocess.Popen[str]) -> None:
     """Lets the child remove what it has half written; ends it for sure, and at once on a second Ctrl-C."""
-    process.terminate()
     try:
+        process.terminate()
         process.wait(_GRACE_S)
     except subprocess.TimeoutExpired:
         process.kill()
