@@ -35,7 +35,6 @@ def main() -> None:
         )
         run_once(options, Console(file=io.StringIO()), Console(file=io.StringIO()))  # warms everything up
         console.print(f'$ outrider run "{PROMPT}" --temperature 0.5 --seed 7', style="bold", highlight=False)
-        console.print(PROMPT, style="dim", end="", highlight=False)
         run_once(options, console, console)
     svg = console.export_svg(title="outrider run: accepted drafted tokens are green, the target's own are plain")
     # rich names fonts on a public server; the reader's own monospace font does as well.

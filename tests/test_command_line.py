@@ -1,4 +1,4 @@
-"""What the three command lines share: help, version, completion, typos, errors, Ctrl-C, pipes, encodings."""
+"""Tests what the three command lines share: help, version, completion, typos, errors, Ctrl-C, pipes, encodings."""
 
 from __future__ import annotations
 
@@ -132,6 +132,11 @@ def test_a_mistyped_command_is_answered_with_one_suggestion(
     assert code == 2 and out == ""
     assert error.startswith(f"error: {message}") and error.count("Did you mean") <= 1
     assert advice.startswith("Try '") and advice.endswith("--help'.")
+
+
+def test_only_options_are_suggested_for_an_option(run: Run) -> None:
+    """Not the argument PROMPT, which is no answer to --promt."""
+    assert run("outrider", "run", "--promt", "x")[2].startswith("error: No such option '--promt'.\n")
 
 
 def test_arguments_have_help(run: Run) -> None:
@@ -285,6 +290,7 @@ def test_a_dataclass_states_the_options_of_a_command() -> None:
         (ConfigError("so [not]"), 2, "error: so [not]\n"),
         (KeyboardInterrupt(), 130, ""),
         (PermissionError(13, "Permission denied", "there"), 2, "error: there: Permission denied\n"),
+        (OSError(28, "No space left on device"), 2, "error: No space left on device\n"),
         (ModuleNotFoundError("no x", name="x"), 2, 'pip install "outrider[edge]"\n'),
         (typer.Exit(7), 7, ""),
     ],
@@ -360,6 +366,63 @@ def test_a_child_command_ends_with_us(number: signal.Signals, tmp_path: Path) ->
         process.send_signal(number)
         process.wait(TIMEOUT_S)
         assert not psutil.wait_procs([started], timeout=TIMEOUT_S)[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["devices", "--json"], ["--version"], ["-h"]])
+def test_a_full_disk_is_one_line(arguments: list[str], unbuffered: str) -> None:
+    """Whether printing fails or the flush at the end, or both."""
+    code = "import sys; sys.argv[0] = 'outrider'\nfrom outrider.edge.cli.__main__ import main\nmain()"
+    paths = os.pathsep.join(filter(None, sys.path))
+    with Path("/dev/full").open("w") as full:
+        finished = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            env=os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": unbuffered},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+    assert (finished.returncode, finished.stderr) == (2, "error: No space left on device\n")
+
+
+STUBBORN = """
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: open({told!r}, 'w').write('told'))
+open({started!r}, 'w').write(str(os.getpid()))
+while True:
+    time.sleep(60.0)
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal")
+def test_a_second_ctrl_c_ends_a_child_that_takes_its_time(tmp_path: Path) -> None:
+    """The child ignores being told to end; it is killed long before its time is up."""
+    started, told = tmp_path / "started", tmp_path / "told"
+    os.mkfifo(started)
+    os.mkfifo(told)
+    child = STUBBORN.format(started=str(started), told=str(told))
+    code = (
+        "from outrider.models import child_command\n"
+        "child_command._GRACE_S = 1e6\n"
+        f"child_command.run_child_command(['-c', {child!r}], 'no')"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        stubborn = psutil.Process(int(started.read_text()))  # waits for the child
+        process.send_signal(signal.SIGINT)
+        assert told.read_text() == "told"
+        process.send_signal(signal.SIGINT)
+        process.wait(TIMEOUT_S)
+        assert not psutil.wait_procs([stubborn], timeout=TIMEOUT_S)[1]
     finally:
         process.kill()
         process.wait()

@@ -1,4 +1,4 @@
-"""`outrider demo` from the outside: a process, its figures, and what it leaves behind."""
+"""Tests `outrider demo` from the outside: a process, its figures, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ import typer.main
 from rich.console import Console
 
 from outrider.edge.cli.demo_options import DemoOptions
+from outrider.edge.cli.demo_run import _rounded
 from outrider.edge.cli.demo_screen import DemoScreen
 from outrider.edge.cli.exporter import NPU_SHAPES, draft_kind
 from outrider.edge.devices.discovery import find_runtime
 from outrider.edge.devices.placement import DraftChoice
-from outrider.edge.lab.comparison import ModeFigures
+from outrider.edge.lab.comparison import ModeFigures, compare
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT, STREAM
 from outrider.edge.lab.time_budget import Pace, TimeBudget
+from outrider.edge.results import GenerationResult, Mode, Source
 from outrider.export.cli import main as export_cli
 from outrider.export.make.pair import PairPaths
 from outrider.models.errors import ConfigError
@@ -47,7 +49,7 @@ def test_the_demo_shows_one_text_in_every_mode_and_writes_its_figures(reference_
     """A short run over a real round trip: the schema is complete, and every mode gave cloud-only's text."""
     path = tmp_path / "demo.json"
     finished = subprocess.run(
-        _command("--rtt-ms", "4", "--prompts", "2", "--max-tokens", "16", "--json", str(path)),
+        _command("--rtt-ms", "4", "--prompts", "2", "--max-tokens", "48", "--json", str(path)),
         env=os.environ | {"OUTRIDER_CACHE": str(reference_cache)},
         capture_output=True,
         text=True,
@@ -66,7 +68,7 @@ def test_the_demo_shows_one_text_in_every_mode_and_writes_its_figures(reference_
     for mode, figures in document["modes"].items():
         assert set(figures) >= KEYS, mode
         assert figures["identical"] is True, mode
-        assert figures["num_tokens"] == 32
+        assert figures["num_tokens"] == 96
         assert all(isinstance(figures[key], int | float) for key in KEYS)
         assert figures["tokens_per_s"] > 0 and figures["ttft_ms"] > 4.0
     assert document["modes"]["cloud_only"]["passes_per_token"] == 1.0
@@ -85,7 +87,7 @@ def test_the_demo_drafts_on_an_emulated_npu(reference_cache: Path, npu_pair: Pai
         timeout=TIMEOUT_S,
     )
     assert finished.returncode == 0, finished.stderr
-    assert "exporting" not in finished.stderr, "the fixture's pair is not the demo's own"
+    assert "draft: " not in finished.stderr, "the fixture's pair is not the demo's own"
     document = json.loads(path.read_text())
     drafted_by = document["pair"]["drafted_by"]
     assert drafted_by["device"] == "npu" and drafted_by["is_emulated"] and drafted_by["notes"] == []
@@ -177,6 +179,33 @@ def figures(**changes: Any) -> ModeFigures:
         *(1234.5, 12345.0, 1.0, 1.0, 0.7512, 12.34, 0.0812, 1234.0, 1234.0, 1.0, 1.0, 12.34, True, 0, 6, 384)
     )
     return replace(values, **changes)
+
+
+def short_text(num_tokens: int) -> GenerationResult:
+    """A text that arrives in one burst after its first token."""
+    return GenerationResult(
+        mode=Mode.STREAM,
+        tokens=tuple(range(num_tokens)),
+        sources=(Source.TARGET,) * num_tokens,
+        arrival_s=(0.1, *[0.1001] * (num_tokens - 1)),
+        finish_reason="length",
+        num_passes=2,
+        num_accepted=0,
+        num_tested=0,
+        num_proposed=0,
+    )
+
+
+def test_a_text_too_short_for_a_rate_has_none() -> None:
+    """Neither has the ratio: a dash on the screen, null in the file; as `outrider run` reports it."""
+    modes = compare({CLOUD_ONLY: [short_text(8)], STREAM: [short_text(8)]}, CLOUD_ONLY)
+    out = io.StringIO()
+    DemoScreen(Console(file=out, width=100, no_color=True)).show_figures(modes, 10.0)
+    rows = {line.split("  ")[0]: line.split()[-2:] for line in out.getvalue().splitlines()}
+    assert rows["speed-up"] == rows["tokens/s"] == ["-", "-"]
+    assert rows["first token, ms"] == ["100", "100"]
+    assert _rounded(modes[STREAM].tokens_per_s) is None and _rounded(modes[STREAM].speed_up) is None
+    assert _rounded(modes[STREAM].ttft_ms) == 100.0 and _rounded(modes[STREAM].num_tokens) == 8
 
 
 @pytest.mark.parametrize("width", [60, 100])

@@ -285,7 +285,7 @@ def test_without_an_endpoint_the_error_names_what_was_tried() -> None:
     with serve_fake() as server:
         url = server.url
     with pytest.raises(CloudError, match=r"No verifier answers at .* Gave up after 4 attempts.*Connect"):
-        run(generate([url], asking(), drafter(), retry=RetryPolicy(max_failures=4)))
+        run(generate([url], asking(), drafter(), retry=RetryPolicy(max_failures=4, max_loading_s=0.0)))
 
 
 @pytest.mark.parametrize("mode", [Mode.STREAM, Mode.STOP_AND_WAIT])
@@ -311,6 +311,9 @@ def test_a_key_opens_the_server() -> None:
         with pytest.raises(RequestError) as refused:
             run(generate([server.url], request, drafter()))
         assert refused.value.status == 401
+        assert str(refused.value) == f"The verifier at {server.url} requires an API key: set OUTRIDER_API_KEY."
+        with pytest.raises(RequestError, match=r"does not accept this API key: correct OUTRIDER_API_KEY\.$"):
+            run(generate([server.url], request, None, options=ClientOptions(api_key="another-long-secret-key")))
 
 
 class FailingDrafter:

@@ -37,7 +37,7 @@ def test_belief_is_always_the_truth_so_far_and_a_consistent_guess(truth: list[in
 
         drafted = [] if is_wrong else drafted[right:]
         known += len(fresh)
-        assert (outcome.tokens, outcome.num_right, outcome.diverged) == (tuple(fresh), right, is_wrong)
+        assert (outcome.tokens, outcome.num_matched, outcome.diverged) == (tuple(fresh), right, is_wrong)
         assert outcome.num_tested == right + is_wrong
         assert outcome.overtaken == (not is_wrong and len(fresh) > right)
         assert list(belief.known) == truth[:known]

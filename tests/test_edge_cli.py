@@ -1,4 +1,4 @@
-"""`outrider` on the command line, and the numbers that it prints."""
+"""Tests `outrider` on the command line, and the numbers that it prints."""
 
 from __future__ import annotations
 
@@ -77,8 +77,14 @@ def test_help_needs_no_model_runtime() -> None:
         (["--draft", "nowhere", "--depth", "deep"], "expected auto, threshold or a number"),
         (["--draft", "nowhere", "--runtime", "ngram", "--draft-device", "cpu"], "no device runs it"),
         (["--draft", "nowhere", "--emulate-npu", "--draft-device", "cpu"], "leave one of them out"),
-        (["--draft", "nowhere", "--emulate-npu", "--runtime", "onnxruntime"], "leave out what asks for ONNX Runtime"),
-        (["--draft", "nowhere", "--provider", "prefer-npu", "--draft-device", "npu"], "leave --draft-device"),
+        (
+            ["--draft", "nowhere", "--emulate-npu", "--runtime", "onnxruntime"],
+            "leave out --runtime onnxruntime or --provider",
+        ),
+        (
+            ["--draft", "nowhere", "--provider", "prefer-npu", "--draft-device", "npu"],
+            "leave out --draft-device and --runtime openvino",
+        ),
         (["--draft", "nowhere", "--mode", "cloud-only", "--runtime", "ngram"], "nothing drafts"),
     ],
 )

@@ -24,11 +24,11 @@ from outrider.models.errors import ConfigError
 from outrider.models.prediction import tokens_per_pass
 
 
-def judged(num_right: int, is_wrong: bool) -> CommitOutcome:
-    """A commit that accepts `num_right` drafted tokens and then, if asked, rejects one."""
+def judged(num_matched: int, is_wrong: bool) -> CommitOutcome:
+    """A commit that accepts `num_matched` drafted tokens and then, if asked, rejects one."""
     belief = Belief()
-    belief.extend([1] * num_right + [2] * is_wrong)
-    return belief.on_commit(0, [1] * (num_right + 1))
+    belief.extend([1] * num_matched + [2] * is_wrong)
+    return belief.on_commit(0, [1] * (num_matched + 1))
 
 
 def estimates_at(
@@ -41,10 +41,10 @@ def estimates_at(
     estimates.on_posted(rtt_ms)
     rng = random.Random(0)
     for _ in range(200):
-        num_right = 0
-        while num_right < 6 and rng.random() < acceptance:
-            num_right += 1
-        estimates.on_commit(judged(num_right, num_right < 6), [0.5] * 7, step_ms)
+        num_matched = 0
+        while num_matched < 6 and rng.random() < acceptance:
+            num_matched += 1
+        estimates.on_commit(judged(num_matched, num_matched < 6), [0.5] * 7, step_ms)
     return estimates
 
 
@@ -79,9 +79,9 @@ def test_a_depth_out_of_range_is_refused(depth: int) -> None:
 def test_threshold_depth_moves_by_one_at_a_time_within_its_range(seen: list[tuple[int, bool]]) -> None:
     """Whatever the acceptance, depth stays in 2..10 and changes by at most one per commit."""
     controller = ThresholdDepth()
-    for num_right, is_wrong in seen:
+    for num_matched, is_wrong in seen:
         before = controller.plan().depth
-        controller.observe(judged(num_right, is_wrong))
+        controller.observe(judged(num_matched, is_wrong))
         after = controller.plan().depth
         assert 2 <= after <= 10 and abs(after - before) <= 1
 

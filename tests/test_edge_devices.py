@@ -1,4 +1,4 @@
-"""What there is to draft on, where a bundle may run, and what is said about it."""
+"""Tests which devices are found, where a bundle may run, and the messages about both."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_a_bundle_runs_on_the_devices_of_its_runtime_and_says_where_it_was_not_c
         (("openvino", "cpu", "CPU"), DraftChoice(device="npu"), "--device npu --runtime openvino`"),
         (("openvino", "cpu", "CPU"), DraftChoice(emulate_npu=True), "--device npu --runtime openvino`"),
         (("openvino", "npu", EMULATED), DraftChoice(device="gpu"), "--device gpu --runtime openvino`"),
-        (("openvino", "npu", EMULATED), DraftChoice(device="cpu"), "--device cpu --runtime openvino`, or try its NPU"),
+        (("openvino", "npu", EMULATED), DraftChoice(device="cpu"), "--device cpu --runtime openvino`"),
     ],
 )
 def test_a_bundle_runs_in_no_other_code_than_it_was_checked_in(
@@ -143,7 +143,7 @@ def test_a_bundle_runs_in_no_other_code_than_it_was_checked_in(
     with pytest.raises(ConfigError) as refused:
         place_draft(manifest_for(*made), choice, ALL_DEVICES[made[0]])
     assert f"bundle for {made[0]} on {made[1]}" in str(refused.value)
-    assert f"`outrider-export draft MODEL {command}" in str(refused.value)
+    assert str(refused.value).endswith(f"`outrider-export draft MODEL {command}"), "one piece of advice"
 
 
 def test_commands_in_refusals_name_bundles_that_are_made() -> None:

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from tests.serving import fake_tokenizer, serve_fake
 
+from outrider.edge.cli.summary import summary_lines
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.client import CloudClient
@@ -216,6 +217,77 @@ def test_an_endpoint_that_never_answered_is_given_up_soon() -> None:
     with pytest.raises(CloudError, match="after 6 attempts"):
         run(stream(script, GenerationRequest(PROMPT, max_tokens=2), time))
     assert time.now < 2.0
+
+
+def refusing(num_refused: int) -> Answer:
+    """A server that refuses so many connections, then serves a text of one token."""
+    answer = session(opened(), Commit(base=0, tokens=[5]), ended())
+    return Script(*[unreachable] * num_refused, answer)
+
+
+def test_a_server_on_this_machine_that_is_still_loading_is_waited_for() -> None:
+    """For fifteen seconds, and announced once; one elsewhere is given up as before."""
+
+    async def generate(url: str, handler: Answer) -> GenerationResult:
+        async with CloudClient(url, transport=httpx.MockTransport(handler)) as client:
+            endpoints = Endpoints([client], None, time.sleep, time.clock, troubles.append)
+            return await StreamAgent(endpoints).generate(GenerationRequest(PROMPT, max_tokens=1))
+
+    for url in ("http://127.0.0.1:8000", "http://localhost:8000", "http://[::1]:8000"):
+        time, troubles = FakeTime(), list[str]()
+        result = run(generate(url, refusing(10)))
+        assert result.tokens == (5,) and 10.0 < time.now < 15.0
+        assert troubles == [f"No verifier answers at {url}. Is `outrider-cloud serve` running there? Trying again."]
+    for url, least_s, most_s in (("http://127.0.0.1:8000", 15.0, 17.0), ("http://192.0.2.1:8000", 1.0, 2.0)):
+        time, troubles = FakeTime(), list[str]()
+        with pytest.raises(CloudError, match=r"No verifier answers .* Gave up after"):
+            run(generate(url, refusing(100)))
+        assert least_s <= time.now < most_s and len(troubles) == 1
+
+
+def test_an_address_on_this_machine_that_answers_with_an_error_is_given_up_soon() -> None:
+    """What answers there has loaded."""
+    time = FakeTime()
+
+    async def generate() -> GenerationResult:
+        transport = httpx.MockTransport(lambda _: httpx.Response(503))
+        async with CloudClient("http://127.0.0.1:8000", transport=transport) as client:
+            return await StreamAgent(Endpoints([client], None, time.sleep, time.clock)).generate(
+                GenerationRequest(PROMPT, max_tokens=1)
+            )
+
+    with pytest.raises(CloudError, match="no cloud endpoint is left after 6 attempts"):
+        run(generate())
+    assert time.now < 2.0
+
+
+def test_a_fallback_that_answers_at_once_is_no_lost_connection() -> None:
+    """Only what failed and what comes next is named, and nothing was lost that had not been open."""
+
+    async def generate(request: GenerationRequest, *handlers: Answer) -> GenerationResult:
+        urls = [f"http://verifier{index}" for index in range(1, 1 + len(handlers))]
+        transports = [httpx.MockTransport(handler) for handler in handlers]
+        clients = [CloudClient(url, transport=each) for url, each in zip(urls, transports, strict=True)]
+        endpoints = Endpoints(clients, RetryPolicy(), time.sleep, time.clock, troubles.append)
+        return await StreamAgent(endpoints).generate(request)
+
+    time, troubles = FakeTime(), list[str]()
+    one = GenerationRequest(PROMPT, max_tokens=1)
+    result = run(generate(one, unreachable, refusing(0)))
+    assert troubles == ["No verifier answers at http://verifier1. Trying http://verifier2."]
+    assert result.tokens == (5,) and result.num_sessions == 1 and time.pauses == []
+    assert not any("lost" in line for line in summary_lines(result))
+    troubles.clear()
+    assert run(generate(one, unreachable, refusing(1))).num_sessions == 1
+    assert troubles == [
+        "No verifier answers at http://verifier1. Trying http://verifier2.",
+        "No verifier answers at http://verifier1 or http://verifier2. Is `outrider-cloud serve` running at one of "
+        "them? Trying again.",
+    ]
+    cut, rest = session(opened(), Commit(base=0, tokens=[5])), session(opened(), Commit(base=0, tokens=[6]), ended())
+    result = run(generate(GenerationRequest(PROMPT, max_tokens=2), Script(cut, unreachable), Script(unreachable, rest)))
+    assert result.tokens == (5, 6) and result.num_sessions == 2
+    assert "the connection was lost and resumed 1 time" in summary_lines(result)
 
 
 def test_pauses_stay_bounded_however_often_it_is_tried() -> None:

@@ -1,4 +1,4 @@
-"""What `outrider run` says about drafting, comparing and servers that do not answer."""
+"""Tests what `outrider run` says about drafting, comparing and servers that do not answer."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from outrider.edge.cli.compare import (
 )
 from outrider.edge.cli.devices_screen import show_devices
 from outrider.edge.cli.exporter import NPU_SHAPES, default_draft, draft_kind
+from outrider.edge.cli.run import _printer, run_once
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import summary_lines
 from outrider.edge.cli.terminal import TokenPrinter
@@ -87,7 +88,7 @@ def test_a_target_that_is_too_fast_for_drafts_is_named_with_its_times() -> None:
     """What the depth controller decided, in its own numbers."""
     measured = estimates(step_ms=2.1)
     depth = CostModelDepth(measured)
-    depth.observe(CommitOutcome(tokens=(1,), num_tested=0, num_right=0, diverged=False, overtaken=False))
+    depth.observe(CommitOutcome(tokens=(1,), num_tested=0, num_matched=0, diverged=False, overtaken=False))
     why = why_undrafted(result(num_drafted=4), agent(measured, depth), None, 10)
     assert why is not None and why.startswith("Drafting would not pay: a target step takes 2.1 ms")
     assert why.endswith("A draft saves 1.3 ms per token on average and costs the server 1.9 ms.")
@@ -147,7 +148,7 @@ class Recording:
 
 
 def test_modes_are_measured_in_turn() -> None:
-    """Each round has both; one text that has no rate is enough to refuse the ratio."""
+    """Each round has both, and the order alternates; one text that has no rate is enough to refuse the ratio."""
     log: list[str] = []
     rounds: list[int] = []
     request = GenerationRequest((1, 2), SamplingParams())
@@ -157,7 +158,7 @@ def test_modes_are_measured_in_turn() -> None:
         return asyncio.run(compare_modes(*modes, request, len(drafted), ["http://192.0.2.1:1"], rounds.append))
 
     found = compare([result(tokens_per_s=rate) for rate in (80.0, 120.0)], [result(tokens_per_s=40.0)] * 2)
-    assert log == ["alone", "drafted"] * 2 and rounds == [1, 2]
+    assert log == ["alone", "drafted", "drafted", "alone"] and rounds == [1, 2]
     assert found.ratios == pytest.approx((2.0, 3.0)) and found.is_same and set(found.typical) == {CLOUD_ONLY, DRAFTED}
     burst = result(arrival_s=(0.1,) * 40)
     refused = compare([result(), burst], [result(), result()])
@@ -168,11 +169,14 @@ def test_a_server_on_this_machine_is_not_somebody_else() -> None:
     """Its time belongs to the measurement; a server elsewhere takes nothing here."""
     with serve_fake() as server, measured_load([server.url, "http://192.0.2.1:1"]) as load:
         assert load._pids == [os.getpid()]  # type: ignore[attr-defined]
+        used_s = load._servers_s()  # type: ignore[attr-defined]
+        assert used_s == pytest.approx(sum(os.times()[:2]), abs=0.5) and used_s > 0.0
+    with measured_load(["http://192.0.2.1:1"]) as elsewhere:
+        assert elsewhere._pids == []  # type: ignore[attr-defined]
     plain = MachineLoad()
     with plain:
         pass
     assert plain.warning() is None  # too short to be judged
-    assert 0.0 <= load.other_share <= 1.0
 
 
 def test_the_time_of_a_server_is_not_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,33 +226,35 @@ def test_where_nothing_answers_the_user_is_asked_whether_a_server_runs() -> None
     """At once, once, and again when it is given up."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-    told: list[str] = []
+    reported: list[str] = []
 
     async def ask() -> None:
         async with CloudClient(url) as client:
-            endpoints = Endpoints([client], RetryPolicy(max_failures=3, first_pause_s=0.0), on_trouble=told.append)
+            endpoints = Endpoints(
+                [client], RetryPolicy(max_failures=3, max_loading_s=0.0, first_pause_s=0.0), on_trouble=reported.append
+            )
             await endpoints.call(lambda client: client.ready())
 
     question = f"No verifier answers at {url}. Is `outrider-cloud serve` running there?"
     with pytest.raises(CloudError) as given_up:
         asyncio.run(ask())
-    assert told == [f"{question} Trying again."]
+    assert reported == [f"{question} Trying again."]
     assert str(given_up.value).startswith(f"{question} Gave up after 3 attempts in ")
 
 
-def test_trouble_of_another_kind_is_told_as_it_is() -> None:
+def test_trouble_of_another_kind_is_reported_as_it_is() -> None:
     """A server that answers with an error is there."""
-    told: list[str] = []
+    reported: list[str] = []
     transport = httpx.MockTransport(lambda request: httpx.Response(503))
 
     async def ask() -> None:
         client = CloudClient("http://127.0.0.1:1", transport=transport)
-        endpoints = Endpoints([client], RetryPolicy(max_failures=2, first_pause_s=0.0), on_trouble=told.append)
+        endpoints = Endpoints([client], RetryPolicy(max_failures=2, first_pause_s=0.0), on_trouble=reported.append)
         await endpoints.call(lambda client: client.ready())
 
     with pytest.raises(CloudError, match="no cloud endpoint is left after 2 attempts"):
         asyncio.run(ask())
-    assert len(told) == 1 and "HTTP 503" in told[0] and "running there" not in told[0]
+    assert len(reported) == 1 and "HTTP 503" in reported[0] and "running there" not in reported[0]
 
 
 def test_a_message_begins_on_a_line_of_its_own() -> None:
@@ -320,6 +326,35 @@ def test_without_the_exporter_a_run_asks_for_a_draft(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("outrider.edge.cli.exporter.is_installed", lambda name: name != "torch")
     with pytest.raises(RuntimeUnavailable, match=r"'torch' is not installed\. Name a draft bundle with --draft"):
         default_draft(AS_BUNDLED)
+
+
+def test_an_empty_prompt_is_refused_before_anything_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an empty file on standard input gives it."""
+
+    def export(choice: DraftChoice) -> Path:
+        pytest.fail("an export was started")
+
+    monkeypatch.setattr("outrider.edge.cli.run.default_draft", export)
+    with pytest.raises(ConfigError, match="the prompt is empty"):
+        run_once(RunOptions(""), Console(file=io.StringIO()), Console(file=io.StringIO()))
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_the_prompt_is_shown_before_the_text_on_a_terminal_only(is_terminal: bool) -> None:
+    """Dim, once, with the first token; a pipe gets the generated text alone."""
+    out, tokenizer = io.StringIO(), fake_tokenizer()
+    console = Console(file=out, force_terminal=is_terminal, color_system="standard" if is_terminal else None)
+    printer = _printer(console, RunOptions("def f(x):\n "), tokenizer.detokenizer())
+    printer.break_line()
+    assert out.getvalue() == ""
+    for token in tokenizer.encode("return"):
+        printer(TokenBatch((token,), 0, 0.0))
+    printer.finish()
+    assert out.getvalue() == ("\x1b[2mdef f(x):\x1b[0m\n\x1b[2m \x1b[0mreturn\n" if is_terminal else "return\n")
+    out.truncate(out.seek(0))
+    printer = _printer(console, RunOptions("Why?", chat=True), tokenizer.detokenizer())
+    printer(TokenBatch(tuple(tokenizer.encode("def")), 0, 0.0))
+    assert out.getvalue() == ("\x1b[2mWhy?\x1b[0m\ndef" if is_terminal else "def")
 
 
 def test_options_that_contradict_each_other_are_refused() -> None:

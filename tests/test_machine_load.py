@@ -1,7 +1,9 @@
-"""A busy machine is noticed where times are measured."""
+"""Tests that a busy machine is noticed where times are measured."""
 
 from __future__ import annotations
 
+import io
+import os
 import subprocess
 import sys
 import time
@@ -12,7 +14,8 @@ import pytest
 from outrider.models import machine_load
 from outrider.models.machine_load import Counters, MachineLoad, read_counters
 
-BURN = "import time\nend = time.monotonic() + {seconds}\nwhile time.monotonic() < end: pass"
+BURN = "import time\nwhile time.process_time() < {seconds}: pass"
+"""Uses so much processor time, an interpreter's start included."""
 
 
 def load_between(monkeypatch: pytest.MonkeyPatch, *readings: Counters) -> MachineLoad:
@@ -117,22 +120,42 @@ def test_nothing_measured_is_nothing_to_warn_of() -> None:
 
 def test_a_child_is_ours_while_it_runs_and_after() -> None:
     before = read_counters().own_s
-    with subprocess.Popen([sys.executable, "-c", BURN.format(seconds=0.4)]) as child:
-        spent = psutil.Process(child.pid)
-        while sum(spent.cpu_times()[:2]) < 0.15:
-            time.sleep(0.02)
-        assert read_counters().own_s - before >= 0.1
+    code = BURN.format(seconds=0.2) + "\nprint(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "\n"
+        assert read_counters().own_s - before >= 0.15
+        child.communicate("\n")
     if sys.platform != "win32":
-        assert read_counters().own_s - before >= 0.1
+        assert read_counters().own_s - before >= 0.15
 
 
 def test_processes_that_are_not_ours_are_noticed() -> None:
-    """The real counters: as many busy processes as there are processors, none of them a descendant."""
-    orphan = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {BURN.format(seconds=2.0)!r}])"
-    for _ in range(psutil.cpu_count() or 1):
-        subprocess.run([sys.executable, "-c", orphan], check=True)
-    time.sleep(0.3)  # an interpreter's start
-    with MachineLoad() as load:
-        time.sleep(1.0)
+    """The real counters: as many busy processes as there are processors, none of them a descendant.
+
+    Each reports when it begins and when it has used its time, so nothing here depends on how fast the machine is.
+    """
+    num_busy = psutil.cpu_count() or 1
+    busy = f"import os\nos.write(1, b'b')\n{BURN.format(seconds=0.4)}\nos.write(1, b'e')"
+    orphan = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {busy!r}])"
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb", buffering=0) as reports:
+        for _ in range(num_busy):
+            subprocess.run([sys.executable, "-c", orphan], check=True, stdout=writer)
+        os.close(writer)
+        seen = b""
+        while seen.count(b"b") < num_busy:
+            seen += _read(reports)
+        with MachineLoad() as load:
+            while seen.count(b"e") < num_busy:
+                seen += _read(reports)
     assert load.other_share > 0.3
     assert load.warning() is not None
+
+
+def _read(reports: io.FileIO) -> bytes:
+    data = reports.read(64)
+    assert data, "a process ended too early"
+    return data

@@ -1,4 +1,4 @@
-"""Runs another command of this installation as a child process and takes what it prints."""
+"""Runs another command of this installation as a child process and returns its output."""
 
 from __future__ import annotations
 
@@ -48,13 +48,17 @@ def run_child_command(arguments: Sequence[str], failure: str) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Lets the child remove what it has half written; ends it for sure."""
-    process.terminate()
+    """Lets the child remove what it has half written; ends it for sure, and at once on a second Ctrl-C."""
     try:
+        process.terminate()
         process.wait(_GRACE_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
 
 
 @contextmanager

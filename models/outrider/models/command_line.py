@@ -131,13 +131,22 @@ def run_app(app: typer.Typer, *, what: str, extra: str) -> NoReturn:
     ends it quietly. what, extra: as `missing_extra` takes them, for packages that are missing.
     """
     tolerate_narrow_encodings()
+    code: int | None = None
     try:
         try:
             code = _run(app, what, extra)
         finally:
-            sys.stdout.flush()  # here, where a closed pipe can still be answered
+            sys.stdout.flush()  # here, where a closed pipe or a full disk can still be answered
     except BrokenPipeError:
-        code = _leave_closed_pipe()
+        code = PIPE_CLOSED
+        _drop_output()
+    except OSError as error:
+        if code is None:
+            raise  # beside a bug's traceback
+        if code != MISTAKE:
+            print_error(str(error.strerror))
+        code = MISTAKE
+        _drop_output()
     sys.exit(code)
 
 
@@ -159,9 +168,10 @@ def _run(app: typer.Typer, what: str, extra: str) -> int:
     except OSError as error:
         if error.errno == errno.EPIPE:
             raise BrokenPipeError from error
-        if error.filename is None:
-            raise  # not a matter of a file that the user named
-        print_error(f"{error.filename}: {error.strerror}")
+        if error.strerror is None:
+            raise  # not the system's answer
+        # Without a name where an open file fails: standard output on a full disk.
+        print_error(error.strerror if error.filename is None else f"{error.filename}: {error.strerror}")
     else:
         return result if isinstance(result, int) else 0
     return MISTAKE
@@ -174,7 +184,8 @@ def _show_usage_error(error: click.ClickException) -> int:
         return error.exit_code
     message = error.format_message()
     if isinstance(error, click.NoSuchOption) and ctx is not None:
-        names = [name for parameter in ctx.command.get_params(ctx) for name in parameter.opts]
+        # An argument's name is no option, though it is in `opts` too.
+        names = [name for each in ctx.command.get_params(ctx) for name in each.opts if name.startswith("-")]
         message = f"No such option {error.option_name!r}.{_closest(error.option_name, names)}"
     print_error(message)
     if ctx is not None:
@@ -204,10 +215,9 @@ def tolerate_narrow_encodings() -> None:
             stream.reconfigure(errors="replace")
 
 
-def _leave_closed_pipe() -> int:
+def _drop_output() -> None:
     # What is still buffered would raise again when the interpreter closes standard output.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return PIPE_CLOSED
 
 
 def require_utf8(text: str, what: str) -> str:

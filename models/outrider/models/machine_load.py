@@ -106,7 +106,7 @@ class MachineLoad:
         return min(1.0, self._share(self._stolen_s))
 
     def warning(self) -> str | None:
-        """What a reader of the measured times must know; None if others took little, or too little was measured."""
+        """Warning for readers of the times; None if others took little, or too little was measured."""
         allowed_s = BUSY_SHARE * self._available_s + self._error_s
         if self._measured_s < SHORTEST_S or self._others_s + self._stolen_s <= allowed_s:
             return None

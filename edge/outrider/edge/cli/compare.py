@@ -1,4 +1,4 @@
-"""Measures a mode beside cloud-only: in turn, several times, and says where a ratio cannot be known."""
+"""Measures a mode and cloud-only in turn, several times, and says why where no ratio can be known."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ DRAFTED: Final = "drafted"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What the rounds came to.
+    """The result of the rounds.
 
     ratios: drafted over cloud-only in tokens per second, one per round; none where `why_not` says why they cannot be
-    known. typical: of each mode, the result with the median speed. is_same: all texts are equal. load: what a reader
-    must know of the machine.
+    known. typical: of each mode, the result with the median speed. is_same: all texts are equal. load: a warning about
+    other processes.
     """
 
     num_rounds: int
@@ -93,21 +93,21 @@ async def compare_modes(
 
 
 def typical(results: Sequence[GenerationResult]) -> GenerationResult:
-    """The one with the median speed, the slower of two; the first where none has a speed."""
+    """The result with the median speed, the slower of the middle two; the first where none has a speed."""
     by_rate = sorted(results, key=lambda result: measured_rate(result) or 0.0)
     return by_rate[(len(by_rate) - 1) // 2]
 
 
 @contextmanager
 def measured_load(urls: Sequence[str]) -> Iterator[MachineLoad]:
-    """What others take of this machine meanwhile; verifiers at `urls` that run here are not others."""
+    """Measures other processes' load; local verifiers at `urls` are not counted."""
     load = _LoadBesideServers([pid for url in urls if (pid := _listener(url)) is not None])
     with load:
         yield load
 
 
 class _LoadBesideServers(MachineLoad):
-    """Counts these processes as part of what is measured."""
+    """Does not count the time of these processes as load."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def _listener(url: str) -> int | None:
     try:
         connections = psutil.net_connections(kind="tcp")
     except psutil.Error:
-        return None  # macOS tells root only
+        return None  # macOS reports it to root only
     port = urlsplit(url).port
     found = (each.pid for each in connections if each.status == psutil.CONN_LISTEN and each.laddr.port == port)
     return next(filter(None, found), None)

@@ -13,7 +13,7 @@ from outrider.models.reference_export import EXPORTER_PACKAGES
 
 WHAT, EXTRA = "the demo exports, serves and drafts on this machine and", "all"
 NEEDED: Final = (*EXPORTER_PACKAGES, "openvino", "httpx", "fastapi", "uvicorn", "prometheus_client", "psutil")
-"""Of all three parts: what is missing is said before minutes go into what is there."""
+"""Packages of all three parts; checked before the export starts."""
 
 
 @takes_options(DemoOptions)

@@ -20,7 +20,7 @@ from outrider.models.sampling import SamplingParams
 class DemoOptions:
     """The command line. The text of prompt i is drawn with seed + i.
 
-    Raises ConfigError where the figures cannot be written: before they are measured.
+    Raises ConfigError before measuring if the file cannot be written.
     """
 
     rtt_ms: Annotated[
@@ -34,9 +34,9 @@ class DemoOptions:
     prompts: Annotated[int, typer.Option(min=1, help="How many texts.")] = 6
     max_tokens: Annotated[int, typer.Option(min=2, max=512, help="Tokens per text.")] = 64
     max_seconds: Annotated[
-        float, typer.Option(min=1.0, help="Time for measuring; what does not fit is left out, and the demo says what.")
+        float, typer.Option(min=1.0, help="Time for measuring; the demo lists what it leaves out.")
     ] = 120.0
-    temperature: Annotated[float, typer.Option(help="0 is greedy; greedy text of so small a model loops.")] = 0.8
+    temperature: Annotated[float, typer.Option(help="0 is greedy; a model this small then repeats itself.")] = 0.8
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same texts.")] = 0
     draft_device: DraftDevice = None
     runtime: Runtime = None

@@ -23,17 +23,17 @@ from outrider.reference import load_prompts
 
 MAIN_RTT_MS = 10.0
 OTHER_RTTS_MS = (0.0, 50.0, 100.0)
-"""Round trips of the second table, and with `NUM_OTHER` texts each: enough to see which way it goes."""
+"""Round trips of the second table, with `NUM_OTHER` texts each: enough to show the trend."""
 NUM_OTHER = 2
 MAIN_SHARE = 0.6
-"""Part of the time that the first table may take where there is a second."""
+"""Share of the time for the first table where there is a second."""
 
 Sweep = dict[float, dict[str, ModeFigures]]
 
 
 @dataclass(slots=True)
 class Measured:
-    """What the demo measured. left_out: sentences about what there was no time for. load: what others took."""
+    """What the demo measured. left_out: what was skipped for lack of time. load: warning about other processes."""
 
     figures: dict[str, ModeFigures]
     sweep: Sweep = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Measured:
 
 
 def run_demo(options: DemoOptions, console: Console) -> None:
-    """The whole demonstration. Raises OutriderError; however it ends, no process is left behind."""
+    """Runs the demo. Raises OutriderError; however it ends, no process is left behind."""
     require_asked_device(options.choice)  # before minutes go into an export for it
     screen = DemoScreen(console)
     screen.show_intro(options)
@@ -151,10 +151,10 @@ def report(options: DemoOptions, lab: Lab, measured: Measured) -> dict[str, obje
     }
 
 
-def _rounded(value: float) -> float:
-    """Four decimals; JSON has no NaN, and a text too short to have a rate has none."""
+def _rounded(value: float) -> float | None:
+    """Four decimals; None for NaN, which JSON lacks: the texts were too short for such a number."""
     if isinstance(value, float):
-        return round(value, 4) if math.isfinite(value) else 0.0
+        return round(value, 4) if math.isfinite(value) else None
     return value
 
 

@@ -31,7 +31,7 @@ class DemoScreen:
         self._console = console
 
     def show_intro(self, options: DemoOptions) -> None:
-        """What comes, and what it is worth."""
+        """Introduces the demo and its limits."""
         self._console.rule("Outrider: a draft here, the target in the cloud")
         self._console.print(
             "The reference pair was trained on the Python standard library. It completes Python source; it is not a "
@@ -46,7 +46,7 @@ class DemoScreen:
             )
         self._console.print(
             "The first time the pair is exported, which takes one to three minutes; then it comes from the cache. "
-            f"Measuring takes {options.max_seconds:.0f} s at most.",
+            f"Measuring takes about {options.max_seconds:.0f} s at most.",
             highlight=False,
         )
 
@@ -84,7 +84,7 @@ class DemoScreen:
 
     @contextmanager
     def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
-        """A bar that is gone when it is full; call what it gives once a text."""
+        """A bar that disappears when it is full; gives a function to call after each text."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         # Once a second: drawing happens on the agent's core.
         with Progress(*columns, console=self._console, transient=True, refresh_per_second=1) as progress:
@@ -119,13 +119,15 @@ class DemoScreen:
         left_out: Sequence[str],
         load: str | None,
     ) -> None:
-        """What the figures mean, and what they are worth."""
+        """Explains the figures and their limits."""
         self._console.print(
-            "tokens/s leaves out the prompt. Bytes are of bodies, prompt included. Acceptance: accepted over judged "
+            "tokens/s leaves out the prompt. Bytes are of bodies, prompt included. Acceptance: accepted / tested "
             "drafted tokens.",
             style="dim",
             highlight=False,
         )
+        if any(not math.isfinite(f.tokens_per_s) for f in figures.values()):
+            self._console.print("-: too short to measure a rate. Raise --max-tokens.", style="dim", highlight=False)
         if left_out:
             self._console.print(
                 f"Left out for lack of time: {' and '.join(left_out)}. --max-seconds {2 * options.max_seconds:.0f} "
@@ -155,7 +157,7 @@ def _table(title: str) -> Table:
 
 
 def _number(value: float, digits: int) -> str:
-    """NaN is a text too short to have such a number."""
+    """A dash for NaN: the text was too short for this number."""
     return f"{value:.{digits}f}" if math.isfinite(value) else "-"
 
 
@@ -174,4 +176,4 @@ ROWS: Final[dict[str, Callable[[str, ModeFigures], str]]] = {
     "bytes down per token": lambda mode, f: f"{f.bytes_down_per_token:.0f}",
     "same text": lambda mode, f: "yes" if f.identical else f"{f.num_different} not",
 }
-"""The rows of the main table: what is shown of a mode's figures. 60 columns hold them."""
+"""Rows of the main table, and how each shows a mode's figures. They fit into 60 columns."""

@@ -1,4 +1,4 @@
-"""Lists what can draft here: `outrider devices`."""
+"""Lists the devices that can draft here: `outrider devices`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DRAFTS: Final[dict[tuple[ModelRuntime, Device], str]] = {
     ("onnxruntime", "cpu"): "--device cpu --runtime onnxruntime",
     ("onnxruntime", "gpu"): "--device gpu --runtime onnxruntime",
 }
-"""Options of `outrider-export draft`, by the runtime and the device that the draft is for."""
+"""Options of `outrider-export draft`, by the draft's runtime and device."""
 
 
 COLUMNS: Final = ("runtime", "device", "what it is", "outrider-export draft")
@@ -40,7 +40,7 @@ COLUMNS: Final = ("runtime", "device", "what it is", "outrider-export draft")
 def devices(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
 ) -> None:
-    """List the devices that can draft here, and say what would help where one is missing."""
+    """List the devices that can draft here, with advice for missing ones."""
     found = [find_runtime(runtime) for runtime in RUNTIME_NAMES]
     if as_json:
         typer.echo(json.dumps(devices_as_json(found), indent=2))
@@ -49,12 +49,12 @@ def devices(
 
 
 def devices_as_json(found: list[FoundRuntime]) -> dict[str, object]:
-    """What was found, and of what was not, what would help."""
+    """The devices found, and advice for missing ones."""
     return {"runtimes": [each.as_json() for each in found], "missing": _missing(found)}
 
 
 def show_devices(console: Console, found: list[FoundRuntime]) -> None:
-    """The devices that are here as a table, or one below the other where that is too wide; then what would help."""
+    """Prints the devices found as a table, or as a list where that is too wide; then advice for missing ones."""
     rows = [row for each in found for row in _rows(each)]
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in COLUMNS:
@@ -85,7 +85,7 @@ def _rows(found: FoundRuntime) -> Iterator[tuple[str, ...]]:
 
 
 def _missing(found: list[FoundRuntime]) -> list[dict[str, str]]:
-    """Of runtimes that are installed: devices that drafts are made for and that are not here."""
+    """Devices that drafts can be made for and that an installed runtime does not find, with advice."""
     installed = {each.runtime: each for each in found if each.version is not None}
     return [
         {"runtime": runtime, "name": RUNTIME_NAMES[runtime], "device": device, "help": advice(runtime, device)}

@@ -15,7 +15,7 @@ DraftDevice = Annotated[
 ]
 Runtime = Annotated[
     DraftRuntime | None,
-    typer.Option(help="What drafts; default: the bundle's runtime. ngram repeats what the text said before."),
+    typer.Option(help="What drafts; default: the bundle's runtime. ngram copies earlier passages of the text."),
 ]
 EmulateNpu = Annotated[bool, typer.Option("--emulate-npu", help="Run the NPU path on the CPU, to try it; slow.")]
 Provider = Annotated[

@@ -24,7 +24,7 @@ app = make_app("The device side of Outrider: drafts here, the target verifies in
 def run(options: RunOptions) -> None:
     """Generate a text: accepted drafted tokens are green, the target's own plain.
 
-    The text goes to standard output, everything else to standard error.
+    The text goes to standard output, after the prompt where that is a terminal; everything else to standard error.
     """
     options = replace(options, prompt=_prompt(options.prompt), seed=options.params.seed)
     with importing(WHAT, EXTRA):
@@ -33,7 +33,7 @@ def run(options: RunOptions) -> None:
 
 
 def _prompt(given: str | None) -> str:
-    """The argument or what standard input holds."""
+    """The prompt: the argument, or standard input."""
     if given is None and sys.stdin.isatty():
         raise click.UsageError(
             'Missing argument PROMPT. Write `outrider run "def walk(path):"`, or pipe the text in.',

@@ -1,4 +1,7 @@
-"""Runs one generation from the terminal. The text goes to standard output, all that is about it to standard error."""
+"""Runs one generation from the terminal.
+
+The text goes to standard output, statistics and messages to standard error.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,18 @@ from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent, OpenDraft, make_agent, make_depth, open_draft_bundle, open_drafter
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.command_line import print_line
+from outrider.models.detokenizer import StreamingDetokenizer
+from outrider.models.errors import ConfigError
 from outrider.models.reference_export import REFERENCE
 from outrider.models.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A generation: the one that was shown, and the one whose numbers are reported.
+    """The generation that was shown, and the one whose numbers are reported.
 
-    With a comparison that is a typical one of its rounds, since the first warms everything up. undrafted: why the draft
-    brought nothing, if it did not.
+    They differ with --compare: the first warms everything up, so a typical one of the rounds is reported. undrafted:
+    why the draft contributed nothing; None if it did.
     """
 
     shown: GenerationResult
@@ -40,16 +45,18 @@ class Ran:
 
 
 def run_once(options: RunOptions, out: Console, about: Console) -> None:
-    """Generates, shows and sums up; raises OutriderError. out: for the text. about: for everything else."""
+    """Generates a text, shows it and its statistics; raises OutriderError. out: the text. about: everything else."""
     make_depth(options.depth, Estimates())  # a wrong option is found before a model is loaded
     for url in options.cloud:
         verifier_url(url)
+    if options.draft == REFERENCE and not options.prompt:
+        raise ConfigError("the prompt is empty; expected a text to continue")  # before an export of minutes
     bundle = open_draft_bundle(default_draft(options.choice) if options.draft == REFERENCE else options.draft)
     tokenizer = bundle.tokenizer()
     request = make_request(options, tokenizer, bundle.manifest.tokenizer_fingerprint)
     is_drafted = options.mode is not Mode.CLOUD_ONLY
     draft = open_drafter(bundle, options.choice, options.threads) if is_drafted else None
-    printer = None if options.as_json else TokenPrinter(out, tokenizer.detokenizer(context=request.prompt))
+    printer = None if options.as_json else _printer(out, options, tokenizer.detokenizer(context=request.prompt))
     with closing(draft.drafter) if draft is not None else nullcontext():
         if draft is not None:
             for note in draft.placement.notes:
@@ -58,7 +65,7 @@ def run_once(options: RunOptions, out: Console, about: Console) -> None:
             ran = asyncio.run(_generate(options, request, draft, printer, about))
         finally:
             if printer is not None:
-                printer.break_line()  # of a text that an error or Ctrl-C has cut short
+                printer.break_line()  # an error or Ctrl-C may have interrupted the text
     if options.as_json:
         out.print_json(json.dumps(_document(options, ran, draft, tokenizer)), ensure_ascii=out.options.ascii_only)
         return
@@ -73,8 +80,14 @@ def run_once(options: RunOptions, out: Console, about: Console) -> None:
     print_line(about, f"seed {options.params.seed}", "dim")
 
 
+def _printer(out: Console, options: RunOptions, detokenizer: StreamingDetokenizer) -> TokenPrinter:
+    """Shows the prompt too on a terminal; a file or a pipe gets the generated text only."""
+    prompt = options.prompt if out.is_terminal and options.prompt else ""
+    return TokenPrinter(out, detokenizer, f"{prompt}\n" if prompt and options.chat else prompt)
+
+
 def make_request(options: RunOptions, tokenizer: Tokenizer, fingerprint: str) -> GenerationRequest:
-    """The text to ask for. stop_ids stay unset: the target's own end tokens rule, which need not be the draft's."""
+    """The request for the prompt. stop_ids stay unset: the target's end tokens count, not the draft's."""
     assert options.prompt is not None
     text = options.prompt
     if options.chat:

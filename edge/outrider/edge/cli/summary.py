@@ -10,7 +10,7 @@ from outrider.edge.results import GenerationResult, Mode
 
 
 def mode_numbers(result: GenerationResult) -> dict[str, float | None]:
-    """What one mode did, with the keys that every report of Outrider uses; None where there is no such number.
+    """The numbers of one mode, under the keys that every report of Outrider uses; None where a number is unknown.
 
     itl is the inter-token latency: tokens that arrive together have gaps of 0 between them. Bytes are of bodies.
     """
@@ -82,7 +82,7 @@ def _acceptance(result: GenerationResult) -> str:
 
 
 def draft_lines(placement: Placement, num_prompt: int, num_tokens: int) -> list[str]:
-    """What drafted, for a terminal; and from where on it did not, if the text outgrew the draft."""
+    """What drafted, and where drafting stopped, if the text exceeds the draft's length."""
     lines = [f"drafted by: {placement.words}"]
     longest = placement.max_positions
     if longest is not None and num_prompt + num_tokens > longest:

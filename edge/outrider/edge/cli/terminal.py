@@ -10,17 +10,24 @@ from outrider.models.detokenizer import StreamingDetokenizer
 
 DRAFT_STYLE = "green"
 """Accepted drafted tokens; the target's own have no style."""
+PROMPT_STYLE = "dim"
 
 
 class TokenPrinter:
-    """An `OnTokens` that prints. Call `finish` after the last batch: half a character may be waiting for its rest."""
+    """An `OnTokens` that prints. Call `finish` after the last batch: half a character may be waiting for its rest.
 
-    def __init__(self, console: Console, detokenizer: StreamingDetokenizer) -> None:
+    prompt: printed before the first token, so that no message comes between it and the text.
+    """
+
+    def __init__(self, console: Console, detokenizer: StreamingDetokenizer, prompt: str = "") -> None:
         self._console = console
         self._detokenizer = detokenizer
+        self._prompt = prompt
         self._is_in_line = False
 
     def __call__(self, batch: TokenBatch) -> None:
+        self._print(self._prompt, PROMPT_STYLE)
+        self._prompt = ""
         self._print(self._detokenizer.push(list(batch.tokens[: batch.num_accepted])), DRAFT_STYLE)
         self._print(self._detokenizer.push(list(batch.tokens[batch.num_accepted :])), "")
 
@@ -31,7 +38,7 @@ class TokenPrinter:
         self._is_in_line = False
 
     def break_line(self) -> None:
-        """Ends a line that has been begun, so that a message stands on its own."""
+        """Ends an unfinished line, so that a message stands on its own."""
         if self._is_in_line:
             self._console.print()
             self._is_in_line = False

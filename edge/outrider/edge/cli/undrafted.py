@@ -1,4 +1,4 @@
-"""Says why a generation got nothing, or next to nothing, from its draft."""
+"""Says why a generation got few or no tokens from its draft."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationResult
 
 FEW: Final = 0.05
-"""A draft that wrote less than this share of a text has brought nothing."""
+"""A draft that wrote at most this share of a text counts as useless."""
 
 
 def why_undrafted(result: GenerationResult, agent: Agent, max_positions: int | None, num_prompt: int) -> str | None:
-    """One sentence for the user; None where drafts were accepted, or nothing was to draft.
+    """One or two sentences for the user; None where drafts were accepted, or nothing was to be drafted.
 
     max_positions: longest sequence that the draft holds; None: no limit.
     """

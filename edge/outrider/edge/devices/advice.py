@@ -1,8 +1,8 @@
 """Says why a runtime sees no NPU or GPU here, as far as the system shows, and what the user can do about it.
 
-Linux shows device nodes, who may open them, and which kernel modules are loaded. What the vendors' own documents ask
-for: docs/overview.md of github.com/intel/linux-npu-driver, and OpenVINO's "Configurations for Intel NPU"
-and "... for Intel Processor Graphics". Knows no runtime's interface, and opens no device.
+Linux shows device nodes, who may open them, and which kernel modules are loaded. The requirements come from the
+vendors: docs/overview.md of github.com/intel/linux-npu-driver, and OpenVINO's "Configurations for Intel NPU" and
+"... for Intel Processor Graphics". Knows no runtime's interface, and opens no device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _may_use(node: Path) -> bool:
 
 
 def npu_advice(platform: str = sys.platform, root: Path = Path("/"), may_use: Access = _may_use) -> str:
-    """What stands between this machine and OpenVINO's NPU device, one or two sentences.
+    """Why OpenVINO sees no NPU, and what helps: one or two sentences.
 
     platform: as `sys.platform`. root: where /dev and /sys are. may_use: whether this user may open a node.
     """
@@ -59,7 +59,7 @@ def npu_advice(platform: str = sys.platform, root: Path = Path("/"), may_use: Ac
 
 
 def gpu_advice(platform: str = sys.platform, root: Path = Path("/"), may_use: Access = _may_use) -> str:
-    """What stands between this machine and OpenVINO's GPU device, one to three sentences."""
+    """Why OpenVINO sees no GPU, and what helps: one to three sentences."""
     other = "An NVIDIA GPU is driven by ONNX Runtime: `outrider-export draft MODEL --device gpu --runtime onnxruntime`."
     if platform == "win32":
         return f"An Intel GPU needs Intel's graphics driver. {other}"
@@ -77,7 +77,7 @@ def gpu_advice(platform: str = sys.platform, root: Path = Path("/"), may_use: Ac
 
 
 def provider_advice(device: str) -> str:
-    """What ONNX Runtime needs for a "gpu" or an "npu", one or two sentences."""
+    """Packages and drivers that ONNX Runtime needs for a "gpu" or an "npu": one or two sentences."""
     if device == "npu":
         return (
             "Its providers for NPUs are packages of their own, beside the vendor's driver: onnxruntime-qnn (Qualcomm), "

@@ -1,4 +1,4 @@
-"""Lists the devices that the draft runtimes see on this machine, and says what would help where one is missing.
+"""Lists the devices that the draft runtimes see on this machine, with advice for missing ones.
 
 Knows nothing of bundles: which may run where is `placement`'s business. Listing changes and compiles nothing.
 """
@@ -28,18 +28,18 @@ _PROVIDER_DEVICES: Final[dict[str, Device]] = {
     "VitisAIExecutionProvider": "npu",
     "WebGpuExecutionProvider": "gpu",
 }
-"""What ONNX Runtime's execution providers run on; the others report their devices themselves."""
+"""Devices of ONNX Runtime's execution providers; the others report theirs."""
 
 
 def install_advice(runtime: ModelRuntime) -> str:
-    """What to say of a runtime whose package is missing."""
+    """Advice for a runtime whose package is missing."""
     extra = "edge" if runtime == "openvino" else "edge-onnxruntime"
     return f'not installed; run: pip install "outrider[{extra}]"'
 
 
 @dataclass(frozen=True, slots=True)
 class FoundDevice:
-    """One device. name: as the runtime calls it ("GPU.1", "CUDAExecutionProvider"). full_name: what it is, in words.
+    """One device. name: as the runtime calls it ("GPU.1", "CUDAExecutionProvider"). full_name: its product name.
 
     device: its kind; None where the runtime does not say. driver: its version, where reported.
     """
@@ -52,7 +52,7 @@ class FoundDevice:
 
 @dataclass(frozen=True, slots=True)
 class FoundRuntime:
-    """What one runtime has here. version: None where its package is not installed; then there are no devices."""
+    """One runtime's version and devices. version: None if its package is not installed; then there are no devices."""
 
     runtime: ModelRuntime
     version: str | None
@@ -78,9 +78,9 @@ def find_runtime(runtime: ModelRuntime) -> FoundRuntime:
 
 
 def require_device(runtime: ModelRuntime, device: Device, found: FoundRuntime | None = None) -> None:
-    """Raises RuntimeUnavailable unless `runtime` has `device` here: what was found, what is missing, what helps.
+    """Raises RuntimeUnavailable, with advice, unless `runtime` has `device` here.
 
-    found: of an earlier `find_runtime(runtime)`.
+    found: result of an earlier `find_runtime(runtime)`.
     """
     found = found or find_runtime(runtime)
     name = RUNTIME_NAMES[runtime]
@@ -96,7 +96,7 @@ def require_device(runtime: ModelRuntime, device: Device, found: FoundRuntime | 
 
 
 def advice(runtime: ModelRuntime, device: Device) -> str:
-    """What helps where `device` is missing: whole sentences."""
+    """Advice for a missing `device`, in full sentences."""
     if device == "cpu":
         return f"This installation of {RUNTIME_NAMES[runtime]} is broken: install it again."
     if runtime == "onnxruntime":
@@ -107,7 +107,7 @@ def advice(runtime: ModelRuntime, device: Device) -> str:
 
 
 def device_of_provider(provider: str) -> Device | None:
-    """What an execution provider of ONNX Runtime runs on; None where its name does not say."""
+    """The device of an execution provider of ONNX Runtime; None where its name does not say."""
     return _PROVIDER_DEVICES.get(provider)
 
 

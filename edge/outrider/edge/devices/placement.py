@@ -1,9 +1,9 @@
 """Decides where a draft runs, from the user's options, the bundle and the devices that are here.
 
-A bundle was let through by a numerical check in one runtime (`manifest.report.parity`), and converters and runtimes
-can be silently wrong, so it is never run in another: not in ONNX Runtime instead of OpenVINO, and not in OpenVINO's
-paged attention instead of its NPU path, although both read the same files. Another *device* of the same runtime is
-allowed, and said once it is open. Nothing is replaced in silence: a missing device is an error, not a slower device.
+A bundle passed its numerical check in one runtime (`manifest.report.parity`). Converters and runtimes can be silently
+wrong, so it never runs in another: not in ONNX Runtime instead of OpenVINO, and not in OpenVINO's paged attention
+instead of its NPU path, although both read the same files. Another *device* of the same runtime is allowed, with a note
+to the user. Nothing is replaced in silence: a missing device is an error, not a slower device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EMULATED_NPU: Final = "NPU path emulated on the CPU"
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """What the user said about the draft; None leaves it to the bundle. Raises ConfigError for a contradiction.
+    """The user's options for the draft; None leaves it to the bundle. Raises ConfigError for a contradiction.
 
     provider: an execution provider of ONNX Runtime by its full name, or "prefer-npu", in place of a device.
     """
@@ -40,26 +40,29 @@ class DraftChoice:
 
     def __post_init__(self) -> None:
         if self.runtime == "ngram" and (self.device or self.emulate_npu or self.provider):
-            raise ConfigError("n-gram lookup has no model, so no device runs it; leave --draft-device and the like out")
+            raise ConfigError(
+                "n-gram lookup has no model, so no device runs it; leave out --draft-device, --emulate-npu and "
+                "--provider"
+            )
         if self.emulate_npu and self.device not in (None, "npu"):
             raise ConfigError(
                 f"--emulate-npu runs the NPU path, and --draft-device asks for {self.device}; leave one of them out"
             )
         if self.emulate_npu and (self.runtime == "onnxruntime" or self.provider):
-            raise ConfigError("--emulate-npu runs OpenVINO's NPU path; leave out what asks for ONNX Runtime")
+            raise ConfigError("--emulate-npu runs OpenVINO's NPU path; leave out --runtime onnxruntime or --provider")
         if self.provider and (self.device or self.runtime == "openvino"):
             raise ConfigError(
-                "--provider names what ONNX Runtime runs a draft on; leave --draft-device and --runtime openvino out"
+                "--provider names what ONNX Runtime runs a draft on; leave out --draft-device and --runtime openvino"
             )
 
     @property
     def wanted_device(self) -> Device | None:
-        """The device that was asked for by its kind."""
+        """The kind of device that the user asked for."""
         return "npu" if self.emulate_npu else self.device
 
     @property
     def wanted_runtime(self) -> DraftRuntime | None:
-        """The runtime that was asked for, by name or by one of its providers."""
+        """The runtime that the user asked for, by name or by one of its providers."""
         return "onnxruntime" if self.provider else self.runtime
 
 
@@ -69,12 +72,11 @@ AS_BUNDLED: Final = DraftChoice()
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What drafts, and on what.
+    """Runtime and device of the draft.
 
-    device: its kind; None without a model, or before a provider that is free to choose has chosen. open_on: what
-    `RuntimeOptions.device` is to be. provider: what runs it, as its runtime reports once it is loaded; in ONNX
-    Runtime an execution provider. max_positions: longest sequence that it drafts for, likewise. notes: what the user
-    should know, whole sentences.
+    device: its kind; None without a model, or while a provider has yet to choose. open_on: value for
+    `RuntimeOptions.device`. provider: the device, or ONNX Runtime's execution provider, that the open runtime reports.
+    max_positions: longest sequence that the open draft holds. notes: for the user, in full sentences.
     """
 
     runtime: DraftRuntime
@@ -114,8 +116,8 @@ class Placement:
 def place_draft(manifest: Manifest, choice: DraftChoice, found: FoundRuntime | None = None) -> Placement:
     """Where the draft of `manifest` runs.
 
-    found: the devices of its runtime, if they are known already. Raises ConfigError, with the export command that makes
-    the right bundle, where this one may not run as was asked; RuntimeUnavailable where the device is not here.
+    found: the devices of its runtime, if they are known already. Raises ConfigError if the bundle may not run as asked,
+    with the command that exports one that may; RuntimeUnavailable if the device is not here.
     """
     if choice.runtime == "ngram":
         return Placement("ngram")
@@ -136,9 +138,9 @@ def place_draft(manifest: Manifest, choice: DraftChoice, found: FoundRuntime | N
 
 
 def opened_as(placement: Placement, manifest: Manifest, provider: str, max_positions: int) -> Placement:
-    """What is known of a placement once its runtime is open; a note if the draft was not checked where it runs.
+    """The placement with what the open runtime reports; a note if the draft was not checked on this device.
 
-    provider: what the runtime says that it runs on.
+    provider: what the runtime reports that it runs on.
     """
     device = placement.device
     if placement.runtime == "onnxruntime":
@@ -156,7 +158,7 @@ def opened_as(placement: Placement, manifest: Manifest, provider: str, max_posit
 
 
 def require_asked_device(choice: DraftChoice) -> None:
-    """Raises RuntimeUnavailable if a device that was named is not here: before there is a bundle, or work to lose."""
+    """Raises RuntimeUnavailable if a device that was named is not here: before any export."""
     if choice.runtime != "ngram" and choice.device is not None and not choice.emulate_npu:
         # Where only the device was named, bundles are made for OpenVINO.
         require_device(choice.runtime or "openvino", choice.device)
@@ -171,12 +173,10 @@ def _drafting_runtime(manifest: Manifest) -> ModelRuntime:
 
 
 def _other_bundle(manifest: Manifest, runtime: str, device: Device) -> ConfigError:
-    is_for_npu = (manifest.device, device) == ("npu", "cpu")
-    emulated = ", or try its NPU path on the CPU with --emulate-npu" if is_for_npu else ""
     # Drafts are made for an NPU in OpenVINO only; ONNX Runtime's for the CPU may be tried on one.
     made_for = "cpu" if (runtime, device) == ("onnxruntime", "npu") else device
     return ConfigError(
         f"{manifest.name} is a bundle for {manifest.runtime} on {manifest.device} and was checked as such; {runtime} "
         f"on {device} runs other code. Make a bundle for that with `outrider-export draft MODEL --device {made_for} "
-        f"--runtime {runtime}`{emulated}"
+        f"--runtime {runtime}`"
     )

@@ -86,10 +86,10 @@ class DraftAhead:
         if not outcome.tokens:
             return outcome
         self._estimates.on_commit(outcome, self._confidences, interval_ms)
-        self._confidences = self._confidences[outcome.num_right :] if self._belief.num_drafted else []
+        self._confidences = self._confidences[outcome.num_matched :] if self._belief.num_drafted else []
         if outcome.diverged or outcome.overtaken:
             # The current run drafts after a rejected token, or drafts tokens already known.
-            self._num_agreed = min(self._num_agreed, len(self._request.prompt) + known_before + outcome.num_right)
+            self._num_agreed = min(self._num_agreed, len(self._request.prompt) + known_before + outcome.num_matched)
             if self._run is not None:
                 self._run.is_cancelled = True
         self._has_unsent = self._has_unsent and self._belief.num_drafted > 0

@@ -16,14 +16,14 @@ from outrider.models.errors import CloudError
 class CommitOutcome:
     """The effect of one commit on the belief.
 
-    tokens: the newly known tokens (empty for a duplicate). num_right: how many of them were drafted.
+    tokens: the newly known tokens (empty for a duplicate). num_matched: how many of them equal the drafted ones.
     num_tested: drafted tokens that the commit tested: up to the first rejected one, and not beyond.
     diverged: a drafted token was rejected, so everything drafted from there on is dropped.
     overtaken: all drafted tokens were accepted, and the commit goes beyond them.
     """
 
     tokens: tuple[int, ...]
-    num_right: int
+    num_matched: int
     num_tested: int
     diverged: bool
     overtaken: bool
@@ -88,14 +88,14 @@ class Belief:
         if base < 0 or list(tokens[:overlap]) != self._known[base : base + len(tokens)]:
             raise CloudError(f"the cloud's commit at token {base} contradicts what it committed before")
         fresh = tuple(tokens[overlap:])
-        num_right = 0
-        while num_right < min(len(fresh), len(self._drafted)) and fresh[num_right] == self._drafted[num_right]:
-            num_right += 1
-        diverged = num_right < min(len(fresh), len(self._drafted))
-        overtaken = not diverged and len(fresh) > num_right
+        num_matched = 0
+        while num_matched < min(len(fresh), len(self._drafted)) and fresh[num_matched] == self._drafted[num_matched]:
+            num_matched += 1
+        diverged = num_matched < min(len(fresh), len(self._drafted))
+        overtaken = not diverged and len(fresh) > num_matched
         self._known.extend(fresh)
         if diverged:
             self._drafted.clear()
         else:
-            del self._drafted[:num_right]
-        return CommitOutcome(fresh, num_right, num_right + diverged, diverged, overtaken)
+            del self._drafted[:num_matched]
+        return CommitOutcome(fresh, num_matched, num_matched + diverged, diverged, overtaken)

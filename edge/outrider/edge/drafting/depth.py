@@ -108,7 +108,7 @@ class ThresholdDepth:
         """Changes the depth by at most one."""
         if not outcome.num_tested:
             return
-        self._accepted.add(outcome.num_right, outcome.num_tested)
+        self._accepted.add(outcome.num_matched, outcome.num_tested)
         rate = self._accepted.value
         if rate > self._target + self._band:
             self._depth = min(self._max, self._depth + 1)
@@ -194,7 +194,7 @@ class CostModelDepth:
         return min(range(1, self._options.max_depth + 1), key=per_token)
 
     def _schedule_probe(self, outcome: CommitOutcome) -> None:
-        if outcome.num_right:
+        if outcome.num_matched:
             self._probe_gap = 1
         elif outcome.num_tested:
             self._probe_gap = min(self._options.max_probe_gap, 2 * self._probe_gap)

@@ -68,9 +68,9 @@ class Estimates:
     def on_commit(self, outcome: CommitOutcome, confidences: Sequence[float], interval_ms: float | None) -> None:
         """Takes a commit; `confidences` begin with those of the `outcome.num_tested` drafted tokens that it tested."""
         if outcome.num_tested:
-            self.accepted.add(outcome.num_right, outcome.num_tested)
+            self.accepted.add(outcome.num_matched, outcome.num_tested)
         for i in range(outcome.num_tested):
-            self._buckets[_bucket(confidences[i])].add(float(i < outcome.num_right), 1.0)
+            self._buckets[_bucket(confidences[i])].add(float(i < outcome.num_matched), 1.0)
         if interval_ms is not None and outcome.tokens:
             self._interval.add(interval_ms, 1.0)
             self._tokens_per_commit.add(len(outcome.tokens), 1.0)

@@ -39,11 +39,11 @@ def why_no_rate(result: GenerationResult) -> str | None:
 class ModeFigures:
     """Times are medians over the texts; rates of counts are ratios of sums over all of them.
 
-    tokens_per_s: without the prefill, see `GenerationResult.tokens_per_s`. ttft_ms: to the first token.
+    tokens_per_s: without the prefill, see `measured_rate`; NaN where no text has a rate. ttft_ms: to the first token.
     itl_ms_p50, itl_ms_p95: inter-token latency; tokens that arrive together are 0 apart.
-    acceptance_rate: accepted over judged drafted tokens, 0 when none was judged. tokens_per_pass and passes_per_token:
+    acceptance_rate: accepted / tested drafted tokens; 0 if none was tested. tokens_per_pass and passes_per_token:
     of the target. bytes_*: bodies, the prompt included; header_bytes_*: HTTP's own.
-    speed_up: median over the texts of tokens_per_s over that of the baseline.
+    speed_up: median over the texts of tokens_per_s over that of the baseline; NaN likewise.
     identical: every text equals the baseline's; num_different counts those that do not.
     """
 
@@ -78,7 +78,7 @@ def _figures(texts: Sequence[GenerationResult], baseline: Sequence[GenerationRes
     pairs = list(zip(texts, baseline, strict=True))
     num_different = sum(text.tokens != base.tokens for text, base in pairs)
     return ModeFigures(
-        tokens_per_s=median_of(text.tokens_per_s for text in texts),
+        tokens_per_s=median_of(map(_rate, texts)),
         ttft_ms=median_of(text.ttft_ms for text in texts),
         itl_ms_p50=median_of(text.gap_ms(50) for text in texts),
         itl_ms_p95=median_of(text.gap_ms(95) for text in texts),
@@ -89,7 +89,7 @@ def _figures(texts: Sequence[GenerationResult], baseline: Sequence[GenerationRes
         bytes_down_per_token=wire.body_down / max(1, num_tokens),
         header_bytes_up_per_token=wire.headers_up / max(1, num_tokens),
         header_bytes_down_per_token=wire.headers_down / max(1, num_tokens),
-        speed_up=median_of(text.tokens_per_s / base.tokens_per_s for text, base in pairs),
+        speed_up=median_of(_rate(text) / _rate(base) for text, base in pairs),
         identical=num_different == 0,
         num_different=num_different,
         num_texts=len(texts),
@@ -97,7 +97,12 @@ def _figures(texts: Sequence[GenerationResult], baseline: Sequence[GenerationRes
     )
 
 
+def _rate(text: GenerationResult) -> float:
+    rate = measured_rate(text)
+    return math.nan if rate is None else rate
+
+
 def median_of(values: Iterable[float]) -> float:
-    """The median of what is finite; NaN of nothing (a text too short to have a rate says nothing)."""
+    """The median of the finite values; NaN if there is none."""
     finite = [value for value in values if math.isfinite(value)]
     return median(finite) if finite else float("nan")

@@ -137,14 +137,17 @@ async def interleave(
 ) -> Results:
     """Every mode on the first request, then every mode on the second, ...: what changes on the machine hits all.
 
-    has_time: asked before each request but the first; False leaves out the rest.
+    The order is reversed from one request to the next, so that no mode is always the first. has_time: asked before each
+    request but the first; False leaves out the rest.
     """
     results: Results = {name: [] for name in modes}
+    order = list(modes)
     for index, request in enumerate(requests):
         if index and not has_time():
             break
-        for name, mode in modes.items():
-            result = await mode.generate(request)
+        for name in order:
+            result = await modes[name].generate(request)
             results[name].append(result)
             on_result(name, result)
+        order.reverse()
     return results

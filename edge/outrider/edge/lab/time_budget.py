@@ -15,7 +15,7 @@ class TimeBudget:
 
     @property
     def left_s(self) -> float:
-        """What is left, 0 at the least."""
+        """Seconds left, at least 0."""
         return max(0.0, self._ends_at - self._clock())
 
     def part(self, share: float) -> TimeBudget:

@@ -81,6 +81,7 @@ class CloudClient:
     ) -> None:
         options = options or ClientOptions()
         self.url = verifier_url(url)
+        self.is_local = is_loopback(urlsplit(self.url).hostname or "")
         self._stream_timeout = httpx.Timeout(
             options.timeout_s, connect=options.connect_timeout_s, read=options.stream_timeout_s
         )
@@ -93,12 +94,13 @@ class CloudClient:
             timeout=httpx.Timeout(options.timeout_s, connect=options.connect_timeout_s),
             limits=limits,
             transport=transport,
-            trust_env=not is_loopback(urlsplit(self.url).hostname or ""),
+            trust_env=not self.is_local,
         )
         # httpx adds Accept, Accept-Encoding, Connection and User-Agent to every message; none is needed.
         for name in list(self._http.headers):
             del self._http.headers[name]
-        if options.api_key:
+        self._has_key = bool(options.api_key)
+        if self._has_key:
             self._http.headers["Authorization"] = f"Bearer {options.api_key}"
         self._body_up = self._body_down = self._headers_up = self._headers_down = 0
 
@@ -126,7 +128,7 @@ class CloudClient:
         return _parse(VerifyAnswer, await self._exchange("POST", "/v1/verify", request))
 
     async def post_drafts(self, session: str, request: DraftRequest) -> None:
-        """POST /v1/sessions/{id}/drafts. A stale draft is no error: the commits that made it so are on their way."""
+        """POST /v1/sessions/{id}/drafts. A stale draft is no error: newer commits are already on their way."""
         await self._exchange("POST", f"/v1/sessions/{session}/drafts", request, headers=_DRAFT_HEADERS)
 
     async def end_session(self, session: str) -> None:
@@ -156,7 +158,7 @@ class CloudClient:
                 except httpx.TransportError as e:
                     raise _lost(self.url, e) from e
                 self._body_down += len(body)
-                raise _refusal(self.url, response.status_code, body)
+                raise self._refusal(response.status_code, body)
             yield self._events(response)
         finally:
             await response.aclose()
@@ -182,7 +184,7 @@ class CloudClient:
         self._body_down += len(response.content)
         is_stale = headers is _DRAFT_HEADERS and response.status_code == 409
         if response.status_code >= 300 and not is_stale:
-            raise _refusal(self.url, response.status_code, response.content)
+            raise self._refusal(response.status_code, response.content)
         return response.content
 
     def _build(
@@ -206,6 +208,17 @@ class CloudClient:
     def _count(self, response: httpx.Response) -> None:
         line = len(f"HTTP/1.1 {response.status_code} {response.reason_phrase}\r\n")
         self._headers_down += line + _header_bytes(response.headers)
+
+    def _refusal(self, status: int, body: bytes) -> OutriderError:
+        try:
+            error = ErrorAnswer.model_validate_json(body).error
+        except ValidationError:
+            error = ErrorBody(code="http_error", message=f"HTTP {status} that is not an Outrider answer")
+        if status == 401:
+            # The server's words name an HTTP header; users of the agent set a variable.
+            needed = "does not accept this API key: correct" if self._has_key else "requires an API key: set"
+            return RequestError(error.code, f"The verifier at {self.url} {needed} OUTRIDER_API_KEY.", status=status)
+        return refusal_error(self.url, error, status)
 
 
 def _header_bytes(headers: httpx.Headers) -> int:
@@ -240,14 +253,6 @@ def _parse(kind: type[Answer], body: bytes) -> Answer:
 def _lost(url: str, error: httpx.TransportError) -> EndpointLost:
     words = f"{url}: {type(error).__name__}: {error}" if str(error) else f"{url}: {type(error).__name__}"
     return EndpointLost(words, is_absent=isinstance(error, httpx.ConnectError | httpx.ConnectTimeout))
-
-
-def _refusal(url: str, status: int, body: bytes) -> OutriderError:
-    try:
-        error = ErrorAnswer.model_validate_json(body).error
-    except ValidationError:
-        error = ErrorBody(code="http_error", message=f"HTTP {status} that is not an Outrider answer")
-    return refusal_error(url, error, status)
 
 
 def refusal_error(url: str, error: ErrorBody, status: int) -> OutriderError:

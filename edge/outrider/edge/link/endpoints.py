@@ -27,12 +27,14 @@ class RetryPolicy:
     """When to give up: after at least `max_failures` in a row without a token between them.
 
     Once an endpoint has answered, failures must also have gone on for `max_outage_s`: a server that restarts refuses
-    many connections in a few seconds. A URL that never answered is wrong more often than late. After each whole round
-    of endpoints comes a pause, which doubles.
+    many connections in a few seconds. A URL that never answered is wrong more often than late, except at a loopback
+    address: a server that was started a moment ago refuses connections while it loads, so failures must have gone on
+    for `max_loading_s`. After each whole round of endpoints comes a pause, which doubles.
     """
 
     max_failures: int = 6
     max_outage_s: float = 20.0
+    max_loading_s: float = 15.0
     first_pause_s: float = 0.05
     max_pause_s: float = 2.0
 
@@ -48,8 +50,8 @@ class Arrival:
 class Endpoints:
     """At least one endpoint; the first that works is kept until it fails.
 
-    clock counts seconds, as `sleep` does. on_trouble: called once per outage, with a sentence, before the first new
-    attempt.
+    clock counts seconds, as `sleep` does. on_trouble: called with a sentence before the first new attempt of an outage,
+    and again when every one of several endpoints has failed.
     """
 
     def __init__(
@@ -119,18 +121,29 @@ class Endpoints:
             self._outage_began_at = now
         self._failures.append(str(error))
         num_failures, outage_s = len(self._failures), now - self._outage_began_at
-        if num_failures >= retry.max_failures and (outage_s >= retry.max_outage_s or not self._has_answered):
+        if num_failures >= retry.max_failures and outage_s >= self._max_outage_s(error):
             left = f"{self._question()} Gave up" if error.is_absent else "no cloud endpoint is left"
             raise CloudError(
                 f"{left} after {num_failures} attempts in {outage_s:.1f} s: {'; '.join(dict.fromkeys(self._failures))}"
             ) from error
-        if num_failures == 1:
+        failed, num_clients = self._clients[self._current].url, len(self._clients)
+        self._current = (self._current + 1) % num_clients
+        if num_failures == 1 and num_clients > 1:
+            what = f"No verifier answers at {failed}." if error.is_absent else f"{error}."
+            self._on_trouble(f"{what} Trying {self._clients[self._current].url}.")
+        elif num_failures == num_clients:
             self._on_trouble(f"{self._question() if error.is_absent else f'{error}.'} Trying again.")
-        self._current = (self._current + 1) % len(self._clients)
-        num_rounds, num_tried = divmod(num_failures, len(self._clients))
+        num_rounds, num_tried = divmod(num_failures, num_clients)
         if num_tried == 0:
             doublings = min(num_rounds - 1, 32)  # a float holds no more than 1023
             await self._sleep(min(retry.max_pause_s, retry.first_pause_s * 2**doublings))
+
+    def _max_outage_s(self, error: EndpointLost) -> float:
+        """Failures that ended with `error` are not given up before they have gone on for this long."""
+        if self._has_answered:
+            return self._retry.max_outage_s
+        is_loading = error.is_absent and any(client.is_local for client in self._clients)
+        return self._retry.max_loading_s if is_loading else 0.0
 
     def _question(self) -> str:
         """What to ask where nothing answers."""

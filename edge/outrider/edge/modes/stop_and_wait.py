@@ -56,12 +56,12 @@ class StopAndWaitAgent:
             self.estimates.on_commit(outcome, [proposal.confidence for proposal in proposals], None)
             self.depth.observe(outcome)
             if self.drafter is not None:
-                kept = len(request.prompt) + belief.num_known - len(outcome.tokens) + outcome.num_right
+                kept = len(request.prompt) + belief.num_known - len(outcome.tokens) + outcome.num_matched
                 self.drafter.rewind(kept)
-                self.drafter.extend(outcome.tokens[outcome.num_right :])
+                self.drafter.extend(outcome.tokens[outcome.num_matched :])
             recorder.depth(len(proposals))
             # An equal token beyond the accepted ones is the target's own: it ran no more drafts, or the text ends.
-            num_run = result.accepted if outcome.num_right > result.accepted else len(proposals)
+            num_run = result.accepted if outcome.num_matched > result.accepted else len(proposals)
             recorder.commit(outcome.tokens, result.accepted, num_run)
             prefix_hash, reason = result.prefix_hash, result.finish_reason
             if reason is None and belief.num_known >= request.max_tokens:

@@ -116,7 +116,6 @@ class _Generation:
         known, request = self._ahead.known, self._request
         if self._over() is not None:
             return None
-        self._recorder.num_sessions += 1
         self._session_start = len(known)
         self._posts = None
         self._opening_at = self._agent.clock()
@@ -140,6 +139,7 @@ class _Generation:
         return "context" if is_full else None
 
     def _on_open(self, event: SessionOpen, client: CloudClient) -> None:
+        self._recorder.num_sessions += 1
         if self._stop_ids is None:
             self._stop_ids, self._max_positions = frozenset(event.stop_ids), event.max_positions
         self._posts, self._session = self._agent.wrap_posts(client), event.session
