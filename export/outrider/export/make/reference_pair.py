@@ -53,7 +53,7 @@ def export_reference_pair(
     target_options = ExportOptions("target", target_precision, widen_mb=widen_mb, overwrite=True)
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     place = root / "pairs" / _key(directories.target, target_options)
-    pair = PairPaths(place / f"draft-{_key(directories.draft, draft_options)}", place / "target")
+    pair = PairPaths(place / _key(directories.draft, draft_options) / "draft", place / "target")
     if _is_intact(pair.draft) and _is_intact(pair.target):
         return pair
     place.parent.mkdir(parents=True, exist_ok=True)
