@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-EXPORT: Final = ("-m", "outrider.export.cli.main")
+EXPORT: Final = ("-m", "outrider.export.cli")
 STAGE_LINE: Final = re.compile(r"draft: (\w+)")
 FIRST_WORDS: Final = {
     "reading": "read", "loading": "load", "converting": "convert", "quantizing": "quantize", "checking": "check",
@@ -214,9 +214,9 @@ def bad_bundles(bench: Bench) -> Iterator[Row]:
     """Altered bundles, opened by every command that opens bundles."""
     for what, (damage, expected) in DAMAGED_BUNDLES.items():
         for role, command in (
-            ("draft", ("-m", "outrider.export.cli.main", "inspect")),
-            ("draft", ("-m", "outrider.edge.cli.main", "run", "hello", "--cloud", "http://127.0.0.1:9", "--draft")),
-            ("target", ("-m", "outrider.cloud.server.main", "serve")),
+            ("draft", ("-m", "outrider.export.cli", "inspect")),
+            ("draft", ("-m", "outrider.edge.cli", "run", "hello", "--cloud", "http://127.0.0.1:9", "--draft")),
+            ("target", ("-m", "outrider.cloud.server", "serve")),
         ):
             bundle = bench.root / "altered"
             shutil.rmtree(bundle, ignore_errors=True)

@@ -102,7 +102,7 @@ def reference_pair(reference_cache: Path) -> PairPaths:
 
 @pytest.fixture(scope="session")
 def npu_pair(reference_cache: Path) -> PairPaths:
-    """The pair that `outrider demo --emulate-npu --widen 0` runs: FP32 target, INT8 draft for an NPU."""
+    """The pair that `outrider demo --emulate-npu --widen 0` runs: that target, and an INT8 draft for an NPU."""
     from outrider.edge.cli.exporter import NPU_SHAPES
     from outrider.export.make.reference_pair import export_reference_pair
 

@@ -161,7 +161,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_draft(
 ) -> None:
     """Killed while the target wrote, killed while the draft learned, stopped: the weights are those of one run."""
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "outrider.export.cli.main", "distill", str(pair.draft), str(pair.target)]
+    command = [sys.executable, "-m", "outrider.export.cli", "distill", str(pair.draft), str(pair.target)]
     command += ["--prompts", str(prompts), "--out", str(out), "--steps", "30", "--tokens", "8000", "--row-length", "48"]
     command += ["--rate", "3e-3", "--target-dtype", "fp32", "--threads", "1", "--no-compile", "--device", "cpu"]
     assert run_until(command, "rows with", signal.SIGKILL)[0] == -signal.SIGKILL

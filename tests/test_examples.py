@@ -45,7 +45,7 @@ def test_no_line_is_left_out() -> None:
     ours = commands("outrider", "outrider-cloud", "outrider-export", "python")
     others = [line for line in lines_of(LAPTOP) if line not in ours]
     assert {line.split()[0] for line in others} == {"sudo", "ls", "pip"}
-    extras = {extra for line in others for extra in re.findall(r"outrider\[(\w+)\]", line)}
+    extras = {extra for line in others for extra in re.findall(r"\"\.\[(\w+)\]\"", line)}
     assert extras == {"edge", "export"}
 
 

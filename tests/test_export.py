@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -12,9 +13,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from filelock import FileLock
 from tests.export_cli import run_export
 from tests.tiny_models import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
 
@@ -291,16 +294,23 @@ def test_a_killed_export_leaves_the_destination_as_it_was(
 
 @pytest.fixture
 def counted_exports(pair: tuple[Bundle, Bundle], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
-    """The cache's exports, replaced by copying the finished pair; lists where each went."""
+    """The cache's exports, replaced by copying the finished bundles; lists where each went."""
     places: list[Path] = []
 
-    def copy_pair(draft: Path, target: Path, out: Path, **options: Any) -> None:
-        places.append(out)
-        for bundle, name in zip(pair, ("draft", "target"), strict=True):
-            shutil.rmtree(out / name, ignore_errors=True)
-            shutil.copytree(bundle.path, out / name)
+    def copy(bundle: Bundle, place: Path) -> None:
+        places.append(place)
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(bundle.path, place)
 
-    monkeypatch.setattr(cache, "export_pair", copy_pair)
+    def copy_target(model: Path, place: Path, *_: object) -> None:
+        copy(pair[1], place)
+
+    def copy_draft(target: Bundle, target_source: Path, draft: Path, place: Path, **_: object) -> None:
+        assert target.manifest.role == "target"
+        copy(pair[0], place)
+
+    monkeypatch.setattr(cache, "export_model", copy_target)
+    monkeypatch.setattr(cache, "export_draft_for", copy_draft)
     yield places
 
 
@@ -316,8 +326,34 @@ def test_the_cache_exports_once_for_all_who_ask_at_once(
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(counted_exports) == 1 and len(set(found)) == 1 and len(found) == 4
+    assert len(set(found)) == 1 and len(found) == 4
+    assert counted_exports == [found[0].target, found[0].draft]
     assert Bundle.open(found[0].draft).manifest.role == "draft"
+
+
+def test_whoever_waits_for_another_export_is_told(
+    sources: PairPaths, tmp_path: Path, counted_exports: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, while another process has the lock; with the pair in the cache nobody waits."""
+    is_told, lines = threading.Event(), io.StringIO()
+
+    def write(text: str) -> int:
+        is_told.set()
+        return lines.write(text)
+
+    first = export_reference_pair(tmp_path, source=sources)
+    shutil.rmtree(first.draft)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=write, flush=lambda: None))
+    with FileLock(first.target.parent.with_suffix(".lock")):
+        waiting = threading.Thread(target=export_reference_pair, args=(tmp_path,), kwargs={"source": sources})
+        waiting.start()
+        assert is_told.wait(60)
+        assert counted_exports == [first.target, first.draft]
+    waiting.join()
+    with FileLock(first.target.parent.with_suffix(".lock")):
+        assert export_reference_pair(tmp_path, source=sources) == first
+    assert counted_exports == [first.target, first.draft, first.draft]
+    assert lines.getvalue() == "Another process is exporting the reference pair; waiting for it.\n"
 
 
 def test_the_cache_knows_options_and_sources_apart_and_mends_damage(
@@ -329,11 +365,43 @@ def test_the_cache_knows_options_and_sources_apart_and_mends_damage(
     int8 = export_reference_pair(tmp_path, source=sources, target_precision="int8")
     changed = PairPaths(sources.draft, copy_source(sources.target, tmp_path / "other", rms_norm_eps=1e-3))
     others = export_reference_pair(tmp_path, source=changed)
-    assert len({pair.target for pair in (first, widened, int8, others)}) == 4 == len(counted_exports)
+    pairs = (first, widened, int8, others)
+    assert len({pair.target for pair in pairs}) == len({pair.draft for pair in pairs}) == 4
+    assert len(counted_exports) == 8
     (first.target / "openvino_model.bin").write_bytes(b"")
     assert export_reference_pair(tmp_path, source=sources) == first
-    assert len(counted_exports) == 5
+    assert counted_exports[8:] == [first.target]
     assert Bundle.open(first.target).manifest.role == "target"
+
+
+def test_drafts_for_one_target_share_it(sources: PairPaths, tmp_path: Path, counted_exports: list[Path]) -> None:
+    """Another runtime, device or precision of the draft exports no target again; a default and its name are one."""
+    first = export_reference_pair(tmp_path, source=sources)
+    onnx = export_reference_pair(tmp_path, source=sources, draft_runtime="onnxruntime")
+    npu = export_reference_pair(tmp_path, source=sources, draft_device="npu")
+    assert first.target == onnx.target == npu.target
+    assert counted_exports == [first.target, first.draft, onnx.draft, npu.draft] and len(set(counted_exports)) == 4
+    assert export_reference_pair(tmp_path, source=sources, draft_runtime="openvino", draft_precision="int8") == first
+    assert len(counted_exports) == 4
+
+
+def test_a_refused_draft_leaves_its_target_in_the_cache(
+    sources: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two random models do not agree; the next try exports the draft alone."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    stages: list[str] = []
+    for _ in range(2):
+        with pytest.raises(ExportError, match=r"expected at least 0\.3"):
+            export_reference_pair(source=sources, progress=lambda event: stages.append(str(event)))
+    assert stages.count("target: hashing and writing the bundle") == 1
+    assert (
+        stages.count("draft: reading and hashing the source") == 2
+        and "draft: hashing and writing the bundle" not in stages
+    )
+    (place,) = (path for path in (tmp_path / "pairs").iterdir() if path.is_dir())
+    assert [path.parent.name for path in place.rglob("manifest.json")] == ["target"]
+    assert Bundle.open(place / "target").manifest.precision == "fp32"
 
 
 def test_the_cache_is_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""What goes wrong around an export: full disks, kills, other exports. The destination stays what it was, and the next
-try goes on where the last one was stopped.
+"""Faults around an export: full disks, kills, other exports. The destination stays as it was; the next try
+continues where the last one stopped.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def old_bundle(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    """What is at the destination already."""
+    """The bundle that is at the destination already."""
     return export_model(source, tmp_path_factory.mktemp("old") / "bundle", ExportOptions("target", "fp32", "torch"))
 
 
 class SmallDisk:
-    """A disk of its own, `size` bytes. fill: another program takes all of it but so many bytes."""
+    """A disk of its own, `size` bytes. fill: another program takes all but that many bytes."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -183,7 +183,7 @@ def test_a_cache_that_fills_up_is_told_of(
     stage: str,
     left: int,
 ) -> None:
-    """What is made on the way has its own place, and may be what does not fit."""
+    """Intermediate files have their own place, and may be what does not fit."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(small_disk.place / "cache"))
 
     def fill(event: StageEvent) -> None:
@@ -321,7 +321,7 @@ def test_an_export_killed_in_any_stage_leaves_the_destination_and_is_taken_up_ag
 
 
 def results(cache: Path) -> list[str]:
-    """What a cache holds of stages, locks aside."""
+    """Stages that a cache holds, locks aside."""
     work = cache / "work"
     return sorted(path.name for path in work.iterdir() if path.is_dir()) if work.is_dir() else []
 

@@ -1,4 +1,4 @@
-"""What is made for an NPU: symmetric INT8 weights, and where they are taken."""
+"""Exports for an NPU: symmetric INT8 weights, and where they are taken."""
 
 from __future__ import annotations
 

@@ -321,6 +321,34 @@ def test_the_cached_pair_is_printed_as_json(
     assert "--cached keeps the pair 'reference' only" in capsys.readouterr().err
 
 
+REFUSED_BY_CACHE = {
+    "--out": "x", "--ahead-of-time": None, "--npu-platform": "NPU4000", "--target-device": "gpu", "--extra-ms": "1",
+    "--target-runtime": "torch", "--prompts": "x.json", "--chat": None, "--step-ms": "15", "--sweep": None,
+    "--rtt-ms": "20", "--keep": None, "--force": None, "--threads": "2", "--overwrite": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", REFUSED_BY_CACHE)
+def test_the_cached_pair_refuses_options_that_it_would_drop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    """By name, in one message, before any work."""
+    monkeypatch.setattr(export_cli, "export_reference_pair", pytest.fail)
+    value = REFUSED_BY_CACHE[option]
+    given = [option] if value is None else [option, value]
+    assert run_export(monkeypatch, "pair", "reference", "--cached", "--widen", "0", *given) == 2
+    assert f"--cached does not take {option}; leave out" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_cached_pair_names_every_option_that_it_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one that is given with its default."""
+    monkeypatch.setattr(export_cli, "export_reference_pair", pytest.fail)
+    assert run_export(monkeypatch, "pair", "--cached", "--threads", "0", "--out", "bundles") == 2
+    assert "--cached does not take --out, --threads;" in " ".join(capsys.readouterr().err.split())
+
+
 def test_without_the_exporter_a_run_asks_for_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """One piece of advice: to name one."""
     monkeypatch.setattr("outrider.edge.cli.exporter.is_installed", lambda name: name != "torch")

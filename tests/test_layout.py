@@ -58,7 +58,8 @@ def test_no_part_claims_the_namespace(part: str) -> None:
     folder = ROOT / part / "outrider"
     assert [path.name for path in folder.iterdir() if path.name != "__pycache__"] == [part]
     assert (folder / part / "py.typed").is_file()
-    allowed = {"README.md", "pyproject.toml"} if part == "reference" else {"README.md"}
+    distribution = {"pyproject.toml", "LICENSE", "LICENSE-PSF"} if part == "reference" else set[str]()
+    allowed = {"README.md"} | distribution
     assert {path.name for path in (ROOT / part).iterdir() if path.is_file()} == allowed
 
 

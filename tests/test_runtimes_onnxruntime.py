@@ -295,7 +295,9 @@ def test_devices_that_are_not_here_are_errors(graph: Callable[..., Path]) -> Non
 
 def test_a_provider_that_leaves_the_model_to_the_cpu_is_an_error(graph: Callable[..., Path]) -> None:
     """Azure's provider is in every build and takes no local node: ONNX Runtime uses the CPU, which is reported."""
-    with pytest.raises(RuntimeUnavailable, match=r"AzureExecutionProvider took 0 of the model's \d+ matrix products"):
+    with pytest.raises(
+        RuntimeUnavailable, match=r"AzureExecutionProvider ran only 0 of \d+ matrix products.*Check its driver"
+    ):
         OnnxRuntimeSequence(graph("llama", "int8"), replace(OPTIONS, device="AzureExecutionProvider"))
 
 

@@ -5,10 +5,14 @@ Run by `make wheel`. Everything runs in a temporary directory, isolated from the
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 import venv
+import zipfile
+from email import message_from_string
+from email.message import Message
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -39,18 +43,48 @@ assert len(load_prompts()) >= 200
 """
 
 
-def run(*command: str | Path, cwd: Path) -> None:
-    """Runs a command and shows its output; raises CalledProcessError if it fails."""
-    print("$", *command, flush=True)
-    subprocess.run([str(part) for part in command], cwd=cwd, check=True)
+def run(*command: str | Path, cwd: Path, **variables: str) -> None:
+    """Runs a command with these environment variables and shows its output; raises CalledProcessError if it fails."""
+    print("$", *(f"{name}={value}" for name, value in variables.items()), *command, flush=True)
+    subprocess.run([str(part) for part in command], cwd=cwd, check=True, env=os.environ | variables)
 
 
-def build(source: Path, place: Path) -> Path:
-    """Builds the wheel of `source` in `place`, and returns it."""
-    run(sys.executable, "-m", "build", "--wheel", "--outdir", place, source, cwd=place.parent)
+def build(source: Path, place: Path, *options: str, **variables: str) -> Path:
+    """Builds `source` in `place`, and returns the wheel."""
+    run(sys.executable, "-m", "build", *options, "--outdir", place, source, cwd=place.parent, **variables)
     (wheel,) = place.glob("*.whl")
     print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB")
     return wheel
+
+
+def metadata(wheel: Path) -> Message:
+    """Core metadata of a wheel."""
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+        return message_from_string(files.read(name).decode())
+
+
+def pair_requirements(wheel: Path) -> set[str]:
+    """Requirements of a wheel that name the reference pair, without the extra that they are for."""
+    requirements: list[str] = metadata(wheel).get_all("Requires-Dist", [])
+    return {text.partition(";")[0].strip() for text in requirements if text.startswith("outrider-reference")}
+
+
+def check_requirements(clone: Path, release: Path) -> None:
+    """A clone requires the reference pair beside it; a release requires it by version, and no path at all."""
+    assert pair_requirements(clone) == {f"outrider-reference @ {(ROOT / 'reference').as_uri()}"}
+    assert pair_requirements(release) == {f"outrider-reference=={metadata(release)['Version']}"}
+    assert "file:" not in "".join(metadata(release).get_all("Requires-Dist", []))
+
+
+def check_licences(wheel: Path, *names: str) -> None:
+    """The wheel contains these licence files, unabridged."""
+    assert set(metadata(wheel).get_all("License-File", [])) == set(names)
+    source = ROOT / "reference" if wheel.name.startswith("outrider_reference") else ROOT
+    with zipfile.ZipFile(wheel) as files:
+        for name in names:
+            (member,) = (path for path in files.namelist() if path.endswith(f".dist-info/licenses/{name}"))
+            assert files.read(member) == (source / name).read_bytes() != b"", name
 
 
 def size_mb(folder: Path) -> float:
@@ -62,8 +96,11 @@ def main() -> None:
     """Runs the job."""
     with tempfile.TemporaryDirectory(prefix="outrider-wheel-") as scratch:
         place = Path(scratch)
-        wheel = build(ROOT, place / "dist")
+        wheel = build(ROOT, place / "dist", OUTRIDER_RELEASE="1")  # the sdist, and the wheel from it
         pair = build(ROOT / "reference", place / "dist-reference")
+        check_requirements(build(ROOT, place / "dist-clone", "--wheel"), wheel)
+        check_licences(wheel, "LICENSE")
+        check_licences(pair, "LICENSE", "LICENSE-PSF")
         for extra, (there, not_there) in RUNTIMES.items():
             home = place / extra
             venv.create(home, with_pip=True)

@@ -52,7 +52,7 @@ def telling_of_full_disks(*places: Path) -> Iterator[None]:
 
 
 def full_disk(places: tuple[Path, ...]) -> DiskFull:
-    """What to raise when one of `places` had no room left."""
+    """The error to raise when one of `places` had no room left."""
     fullest_first = sorted(places, key=free_bytes)
     rooms = ", ".join(f"{free_bytes(place) / 1e6:,.1f} MB for {place}" for place in fullest_first)
     return DiskFull(

@@ -95,7 +95,7 @@ class ExportOptions:
 
     @property
     def label(self) -> str:
-        """What tells it apart from other exports of the same model."""
+        """Short label of this export, such as "onnxruntime int4"."""
         return label(self.resolved_runtime, self.resolved_precision)
 
     @property
@@ -151,7 +151,7 @@ class ExportOptions:
 
 
 def label(runtime: str, precision: str) -> str:
-    """What tells exports of one model apart, such as "onnxruntime int4"."""
+    """Short label of an export, such as "onnxruntime int4"."""
     return f"{runtime} {precision}"
 
 

@@ -66,7 +66,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What a way of drafting reaches. speed_up: over cloud-only streaming. choice: the depth, or (patience ms, W)."""
+    """The result of a way of drafting. speed_up: over cloud-only streaming. choice: the depth, or (patience ms, W)."""
 
     speed_up: float
     passes_per_token: float
@@ -75,7 +75,7 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A curve over round trips, and where drafting stops to pay.
+    """A curve over round trips, and where drafting stops paying.
 
     fades_ms: round trip from which streamed drafts gain less than 5 %. breaks_even_ms: from which stop-and-wait is
     slower than no draft. To 0.1 ms; 0: at every round trip; None: beyond the last one of the curve.
@@ -144,7 +144,7 @@ def waiting_for(setting: Setting, wanted: int) -> Reach:
 def predict(
     alpha: float, *, draft_ms: float, step_ms: float, extra_ms: float, round_trips_ms: Sequence[float] = ROUND_TRIPS_MS
 ) -> Prediction:
-    """The curve over `round_trips_ms`, and where drafting stops to pay. Raises as `Setting`."""
+    """The curve over `round_trips_ms`, and where drafting stops paying. Raises as `Setting`."""
     setting = Setting(alpha, draft_ms, step_ms, extra_ms, 0.0)
 
     def streamed(rtt_ms: float) -> float:

@@ -100,7 +100,7 @@ def open_target(model_file: Path, options: ExportOptions, *, kv_cache_bytes: int
 
 
 def model_file(directory: Path, options: ExportOptions) -> Path:
-    """What a runtime opens of the files that were built in `directory`."""
+    """The file or directory that a runtime opens, of the files built in `directory`."""
     if options.format == "safetensors":
         return directory
     return next(directory.glob("*.onnx" if options.format == "onnx" else "*.xml"))

@@ -7,9 +7,10 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import typer
+from click.core import ParameterSource
 
 from outrider.export.cli.display import show_progress
 from outrider.export.cli.distill import distill
@@ -72,9 +73,16 @@ Widen = Annotated[
     ),
 ]
 
+CACHE_TAKES: Final = frozenset({
+    "draft", "target", "cached", "as_json", "widen", "target_precision", "draft_precision", "draft_device",
+    "draft_runtime", "prompt_len", "response_len", "step_len",
+})  # fmt: skip
+"""Parameters of `pair` that --cached takes: those that its key holds, and how it prints."""
+
 
 @app.command()
 def pair(
+    ctx: typer.Context,
     draft: Annotated[str, typer.Argument(help=f"Model directory, or '{REFERENCE}' for the bundled pair.")] = REFERENCE,
     target: Annotated[str | None, typer.Argument(help="Model directory of the target.")] = None,
     out: Annotated[Path, typer.Option("--out", help="Bundles go to OUT/draft and OUT/target.")] = Path("bundles"),
@@ -119,6 +127,8 @@ def pair(
     as_json: Json = False,
 ) -> None:
     """Export a draft and its target, checked against each other, with a report card in OUT/report.html."""
+    if cached:
+        _require_cacheable(ctx, draft, target)
     draft_dir, target_dir = _pair_directories(draft, target)
     if draft == REFERENCE and target is None:
         if widen is None:
@@ -130,8 +140,6 @@ def pair(
             )
         if widen and target_precision is None:
             target_precision = "fp32"
-    elif cached:
-        raise ConfigError(f"--cached keeps the pair '{REFERENCE}' only; leave DRAFT and TARGET out")
     if cached:
         with show_progress(is_quiet=False) as progress:
             kept = export_reference_pair(
@@ -301,6 +309,22 @@ def _shapes(prompt_len: int | None, response_len: int | None, step_len: int | No
     asked = {"prompt_len": prompt_len, "response_len": response_len, "step_len": step_len}
     given = {name: length for name, length in asked.items() if length is not None}
     return StaticShapes(**given) if given else None
+
+
+def _require_cacheable(ctx: typer.Context, draft: str, target: str | None) -> None:
+    """Raises ConfigError for other models than the reference pair, and for options that --cached does not take."""
+    if draft != REFERENCE or target is not None:
+        raise ConfigError(f"--cached keeps the pair '{REFERENCE}' only; leave DRAFT and TARGET out")
+    defaults = (ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP)
+    refused = [
+        max(parameter.opts, key=len)
+        for parameter in ctx.command.params
+        if parameter.name is not None
+        and parameter.name not in CACHE_TAKES
+        and ctx.get_parameter_source(parameter.name) not in defaults
+    ]
+    if refused:
+        raise ConfigError(f"--cached does not take {', '.join(refused)}; leave out these or --cached")
 
 
 def _pair_directories(draft: str, target: str | None) -> tuple[str | Path, str | Path]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.export.check.acceptance import Continuation, continue_prompts, measure_acceptance
-from outrider.export.check.runner import open_draft, open_target
+from outrider.export.check.runner import model_file, open_draft, open_target
 from outrider.export.check.source_logits import prompts_for
 from outrider.export.make.pipeline import StagedExport, require_ready, stage_export, stage_store
 from outrider.export.progress import Progress, StageEvent, silent
@@ -75,7 +75,7 @@ def export_pair(
         page or nullcontext(),
     ):
         progress(StageEvent("pair", "measure"))
-        texts = write_texts(staged_target, target_source, ids)
+        texts = write_texts(staged_target.directory, target_options, target_source, ids)
         times = TargetTimes.resolve(staged_target.manifest.report.timing, step_ms, extra_ms)
         judge(staged_draft, texts, times, target_source, is_forced=is_forced)
         progress(StageEvent("pair", "write"))
@@ -89,6 +89,36 @@ def export_pair(
         if page is not None:
             page.commit()
     return draft_bundle, target_bundle
+
+
+def export_draft_for(
+    target: Bundle,
+    target_source: str | Path,
+    draft: str | Path,
+    destination: str | Path,
+    *,
+    draft_options: ExportOptions,
+    target_options: ExportOptions,
+    progress: Progress = silent,
+) -> Bundle:
+    """Exports a draft to `destination`, judged on a target that was exported from `target_source` with its options.
+
+    Acceptance and what follows from it go into the draft's manifest. Raises as `export_pair` does.
+    """
+    draft_options, target_options = pair_options(draft_options, target_options)
+    require_ready(destination, draft_options)
+    draft_model, target_model = read_pair(draft, target_source)
+    ids = encode_judging(target_model, None, is_chat=False)
+    store = stage_store()
+    with stage_export(draft_model, destination, draft_options, progress, store) as staged:
+        progress(StageEvent("pair", "measure"))
+        texts = write_texts(target.path, target_options, target_model, ids)
+        times = TargetTimes.resolve(target.manifest.report.timing, None, None)
+        judge(staged, texts, times, target_model, is_forced=False)
+        progress(StageEvent("draft", "write"))
+        bundle = staged.commit()
+    store.release()
+    return bundle
 
 
 def pair_options(draft: ExportOptions | None, target: ExportOptions | None) -> tuple[ExportOptions, ExportOptions]:
@@ -133,11 +163,13 @@ def encode_judging(target: SourceModel, prompts: Sequence[Any] | None, *, is_cha
 
 
 def write_texts(
-    target: StagedExport, source: SourceModel, prompts: Sequence[Sequence[int]]
+    directory: Path, options: ExportOptions, source: SourceModel, prompts: Sequence[Sequence[int]]
 ) -> tuple[Continuation, ...]:
-    """The target's text after these prompts, at every temperature: its drafts are judged on it."""
-    with closing(open_target(target.model_file, target.options)) as runtime:
-        return continue_prompts(runtime, prompts, num_ids=source.tokenizer.size, stop_ids=target.manifest.eos_token_ids)
+    """The text after these prompts, at every temperature, of the target in `directory`: its drafts are judged on it."""
+    with closing(open_target(model_file(directory, options), options)) as runtime:
+        return continue_prompts(
+            runtime, prompts, num_ids=source.tokenizer.size, stop_ids=source.tokenizer.eos_token_ids
+        )
 
 
 def judge(

@@ -1,20 +1,24 @@
 """Exports the reference pair once per machine, into the user's cache; the demo starts from it.
 
-The directory's name is a hash of everything that decides the bytes, so another model, option or version has another
-directory, and nothing is ever stale.
+A directory's name is a hash of everything that decides the bytes, so another model, option or version has another
+directory, and nothing is ever stale. A target is exported once, whichever drafts are exported for it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from outrider.export.make.build import package_versions
-from outrider.export.make.pair import PairPaths, export_pair, reference_directories
+from outrider.export.make.pair import PairPaths, export_draft_for, reference_directories
+from outrider.export.make.pipeline import export_model
 from outrider.export.progress import Progress, silent
 from outrider.export.recipes import ExportOptions, RuntimeName
 from outrider.export.source.model_source import read_source
@@ -40,7 +44,7 @@ def export_reference_pair(
 
     Safe to call from several processes at once: one exports, the others wait and use the result. `progress`
     is not called when the cache has them. draft_precision, draft_runtime, draft_shapes (of a draft for an NPU): None
-    takes the device's default. Raises what `export_pair` raises.
+    takes the device's default. Raises what `export_model` and `export_draft_for` raise.
     """
     directories = source or reference_directories()
     draft_options = ExportOptions(
@@ -48,16 +52,20 @@ def export_reference_pair(
     )
     target_options = ExportOptions("target", target_precision, widen_mb=widen_mb, overwrite=True)
     root = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    place = root / "pairs" / _key(directories, draft_options, target_options)
+    place = root / "pairs" / _key(directories.target, target_options)
+    pair = PairPaths(place / _key(directories.draft, draft_options) / "draft", place / "target")
+    if _is_intact(pair.draft) and _is_intact(pair.target):
+        return pair
     place.parent.mkdir(parents=True, exist_ok=True)
-    pair = PairPaths(place / "draft", place / "target")
-    # The system drops the lock of a process that is killed; the small file stays.
-    with FileLock(place.with_suffix(".lock")):
-        if not _is_intact(pair):
-            export_pair(
-                directories.draft,
+    with _lock(place.with_suffix(".lock")):
+        if not _is_intact(pair.target):
+            export_model(directories.target, pair.target, target_options, progress)
+        if not _is_intact(pair.draft):
+            export_draft_for(
+                Bundle.open(pair.target),
                 directories.target,
-                place,
+                directories.draft,
+                pair.draft,
                 draft_options=draft_options,
                 target_options=target_options,
                 progress=progress,
@@ -65,23 +73,37 @@ def export_reference_pair(
     return pair
 
 
-def _key(directories: PairPaths, *options: ExportOptions) -> str:
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Holds the lock on `path`. The system drops the lock of a process that is killed; the small file stays."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        print("Another process is exporting the reference pair; waiting for it.", file=sys.stderr, flush=True)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _key(directory: Path, options: ExportOptions) -> str:
+    source = read_source(directory)
+    # One key for a default and for its name.
+    named = replace(options, runtime=options.resolved_runtime, precision=options.resolved_precision, num_threads=0)
     what = {
         "schema": SCHEMA_VERSION,
-        "sources": [
-            read_source(path).describe().model_dump() | {"tokenizer": read_source(path).tokenizer.fingerprint}
-            for path in (directories.draft, directories.target)
-        ],
-        "options": [repr(replace(option, num_threads=0)) for option in options],
+        "source": source.describe().model_dump() | {"tokenizer": source.tokenizer.fingerprint},
+        "options": repr(named),
         "versions": package_versions(),
     }
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _is_intact(pair: PairPaths) -> bool:
+def _is_intact(bundle: Path) -> bool:
     try:
-        Bundle.open(pair.draft)
-        Bundle.open(pair.target)
+        Bundle.open(bundle)
     except BundleError:
         return False  # absent, or damaged: exported again over what is there
     return True

@@ -1,7 +1,6 @@
 """Estimates how many bytes an export writes, before it begins.
 
-The estimates are lower bounds: an export that is refused for lack of room does not fit. One that does not fit and was
-not refused ends in the same message, later.
+Lower bounds: a refused export would not have fitted; one that runs out later gets the same message.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def sweep_pair(
             stage_export(target_source, root / "target", target_options, progress, store)
         )
         progress(StageEvent("target", "measure"))
-        texts = write_texts(staged_target, target_source, ids)
+        texts = write_texts(staged_target.directory, target_options, target_source, ids)
         times = TargetTimes.resolve(staged_target.manifest.report.timing, step_ms, extra_ms)
         made: dict[str, StagedExport] = {}
         not_made: list[NotMade] = []

@@ -33,7 +33,7 @@ def encode_files(tokenizer: Tokenizer, files: Iterable[SourceFile], seed: int | 
 
 
 class Windows:
-    """Windows of `length + 1` tokens over a stream: each epoch shifts the cuts and shuffles the windows anew.
+    """Windows of `length + 1` tokens over a stream: each epoch shifts the cuts and reshuffles the windows.
 
     A batch is a pure function of its index, so a resumed run continues with new data.
     """

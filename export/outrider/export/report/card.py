@@ -26,7 +26,7 @@ EXPLAINED: Final = (
     "Equal argmaxes: how often the export's likeliest next token is the unquantized model's. KL divergence: how far "
     "its probabilities are from that model's, in nats; 0 is no difference."
 )
-"""What the two figures of agreement mean."""
+"""Explains the two figures of agreement."""
 
 SHOWN_AT_MS: Final = 50.0
 """The longest round trip for which a verdict names the speed-up; shorter where drafting soon stops paying."""
@@ -50,7 +50,7 @@ class TargetTimes:
 
     @classmethod
     def resolve(cls, measured: Timing | None, step_ms: float | None, extra_ms: float | None) -> TargetTimes:
-        """What was given, else what was measured. Where only the step is given, the measured extra scales with it.
+        """The given times, else the measured ones. Where only the step is given, the measured extra scales with it.
 
         Raises ExportError if there is neither.
         """
@@ -80,12 +80,12 @@ def require_acceptance(measured: Sequence[Acceptance], draft: str) -> None:
     raise ExportError(
         f"{found.target} accepts {found.rate:.2f} of the tokens of the draft {draft} at temperature {JUDGED_AT:g} "
         f"({found.tested_tokens} tested); expected at least {REFUSED_UNDER:g}. Nothing was written. Distil the draft "
-        "on this target: outrider-export distill (--force writes it as it is)"
+        "on this target: outrider-export distill"
     )
 
 
 def forecast_for(measured: Sequence[Acceptance], token_ms: float, target: TargetTimes) -> Forecast | None:
-    """What the draft is expected to gain; None where it was not judged."""
+    """The predicted gain of a draft; None where it was not judged."""
     found = judged(measured)
     if found is None:
         return None
@@ -105,7 +105,7 @@ def forecast_for(measured: Sequence[Acceptance], token_ms: float, target: Target
 
 
 def warnings_of(manifest: Manifest) -> tuple[str, ...]:
-    """What a reader of the report must not miss."""
+    """Warnings that every view of the report shows."""
     said = list(manifest.report.notes)
     found, timing = judged(manifest.report.acceptance), manifest.report.timing
     if found is not None and found.rate < WARNED_UNDER:
@@ -124,7 +124,7 @@ def warnings_of(manifest: Manifest) -> tuple[str, ...]:
 
 
 def verdict(manifest: Manifest) -> str:
-    """What the report comes to, in one or two plain sentences."""
+    """The verdict, in one or two sentences."""
     timing = manifest.report.timing
     forecast = timing.forecast if timing is not None else None
     if manifest.role == "target":
@@ -159,7 +159,7 @@ def _times(speed_up: float) -> str:
 
 
 def label(manifest: Manifest) -> str:
-    """What tells drafts of one model apart, such as "onnxruntime int4"."""
+    """Short label of an export, such as "onnxruntime int4"."""
     return recipes.label(manifest.runtime, manifest.precision)
 
 

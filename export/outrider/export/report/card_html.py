@@ -31,7 +31,7 @@ from outrider.models.manifest import Manifest
 
 TEMPLATE: Final = "report.html.j2"
 REPORT_NAME: Final = "report.html"
-"""What the page is called beside a pair's bundles."""
+"""File name of the page beside a pair's bundles."""
 
 _MARK: Final = '<meta name="generator" content="Outrider">'
 
@@ -213,7 +213,7 @@ def _tiles(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _rests_on(items: Sequence[Item]) -> str:
-    """What the predictions assume, in words; one target, whatever the number of drafts."""
+    """Assumptions of the predictions, in words; one target, whatever the number of drafts."""
     targets = [forecast for item in items if (forecast := item.forecast) is not None]
     if not targets:
         return ""

@@ -57,7 +57,7 @@ class Item:
 
     @property
     def forecast(self) -> Forecast | None:
-        """What the draft is expected to gain, if a target was at hand."""
+        """The predicted gain of the draft, if a target was at hand."""
         timing = self.manifest.report.timing
         return timing.forecast if timing is not None else None
 

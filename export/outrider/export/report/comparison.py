@@ -119,7 +119,7 @@ def _reason(best: Row, as_good: Sequence[Row], round_trips_ms: Sequence[float], 
 
 
 def forecast_of(draft: Manifest) -> Forecast:
-    """What a draft that was judged is expected to gain."""
+    """The predicted gain of a draft that was judged."""
     timing = draft.report.timing
     assert timing is not None and timing.forecast is not None, "a comparison is of drafts judged on a target"
     return timing.forecast

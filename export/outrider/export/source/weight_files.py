@@ -144,5 +144,5 @@ def _check_layers(path: Path, tensors: Mapping[str, Any], shape: ModelShape, con
 
 
 def _is_text(name: str) -> bool:
-    """Whether a tensor of a model with several parts belongs to the text model."""
+    """Whether a tensor belongs to the text model of a multimodal model."""
     return "vision" not in name and "visual" not in name and "audio" not in name

@@ -176,9 +176,8 @@ def check_provider(session: Any, choice: ProviderChoice) -> str:
         raise _unavailable("no NPU took the model whole", available_providers(), _NPU_HELP)
     if counts[wanted] < total or wanted not in session.get_providers():
         raise RuntimeUnavailable(
-            f"{choice.asked}: {wanted} took {counts[wanted]} of the model's {total} matrix products, {ran} {share}; "
-            "the driver or a library of the provider is missing, or it cannot run this precision. Use a bundle made "
-            f"for that device; providers here: {', '.join(available_providers())}"
+            f"{choice.asked}: {wanted} ran only {counts[wanted]} of {total} matrix products, {ran} {share}. Check its "
+            f"driver; providers here: {', '.join(available_providers())}"
         )
     return wanted
 

@@ -85,7 +85,7 @@ def sample_pool(
     is usable or the plan names not exactly one budget, ModelFault when the teacher's logits are not finite.
     """
     if sum(budget is not None for budget in (plan.minutes, plan.tokens, plan.batches)) != 1:
-        raise ValueError(f"{plan} has no budget or several; expected minutes, tokens or batches")
+        raise ValueError(f"{plan} has no budget or several; expected exactly one of minutes, tokens, batches")
     usable = [prompt for prompt in prompts if 0 < len(prompt) < plan.row_length]
     lengths = [len(prompt) for prompt in usable]
     seed = plan.seed + 1000 * parallel.rank()
