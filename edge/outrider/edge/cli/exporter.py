@@ -31,7 +31,7 @@ def default_draft(choice: DraftChoice) -> Path:
     """The reference draft's bundle. Raises RuntimeUnavailable where it cannot be exported."""
     if missing := next((name for name in EXPORTER_PACKAGES if not is_installed(name)), None):
         raise RuntimeUnavailable(
-            f"no draft is given, and the reference draft cannot be exported here: the package {missing!r} is not "
-            "installed. Name a draft bundle with --draft"
+            f"the reference draft cannot be exported here: the package {missing!r} is not installed. Export a draft "
+            "on a machine with outrider[export], copy its bundle here and name it with --draft"
         )
     return export_reference_pair(choice).draft
