@@ -21,7 +21,7 @@ from rich.console import Console
 
 from outrider.edge.cli.demo_options import DemoOptions
 from outrider.edge.cli.demo_run import _rounded
-from outrider.edge.cli.demo_screen import DemoScreen
+from outrider.edge.cli.demo_screen import DemoScreen, short_round_trip_note
 from outrider.edge.cli.exporter import NPU_SHAPES, draft_kind
 from outrider.edge.devices.discovery import find_runtime
 from outrider.edge.devices.placement import DraftChoice
@@ -288,3 +288,10 @@ def test_the_demo_asks_for_the_device_before_it_exports_anything(tmp_path: Path)
     assert finished.returncode == 2 and finished.stderr.count("\n") == 1
     assert "sees no NPU on this machine" in finished.stderr and "--emulate-npu" in finished.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_lead_of_stop_and_wait_is_explained() -> None:
+    """Only where it leads; a speed-up that cannot be known explains nothing."""
+    for waiting, streaming, is_explained in ((1.9, 1.8, True), (1.8, 1.9, False), (float("nan"), 1.0, False)):
+        modes = {STOP_AND_WAIT: figures(speed_up=waiting), STREAM: figures(speed_up=streaming)}
+        assert (short_round_trip_note(modes) is not None) == is_explained

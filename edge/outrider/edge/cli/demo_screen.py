@@ -126,6 +126,8 @@ class DemoScreen:
             style="dim",
             highlight=False,
         )
+        if (note := short_round_trip_note(figures)) is not None:
+            self._console.print(note, style="dim", highlight=False)
         if any(not math.isfinite(f.tokens_per_s) for f in figures.values()):
             self._console.print("-: too short to measure a rate. Raise --max-tokens.", style="dim", highlight=False)
         if left_out:
@@ -177,3 +179,13 @@ ROWS: Final[dict[str, Callable[[str, ModeFigures], str]]] = {
     "same text": lambda mode, f: "yes" if f.identical else f"{f.num_different} not",
 }
 """Rows of the main table, and how each shows a mode's figures. They fit into 60 columns."""
+
+
+def short_round_trip_note(figures: Mapping[str, ModeFigures]) -> str | None:
+    """Explains a lead of stop-and-wait, where it has one."""
+    if not figures[STOP_AND_WAIT].speed_up > figures[STREAM].speed_up:  # also where one cannot be known
+        return None
+    return (
+        "Stop-and-wait leads here: this round trip is short beside a step of the target, so waiting costs little and "
+        "fills each step. Stream mode is for longer round trips."
+    )
