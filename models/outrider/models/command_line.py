@@ -34,7 +34,7 @@ Options = TypeVar("Options")
 MISTAKE: Final = 2
 """Exit code of what the user can put right."""
 PIPE_CLOSED: Final = 1
-"""Exit code when nobody reads our output any more; the same as typer's and rich's own."""
+"""Exit code when the reader of our output has closed it; the same as typer's and rich's own."""
 
 
 class _Group(typer.core.TyperGroup):

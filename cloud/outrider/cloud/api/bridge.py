@@ -42,7 +42,7 @@ class Bridge:
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
-                pass  # the loop is closed: nobody reads any more
+                pass  # the loop is closed: no reader is left
 
     def _deliver(self) -> None:
         self._is_armed = False
