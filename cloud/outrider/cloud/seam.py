@@ -25,6 +25,7 @@ class GenerateRequest:
     once: end after the first pass that commits (this is /v1/verify); the cache is then parked under `prefix_hash`.
     draft_lag_ms: time from a commit to the drafts that know of it; a first guess, until it is measured.
     prefix_hash: the hash of a parked prefix that `prompt` continues; the engine raises `prefix_not_held` if it is gone.
+    owner: who asks (a key, or an address): owners share the engine evenly and share no cache.
     """
 
     prompt: tuple[int, ...]
@@ -36,6 +37,7 @@ class GenerateRequest:
     once: bool = False
     prefix_hash: str | None = None
     draft_lag_ms: float | None = None
+    owner: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

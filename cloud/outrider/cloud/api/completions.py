@@ -97,8 +97,9 @@ async def _answer(
         )
     params = sampling_of(body.sampling)
     stop_ids = core.stop_set(body.stop_token_ids, body.ignore_eos)
-    requests = [GenerateRequest(tuple(prompt), params, max_tokens, stop_ids) for prompt in prompts]
-    generation = Generation.start(core, owner_of(request), requests, body.stop_strings, arrived_s)
+    owner = owner_of(request)
+    requests = [GenerateRequest(tuple(prompt), params, max_tokens, stop_ids, owner=owner) for prompt in prompts]
+    generation = Generation.start(core, owner, requests, body.stop_strings, arrived_s)
     shape = shape_type(core.model.name, params.seed)
     if body.stream:
         chunks = _stream(generation, shape, includes_usage=body.includes_usage)

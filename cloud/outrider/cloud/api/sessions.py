@@ -34,6 +34,7 @@ def session_routes(core: Core) -> APIRouter:
         arrived_s = time.monotonic()
         body = parse(SessionRequest, await request.body())
         core.require_tokenizer(body.tokenizer)
+        owner = owner_of(request)
         generate = GenerateRequest(
             prompt=tuple(body.prompt),
             params=sampling_of(body.sampling),
@@ -41,8 +42,8 @@ def session_routes(core: Core) -> APIRouter:
             stop_ids=core.stop_set(body.stop_ids, body.ignore_eos),
             draft_lag_ms=body.draft_lag_ms,
             patience_ms=bounded_patience(body.patience_ms, core.settings.max_patience_ms),
+            owner=owner,
         )
-        owner = owner_of(request)
         mailbox = core.bridge.mailbox()
         core.slots.take(owner)
         try:

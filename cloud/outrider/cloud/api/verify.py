@@ -18,7 +18,7 @@ from outrider.cloud.api.state import Core
 from outrider.cloud.seam import CommitEvent, GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import error_body, from_validation, internal_error
-from outrider.models.http.requests import parse, sampling_of
+from outrider.models.http.requests import owner_of, parse, sampling_of
 from outrider.models.http.sse import closed_on_disconnect
 from outrider.models.protocol import MAX_VERIFY_ITEMS, VerifyAnswer, VerifyItem, VerifyResult
 
@@ -51,7 +51,7 @@ def verify_routes(core: Core) -> APIRouter:
         """
         envelope = parse(_Envelope, await request.body())
         core.require_tokenizer(envelope.tokenizer)
-        batch = _Batch(core, envelope.items)
+        batch = _Batch(core, envelope.items, owner_of(request))
         try:
             async with closed_on_disconnect(batch.mailbox, request.receive):
                 await batch.finish()
@@ -65,9 +65,10 @@ def verify_routes(core: Core) -> APIRouter:
 class _Batch:
     """The items of one call: submitted ones, and results so far."""
 
-    def __init__(self, core: Core, items: Sequence[Any]) -> None:
+    def __init__(self, core: Core, items: Sequence[Any], owner: bytes) -> None:
         self.mailbox: Mailbox = core.bridge.mailbox()
         self._core = core
+        self._owner = owner
         self._errors: dict[int, RequestError] = {}
         self._results = [VerifyResult()] * len(items)
         self._running: dict[int, int] = {}  # item -> the engine's sequence
@@ -113,6 +114,7 @@ class _Batch:
             draft=tuple(item.draft),
             once=True,
             prefix_hash=item.prefix_hash,
+            owner=self._owner,
         )
 
     def _note(self, delivery: Delivery) -> None:
