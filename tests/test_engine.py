@@ -222,19 +222,19 @@ def costly(num_tokens: int) -> float:
     return 0.040 * num_tokens**2
 
 
-@pytest.mark.parametrize("is_queued", [False, True])
-def test_auto_verifies_for_capacity_while_a_request_is_queued(is_queued: bool) -> None:
-    """Alone, drafts that cost more time than they save are not verified; with a request queued, passes count."""
-    harness = Harness(config=EngineConfig(max_running=1), step_s=costly)
+@pytest.mark.parametrize("policy", list(Policy))
+def test_only_the_verify_policy_verifies_drafts_that_cost_more_than_they_save(policy: Policy) -> None:
+    """Also with a request queued for the only place: such drafts would keep it waiting for longer than they save."""
+    harness = Harness(config=EngineConfig(max_running=1, policy=policy), step_s=costly)
     harness.engine.calibrate()
     truth = plain(PROMPTS[1], SAMPLED, 24)
     sequence_id, collector = harness.submit(PROMPTS[1], 24)
     harness.engine.step()
-    if is_queued:
-        harness.submit(PROMPTS[2], 4)
+    harness.submit(PROMPTS[2], 4)
     harness.engine.draft(sequence_id, 1, [truth[1:6]])
-    harness.engine.step()
-    assert (collector.commits[-1].proposed > 0) is is_queued
+    while len(collector.commits) < 2:
+        harness.engine.step()
+    assert (collector.commits[1].proposed > 0) is (policy is Policy.VERIFY)
     harness.run()
     assert collector.tokens == truth
     harness.assert_all_returned()

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import secrets
+
 from outrider.cloud.engine.parked import ParkedPrefix, ParkedPrefixes
-from outrider.cloud.engine.pool import ROOT_HASH, BlockPool, chain_hash
+from outrider.cloud.engine.pool import BlockPool, chain_hash
 from outrider.cloud.engine.sequence_state import SequenceState
 
 
 class SequenceCache:
-    """The block pool as sequences see it. The engine's thread owns it, except for `take_parked`."""
+    """The block pool as sequences see it. The engine's thread owns it, except for `take_parked`.
 
-    def __init__(self, num_blocks: int, block_size: int, *, max_parked: int, share_prefixes: bool) -> None:
+    share_between_owners: one owner's prompts may be reused for another's. Who can time answers, or reads
+    `cached_prompt_tokens`, then learns whether others have sent a prompt.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, max_parked: int, share_prefixes: bool, share_between_owners: bool
+    ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
         self._parked = ParkedPrefixes(self.pool, max_parked)
         self._share_prefixes = share_prefixes
+        self._share_between_owners = share_between_owners
+        self._salt = secrets.token_bytes(16)
 
     @property
     def num_parked(self) -> int:
@@ -25,14 +35,23 @@ class SequenceCache:
         """Blocks that parked prefixes hold."""
         return self._parked.num_blocks
 
+    @property
+    def num_obtainable(self) -> int:
+        """Blocks that could be free without the parked prefixes; an upper bound, since sequences may share theirs."""
+        return self.pool.num_available + self._parked.num_blocks
+
+    def num_lacking(self, sequence: SequenceState, length: int) -> int:
+        """Blocks that the sequence lacks for `length` tokens."""
+        return max(0, -(-length // self.pool.block_size) - len(sequence.blocks))
+
     def grow(self, sequence: SequenceState, length: int) -> bool:
         """Gives `sequence` blocks for `length` tokens; takes idle blocks and parked prefixes if necessary.
 
         False, with the sequence unchanged, when there are not enough.
         """
-        needed = -(-length // self.pool.block_size) - len(sequence.blocks)
-        if needed > self.pool.num_available + self._parked.num_blocks:
-            return False  # not enough even without the parked prefixes
+        needed = self.num_lacking(sequence, length)
+        if needed > self.num_obtainable:
+            return False
         while needed > self.pool.num_available:
             if not self._parked.evict_one():
                 return False
@@ -44,10 +63,8 @@ class SequenceCache:
         """Takes shared blocks that hold the sequence's beginning; leaves at least its last token to run."""
         if sequence.blocks or not self._share_prefixes:
             return
-        size, hashes, parent = self.pool.block_size, [], ROOT_HASH
-        for start in range(0, len(sequence.tokens) - size, size):
-            parent = chain_hash(parent, sequence.tokens[start : start + size])
-            hashes.append(parent)
+        size = self.pool.block_size
+        hashes = self._chain(sequence, (len(sequence.tokens) - 1) // size)
         sequence.blocks = self.pool.match(hashes)
         sequence.hashes = hashes[: len(sequence.blocks)]
         sequence.computed = len(sequence.blocks) * size
@@ -55,14 +72,26 @@ class SequenceCache:
 
     def register_full_blocks(self, sequence: SequenceState) -> None:
         """Registers full blocks by hash once all their tokens are committed and computed: they never change again."""
-        size = self.pool.block_size
-        while (len(sequence.hashes) + 1) * size <= sequence.computed:
-            index = len(sequence.hashes)
-            parent = sequence.hashes[-1] if sequence.hashes else ROOT_HASH
-            content = chain_hash(parent, sequence.tokens[index * size : (index + 1) * size])
-            sequence.hashes.append(content)
-            if self._share_prefixes:
-                self.pool.register(sequence.blocks[index], content)
+        known, full = len(sequence.hashes), sequence.computed // self.pool.block_size
+        if full <= known:
+            return
+        sequence.hashes = self._chain(sequence, full)
+        if self._share_prefixes:
+            for index in range(known, full):
+                self.pool.register(sequence.blocks[index], sequence.hashes[index])
+
+    def _chain(self, sequence: SequenceState, count: int) -> list[bytes]:
+        """The chain hashes of the sequence's first `count` blocks."""
+        size, chain = self.pool.block_size, sequence.chain
+        while len(chain) < count:
+            start = len(chain) * size
+            parent = chain[-1] if chain else self._root(sequence.request.owner)
+            chain.append(chain_hash(parent, sequence.tokens[start : start + size]))
+        return chain[:count]
+
+    def _root(self, owner: bytes) -> bytes:
+        """Where an owner's chains begin: nobody else can compute, or match, a hash of what the owner sent."""
+        return chain_hash(self._salt + (b"" if self._share_between_owners else owner), ())
 
     def drop(self, sequence: SequenceState) -> None:
         """Releases all blocks of the sequence; its tokens must be run again."""
@@ -70,13 +99,20 @@ class SequenceCache:
         sequence.blocks, sequence.hashes, sequence.computed = [], [], 0
 
     def park(self, sequence: SequenceState) -> str:
-        """Keeps a finished sequence's blocks for the call that continues it; returns the hash of its tokens."""
-        kept = ParkedPrefix(tuple(sequence.tokens), tuple(sequence.blocks), sequence.computed, tuple(sequence.hashes))
-        return self._parked.park(kept)
+        """Keeps a finished sequence's blocks for the call that continues it; returns the name for that call."""
+        owner, size = sequence.request.owner, self.pool.block_size
+        full = len(sequence.tokens) // size
+        chain = self._chain(sequence, full)
+        # The rest is hashed behind a token that no model has, so that no name is the hash of a block.
+        rest = [-1, *sequence.tokens[full * size :]]
+        name = chain_hash(chain[-1] if chain else self._root(owner), rest).hex()
+        tokens, blocks, hashes = tuple(sequence.tokens), tuple(sequence.blocks), tuple(sequence.hashes)
+        self._parked.park(ParkedPrefix(owner, name, tokens, blocks, sequence.computed, hashes))
+        return name
 
-    def take_parked(self, name: str) -> ParkedPrefix | None:
-        """Any thread: hands over a parked prefix with the references on its blocks, or None."""
-        return self._parked.take(name)
+    def take_parked(self, owner: bytes, name: str) -> ParkedPrefix | None:
+        """Any thread: hands over an owner's parked prefix with the references on its blocks, or None."""
+        return self._parked.take(owner, name)
 
     def park_again(self, prefix: ParkedPrefix) -> None:
         """Undoes `take_parked`."""

@@ -5,21 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.cloud.pending.policy import Policy
+from outrider.models.protocol import MAX_VERIFY_ITEMS
+
+_TOKENS_PER_PLACE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How the engine runs.
 
-    max_running: sequences in one step. step_tokens: token budget of a step; a prompt is prefilled in chunks that fit.
-    max_queue: sequences that may wait for admission. max_draft: drafted tokens verified per sequence and step.
-    max_parked: sequences whose cache is kept for the next /v1/verify call. share_prefixes: reuse KV blocks by hash.
+    max_running: places, that is, sequences in one step. step_tokens: token budget of a step; a prompt is prefilled in
+      chunks that fit; None: room for some drafts of each sequence, at least 256.
+    max_queue: sequences that may wait for a place; beyond it, owners with more than their share of them are refused.
+    max_draft: drafted tokens verified per sequence and step.
+    max_parked: sequences per owner whose cache is kept for the next /v1/verify call; as many as one call can have.
+    share_prefixes: reuse KV blocks by hash. share_between_owners: also those of other owners' prompts.
     """
 
     max_running: int = 32
-    step_tokens: int = 256
+    step_tokens: int | None = None
     max_queue: int = 1024
     max_draft: int = 16
-    max_parked: int = 64
+    max_parked: int = MAX_VERIFY_ITEMS
     share_prefixes: bool = True
+    share_between_owners: bool = False
     policy: Policy = Policy.AUTO
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens in a step, at most."""
+        return self.step_tokens or max(256, _TOKENS_PER_PLACE * self.max_running)

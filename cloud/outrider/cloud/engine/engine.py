@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ from outrider.cloud.engine.scheduler import Scheduler, Share
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.drafts import PendingDrafts
-from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag
+from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, GenerateRequest, SequenceEndReason, Sink, Totals
 from outrider.models.acceptance import accept, accept_picks
 from outrider.models.errors import ConfigError, ModelFault, RequestError
@@ -63,6 +63,7 @@ class Engine:
             self._runtime.block_size,
             max_parked=self._config.max_parked,
             share_prefixes=self._config.share_prefixes,
+            share_between_owners=self._config.share_between_owners,
         )
         self._scheduler = Scheduler(self._config, self._cache, self._drafting, self._totals)
 
@@ -84,11 +85,8 @@ class Engine:
         Raises RequestError: `overloaded`, `empty_prompt`, `context_length_exceeded`, `token_out_of_range`,
         `prefix_not_held`.
         """
-        # Also counts those that the engine has not looked at yet.
-        num_waiting = len(self._sequences) - len(self._scheduler.running)
-        if num_waiting >= self._config.max_queue:
-            raise RequestError("overloaded", f"{num_waiting} requests are queued already; try again later", status=503)
-        held = self._cache.take_parked(request.prefix_hash) if request.prefix_hash else None
+        self._require_room(request.owner)
+        held = self._cache.take_parked(request.owner, request.prefix_hash) if request.prefix_hash else None
         if request.prefix_hash and held is None:
             raise RequestError(
                 "prefix_not_held", "this prefix is not held here; send its tokens in place of the hash", status=409
@@ -113,10 +111,21 @@ class Engine:
         sequence.usage.prompt_tokens = len(sequence.tokens)
         if held:
             sequence.blocks, sequence.hashes = list(held.blocks), list(held.hashes)
+            sequence.chain = list(held.hashes)
             sequence.computed = sequence.usage.cached_prompt_tokens = min(held.computed, len(sequence.tokens) - 1)
         self._sequences[sequence.id] = sequence
         self._inbox.append(lambda: self._enqueue(sequence))
         return sequence.id
+
+    def _require_room(self, owner: bytes) -> None:
+        """Raises RequestError `overloaded` if the queue is full and the owner has its share of it, or more."""
+        # Also counts those that the engine has not looked at yet.
+        num_waiting = len(self._sequences) - self._config.max_running
+        if num_waiting < self._config.max_queue:
+            return
+        owners = Counter(sequence.request.owner for sequence in list(self._sequences.values()))
+        if owners[owner] * (len(owners) + (owner not in owners)) >= self._config.max_queue:
+            raise RequestError("overloaded", f"{num_waiting} requests are queued already; try again later", status=503)
 
     def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
         """Adds guesses of what follows the first `base` tokens that the sequence committed, likeliest path first.
@@ -145,10 +154,11 @@ class Engine:
         """A snapshot; cheap."""
         curve = self._drafting.curve
         step_s, extra_s = curve.step_and_extra() if curve.is_known else (None, None)
+        num_running = min(len(self._scheduler.running), self._config.max_running)
         return EngineStats(
             totals=replace(self._totals),
-            running=len(self._scheduler.running),
-            queued=len(self._scheduler.queue),
+            running=num_running,
+            queued=len(self._scheduler.running) - num_running + self._scheduler.num_queued,
             parked=self._cache.num_parked,
             parked_blocks=self._cache.num_parked_blocks,
             num_blocks=self._cache.pool.num_blocks,
@@ -168,6 +178,7 @@ class Engine:
         shares = self._scheduler.gather(started)
         if not shares:
             return self._scheduler.next_deadline(started)
+        size = sum((share.size for share in shares), StepSize())
         ready = self._clock()
         try:
             rows = self._forward(shares)
@@ -179,9 +190,8 @@ class Engine:
             return 0.0
         ran = self._clock()
         self._commit(shares, rows, ran)
-        num_tokens = sum(len(share.new) for share in shares)
-        self._drafting.curve.observe(num_tokens, ran - ready)
-        self._totals.count_step(num_tokens, model_s=ran - ready, overhead_s=ready - started + self._clock() - ran)
+        self._drafting.curve.observe(size, ran - ready)
+        self._totals.count_step(size.tokens, model_s=ran - ready, overhead_s=ready - started + self._clock() - ran)
         return 0.0
 
     def _forward(self, shares: Sequence[Share]) -> Rows:
@@ -199,7 +209,7 @@ class Engine:
 
     def _enqueue(self, sequence: SequenceState) -> None:
         if sequence.id in self._sequences:
-            self._scheduler.queue.append(sequence)
+            self._scheduler.add(sequence)
 
     def _commit(self, shares: Sequence[Share], rows: Rows, now: float) -> None:
         """Picks row by row, accepts drafted tokens while they equal the picks, and notifies the sinks."""
@@ -241,7 +251,7 @@ class Engine:
         if reason:
             self._finish(sequence, reason)
         else:
-            self._drafting.committed(sequence.drafts, pending, tokens, now, is_busy=bool(self._scheduler.queue))
+            self._drafting.committed(sequence.drafts, pending, tokens, now, crowding=self._scheduler.crowding)
 
     def _end_reason(self, sequence: SequenceState) -> SequenceEndReason | None:
         if sequence.tokens[-1] in sequence.request.stop_ids:
@@ -319,6 +329,6 @@ class Engine:
             for n in sizes * repeats:
                 started = self._clock()
                 self._runtime.forward([SequenceSlice([0] * n, context, blocks, n)])
-                self._drafting.curve.observe(n, self._clock() - started)
+                self._drafting.curve.observe(StepSize.of(n, context), self._clock() - started)
         finally:
             self._cache.pool.release(blocks)

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-ROOT_HASH = b""
-
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Hash (16 bytes) of a prefix: of the parent prefix's hash and the tokens that follow it."""

@@ -1,22 +1,32 @@
 """Decides who takes part in a step, with which tokens, and who gives way when blocks run out.
 
-Decoding sequences come first, then their drafts, then prompt chunks in the rest of the step's token budget. Knows
-blocks and drafts, but neither the model nor the picks.
+Two things are scarce. *Places*: at most `max_running` sequences take part in a step; where more could, owners share the
+places evenly, step by step. *Blocks*: a sequence that has none waits in its owner's queue; where they do not suffice,
+those that have had their turn give theirs away. A sequence that waits for a draft takes no place. Within a step,
+decoding sequences come first, then their drafts, then prompt chunks in the rest of the step's token budget.
+
+Knows blocks and drafts, but neither the model nor the picks.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.engine.config import EngineConfig
+from outrider.cloud.engine.owners import Owners
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.pending.drafting import Drafting
+from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.policy import NO_WAIT
 from outrider.cloud.seam import Totals
 from outrider.models.runtimes.base import SequenceSlice
+
+_TURN_STEPS: Final = 32
+"""Steps for which a sequence keeps its blocks once it has committed a token: computing them again must pay off."""
+_OVERDUE_STEPS: Final = 64
+"""Steps after which a queued sequence is next, even if smaller ones would fit before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,71 +46,194 @@ class Share:
         """Rows of logits that it needs."""
         return 1 + len(self.drafted) if self.is_complete else 0
 
+    @property
+    def size(self) -> StepSize:
+        """What it adds to the step."""
+        return StepSize.of(len(self.new), self.sequence.computed)
+
     def as_slice(self) -> SequenceSlice:
         """The same for the runtime."""
         return SequenceSlice(self.new, self.sequence.computed, self.sequence.blocks, self.num_rows)
 
 
 class Scheduler:
-    """The queue and the running sequences. The engine's thread owns it."""
+    """The queued sequences and those that have blocks. The engine's thread owns it."""
 
     def __init__(self, config: EngineConfig, cache: SequenceCache, drafting: Drafting, totals: Totals) -> None:
         self._config = config
         self._cache = cache
         self._drafting = drafting
         self._totals = totals
-        self.queue: deque[SequenceState] = deque()
-        self.running: list[SequenceState] = []  # oldest first
+        self._owners = Owners()
+        self._step = 0
+        self.running: list[SequenceState] = []  # those that have blocks, oldest first
+        self.num_queued = 0
+        self._holders: dict[SequenceState, None] = {}  # queued, with the blocks of a parked prefix that they continue
+
+    @property
+    def crowding(self) -> float:
+        """Sequences for each place; 1 as long as there are enough places."""
+        return max(1.0, (len(self.running) + self.num_queued) / self._config.max_running)
+
+    def add(self, sequence: SequenceState) -> None:
+        """Queues a new sequence."""
+        sequence.queued_at = self._step
+        self._owners.add(sequence)
+        self.num_queued += 1
+        if sequence.blocks:
+            self._holders[sequence] = None
 
     def remove(self, sequence: SequenceState) -> None:
         """Removes a sequence, queued or running; the caller frees its blocks."""
         if sequence in self.running:
             self.running.remove(sequence)
-        elif sequence in self.queue:
-            self.queue.remove(sequence)
+        elif self._owners.is_queued(sequence):
+            self.num_queued -= 1
+            self._holders.pop(sequence, None)
+        self._owners.remove(sequence)
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Admits queued sequences in order, while there is room for their tokens and the next one."""
-        while self.queue and len(self.running) < self._config.max_running:
-            sequence = self.queue[0]
-            self._cache.match_prefix(sequence)
-            if not self._cache.grow(sequence, len(sequence.tokens) + 1) and self.running:
-                self._cache.drop(sequence)
+        """Gives queued sequences blocks for their tokens and the next one: owners in turn, each owner's in order."""
+        self._step += 1
+        refused: set[SequenceState] = set()
+        while self.num_queued:
+            candidates = [s for s in self._owners.queue_heads() if s not in refused]
+            overdue = [s for s in candidates if self._step - s.queued_at > _OVERDUE_STEPS]
+            candidate = next(iter(overdue or candidates), None)
+            if candidate is None:
                 return
-            self._totals.prefix_hit_tokens += sequence.usage.cached_prompt_tokens
-            self.running.append(self.queue.popleft())
+            if not self._admit(candidate):
+                refused.add(candidate)
+                if overdue:
+                    return  # nobody overtakes it
+
+    def _admit(self, sequence: SequenceState) -> bool:
+        """Gives a queued sequence its blocks; others give way if that suffices. False if it has to wait."""
+        length, is_holder = len(sequence.tokens) + 1, sequence in self._holders
+        self._cache.match_prefix(sequence)
+        while not self._cache.grow(sequence, length):
+            givers = self._givers_to(sequence)
+            room = self._cache.num_obtainable + sum(len(giver.blocks) for giver in givers)
+            if not givers or room < self._cache.num_lacking(sequence, length):
+                if not is_holder:
+                    self._cache.drop(sequence)
+                return False
+            self._give_way(givers[0])
+        self._owners.admitted(sequence)
+        self._holders.pop(sequence, None)
+        self.num_queued -= 1
+        self.running.append(sequence)
+        sequence.turn_began = None
+        self._totals.prefix_hit_tokens += sequence.usage.cached_prompt_tokens
+        return True
+
+    def _givers_to(self, candidate: SequenceState) -> list[SequenceState]:
+        """Who gives blocks to a queued sequence, in order.
+
+        First those queued with blocks; then, of the sequences that had their turn, those of owners that have more
+        sequences in the cache, and the candidate's own owner's if they were served more often.
+        """
+        own = self._owners.of(candidate)
+        eligible = []
+        for sequence in self.running:
+            if self._had_turn(sequence):
+                owner = self._owners.of(sequence)
+                is_ahead = sequence.served > candidate.served
+                if is_ahead if owner is own else len(owner.running) > len(own.running):
+                    eligible.append(sequence)
+        eligible.sort(key=self._precedence, reverse=True)
+        return [*(s for s in reversed(self._holders) if s is not candidate), *eligible]
+
+    def _had_turn(self, sequence: SequenceState) -> bool:
+        """Whether it may lose its blocks: it has committed since it got them, and kept them for a while or waits."""
+        if sequence.turn_began is None:
+            return False
+        return sequence.drafts.wait is not NO_WAIT or self._step - sequence.turn_began >= _TURN_STEPS
+
+    def _precedence(self, sequence: SequenceState) -> tuple[int, int]:
+        """The higher, the sooner it gives way: sequences of the largest owner, then the most served."""
+        return len(self._owners.of(sequence).running), sequence.served
+
+    def _reserve(self, sequence: SequenceState, length: int, taking_part: set[SequenceState]) -> bool:
+        """Reserves blocks for `length` tokens; others that do not take part give way. False if this one had to."""
+        while not self._cache.grow(sequence, length):
+            if self._holders:
+                self._give_way(next(reversed(self._holders)))
+                continue
+            others = [s for s in self.running if s not in taking_part]
+            had_turn = [s for s in others if self._had_turn(s)]
+            # Where nobody had a turn, the youngest loses least.
+            victim = max(had_turn, key=self._precedence) if had_turn else others[-1]
+            self._give_way(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _give_way(self, sequence: SequenceState) -> None:
+        """Takes a sequence's blocks. Its tokens stay; what is no longer in the cache is computed again."""
+        self._cache.drop(sequence)
+        if sequence in self._holders:
+            del self._holders[sequence]
+            return
+        had_turn = self._had_turn(sequence)
+        self.running.remove(sequence)
+        self._owners.returned(sequence, is_first=not had_turn)
+        sequence.queued_at = self._step
+        self.num_queued += 1
+        self._totals.preempted += 1
+
+    # -- steps -------------------------------------------------------------------------------------------------------
 
     def gather(self, now: float) -> list[Share]:
         """Who takes part, with which tokens: decoding sequences, their drafts, then prompt chunks in the rest."""
         for sequence in self.running:
             sequence.drafts.has_company = len(self.running) > 1
         ready = [s for s in self.running if not self._is_waiting(s, now)]
+        ready = self._owners.take_places(ready, self._config.max_running)
         decoding = [s for s in ready if s.num_missing == 1]
-        budget = max(0, self._config.step_tokens - len(decoding))
-        has_prompts = len(decoding) < len(ready)
-        drafts = self._drafting.choose(
-            [s.drafts for s in decoding], budget // 2 if has_prompts else budget, is_busy=bool(self.queue)
-        )
-        # However full a step is, a prompt advances by at least a block: every sequence gets its first token.
-        budget = max(budget - sum(map(len, drafts.values())), self._cache.pool.block_size)
+        prompts = [s for s in ready if s.num_missing > 1]
+        budget = max(0, self._config.token_budget - len(decoding))
+        # However full a step is, prompts advance by a block: every sequence gets its first token.
+        for_prompts = min(sum(s.num_wanted for s in prompts), max(budget - budget // 2, self._cache.pool.block_size))
+        fixed = sum((StepSize.of(1, s.computed) for s in decoding), StepSize())
+        if prompts:
+            fixed += StepSize.of(for_prompts, sum(s.computed for s in prompts) // len(prompts))
+        context = sum(s.computed for s in decoding) / max(1, len(decoding))
+        drafts = self._drafting.choose([s.drafts for s in decoding], max(0, budget - for_prompts), fixed, context)
+        left = max(budget - sum(map(len, drafts.values())), for_prompts)
+        chunks = self._owners.split_tokens(prompts, left)
         shares: list[Share] = []
-        for sequence in ready:
-            new = sequence.tokens[sequence.computed : sequence.computed + max(1, budget)]
-            is_prompt = sequence.num_missing > 1
-            if is_prompt and budget <= 0:
-                continue
+        taking_part: set[SequenceState] = set()
+        for sequence in [*decoding, *prompts]:
+            new, drafted = self._part_of(sequence, drafts.get(sequence.drafts, []), chunks.get(sequence, 1))
+            if not new or not self._owners.is_running(sequence):
+                continue  # no budget is left, or it has just given way to another
             is_complete = len(new) == sequence.num_missing
-            if is_prompt:
-                drafted = sequence.drafts.own_draft(budget - len(new)) if is_complete else []
-            else:
-                drafted = drafts.get(sequence.drafts, [])
             length = sequence.computed + len(new)
-            if drafted and sequence in self.running and not self._cache.grow(sequence, length + len(drafted)):
+            if drafted and not self._cache.grow(sequence, length + len(drafted)):
                 drafted = []  # no sequence gives way for a guess
-            if self._reserve(sequence, length + len(drafted), shares):
-                budget -= len(new) + len(drafted) if is_prompt else 0
+            if self._reserve(sequence, length + len(drafted), taking_part):
+                taking_part.add(sequence)
                 shares.append(Share(sequence, [*new, *drafted], drafted, is_complete))
+                if is_complete and sequence.turn_began is None:
+                    sequence.turn_began = self._step
         return shares
+
+    def _part_of(self, sequence: SequenceState, chosen: list[int], room: int) -> tuple[list[int], list[int]]:
+        """The tokens to run and the drafted ones after them.
+
+        chosen: the drafts of a decoding sequence. room: tokens that a prompt may run. A /v1/verify item gets one pass,
+        so its last token waits for the step that has room for its whole draft.
+        """
+        missing = sequence.num_missing
+        if missing == 1:
+            return sequence.tokens[sequence.computed :], chosen
+        if sequence.num_wanted > max(missing, room) and room > 1:
+            room = min(room, missing - 1)
+        new = sequence.tokens[sequence.computed : sequence.computed + room]
+        return new, sequence.drafts.own_draft(room - missing) if len(new) == missing else []
 
     def _is_waiting(self, sequence: SequenceState, now: float) -> bool:
         is_waiting = self._drafting.is_waiting(sequence.drafts, now)
@@ -108,32 +241,9 @@ class Scheduler:
         sequence.usage.waited_s = sequence.drafts.waited_s
         return is_waiting
 
-    def _reserve(self, sequence: SequenceState, length: int, planned: Sequence[Share]) -> bool:
-        """Reserves blocks for `length` tokens; the youngest sequences give way. False if this one had to."""
-        if sequence not in self.running:
-            return False  # just preempted for an older one
-        taking_part = {id(share.sequence) for share in planned}
-        while not self._cache.grow(sequence, length):
-            idle = next((s for s in reversed(self.queue) if s.blocks), None)
-            if idle is not None:  # continues a parked prefix, not admitted yet
-                self._cache.drop(idle)
-                continue
-            victim = next(s for s in reversed(self.running) if id(s) not in taking_part)
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        return True
-
-    def _preempt(self, sequence: SequenceState) -> None:
-        """Moves a sequence to the head of the queue. Its tokens stay; its cache is computed again."""
-        self.running.remove(sequence)
-        self._cache.drop(sequence)
-        self.queue.appendleft(sequence)
-        self._totals.preempted += 1
-
     def next_deadline(self, now: float) -> float | None:
         """Seconds until the first wait ends; None when there is nothing to do."""
         deadlines = [s.drafts.wait_deadline for s in self.running if s.drafts.wait is not NO_WAIT]
         if deadlines:
             return max(0.0, min(deadlines) - now)
-        return 0.0 if self.running or self.queue else None
+        return 0.0 if self.running or self.num_queued else None

@@ -14,6 +14,10 @@ class SequenceState:
 
     computed: how many of the tokens have valid keys and values in `blocks`; always under len(tokens).
     hashes: chain hash of each full block of committed tokens that was registered or matched.
+    chain: chain hashes of its full blocks as far as they were ever needed; tokens do not change, so neither do these.
+    served: steps that it took part in, counted from where the owner's other sequences were when it came.
+    queued_at, turn_began: the engine's step at which it was queued, and at which it first committed since it has
+    blocks; None before.
     """
 
     id: int
@@ -23,7 +27,11 @@ class SequenceState:
     drafts: PendingDrafts
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
+    chain: list[bytes] = field(default_factory=list)
     computed: int = 0
+    served: int = 0
+    queued_at: int = 0
+    turn_began: int | None = None
     usage: SequenceUsage = field(default_factory=SequenceUsage)
 
     @property
@@ -35,6 +43,11 @@ class SequenceState:
     def num_missing(self) -> int:
         """Tokens that must be run before the next one can be picked; 1 when the sequence is decoding."""
         return len(self.tokens) - self.computed
+
+    @property
+    def num_wanted(self) -> int:
+        """The same, and the draft that a /v1/verify item brought."""
+        return self.num_missing + len(self.drafts.own_draft(self.num_left))
 
     @property
     def num_left(self) -> int:

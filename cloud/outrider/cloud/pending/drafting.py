@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outrider.cloud.pending.drafts import PendingDrafts
-from outrider.cloud.pending.estimators import AcceptanceEstimator, StepTimeCurve
-from outrider.cloud.pending.policy import NO_WAIT, Policy, choose_drafts, longest_wait, plan_wait
+from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize, StepTimeCurve
+from outrider.cloud.pending.policy import NO_WAIT, Policy, bounded, choose_drafts, longest_wait, plan_wait
 
 _MAX_WAITED_FOR = 8  # drafted tokens: more of them are never worth a longer wait
 _LIKELY = 0.05  # survival below which a drafted token is not verified even when only passes count
@@ -35,24 +35,24 @@ class Drafting:
         drafts.newest_base = max(base, drafts.newest_base)
 
     def committed(
-        self, drafts: PendingDrafts, pending: Sequence[int], tokens: Sequence[int], now: float, *, is_busy: bool
+        self, drafts: PendingDrafts, pending: Sequence[int], tokens: Sequence[int], now: float, *, crowding: float
     ) -> None:
         """Learns from a commit; starts a wait if nothing is pending after it.
 
-        pending: the likeliest path before the step. is_busy: other sequences are queued for a place.
+        pending: the likeliest path before the step. crowding: sequences for each place.
         """
         drafts.acceptance.observe(pending, tokens)
         if not drafts.trie:  # the device is out of sync: how fast it answers is what a wait would cost
             drafts.lag.committed(len(drafts.committed), now)
-            self._start_wait(drafts, now, is_busy=is_busy)
+            self._start_wait(drafts, now, crowding)
 
-    def _start_wait(self, drafts: PendingDrafts, now: float, *, is_busy: bool) -> None:
+    def _start_wait(self, drafts: PendingDrafts, now: float, crowding: float) -> None:
         allowed = drafts.patience_ms
         if allowed == 0 or self._max_draft == 0 or drafts.num_left <= 1:
             return
         step_s, extra_s = self.curve.step_and_extra()
         most = min(self._max_draft, _MAX_WAITED_FOR, drafts.num_left - 1)
-        lags = [drafts.lag.seconds_until(k) for k in range(1, most + 1)]
+        lags = [bounded(lag, step_s) for lag in drafts.lag.seconds_until(most)]
         if drafts.has_company:
             # The others' steps go on meanwhile: it can join again only at the end of one of theirs.
             lags = [None if lag is None else -(-lag // step_s) * step_s for lag in lags]
@@ -62,7 +62,8 @@ class Drafting:
             extra_s,
             lags,
             drafts.lag.answer_rate,
-            saves_passes=self._saves_passes(is_busy),
+            saves_passes=self._policy is Policy.VERIFY,
+            crowding=crowding if self._policy is Policy.AUTO else 1.0,
         )
         if wait.want == 0 or (allowed is not None and wait.lag_s * 1e3 > allowed):
             return
@@ -82,16 +83,12 @@ class Drafting:
         drafts.wait = NO_WAIT
         return False
 
-    def _saves_passes(self, is_busy: bool) -> bool:
-        """Whether target passes are what is scarce."""
-        return self._policy is Policy.VERIFY or (self._policy is Policy.AUTO and is_busy)
-
     def choose(
-        self, decoding: Sequence[PendingDrafts], budget: int, *, is_busy: bool
+        self, decoding: Sequence[PendingDrafts], budget: int, fixed: StepSize, context: float
     ) -> dict[PendingDrafts, list[int]]:
         """The drafted tokens that each decoding sequence verifies in this step, at most `budget` in all.
 
-        is_busy: other sequences are queued for a place.
+        fixed: the step without drafts, prompt chunks included. context: positions that a drafted token attends to.
         """
         if not decoding:
             return {}
@@ -99,17 +96,18 @@ class Drafting:
         chosen: dict[PendingDrafts, list[int]] = {}
         for drafts in decoding:
             if drafts.num_own is not None:
-                chosen[drafts] = drafts.own_draft(budget)
-                budget -= len(chosen[drafts])
+                own = chosen[drafts] = drafts.own_draft(budget)
+                budget -= len(own)
+                fixed += StepSize(len(own), round(len(own) * context))
         others = [drafts for drafts in decoding if drafts.num_own is None]
         paths = [drafts.likeliest(self._max_draft) for drafts in others]
         survivals = [drafts.acceptance.survival(len(p)) for drafts, p in zip(others, paths, strict=True)]
-        if self._saves_passes(is_busy):
+        if self._policy is Policy.VERIFY:
             counts = _all_likely(survivals, budget)
         else:
             most = min(budget, sum(map(len, paths)))
-            num_fixed = len(decoding) + sum(map(len, chosen.values()))
-            counts = choose_drafts(survivals, num_fixed, len(decoding), self.curve.seconds(num_fixed + most), most)
+            step_s = self.curve.seconds(fixed.tokens + most, fixed, context)
+            counts = choose_drafts(survivals, fixed.tokens, len(decoding), step_s, most)
         return chosen | {drafts: p[:n] for drafts, p, n in zip(others, paths, counts, strict=True)}
 
 

@@ -5,8 +5,10 @@ All are ratios of sums, or medians where a shared machine causes outliers; never
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
 
@@ -32,6 +34,7 @@ class AcceptanceEstimator:
     def __init__(self, max_draft: int, parent: AcceptanceEstimator | None = None) -> None:
         self._accepted = [0.0] * max_draft
         self._tested = [0.0] * max_draft
+        self._all_accepted = self._all_tested = 0.0
         self._parent = parent
 
     def observe(self, pending: Sequence[int], committed: Sequence[int]) -> None:
@@ -39,8 +42,11 @@ class AcceptanceEstimator:
         for i, (guess, truth) in enumerate(zip(pending, committed, strict=False)):
             if i >= len(self._accepted):
                 return
-            self._accepted[i] = _MEMORY * self._accepted[i] + (guess == truth)
-            self._tested[i] = _MEMORY * self._tested[i] + 1.0
+            accepted, tested = self._accepted[i], self._tested[i]
+            self._accepted[i] = _MEMORY * accepted + (guess == truth)
+            self._tested[i] = _MEMORY * tested + 1.0
+            self._all_accepted += self._accepted[i] - accepted
+            self._all_tested += self._tested[i] - tested
             if guess != truth:
                 break
         if self._parent is not None:
@@ -50,50 +56,96 @@ class AcceptanceEstimator:
     def rate(self) -> float:
         """Acceptance over all positions: tokens accepted per token tested."""
         prior = _FIRST_GUESS if self._parent is None else self._parent.rate
-        return (sum(self._accepted) + _PRIOR_WEIGHT * prior) / (sum(self._tested) + _PRIOR_WEIGHT)
+        return (max(0.0, self._all_accepted) + _PRIOR_WEIGHT * prior) / (self._all_tested + _PRIOR_WEIGHT)
 
     def survival(self, count: int) -> list[float]:
         """P(the first i + 1 pending tokens are all accepted), i < count; the overall rate is each position's prior."""
-        overall, alive, out = self.rate, 1.0, []
-        for i in range(min(count, len(self._accepted))):
-            alive *= (self._accepted[i] + _PRIOR_WEIGHT * overall) / (self._tested[i] + _PRIOR_WEIGHT)
+        prior, alive, out = _PRIOR_WEIGHT * self.rate, 1.0, []
+        for accepted, tested in zip(self._accepted[:count], self._tested, strict=False):
+            alive *= (accepted + prior) / (tested + _PRIOR_WEIGHT)
             out.append(alive)
         return out
 
 
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What a step's time depends on: its tokens, and the positions that they attend to, in all."""
+
+    tokens: int = 0
+    attended: int = 0
+
+    @classmethod
+    def of(cls, count: int, past: int) -> StepSize:
+        """Of `count` tokens of one sequence behind `past` others."""
+        return cls(count, count * past + count * (count + 1) // 2)
+
+    def __add__(self, other: StepSize) -> StepSize:
+        return StepSize(self.tokens + other.tokens, self.attended + other.attended)
+
+
 class StepTimeCurve:
-    """Seconds of a step by its number of tokens: the median of recent steps at each size, made monotone."""
+    """Seconds of a step: by its number of tokens, plus a time for each position attended.
+
+    By tokens: the median of recent steps at each size, made monotone. By positions: the slope of a straight line
+    (least squares on the steps of one size, with slow forgetting), which is 0 until contexts of different lengths were
+    seen.
+    """
 
     _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512, 1024)
     _RECENT = 25
+    _KEPT = 0.999  # of older steps' weight in the slope, per step
+    _DOUBT = 1e6  # positions squared: the slope is drawn to 0 until steps differed by more than this
+    _OUTLIER = 3.0  # a step this much longer than its median says nothing about positions
 
     def __init__(self) -> None:
-        self._seen: dict[int, deque[float]] = {}
-        self._knots: tuple[list[int], list[float]] | None = None
+        self._seen: dict[int, deque[float]] = {}  # seconds at no position attended, by size
+        self._medians: dict[int, float] = {}
+        self._means: dict[int, tuple[float, float, float]] = {}  # weight, mean positions, mean seconds, by size
+        self._spread = self._slant = 0.0  # sums of squares and products around the means
+        self._slope_s = 0.0
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
+    def observe(self, size: StepSize, seconds: float) -> None:
         """Records one step: the model's time, without the engine around it."""
-        size = min(self._SIZES, key=lambda s: abs(s - num_tokens))
-        self._seen.setdefault(size, deque(maxlen=self._RECENT)).append(max(seconds, _SHORTEST_S))
-        self._knots = None
+        seconds = max(seconds, _SHORTEST_S)
+        bucket = self._bucket(size.tokens)
+        self._learn_slope(bucket, size.attended, seconds)
+        seen = self._seen.setdefault(bucket, deque(maxlen=self._RECENT))
+        seen.append(max(seconds - self._slope_s * size.attended, _SHORTEST_S))
+        self._medians[bucket] = median(seen)
+
+    def _bucket(self, num_tokens: int) -> int:
+        above = min(bisect_left(self._SIZES, num_tokens), len(self._SIZES) - 1)
+        below = max(0, above - 1)
+        return min(self._SIZES[below], self._SIZES[above], key=lambda size: abs(size - num_tokens))
+
+    def _learn_slope(self, bucket: int, attended: int, seconds: float) -> None:
+        weight, mean_attended, mean_s = self._means.get(bucket, (0.0, 0.0, 0.0))
+        if weight > 3.0 and seconds > self._OUTLIER * mean_s:
+            return
+        off, off_s = attended - mean_attended, seconds - mean_s
+        share = 1.0 / (weight + 1.0)
+        # Welford's update of sums around a moving mean.
+        self._spread = self._KEPT * self._spread + (1.0 - share) * off * off
+        self._slant = self._KEPT * self._slant + (1.0 - share) * off * off_s
+        self._means[bucket] = (self._KEPT * (weight + 1.0), mean_attended + share * off, mean_s + share * off_s)
+        self._slope_s = max(0.0, self._slant / (self._spread + self._DOUBT))
 
     @property
     def is_known(self) -> bool:
         """Whether any step was recorded."""
         return bool(self._seen)
 
-    def seconds(self, max_tokens: int) -> np.ndarray:
+    def seconds(self, max_tokens: int, fixed: StepSize | None = None, context: float = 0.0) -> np.ndarray:
         """Predicted seconds of a step of 1 .. max_tokens tokens: float64 [max_tokens], not decreasing.
 
-        Before the first step, every size costs 1: only ratios are used then.
+        fixed: the part of the step that is known; each token beyond it attends to `context` positions. Before the
+        first step, every size costs 1: only ratios are used then.
         """
         if not self._seen:
             return np.ones(max_tokens)
-        if self._knots is None:
-            sizes = sorted(self._seen)
-            medians = [median(self._seen[s]) for s in sizes]
-            self._knots = sizes, list(accumulate(medians, max))
-        sizes, times = self._knots
+        fixed = fixed or StepSize()
+        sizes = sorted(self._medians)
+        times = list(accumulate((self._medians[size] for size in sizes), max))
         wanted = np.arange(1, max_tokens + 1)
         out = np.interp(wanted, sizes, times)
         # Below the smallest size seen: a little cheaper, so that no hopeless draft seems free.
@@ -104,11 +156,13 @@ class StepTimeCurve:
             slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0]) if len(sizes) > 1 else 0.02 * times[0]
             beyond = wanted > sizes[-1]
             out[beyond] = times[-1] + slope * (wanted[beyond] - sizes[-1])
+        if self._slope_s:
+            out += self._slope_s * (fixed.attended + context * np.maximum(0, wanted - fixed.tokens))
         return out
 
-    def step_and_extra(self) -> tuple[float, float]:
-        """Seconds of a one-token step, and of each further token (mean over the next four)."""
-        times = self.seconds(5)
+    def step_and_extra(self, context: float = 0.0) -> tuple[float, float]:
+        """Seconds of a one-token step after `context` positions, and of each further token (mean of the next four)."""
+        times = self.seconds(5, context=context)
         return float(times[0]), float(times[4] - times[0]) / 4
 
 
@@ -165,16 +219,22 @@ class DraftLag:
         """Share of waits that a draft ended."""
         return self._hits / self._waits
 
-    def seconds_until(self, count: int) -> float | None:
-        """Seconds from a commit until `count` drafted tokens that know of it arrive.
+    def seconds_until(self, most: int) -> list[float | None]:
+        """Seconds from a commit until 1, 2, ... `most` drafted tokens that know of it arrive.
 
         None while unknown, and for more tokens than the device has lately drafted at once.
         """
-        if not self._first or (self._longest and count > max(self._longest)):
-            return None
-        more = count - median(self._size)
-        if more <= 0:
-            return median(self._first)
-        if not self._token_s:
-            return None
-        return median(self._first) + more * median(self._token_s)
+        if not self._first:
+            return [None] * most
+        first_s, size = median(self._first), median(self._size)
+        token_s = median(self._token_s) if self._token_s else None
+        longest = max(self._longest, default=most)
+        lags: list[float | None] = []
+        for count in range(1, most + 1):
+            if count > longest:
+                lags.append(None)
+            elif count <= size:
+                lags.append(first_s)
+            else:
+                lags.append(None if token_s is None else first_s + (count - size) * token_s)
+        return lags

@@ -16,8 +16,8 @@ import numpy as np
 class Policy(StrEnum):
     """What the engine optimizes when it decides whether to wait for a draft."""
 
-    AUTO = "auto"  # latency, until work queues up; then capacity
-    STREAM = "stream"  # latency: tokens per second of each session
+    AUTO = "auto"  # tokens per second: of each session, and of all together where places are scarce
+    STREAM = "stream"  # tokens per second of each session, as if it were alone
     VERIFY = "verify"  # capacity: the fewest target passes
 
 
@@ -33,14 +33,14 @@ def choose_drafts(
     Takes tokens by falling probability and stops at the count where expected tokens per second is highest: the optimum,
     because a step's time depends on the number of its tokens, not on whose they are.
     """
-    order = sorted(((p, s) for s, row in enumerate(survivals) for p in row), reverse=True)[:budget]
-    counts = [0] * len(survivals)
-    if not order or num_committing == 0:
-        return counts
-    gained = num_committing + np.concatenate([[0.0], np.cumsum([p for p, _ in order])])
-    rate = gained / step_s[num_fixed - 1 : num_fixed + len(order)]
-    for _, s in order[: int(rate.argmax())]:
-        counts[s] += 1
+    likely = np.array([p for row in survivals for p in row])
+    order = np.argsort(-likely, kind="stable")[: max(0, budget)]
+    if not order.size or num_committing == 0:
+        return [0] * len(survivals)
+    gained = num_committing + np.concatenate([[0.0], np.cumsum(likely[order])])
+    rate = gained / step_s[num_fixed - 1 : num_fixed + order.size]
+    whose = np.repeat(np.arange(len(survivals)), [len(row) for row in survivals])
+    counts: list[int] = np.bincount(whose[order[: int(rate.argmax())]], minlength=len(survivals)).tolist()
     return counts
 
 
@@ -54,8 +54,16 @@ class Wait:
 
 NO_WAIT = Wait(0, 0.0)
 
+_MOST_STEPS = 32
+_MOST_S = 1.0
+
 ENOUGH_ANSWERS = 0.5
 """Share of waits that a draft must have ended for another wait to be tried."""
+
+
+def bounded(lag_s: float | None, step_s: float) -> float | None:
+    """A lag that may be waited for; None for one so long that only a client's false hint, or a slow device, has it."""
+    return lag_s if lag_s is not None and lag_s <= min(_MOST_STEPS * step_s, _MOST_S) else None
 
 
 def longest_wait(lag_s: float) -> float:
@@ -63,23 +71,27 @@ def longest_wait(lag_s: float) -> float:
     return 1.5 * lag_s + 0.003
 
 
-def rate_waiting(alpha: float, k: int, step_s: float, extra_s: float, lag_s: float) -> float:
+def rate_waiting(alpha: float, k: int, step_s: float, extra_s: float, lag_s: float, crowding: float = 1.0) -> float:
     """Tokens per second when the target waits `lag_s` each time the device is out of sync, verifying k per pass.
 
     A cycle is one wait, then M passes of E tokens each: E = (1 - a^(k+1)) / (1 - a), and M = 1 / (1 - a^(k+1)) passes
-    until one ends with a token that the device did not draft.
+    until one ends with a token that the device did not draft. With `crowding` sequences for each place, all of which
+    wait alike, a pass comes up every crowding steps; the waits of others leave places, at most all that are lacking.
     """
     full = alpha ** (k + 1)
     expected, passes = (1 - full) / (1 - alpha), 1 / (1 - full)
-    return passes * expected / (lag_s + passes * (step_s + extra_s * k))
+    pass_s = step_s + extra_s * k
+    return passes * expected / max(lag_s + passes * pass_s, crowding * passes * pass_s)
 
 
-def rate_streaming(alpha: float, k: int, step_s: float, extra_s: float, lag_s: float) -> float:
+def rate_streaming(alpha: float, k: int, step_s: float, extra_s: float, lag_s: float, crowding: float = 1.0) -> float:
     """Tokens per second when the target never waits: plain steps go on until the device is in sync again.
 
     n = ceil(lag / step) plain steps must all be guessed in a row before a draft is of use: that takes
-    B = a^-1 + ... + a^-n plain steps on average, of one token each; then M passes of E tokens as above.
+    B = a^-1 + ... + a^-n plain steps on average, of one token each; then M passes of E tokens as above. With `crowding`
+    sequences for each place, each takes part in one step of as many.
     """
+    step_s, extra_s = step_s * crowding, extra_s * crowding
     full = alpha ** (k + 1)
     expected, passes = (1 - full) / (1 - alpha), 1 / (1 - full)
     blind_steps = max(1, math.ceil(lag_s / step_s))
@@ -97,19 +109,26 @@ def plan_wait(
     answer_rate: float,
     *,
     saves_passes: bool,
+    crowding: float = 1.0,
 ) -> Wait:
     """Whether to wait for drafts while the device is out of sync, and for how many.
 
     lags: seconds until 1, 2, ... drafted tokens are expected (None: unknown). answer_rate: share of waits that a draft
-    ended. saves_passes: target passes are scarce, so wait whenever a draft is likely worth its verification.
+    ended. saves_passes: passes are what counts, so wait whenever a draft is likely worth its verification. crowding:
+    sequences for each place, at least 1: a waiting one leaves its place to another.
     """
     alpha = min(max(alpha, 0.01), 0.99)
     known = [(k, lag) for k, lag in enumerate(lags, start=1) if lag is not None]
     if not known or answer_rate < ENOUGH_ANSWERS:
         return NO_WAIT
-    k, lag = max(known, key=lambda item: rate_waiting(alpha, item[0], step_s, extra_s, item[1]))
+
+    def waiting(k: int, lag: float) -> float:
+        return rate_waiting(alpha, k, step_s, extra_s, lag, crowding)
+
+    k, lag = max(known, key=lambda item: waiting(*item))
     if saves_passes:
         return Wait(k, lag) if alpha > 0.2 else NO_WAIT
-    waiting = answer_rate * rate_waiting(alpha, k, step_s, extra_s, lag) + (1 - answer_rate) / (step_s + lag)
-    streaming = max(rate_streaming(alpha, j, step_s, extra_s, known[0][1]) for j in range(len(lags) + 1))
-    return Wait(k, lag) if waiting > streaming else NO_WAIT
+    rate = answer_rate * waiting(k, lag) + (1 - answer_rate) / max(step_s + lag, crowding * step_s)
+    first = known[0][1]
+    streaming = max(rate_streaming(alpha, j, step_s, extra_s, first, crowding) for j in range(len(lags) + 1))
+    return Wait(k, lag) if rate > streaming else NO_WAIT
