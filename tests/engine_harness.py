@@ -103,13 +103,28 @@ class Harness:
         once: bool = False,
         prefix_hash: str | None = None,
         draft_lag_ms: float | None = None,
+        owner: bytes = b"",
     ) -> tuple[int, Collector]:
         """Submits a request with a fresh collector."""
         collector = Collector()
         request = GenerateRequest(
-            tuple(prompt), params, max_tokens, stop_ids, patience_ms, tuple(draft), once, prefix_hash, draft_lag_ms
+            tuple(prompt),
+            params,
+            max_tokens,
+            stop_ids,
+            patience_ms,
+            tuple(draft),
+            once,
+            prefix_hash,
+            draft_lag_ms,
+            owner,
         )
         return self.engine.submit(request, collector), collector
+
+    def run_steps(self, count: int) -> None:
+        """Runs `count` steps; waits for drafts pass on the clock."""
+        for _ in range(count):
+            self.clock.now += self.engine.step() or 0.0
 
     def run(self, *, until_idle: bool = True, max_steps: int = 5_000) -> None:
         """Runs steps until nothing is left; waits for drafts pass on the clock."""

@@ -41,8 +41,8 @@ class Owner:
     running: dict[SequenceState, None] = field(default_factory=dict)
 
     def first_served(self) -> int:
-        """Where a new sequence begins to count: just before the others, so that its first token comes soon."""
-        return min((s.served for s in [*self.running, *self.queue]), default=1) - 1
+        """Where a new sequence begins to count: just before those that ran, so that its first token comes soon."""
+        return min((s.served - (s.served > s.came_at) for s in [*self.running, *self.queue]), default=0)
 
 
 class Owners:
@@ -74,7 +74,7 @@ class Owners:
         if owner is None:
             owner = Owner(min((other.served for other in self), default=0))
             self._owners[sequence.request.owner] = owner
-        sequence.served = owner.first_served()
+        sequence.served = sequence.came_at = owner.first_served()
         owner.queue.append(sequence)
 
     def remove(self, sequence: SequenceState) -> None:

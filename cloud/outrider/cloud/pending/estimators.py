@@ -22,6 +22,7 @@ _FIRST_GUESS = 0.6
 _SHORTEST_S = 1e-6  # a clock may show no time for a very fast step
 _EXPECTED_TOKENS = 4  # of a device's first answer, until one has arrived
 _UNSEEN_DISCOUNT = 0.01
+_CONTEXT_SHARE = 0.05  # of a step in the usual context
 _MEMORY = 0.97  # weight of an observation after a newer one at its position
 
 
@@ -103,6 +104,8 @@ class StepTimeCurve:
         self._means: dict[int, tuple[float, float, float]] = {}  # weight, mean positions, mean seconds, by size
         self._spread = self._slant = 0.0  # sums of squares and products around the means
         self._slope_s = 0.0
+        self._context = 0.0  # positions that a token of late attended to
+        self._step_and_extra: tuple[float, float] | None = None
 
     def observe(self, size: StepSize, seconds: float) -> None:
         """Records one step: the model's time, without the engine around it."""
@@ -112,6 +115,8 @@ class StepTimeCurve:
         seen = self._seen.setdefault(bucket, deque(maxlen=self._RECENT))
         seen.append(max(seconds - self._slope_s * size.attended, _SHORTEST_S))
         self._medians[bucket] = median(seen)
+        self._context += _CONTEXT_SHARE * (size.attended / max(1, size.tokens) - self._context)
+        self._step_and_extra = None
 
     def _bucket(self, num_tokens: int) -> int:
         above = min(bisect_left(self._SIZES, num_tokens), len(self._SIZES) - 1)
@@ -160,10 +165,12 @@ class StepTimeCurve:
             out += self._slope_s * (fixed.attended + context * np.maximum(0, wanted - fixed.tokens))
         return out
 
-    def step_and_extra(self, context: float = 0.0) -> tuple[float, float]:
-        """Seconds of a one-token step after `context` positions, and of each further token (mean of the next four)."""
-        times = self.seconds(5, context=context)
-        return float(times[0]), float(times[4] - times[0]) / 4
+    def step_and_extra(self) -> tuple[float, float]:
+        """Seconds of a one-token step at the usual context, and of each further token (mean of the next four)."""
+        if self._step_and_extra is None:
+            times = self.seconds(5, context=self._context)
+            self._step_and_extra = float(times[0]), float(times[4] - times[0]) / 4
+        return self._step_and_extra
 
 
 class DraftLag:

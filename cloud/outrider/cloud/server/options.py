@@ -49,7 +49,13 @@ class ServeOptions:
     kv_cache_mb: Annotated[int, typer.Option(min=1, help="Size of the KV cache, MiB.")] = 256
     cache_dir: Annotated[Path | None, typer.Option(help="Keep compiled models here, for a faster start.")] = None
     max_running: Annotated[int, typer.Option(min=1, help="Sequences in one step.")] = 32
-    max_queue: Annotated[int, typer.Option(min=1, help="Sequences that may wait; more are refused with 503.")] = 1024
+    step_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens in one step; default: 256, or 8 for each sequence where that is more."),
+    ] = None
+    max_queue: Annotated[
+        int, typer.Option(min=1, help="Sequences that may wait; keys with more than their share of them get 503.")
+    ] = 1024
     max_sessions: Annotated[int, typer.Option(min=1, help="Open sessions and completions per key.")] = 256
     policy: Annotated[
         Policy, typer.Option(help="stream: latency; verify: fewest target passes; auto: by the load.")
@@ -57,6 +63,13 @@ class ServeOptions:
     share_prefixes: Annotated[
         bool, typer.Option(help="Reuse the KV cache of prompts that begin alike; turn it off to measure TTFT.")
     ] = True
+    share_caches_between_keys: Annotated[
+        bool,
+        typer.Option(
+            "--share-caches-between-keys",
+            help="Reuse the KV cache of other keys' prompts too. A client can then find out what others have sent.",
+        ),
+    ] = False
     patience_ms: Annotated[
         float | None, typer.Option(min=0.0, help="Longest wait for a draft, whatever sessions ask; 0 never waits.")
     ] = None

@@ -51,8 +51,10 @@ def serve(options: ServeOptions) -> None:
         try:
             config = EngineConfig(
                 max_running=options.max_running,
+                step_tokens=options.step_tokens,
                 max_queue=options.max_queue,
                 share_prefixes=options.share_prefixes,
+                share_between_owners=options.share_caches_between_keys,
                 policy=options.policy,
             )
             engine = Engine(runtime, config)

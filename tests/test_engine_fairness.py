@@ -1,0 +1,355 @@
+"""Tests that nobody has the engine alone: places, blocks, queue, step tokens are shared evenly; caches are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
+
+from outrider.cloud.engine import EngineConfig, Policy
+from outrider.cloud.engine.owners import split_evenly
+from outrider.cloud.pending.estimators import StepSize, StepTimeCurve
+from outrider.cloud.pending.policy import NO_WAIT, plan_wait
+from outrider.models.errors import RequestError
+
+ALICE, BOB = b"alice", b"bob"
+
+
+def prompt_of(index: int, length: int = 6) -> list[int]:
+    """A prompt that no other index has."""
+    return [(index // VOCAB) % VOCAB, index % VOCAB, *((index * 5 + i * i) % VOCAB for i in range(length - 2))]
+
+
+def steps_to_first_token(harness: Harness, collector: Collector, most: int = 500) -> int:
+    """Steps that run until the collector has a token."""
+    for count in range(most):
+        if collector.tokens:
+            return count
+        harness.clock.now += harness.engine.step() or 0.0
+    raise AssertionError(f"no token in {most} steps")
+
+
+# -- the law behind it ---------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 20), max_size=8), st.integers(0, 60))
+@settings(max_examples=300, deadline=None)
+def test_even_shares_are_max_min_fair(wanted: list[int], total: int) -> None:
+    """Nothing is wasted, nobody gets more than it wants, and who goes short has no less than any other, but for one."""
+    given_ = split_evenly(wanted, total)
+    assert sum(given_) == min(total, sum(wanted))
+    assert all(0 <= g <= w for g, w in zip(given_, wanted, strict=True))
+    short = [i for i, (g, w) in enumerate(zip(given_, wanted, strict=True)) if g < w]
+    for i in short:
+        assert all(given_[j] <= given_[i] + 1 for j in range(len(wanted)))
+        # A unit that cannot be divided goes to earlier entries.
+        assert all(given_[j] <= given_[i] for j in range(i + 1, len(wanted)))
+
+
+# -- places --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_hints_of_a_minute_do_not_keep_a_newcomer_out(policy: Policy) -> None:
+    """33 sessions that claim to answer after 60 s and never do: a newcomer's first token comes as without the hints."""
+
+    def seconds_to_first_token(draft_lag_ms: float | None) -> float:
+        harness = Harness(config=EngineConfig(max_running=8, policy=policy), num_blocks=4096)
+        harness.engine.calibrate()
+        for i in range(33):
+            harness.submit(prompt_of(i), 200, draft_lag_ms=draft_lag_ms)
+        for _ in range(40):
+            harness.clock.now += harness.engine.step() or 0.0
+        arrived = harness.clock.now
+        _, newcomer = harness.submit(prompt_of(99), 5)
+        steps_to_first_token(harness, newcomer)
+        return harness.clock.now - arrived
+
+    assert seconds_to_first_token(60_000.0) <= 2 * seconds_to_first_token(None)
+
+
+@pytest.mark.parametrize("owner", [ALICE, BOB])
+def test_a_newcomer_does_not_wait_for_long_sessions_to_end(owner: bytes) -> None:
+    """With every place taken by long texts, a newcomer gets its first token in the next steps, of whichever owner."""
+    harness = Harness(config=EngineConfig(max_running=8), num_blocks=4096)
+    texts = [harness.submit(prompt_of(i), 100, owner=ALICE)[1] for i in range(8)]
+    for _ in range(20):
+        harness.engine.step()
+    _, newcomer = harness.submit(prompt_of(99), 30, owner=owner)
+    assert steps_to_first_token(harness, newcomer) <= 2
+    harness.run()
+    assert max(map(len, harness.batches)) == 8
+    assert [c.tokens for c in texts] == [plain(prompt_of(i), SAMPLED, 100) for i in range(8)]
+    assert newcomer.tokens == plain(prompt_of(99), SAMPLED, 30)
+    harness.assert_all_returned()
+
+
+def test_places_are_shared_between_owners_and_between_the_sessions_of_one() -> None:
+    """40 sessions against 2 for 8 places: the two run in every step, the forty take turns."""
+    harness = Harness(config=EngineConfig(max_running=8), num_blocks=4096)
+    many = [harness.submit(prompt_of(i), 300, owner=ALICE)[1] for i in range(40)]
+    for _ in range(30):
+        harness.engine.step()
+    few = [harness.submit(prompt_of(90 + i), 300, owner=BOB)[1] for i in range(2)]
+    before = [len(c.tokens) for c in many]
+    for _ in range(100):
+        harness.engine.step()
+    assert min(len(c.tokens) for c in few) >= 99
+    gained = [len(c.tokens) - b for c, b in zip(many, before, strict=True)]
+    assert max(gained) - min(gained) <= 2
+    assert sum(gained) >= 6 * 99
+
+
+def test_more_owners_than_places_take_turns() -> None:
+    """Twelve owners, four places: all advance alike, also one that comes late and one with many sessions."""
+    harness = Harness(config=EngineConfig(max_running=4), num_blocks=4096)
+    texts = [harness.submit(prompt_of(i), 300, owner=b"%d" % i)[1] for i in range(11)]
+    for i in range(20):
+        harness.submit(prompt_of(200 + i), 300, owner=b"0")
+    for _ in range(50):
+        harness.engine.step()
+    texts.append(harness.submit(prompt_of(50), 300, owner=b"late")[1])
+    before = [len(c.tokens) for c in texts]
+    for _ in range(120):
+        harness.engine.step()
+    gained = [len(c.tokens) - b for c, b in zip(texts, before, strict=True)]
+    assert max(gained[1:]) - min(gained[1:]) <= 2
+    assert min(gained[1:]) >= 38
+
+
+def test_a_session_that_waits_leaves_its_place() -> None:
+    """One place: while the first session waits for its device, the second runs."""
+    harness = Harness(config=EngineConfig(max_running=1, policy=Policy.VERIFY))
+    harness.engine.calibrate()
+    _, first = harness.submit(prompt_of(1), 30, draft_lag_ms=500.0)
+    harness.engine.step()
+    assert len(first.tokens) == 1
+    _, second = harness.submit(prompt_of(2), 30, patience_ms=0.0)
+    for _ in range(8):
+        assert harness.engine.step() == 0.0
+    assert (len(first.tokens), len(second.tokens)) == (1, 8)
+    harness.run()
+    assert first.tokens == plain(prompt_of(1), SAMPLED, 30)
+    assert second.tokens == plain(prompt_of(2), SAMPLED, 30)
+
+
+def test_waiting_is_weighed_against_the_places_that_others_can_use() -> None:
+    """40 devices of 200 ms and 32 places of 20 ms: waiting leaves places empty. With ten times the devices it pays."""
+
+    def plan(crowding: float) -> bool:
+        lags = [0.2] * 8
+        return plan_wait(0.7, 0.020, 0.0, lags, 1.0, saves_passes=False, crowding=crowding) != NO_WAIT
+
+    assert not plan(1.0)
+    assert not plan(40 / 32)
+    assert plan(400 / 32)
+
+
+# -- prompts, blocks, queue ------------------------------------------------------------------------------------------
+
+
+def test_a_short_prompt_does_not_wait_behind_another_owners_long_ones() -> None:
+    """Ten prompts of 400 tokens and one of 20: the short one's first token comes within three steps."""
+    harness = Harness(config=EngineConfig(step_tokens=64), num_blocks=4096)
+    for i in range(10):
+        harness.submit(prompt_of(i, 400), 3, owner=ALICE)
+    harness.engine.step()
+    _, short = harness.submit(prompt_of(99, 20), 3, owner=BOB)
+    assert steps_to_first_token(harness, short) <= 3
+
+
+@pytest.mark.parametrize("owner", [ALICE, BOB])
+def test_blocks_change_hands(owner: bytes) -> None:
+    """Long texts fill the cache: a newcomer still gets blocks, and every text is exact."""
+    harness = Harness(config=EngineConfig(max_running=8), num_blocks=64, block_size=4)
+    texts = [harness.submit(prompt_of(i, 50), 150, owner=ALICE)[1] for i in range(4)]
+    for _ in range(60):
+        harness.engine.step()
+    _, newcomer = harness.submit(prompt_of(99, 40), 20, owner=owner)
+    assert steps_to_first_token(harness, newcomer) <= 60
+    assert not all(c.end for c in texts)
+    harness.run()
+    assert [c.tokens for c in texts] == [plain(prompt_of(i, 50), SAMPLED, 150) for i in range(4)]
+    assert newcomer.tokens == plain(prompt_of(99, 40), SAMPLED, 20)
+    harness.assert_all_returned()
+
+
+def test_a_large_prompt_is_not_overtaken_for_ever() -> None:
+    """One that needs most of the cache is served although small ones of other owners keep coming."""
+    harness = Harness(config=EngineConfig(max_running=4), num_blocks=64, block_size=4)
+    num = 0
+
+    def keep_coming() -> None:
+        nonlocal num
+        while num < 2_000 and harness.engine.stats().queued < 4:
+            harness.submit(prompt_of(num, 30), 40, owner=b"%d" % (num % 5))
+            num += 1
+            harness.engine.step()
+
+    keep_coming()
+    _, large = harness.submit(prompt_of(999, 200), 8, owner=BOB)
+    for _ in range(1_000):
+        keep_coming()
+        harness.engine.step()
+        if large.end is not None:
+            break
+    assert large.tokens == plain(prompt_of(999, 200), SAMPLED, 8)
+
+
+def test_a_full_queue_refuses_the_owner_that_filled_it() -> None:
+    """An owner with less than its share of the queue is still let in."""
+    harness = Harness(config=EngineConfig(max_queue=10, max_running=1))
+    for i in range(11):
+        harness.submit(prompt_of(i), owner=ALICE)
+    with pytest.raises(RequestError, match="queued already"):
+        harness.submit(prompt_of(20), owner=ALICE)
+    for i in range(5):
+        harness.submit(prompt_of(30 + i), owner=BOB)
+    with pytest.raises(RequestError, match="queued already"):
+        harness.submit(prompt_of(40), owner=BOB)
+    harness.submit(prompt_of(50), owner=b"carol")
+
+
+def test_a_step_has_room_for_drafts_however_many_sequences_run() -> None:
+    """At 256 places every sequence's draft can be verified in one step."""
+    config = EngineConfig(max_running=256)
+    assert config.token_budget >= 256 * 8
+    assert EngineConfig(max_running=256, step_tokens=300).token_budget == 300
+
+
+# -- caches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_cached_prompts_are_the_owners_own(is_shared: bool) -> None:
+    """Neither usage nor a shorter prefill shows what another owner has sent, unless the operator shares caches."""
+    harness = Harness(config=EngineConfig(share_between_owners=is_shared), block_size=4)
+    prompt = list(range(30))
+
+    def cached(owner: bytes) -> int:
+        harness.batches.clear()
+        _, collector = harness.submit(prompt, 3, owner=owner)
+        harness.run()
+        assert collector.tokens == plain(prompt, SAMPLED, 3)
+        assert collector.end is not None
+        assert harness.batches[0] == [30 - collector.end.usage.cached_prompt_tokens]
+        return collector.end.usage.cached_prompt_tokens
+
+    assert [cached(ALICE), cached(ALICE)] == [0, 28]
+    assert [cached(BOB), cached(BOB)] == [28 if is_shared else 0, 28]
+    harness.assert_all_returned()
+
+
+def parked_name(harness: Harness, prompt: Sequence[int], owner: bytes) -> str:
+    """The name under which a verify pass left its cache."""
+    _, collector = harness.submit(prompt, 1, once=True, owner=owner)
+    harness.run()
+    assert collector.end is not None and collector.end.prefix_hash is not None
+    return collector.end.prefix_hash
+
+
+def test_a_parked_prefix_is_its_owners_and_its_name_cannot_be_computed() -> None:
+    """Another owner that knows the text or even the name gets 409, and the owner's own call still finds its prefix."""
+    harness = Harness()
+    prompt = prompt_of(3)
+    name = parked_name(harness, prompt, ALICE)
+    assert parked_name(harness, prompt, BOB) != name
+    assert parked_name(Harness(), prompt, ALICE) != name  # another server
+    with pytest.raises(RequestError) as refused:
+        harness.submit([], 1, once=True, prefix_hash=name, owner=BOB)
+    assert refused.value.code == "prefix_not_held"
+    _, again = harness.submit([], 1, once=True, prefix_hash=name, owner=ALICE)
+    harness.run()
+    assert again.tokens == plain(prompt, SAMPLED, 2)[1:]
+
+
+def test_as_many_prefixes_are_held_as_one_call_can_have() -> None:
+    """256 items leave 256 prefixes, and another owner's do not push them out."""
+    harness = Harness(num_blocks=4096)
+    names = [parked_name(harness, prompt_of(i), ALICE) for i in range(256)]
+    for i in range(300):
+        parked_name(harness, prompt_of(i), BOB)
+    for name in names:
+        harness.submit([], 1, once=True, prefix_hash=name, owner=ALICE)
+    harness.run()
+    harness.assert_all_returned()
+
+
+# -- estimates -------------------------------------------------------------------------------------------------------
+
+
+def test_the_curve_learns_what_a_long_context_costs() -> None:
+    """Steps of one size at growing contexts: the time is told apart from the time of more tokens."""
+    curve = StepTimeCurve()
+    for past in range(0, 2_000, 5):
+        for tokens in (1, 5):
+            size = StepSize.of(tokens, past)
+            curve.observe(size, 0.040 + 0.001 * tokens + 20e-6 * size.attended)
+    for past in (10, 1_500):
+        fixed = StepSize.of(1, past)
+        times = curve.seconds(5, fixed, past)
+        assert times[0] == pytest.approx(0.041 + 20e-6 * past, rel=0.03)
+        assert times[4] == pytest.approx(0.045 + 20e-6 * 5 * past, rel=0.03)
+
+
+def test_drafts_beside_a_prompt_are_priced_as_part_of_its_step() -> None:
+    """Up to 64 tokens a further one is free, beyond them it is dear: beside a prompt of 63, one draft is verified."""
+    harness = Harness(config=EngineConfig(step_tokens=128), step_s=lambda n: 0.02 + 0.05 * max(0, n - 64))
+    harness.engine.calibrate(max_tokens=32)
+    for prompt in ([5] * 64, [6] * 96):
+        harness.submit(prompt, 1)
+        harness.run()
+    truth = plain(prompt_of(1), SAMPLED, 40)
+    sequence_id, collector = harness.submit(prompt_of(1), 40)
+    harness.engine.step()
+    for prompt, expected in (([], 6), (prompt_of(9, 62), 1)):
+        if prompt:
+            harness.submit(prompt, 1)
+        base = len(collector.tokens)
+        harness.engine.draft(sequence_id, base, [truth[base : base + 6]])
+        harness.engine.step()
+        assert collector.commits[-1].proposed == expected
+    harness.run()
+    assert collector.tokens == truth
+
+
+# -- all of it at once -----------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_sharing_never_changes_a_text_and_loses_nothing(data: st.DataObject) -> None:
+    """Any mix of owners, cache sizes, places, drafts and cancellations: exact texts, every block back."""
+    config = EngineConfig(
+        max_running=data.draw(st.integers(1, 4)),
+        step_tokens=data.draw(st.sampled_from([3, 16, None])),
+        max_parked=data.draw(st.integers(1, 3)),
+        policy=data.draw(st.sampled_from(list(Policy))),
+    )
+    harness = Harness(config=config, num_blocks=data.draw(st.sampled_from([14, 40])))
+    texts: list[tuple[int, Collector, list[int]]] = []
+    for index in range(data.draw(st.integers(1, 7))):
+        for _ in range(data.draw(st.integers(0, 40))):
+            harness.clock.now += harness.engine.step() or 0.0
+        prompt = prompt_of(index, data.draw(st.sampled_from([3, 20])))
+        owner = data.draw(st.sampled_from([ALICE, BOB, b"carol"]))
+        once = data.draw(st.booleans())
+        truth = plain(prompt, SAMPLED, 24)
+        draft = truth[:4] if once else []
+        lag = data.draw(st.sampled_from([None, 5.0, 300.0]))
+        sequence_id, collector = harness.submit(
+            prompt, 24, owner=owner, once=once, draft=draft, draft_lag_ms=None if once else lag
+        )
+        texts.append((sequence_id, collector, truth))
+        if data.draw(st.integers(0, 9)) == 0:
+            harness.engine.cancel(sequence_id)
+    harness.run()
+    for _, collector, truth in texts:
+        assert collector.end is not None
+        assert collector.tokens == truth[: len(collector.tokens)]
+        if collector.end.reason == "length":
+            assert len(collector.tokens) == 24
+    harness.assert_all_returned()
