@@ -103,6 +103,18 @@ def test_places_are_shared_between_owners_and_between_the_sessions_of_one() -> N
     assert sum(gained) >= 6 * 99
 
 
+def test_a_flood_of_short_requests_does_not_stop_a_long_text_of_the_same_owner() -> None:
+    """Two places, and ten requests of one token at any time, always new ones: the long text still gets its turns."""
+    harness = Harness(config=EngineConfig(max_running=2), num_blocks=4096)
+    _, long = harness.submit(prompt_of(0), 200)
+    flood: list[Collector] = []
+    for _ in range(110):
+        while sum(c.end is None for c in flood[-20:]) < 10:
+            flood.append(harness.submit(prompt_of(1 + len(flood)), 1)[1])
+        harness.engine.step()
+    assert len(long.tokens) >= 15
+
+
 def test_more_owners_than_places_take_turns() -> None:
     """Twelve owners, four places: all advance alike, also one that comes late and one with many sessions."""
     harness = Harness(config=EngineConfig(max_running=4), num_blocks=4096)

@@ -41,8 +41,13 @@ class Owner:
     running: dict[SequenceState, None] = field(default_factory=dict)
 
     def first_served(self) -> int:
-        """Where a new sequence begins to count: just before those that ran, so that its first token comes soon."""
-        return min((s.served - (s.served > s.came_at) for s in [*self.running, *self.queue]), default=0)
+        """Where a new sequence begins to count: level with the least served one, and no earlier.
+
+        Those that have not run yet do not count, or a flood of short requests would keep the others waiting for ever.
+        """
+        all_ = [*self.running, *self.queue]
+        ran = [s.served for s in all_ if s.served > s.came_at]
+        return min(ran or [s.came_at for s in all_], default=0)
 
 
 class Owners:
