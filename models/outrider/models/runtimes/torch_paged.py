@@ -3,9 +3,9 @@
 All new tokens of a step go through the model as one packed row, so no layer computes padding. Only attention separates
 sequences: it writes the new keys and values to their slots, then sequences with the same number of new tokens attend
 together, their contexts padded to the longest. Padding reads a slot that stays zero: a masked key or value that is not
-finite would still reach the sum (0 * NaN is NaN), and every other slot may hold what a fault left. Layers may attend a sliding window, or cap their logits (Gemma 2).
-Supports architectures that use transformers' attention interface, as most do; others (Bloom, GPT-Neo) are detected when
-the model is loaded, and refused. Not run on CUDA hardware.
+finite would still reach the sum (0 * NaN is NaN), and every other slot may hold what a fault left. Layers may attend a
+sliding window, or cap their logits (Gemma 2). Supports architectures that use transformers' attention interface, as
+most do; others (Bloom, GPT-Neo) are detected when the model is loaded, and refused. Not run on CUDA hardware.
 """
 
 from __future__ import annotations
