@@ -1,4 +1,4 @@
-"""Tests what a fault in the torch runtime's KV cache reaches: the sequences that attend to it, all of them, no other."""
+"""Tests what a fault in the torch runtime's KV cache reaches: every sequence that attends to it, and no other."""
 
 from __future__ import annotations
 

@@ -189,19 +189,20 @@ class Engine:
             deadlines = (self._scheduler.next_deadline(started), self._health.seconds_to_probe())
             return min((seconds for seconds in deadlines if seconds is not None), default=None)
         ready = self._clock()
+        num_tokens = sum(len(share.new) for share in shares)
         passes, faults = self._totals.passes, self._totals.faults
         try:
             rows = self._runner.forward(shares)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # a runtime may raise anything, such as a Rust panic; it must not end the thread
-            self._fail_apart(self._run_apart(shares, error))
+        except BaseException as error:  # a runtime may raise anything, such as a Rust panic
+            self._fail(self._run_apart(shares, error), error)
+            ran = self._clock()
         else:
             ran = self._clock()
             self._commit(shares, rows, ran)
-            num_tokens = sum(len(share.new) for share in shares)
             self._drafting.curve.observe(num_tokens, ran - ready)
-            self._totals.count_step(num_tokens, model_s=ran - ready, overhead_s=ready - started + self._clock() - ran)
+        self._totals.count_step(num_tokens, model_s=ran - ready, overhead_s=ready - started + self._clock() - ran)
         if self._totals.passes > passes:
             self._health.worked()
         elif self._totals.faults > faults and self._health.fault is None:
@@ -241,7 +242,7 @@ class Engine:
             self._cache.release_parked()
             blocks = self._cache.pool.allocate(1)
         if blocks is None:
-            return  # sequences hold them all: their next step is the probe
+            return self._health.put_off()  # sequences hold them all: their next step tells
         try:
             self._runner.probe(blocks)
         except KeyboardInterrupt:
@@ -276,7 +277,7 @@ class Engine:
                 position = len(sequence.tokens)
                 tokens = picked(own, share.drafted, params, position, stop_ids=stops, max_tokens=left)
             except ModelFault as fault:
-                self._fail([share], fault)
+                self._fail([(share, fault)], fault)
             else:
                 self._take_tokens(share, tokens, now)
 
@@ -327,20 +328,14 @@ class Engine:
         del self._sequences[sequence.id]  # last: what raises before this leaves the end to `reset`
         sequence.sink(EndEvent(reason, sequence.usage, error, name))
 
-    def _fail(self, shares: Sequence[Share], error: BaseException) -> None:
-        log_fault(error)
+    def _fail(self, failed: Sequence[tuple[Share, BaseException]], error: BaseException) -> None:
+        """Ends each share's sequence with its own error; `error` is the step's."""
         self._totals.faults += 1
-        words = f"the model's runtime failed: {str(error) or type(error).__name__}"
-        for share in shares:
+        for fault in {repr(each): each for each in (error, *(own for _, own in failed))}.values():
+            log_fault(fault)
+        for share, own in failed:
+            words = f"the model's runtime failed: {str(own) or type(own).__name__}"
             self._finish(share.sequence, "error", RequestError("model_fault", words, status=500))
-
-    def _fail_apart(self, failed: Sequence[tuple[Share, BaseException]]) -> None:
-        """Fails each share with its own error; equal errors are logged and counted once."""
-        by_words: dict[str, tuple[BaseException, list[Share]]] = {}
-        for share, error in failed:
-            by_words.setdefault(repr(error), (error, []))[1].append(share)
-        for error, shares in by_words.values():
-            self._fail(shares, error)
 
     def reset(self, error: BaseException) -> None:
         """Ends every sequence with an error and starts afresh, after a step that raised (a bug of ours).
@@ -385,11 +380,11 @@ class Engine:
                 "too few to measure a step; raise --kv-cache-mb"
             )
         try:
-            self._runner.time(context, 0, blocks)
+            self._runner.time(context, 0, blocks, 1)
             sizes = [n for n in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32) if n <= max_tokens]
             for n in sizes:  # untimed: a runtime may prepare for a new shape
-                self._runner.time(n, context, blocks)
+                self._runner.time(n, context, blocks, n)
             for n in sizes * repeats:
-                self._drafting.curve.observe(n, self._runner.time(n, context, blocks))
+                self._drafting.curve.observe(n, self._runner.time(n, context, blocks, n))
         finally:
             self._cache.pool.release(blocks)

@@ -69,10 +69,14 @@ class Health:
         self._next_probe = self._clock() + _PROBE_EVERY_S
 
     def suspect(self, error: BaseException) -> None:
-        """Notes a step that raised outside the runtime; several in a row, with no commit between them, are a failure."""
+        """Notes a step that raised outside the runtime. Several in a row, without a commit, are a failure."""
         self._num_raised += 1
         if self._num_raised >= _MAX_RAISED:
             self.failed(error)
+
+    def put_off(self) -> None:
+        """Notes that a probe was due and could not be run."""
+        self._next_probe = self._clock() + _PROBE_EVERY_S
 
     def seconds_to_probe(self) -> float | None:
         """Seconds until the next probe is due; None when none is needed."""

@@ -37,11 +37,12 @@ class ModelRunner:
         rows = self._run([SequenceSlice([0], 0, blocks, 1)], [SamplingParams()], [1])
         picked(rows, [], SamplingParams(), 1)
 
-    def time(self, num_new: int, past: int, blocks: Sequence[int]) -> float:
-        """Seconds of a step of `num_new` tokens with a row each, as `forward` runs it: the runtime's picks included."""
+    def time(self, num_new: int, past: int, blocks: Sequence[int], num_rows: int) -> float:
+        """Seconds of a step of `num_new` tokens after `past`, as `forward` runs it: the runtime's picks included."""
         started = self._clock()
-        positions = range(past + 1, past + num_new + 1)
-        self._run([SequenceSlice([0] * num_new, past, blocks, num_new)], [SamplingParams()] * num_new, positions)
+        end = past + num_new
+        positions = range(end - num_rows + 1, end + 1)
+        self._run([SequenceSlice([0] * num_new, past, blocks, num_rows)], [SamplingParams()] * num_rows, positions)
         return self._clock() - started
 
     def _run(self, slices: Sequence[SequenceSlice], params: Sequence[SamplingParams], positions: Sequence[int]) -> Rows:
