@@ -16,7 +16,7 @@ from tests.serving import fake_tokenizer, run_session, serve_fake, target_tokens
 
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread, Policy
 from outrider.cloud.engine.parked import ParkedPrefix
-from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
+from outrider.cloud.seam import EndEvent, Event, GenerateRequest
 from outrider.edge.link.client import CloudClient, EndpointLost
 from outrider.models.errors import RequestError
 from outrider.models.protocol import ReadyAnswer
@@ -67,7 +67,7 @@ def test_a_sequence_that_makes_forward_raise_is_left_out_of_its_batch() -> None:
 
 def test_a_batch_that_fails_once_loses_nothing() -> None:
     """A passing fault costs a run again without drafts; every text is exact, drafts go on later."""
-    failures = [3, 5, 9]
+    failures = [3, 5, 9]  # the fifth call runs a half of the step that failed in the third
     num_calls = 0
 
     def on_step(batch: Sequence[SequenceSlice]) -> None:
@@ -84,10 +84,11 @@ def test_a_batch_that_fails_once_loses_nothing() -> None:
             base = len(collector.tokens)
             if collector.end is None and 0 < base < 26:
                 harness.engine.draft(sequence_id, base, [truth[base : base + 4]])
-        harness.clock.now += harness.engine.step() or 0.0
+        delay = harness.engine.step()
+        harness.clock.now += delay or 0.0
     assert [collector.tokens for _, collector in sequences] == truths
     assert all(c.end is not None and c.end.usage.accepted_tokens > 5 for _, c in sequences)
-    assert harness.engine.stats().totals.faults == len(failures)
+    assert harness.engine.stats().totals.faults == 2
     harness.assert_all_returned()
 
 
@@ -291,31 +292,17 @@ def test_a_runtime_that_fails_every_step_is_seen_and_so_is_its_recovery(fault: s
 
 def test_a_cache_full_of_parked_prefixes_does_not_keep_the_engine_unfit() -> None:
     """The probe takes a block of a parked prefix where no other is free."""
-    is_broken = False
-
-    def on_step(batch: Sequence[SequenceSlice]) -> None:
-        if is_broken:
-            raise RuntimeError("the device is gone")
-
-    harness = Harness(num_blocks=4, block_size=4, on_step=on_step)
-    _, first = harness.submit([1] * 12, 1, once=True)
+    harness = Harness(num_blocks=4, block_size=4)
+    harness.submit([1] * 12, 1, once=True)
     harness.run()
-    assert first.end is not None and harness.engine.stats().free_blocks == 1
-    is_broken = True
-    _, second = harness.submit([2, 3], 2)
-    harness.engine.step()
-    assert code_of(second) == "model_fault" and harness.engine.fault() is not None
-    is_broken = False
-    harness.submit([1, 1], 1, once=True)
-    harness.run()
-    assert harness.engine.stats().free_blocks == 0
-    harness.engine._health.failed(RuntimeError("gone again"))
+    assert (harness.engine.stats().free_blocks, harness.engine.stats().parked) == (0, 1)
+    harness.engine._health.failed(RuntimeError("the device is gone"))
     harness.run()
     assert harness.engine.fault() is None
     harness.assert_all_returned()
 
 
-def test_steps_that_raise_outside_the_runtime_make_the_engine_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_raise_outside_the_runtime_make_the_engine_unfit() -> None:
     """Three in a row; one alone may be a request's doing."""
     harness = Harness()
     for i in range(3):
@@ -483,6 +470,9 @@ def test_calibration_times_the_picks_of_a_runtime_that_picks() -> None:
 # -- everything at once -------------------------------------------------------------------------------------------
 
 
+CHAOTIC = [*PROMPTS, [*PROMPTS[5], BAD]]
+
+
 class Chaos(FakeBatchRuntime):
     """Raises at random, before or after it has written; keeps its own assertions, which must not fail."""
 
@@ -493,7 +483,7 @@ class Chaos(FakeBatchRuntime):
         self.violations: list[AssertionError] = []
 
     def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
-        """As FakeBatchRuntime's, one call in eight a fault; batches with a prompt that ends in BAD always."""
+        """As FakeBatchRuntime's, one call in eight a fault; always where a prompt ends in BAD."""
         fault = self._rng.choice([RuntimeError, MemoryError, SystemExit, Panic, ValueError])("chaos")
         luck = 1.0 if self.is_calm else self._rng.random()
         if luck < 0.06:
@@ -503,7 +493,7 @@ class Chaos(FakeBatchRuntime):
         except AssertionError as error:
             self.violations.append(error)
             raise
-        if luck < 0.12 or any(item.past == 0 and item.tokens[-1] == BAD for item in batch):
+        if luck < 0.12 or any(item.past <= 28 and item.tokens[-1] == BAD for item in batch):
             raise fault
         if luck < 0.14:
             rows[self._rng.randrange(len(rows)) :] = np.nan if len(rows) else 0
@@ -511,7 +501,7 @@ class Chaos(FakeBatchRuntime):
 
 
 class Client:
-    """One thread's requests: each is followed to its end, and what it got is checked."""
+    """One thread's requests, each followed to its end and checked. truths: one per prompt of CHAOTIC."""
 
     def __init__(self, thread: EngineThread, truths: Sequence[list[int]], seed: int, failures: list[object]) -> None:
         self._thread = thread
@@ -539,10 +529,8 @@ class Client:
         return collector.end
 
     def _generate(self) -> None:
-        index = self._rng.randrange(len(PROMPTS))
-        prompt, truth = list(PROMPTS[index]), self._truths[index]
-        if self._rng.random() < 0.1:
-            prompt, truth = [*prompt, BAD], []
+        index = self._rng.randrange(len(CHAOTIC))
+        prompt, truth = CHAOTIC[index], self._truths[index]
         way = self._rng.random()
 
         def act(sequence_id: int) -> None:
@@ -559,8 +547,8 @@ class Client:
         self._follow(GenerateRequest(tuple(prompt), SAMPLED, 20), truth, act)
 
     def _verify(self) -> None:
-        index = self._rng.randrange(len(PROMPTS))
-        prompt, truth = PROMPTS[index], self._truths[index]
+        index = self._rng.randrange(len(CHAOTIC))
+        prompt, truth = CHAOTIC[index], self._truths[index]
         name, done = None, 0
         while done < 16:
             sent = () if name else (*prompt, *truth[:done])
@@ -586,7 +574,7 @@ class Client:
 @pytest.mark.parametrize("seed", range(3))
 def test_under_random_faults_every_request_ends_once_and_no_block_is_lost(seed: int) -> None:
     """Six threads generate, draft, cancel and verify; texts that end well are right, and all blocks come back."""
-    truths = [plain(prompt, SAMPLED, 24) for prompt in PROMPTS]
+    truths = [plain(prompt, SAMPLED, 24) for prompt in CHAOTIC]
     runtime = Chaos(seed)
     engine = Engine(runtime, EngineConfig(max_running=6, step_tokens=32, max_parked=4))
     thread = EngineThread(engine)
