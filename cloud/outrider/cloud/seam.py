@@ -146,10 +146,10 @@ class EngineStats:
     parked_blocks: int = _shown("Blocks that parked prefixes hold: not free, but given up when a sequence needs them.")
     num_blocks: int = _shown("Blocks of the KV cache.")
     free_blocks: int = _shown("Blocks that a new sequence could have.")
-    failed: int = _shown("1 while the engine cannot work and /health/ready answers 503, else 0.")
     patience_ms: float = _shown("Longest wait for a draft that the engine now chooses, milliseconds.")
     step_ms: float | None = _shown("Measured decode step with nothing drafted, milliseconds.")
     draft_token_ms: float | None = _shown("Measured extra time of a drafted token in a step, milliseconds.")
+    failed: int = _shown("1 while the engine cannot work and /health/ready answers 503, else 0.", default=0)
 
 
 class ServingEngine(Protocol):
@@ -181,10 +181,6 @@ class ServingEngine(Protocol):
 
     def stats(self) -> EngineStats:
         """A snapshot; cheap."""
-        ...
-
-    def fault(self) -> str | None:
-        """Why the engine cannot work now (its thread is dead, a step hangs, no step succeeds); None when it can."""
         ...
 
     def stop(self, *, drain_s: float = 0.0) -> None:

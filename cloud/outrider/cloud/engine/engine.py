@@ -155,7 +155,7 @@ class Engine:
         self._inbox.append(lambda: self._cancel(sequence_id))
 
     def fault(self) -> str | None:
-        """Why the engine cannot work now, for /health/ready; None when it can."""
+        """Why the engine cannot work now; None when it can."""
         return self._health.fault
 
     def stats(self) -> EngineStats:
@@ -170,10 +170,10 @@ class Engine:
             parked_blocks=self._cache.num_parked_blocks,
             num_blocks=self._cache.pool.num_blocks,
             free_blocks=self._cache.pool.num_available,
-            failed=int(self.fault() is not None),
             step_ms=None if step_s is None else step_s * 1e3,
             draft_token_ms=None if extra_s is None else extra_s * 1e3,
             patience_ms=max((s.drafts.wait.lag_s * 1e3 for s in list(self._scheduler.running)), default=0.0),
+            failed=int(self.fault() is not None),
         )
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
