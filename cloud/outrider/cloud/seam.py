@@ -149,6 +149,7 @@ class EngineStats:
     patience_ms: float = _shown("Longest wait for a draft that the engine now chooses, milliseconds.")
     step_ms: float | None = _shown("Measured decode step with nothing drafted, milliseconds.")
     draft_token_ms: float | None = _shown("Measured extra time of a drafted token in a step, milliseconds.")
+    failed: int = _shown("1 while the engine cannot work and /health/ready answers 503, else 0.", default=0)
 
 
 class ServingEngine(Protocol):
@@ -163,7 +164,7 @@ class ServingEngine(Protocol):
         """Queues a sequence and returns its id; events go to `sink`, the last one an EndEvent.
 
         Raises RequestError: `overloaded`, `empty_prompt`, `context_length_exceeded`, `token_out_of_range`,
-        `prefix_not_held`, `shutting_down`.
+        `prefix_not_held`, `shutting_down`, `engine_failed`.
         """
         ...
 

@@ -195,7 +195,7 @@ class VerifyAnswer(_Answer):
 class ReadyAnswer(_Answer):
     """GET /health/ready: what an agent needs to choose an endpoint."""
 
-    status: Literal["ready", "draining"]
+    status: Literal["ready", "draining", "failed"]
     model: str
     queue_depth: int = 0
     running: int = 0

@@ -49,10 +49,10 @@ def health_routes(core: Core) -> APIRouter:
     @router.get("/readyz", include_in_schema=False)
     @router.get("/health/ready", response_model=ReadyAnswer, responses={503: {"model": ReadyAnswer}})
     async def ready() -> Response:
-        """200 when new work is welcome, 503 while draining; with the load, by which agents choose an endpoint."""
+        """200 when new work is welcome, 503 while draining or when the engine cannot work; with the load."""
         stats = core.engine.stats()
         answer = ReadyAnswer(
-            status="draining" if core.is_draining else "ready",
+            status="draining" if core.is_draining else "failed" if stats.failed else "ready",
             model=core.model.name,
             queue_depth=stats.queued,
             running=stats.running,
@@ -60,7 +60,7 @@ def health_routes(core: Core) -> APIRouter:
             step_ms=stats.step_ms,
             draft_token_ms=stats.draft_token_ms,
         )
-        status = 503 if core.is_draining else 200
+        status = 200 if answer.status == "ready" else 503
         return Response(answer.model_dump_json(), status, media_type="application/json")
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})

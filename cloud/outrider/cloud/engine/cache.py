@@ -71,7 +71,14 @@ class SequenceCache:
         sequence.usage.cached_prompt_tokens = min(sequence.computed, sequence.usage.prompt_tokens)
 
     def register_full_blocks(self, sequence: SequenceState) -> None:
-        """Registers full blocks by hash once all their tokens are committed and computed: they never change again."""
+        """Registers full blocks by hash once all their tokens are committed and computed: they never change again.
+
+        Call it after a pick from a finite row only: the row attends every token before it, and a key or value that is
+        not a number makes it one too. So a prompt's chunks become known together, at its first token. Two equal long
+        prompts in flight share nothing until then; sharing per chunk would cost a row of logits per chunk. A row
+        cannot vouch for infinite keys, nor for what a model with sliding windows in every layer no longer attends:
+        `discard` removes those with the first sequence that fails on them.
+        """
         known, full = len(sequence.hashes), sequence.computed // self.pool.block_size
         if full <= known:
             return
@@ -97,6 +104,11 @@ class SequenceCache:
         """Releases all blocks of the sequence; its tokens must be run again."""
         self.pool.release(sequence.blocks)
         sequence.blocks, sequence.hashes, sequence.computed = [], [], 0
+
+    def discard(self, sequence: SequenceState) -> None:
+        """Releases all blocks of a sequence that failed, and shares none of them again: any may be the cause."""
+        self.pool.forget(sequence.blocks)
+        self.drop(sequence)
 
     def park(self, sequence: SequenceState) -> str:
         """Keeps a finished sequence's blocks for the call that continues it; returns the name for that call."""

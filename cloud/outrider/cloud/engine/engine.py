@@ -1,5 +1,6 @@
 """Runs sequences together: they join and leave between steps. A step: admit, gather, forward, commit, emit.
 
+A batch whose forward raises is run again by halves, without drafts, until only sequences that fail alone are left out.
 Knows neither HTTP nor the model. One thread calls `step`; any thread may call `submit`, `draft`, `cancel` and `stats`.
 The output is a pure function of target, prompt, parameters and seed: drafts, batching, chunking,
 preemption and prefix sharing change when a token is committed, never which (up to float rounding in the runtime: see
@@ -9,30 +10,27 @@ docs/exactness.md).
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.engine.config import EngineConfig
+from outrider.cloud.engine.health import Health
+from outrider.cloud.engine.parked import ParkedPrefix
 from outrider.cloud.engine.requests import check_draft, check_request
+from outrider.cloud.engine.runner import ModelRunner, Rows, picked
 from outrider.cloud.engine.scheduler import Scheduler, Share
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, GenerateRequest, SequenceEndReason, Sink, Totals
-from outrider.models.acceptance import accept, accept_picks
 from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.faults import log_fault
-from outrider.models.runtimes.base import BatchRuntime, ModelLimits, PickingRuntime, SequenceSlice
-
-# Logits [rows, V], or for each row the token that the runtime picked.
-Rows = NDArray[np.float32] | list[int | None]
+from outrider.models.runtimes.base import BatchRuntime, ModelLimits
 
 
 class Engine:
@@ -50,6 +48,9 @@ class Engine:
         self._clock = clock
         self._drafting = Drafting(self._config.max_draft, self._config.policy)
         self._totals = Totals()
+        self._health = Health(clock)
+        self._runner = ModelRunner(runtime, self._health, clock)
+        self._gate = threading.Lock()  # between `submit` and `reset`
         self._start_afresh()
         self._inbox: deque[Callable[[], None]] = deque()
         self._sequences: dict[int, SequenceState] = {}
@@ -77,6 +78,11 @@ class Engine:
         """Whether any sequence is queued or running."""
         return bool(self._sequences)
 
+    @property
+    def is_hung(self) -> bool:
+        """Whether a call of the runtime does not return; any thread."""
+        return self._health.is_hung
+
     # -- any thread --------------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerateRequest, sink: Sink) -> int:
@@ -86,17 +92,26 @@ class Engine:
         `prefix_not_held`.
         """
         self._require_room(request.owner)
-        held = self._cache.take_parked(request.owner, request.prefix_hash) if request.prefix_hash else None
-        if request.prefix_hash and held is None:
-            raise RequestError(
-                "prefix_not_held", "this prefix is not held here; send its tokens in place of the hash", status=409
-            )
-        try:
-            check_request(request, len(held.tokens) if held else 0, self._limits)
-        except RequestError:
-            if held:
-                self._inbox.append(lambda: self._cache.park_again(held))
-            raise
+        # A `reset` in between would let the old pool's blocks into the new one, or forget the sequence.
+        with self._gate:
+            held = self._cache.take_parked(request.owner, request.prefix_hash) if request.prefix_hash else None
+            if request.prefix_hash and held is None:
+                raise RequestError(
+                    "prefix_not_held", "this prefix is not held here; send its tokens in place of the hash", status=409
+                )
+            try:
+                sequence = self._new_sequence(request, sink, held)
+            except BaseException:
+                if held:
+                    self._inbox.append(lambda: self._cache.park_again(held))
+                raise
+            self._sequences[sequence.id] = sequence
+            self._inbox.append(lambda: self._enqueue(sequence))
+        return sequence.id
+
+    def _new_sequence(self, request: GenerateRequest, sink: Sink, held: ParkedPrefix | None) -> SequenceState:
+        """A sequence that takes over the held prefix; raises RequestError as `check_request` does."""
+        check_request(request, len(held.tokens) if held else 0, self._limits)
         tokens = [*(held.tokens if held else ()), *request.prompt]
         drafts = PendingDrafts(
             committed=[],
@@ -113,9 +128,7 @@ class Engine:
             sequence.blocks, sequence.hashes = list(held.blocks), list(held.hashes)
             sequence.chain = list(held.hashes)
             sequence.computed = sequence.usage.cached_prompt_tokens = min(held.computed, len(sequence.tokens) - 1)
-        self._sequences[sequence.id] = sequence
-        self._inbox.append(lambda: self._enqueue(sequence))
-        return sequence.id
+        return sequence
 
     def _require_room(self, owner: bytes) -> None:
         """Raises RequestError `overloaded` if the queue is full and the owner has its share of it, or more."""
@@ -150,6 +163,10 @@ class Engine:
         """Ends a sequence early; does nothing if it is over."""
         self._inbox.append(lambda: self._cancel(sequence_id))
 
+    def fault(self) -> str | None:
+        """Why the engine cannot work now; None when it can."""
+        return self._health.fault
+
     def stats(self) -> EngineStats:
         """A snapshot; cheap."""
         curve = self._drafting.curve
@@ -166,6 +183,7 @@ class Engine:
             step_ms=None if step_s is None else step_s * 1e3,
             draft_token_ms=None if extra_s is None else extra_s * 1e3,
             patience_ms=max((s.drafts.wait.lag_s * 1e3 for s in list(self._scheduler.running)), default=0.0),
+            failed=int(self.fault() is not None),
         )
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
@@ -174,34 +192,77 @@ class Engine:
         """Runs one step. Returns 0 when there may be more to do, else seconds until a wait ends, or None when idle."""
         started = self._clock()
         self._read_inbox()
+        self._probe_if_due()
         self._scheduler.admit()
         shares = self._scheduler.gather(started)
         if not shares:
-            return self._scheduler.next_deadline(started)
-        size = sum((share.size for share in shares), StepSize())
+            deadlines = (self._scheduler.next_deadline(started), self._health.seconds_to_probe())
+            return min((seconds for seconds in deadlines if seconds is not None), default=None)
         ready = self._clock()
+        size = sum((share.size for share in shares), StepSize())
+        passes, faults = self._totals.passes, self._totals.faults
         try:
-            rows = self._forward(shares)
-            num_rows = sum(share.num_rows for share in shares)
-            if len(rows) != num_rows:
-                raise ModelFault(f"the runtime returned {len(rows)} rows of logits; expected {num_rows}")
-        except Exception as error:  # a runtime's fault ends its requests, not the engine
-            self._fail(shares, error)
-            return 0.0
-        ran = self._clock()
-        self._commit(shares, rows, ran)
-        self._drafting.curve.observe(size, ran - ready)
+            rows = self._runner.forward(shares)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a runtime may raise anything, such as a Rust panic
+            self._fail(self._run_apart(shares, error), error)
+            ran = self._clock()
+        else:
+            ran = self._clock()
+            self._commit(shares, rows, ran)
+            self._drafting.curve.observe(size, ran - ready)
         self._totals.count_step(size.tokens, model_s=ran - ready, overhead_s=ready - started + self._clock() - ran)
+        if self._totals.passes > passes:
+            self._health.worked()
+        elif self._totals.faults > faults and self._health.fault is None:
+            self._probe()
         return 0.0
 
-    def _forward(self, shares: Sequence[Share]) -> Rows:
-        """Rows of logits, or the picks where the runtime makes them."""
-        slices = [share.as_slice() for share in shares]
-        if not isinstance(self._runtime, PickingRuntime):
-            return self._runtime.forward(slices)
-        params = [share.sequence.request.params for share in shares for _ in range(share.num_rows)]
-        positions = [len(share.sequence.tokens) + i for share in shares for i in range(share.num_rows)]
-        return self._runtime.forward_picks(slices, params, positions)
+    def _run_apart(self, shares: Sequence[Share], error: BaseException) -> list[tuple[Share, BaseException]]:
+        """Runs shares again that failed together with `error`: by halves, without drafts. Commits those that succeed.
+
+        Returns those that fail alone, each with its error. Nothing of the failed call is used: each run writes the
+        keys and values of its new tokens again.
+        """
+        if len(shares) == 1 and not shares[0].drafted:
+            return [(shares[0], error)]
+        bare = [replace(share, new=share.new[: len(share.new) - len(share.drafted)], drafted=[]) for share in shares]
+        middle = len(bare) // 2
+        failed: list[tuple[Share, BaseException]] = []
+        for half in filter(None, (bare[:middle], bare[middle:])):
+            try:
+                rows = self._runner.forward(half)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as again:
+                failed += self._run_apart(half, again)
+            else:
+                self._commit(half, rows, self._clock())
+        return failed
+
+    def _probe_if_due(self) -> None:
+        if self._health.seconds_to_probe() == 0.0:
+            self._probe()
+
+    def _probe(self) -> None:
+        """Runs one token of its own: whether this succeeds tells a runtime that cannot work from a bad request."""
+        blocks = self._cache.pool.allocate(1)
+        if blocks is None:  # none is free, and without a probe a full cache of an idle server would never recover
+            self._cache.release_parked()
+            blocks = self._cache.pool.allocate(1)
+        if blocks is None:
+            return self._health.put_off()  # sequences hold them all: their next step tells
+        try:
+            self._runner.probe(blocks)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._health.failed(error)
+        else:
+            self._health.worked()
+        finally:
+            self._cache.pool.release(blocks)
 
     def _read_inbox(self) -> None:
         while self._inbox:
@@ -219,18 +280,14 @@ class Engine:
             first += share.num_rows
             if not share.is_complete:
                 share.sequence.computed += len(share.new)
-                self._cache.register_full_blocks(share.sequence)
                 continue
             sequence, params = share.sequence, share.sequence.request.params
             stops, left = sequence.request.stop_ids, sequence.num_left
             try:
-                if isinstance(own, list):
-                    tokens = accept_picks(own, share.drafted, stop_ids=stops, max_tokens=left)
-                else:
-                    position = len(sequence.tokens)
-                    tokens = accept(own, share.drafted, params, position, stop_ids=stops, max_tokens=left)
+                position = len(sequence.tokens)
+                tokens = picked(own, share.drafted, params, position, stop_ids=stops, max_tokens=left)
             except ModelFault as fault:
-                self._fail([share], fault)
+                self._fail([(share, fault)], fault)
             else:
                 self._take_tokens(share, tokens, now)
 
@@ -269,41 +326,52 @@ class Engine:
 
     def _finish(self, sequence: SequenceState, reason: SequenceEndReason, error: RequestError | None = None) -> None:
         """Frees everything the sequence holds, or parks it, and notifies its sink."""
-        del self._sequences[sequence.id]
         self._scheduler.remove(sequence)
         name = None
-        if sequence.request.once and reason in ("once", "length"):
+        if error is not None:
+            self._cache.discard(sequence)
+        elif sequence.request.once and reason in ("once", "length"):
             name = self._cache.park(sequence)
         else:
             self._cache.drop(sequence)
         self._totals.finished += 1
+        del self._sequences[sequence.id]  # last: what raises before this leaves the end to `reset`
         sequence.sink(EndEvent(reason, sequence.usage, error, name))
 
-    def _fail(self, shares: Sequence[Share], error: Exception) -> None:
-        log_fault(error)
+    def _fail(self, failed: Sequence[tuple[Share, BaseException]], error: BaseException) -> None:
+        """Ends each share's sequence with its own error; `error` is the step's."""
         self._totals.faults += 1
-        for share in shares:
-            fault = RequestError("model_fault", f"the model's runtime failed: {error}", status=500)
-            self._finish(share.sequence, "error", fault)
+        for fault in {repr(each): each for each in (error, *(own for _, own in failed))}.values():
+            log_fault(fault)
+        for share, own in failed:
+            words = f"the model's runtime failed: {str(own) or type(own).__name__}"
+            self._finish(share.sequence, "error", RequestError("model_fault", words, status=500))
 
-    def reset(self, error: Exception) -> None:
+    def reset(self, error: BaseException) -> None:
         """Ends every sequence with an error and starts afresh, after a step that raised (a bug of ours).
 
         Blocks and books may be in any state, so they are not trusted: the cache starts empty.
         """
         log_fault(error)
         self._totals.faults += 1
-        self._inbox.clear()
-        ended = list(self._sequences.values())
-        self._sequences.clear()
-        self._start_afresh()
-        fault = RequestError("internal_error", "the server failed on this request; its log has the details", status=500)
-        for sequence in ended:
-            self._totals.finished += 1
-            try:
-                sequence.sink(EndEvent("error", sequence.usage, fault))
-            except Exception as second:  # a sink that raises may be the cause
-                log_fault(second)
+        self._health.suspect(error)
+        ended: list[SequenceState] = []
+        try:
+            with self._gate:
+                self._inbox.clear()
+                ended += self._sequences.values()
+                self._sequences.clear()
+                self._start_afresh()
+        finally:
+            fault = RequestError(
+                "internal_error", "the server failed on this request; its log has the details", status=500
+            )
+            for sequence in ended:
+                self._totals.finished += 1
+                try:
+                    sequence.sink(EndEvent("error", sequence.usage, fault))
+                except BaseException as second:  # a sink that raises may be the cause
+                    log_fault(second)
 
     def shut_down(self) -> None:
         """Ends every sequence with reason "shutdown" and frees all blocks; the engine can be used again."""
@@ -322,13 +390,11 @@ class Engine:
                 "too few to measure a step; raise --kv-cache-mb"
             )
         try:
-            self._runtime.forward([SequenceSlice([0] * context, 0, blocks, 1)])
+            self._runner.time(context, 0, blocks, 1)
             sizes = [n for n in (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32) if n <= max_tokens]
             for n in sizes:  # untimed: a runtime may prepare for a new shape
-                self._runtime.forward([SequenceSlice([0] * n, context, blocks, n)])
+                self._runner.time(n, context, blocks, n)
             for n in sizes * repeats:
-                started = self._clock()
-                self._runtime.forward([SequenceSlice([0] * n, context, blocks, n)])
-                self._drafting.curve.observe(StepSize.of(n, context), self._clock() - started)
+                self._drafting.curve.observe(StepSize.of(n, context), self._runner.time(n, context, blocks, n))
         finally:
             self._cache.pool.release(blocks)

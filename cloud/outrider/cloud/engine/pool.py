@@ -76,6 +76,14 @@ class BlockPool:
             self._block_of[content] = block
             self._hash_of[block] = content
 
+    def forget(self, blocks: Sequence[int]) -> None:
+        """Makes blocks in use unknown: nobody matches them again, and their last reference frees them."""
+        for block in blocks:
+            assert self._references[block] > 0, f"block {block} forgotten while not in use"
+            content = self._hash_of.pop(block, None)
+            if content is not None:
+                del self._block_of[content]
+
     def match(self, contents: Iterable[bytes]) -> list[int]:
         """The longest run of known blocks for these hashes, in order; takes a reference on each."""
         matched: list[int] = []

@@ -5,11 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
 
 from outrider.cloud.engine.engine import Engine
 from outrider.cloud.seam import EngineStats, GenerateRequest, Sink
 from outrider.models.errors import RequestError
+from outrider.models.faults import log_fault
 from outrider.models.runtimes.base import ModelLimits
+
+_LOOK_S: Final = 1.0
+"""How often `stop` looks whether the thread that it waits for hangs."""
 
 
 class EngineThread:
@@ -22,6 +28,7 @@ class EngineThread:
         self._gate = threading.Lock()
         self._is_draining = False
         self._is_stopping = False
+        self._death: str | None = None
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
 
     @property
@@ -34,7 +41,10 @@ class EngineThread:
         self._thread.start()
 
     def stop(self, *, drain_s: float = 0.0) -> None:
-        """Refuses new work, lets running sequences finish for up to `drain_s` seconds, then ends the rest. Blocking."""
+        """Refuses new work, lets running sequences finish for up to `drain_s` seconds, then ends the rest. Blocking.
+
+        A thread whose step hangs is left behind: nothing can interrupt it, and it ends with the process.
+        """
         with self._gate:
             self._is_draining = True
         deadline = time.monotonic() + drain_s
@@ -43,14 +53,16 @@ class EngineThread:
             self._is_idle.clear()
         self._is_stopping = True
         self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        while self._thread.is_alive() and not self._engine.is_hung:
+            self._thread.join(timeout=_LOOK_S)
 
     def submit(self, request: GenerateRequest, sink: Sink) -> int:
-        """As `Engine.submit`; also raises RequestError `shutting_down`."""
+        """As `Engine.submit`; also raises RequestError `shutting_down`, and `engine_failed` if nothing would answer."""
         with self._gate:  # otherwise a request could arrive after the engine's last look at its inbox
             if self._is_draining:
                 raise RequestError("shutting_down", "the server is shutting down; use another server", status=503)
+            if self._death is not None or self._engine.is_hung:
+                raise RequestError("engine_failed", "the server's engine has failed; use another server", status=503)
             sequence_id = self._engine.submit(request, sink)
         self._wake.set()
         return sequence_id
@@ -65,21 +77,41 @@ class EngineThread:
         self._engine.cancel(sequence_id)
         self._wake.set()
 
+    def fault(self) -> str | None:
+        """Why the engine cannot work now; None when it can."""
+        return self._death or self._engine.fault()
+
     def stats(self) -> EngineStats:
         """As `Engine.stats`."""
-        return self._engine.stats()
+        return replace(self._engine.stats(), failed=int(self.fault() is not None))
 
     def _run(self) -> None:
-        while not self._is_stopping:
-            self._wake.clear()  # before the inbox is read: later arrivals end the wait below
-            try:
-                delay_s = self._engine.step()
-            except Exception as error:  # a bug of ours must not hang every client
-                self._engine.reset(error)
-                delay_s = 0.0
-            if delay_s is None:
-                self._is_idle.set()
-            if delay_s != 0.0:
-                self._wake.wait(timeout=delay_s)
-        self._engine.shut_down()
+        try:
+            while not self._is_stopping:
+                self._step()
+            self._engine.shut_down()
+        except BaseException as error:
+            self._die(error)
         self._is_idle.set()  # a `stop` that still waits can return
+
+    def _step(self) -> None:
+        self._wake.clear()  # before the inbox is read: later arrivals end the wait below
+        try:
+            delay_s = self._engine.step()
+        except BaseException as error:  # a bug of ours must not hang every client
+            self._engine.reset(error)
+            delay_s = 0.0
+        if not self._engine.has_work:
+            self._is_idle.set()
+        if delay_s != 0.0:
+            self._wake.wait(timeout=delay_s)
+
+    def _die(self, error: BaseException) -> None:
+        """Refuses new work for good, and ends what is open."""
+        with self._gate:
+            self._death = f"the engine's thread has ended: {type(error).__name__}"
+        log_fault(error)
+        try:
+            self._engine.reset(error)
+        except BaseException as again:  # `reset` has notified every sink before it raises
+            log_fault(again)

@@ -2,9 +2,10 @@
 
 All new tokens of a step go through the model as one packed row, so no layer computes padding. Only attention separates
 sequences: it writes the new keys and values to their slots, then sequences with the same number of new tokens attend
-together, their contexts padded to the longest. Layers may attend a sliding window, or cap their logits (Gemma 2).
-Supports architectures that use transformers' attention interface, as most do; others (Bloom, GPT-Neo) are detected when
-the model is loaded, and refused. Not run on CUDA hardware.
+together, their contexts padded to the longest. Padding reads a slot that stays zero: a masked key or value that is not
+finite would still reach the sum (0 * NaN is NaN), and every other slot may hold what a fault left. Layers may attend a
+sliding window, or cap their logits (Gemma 2). Supports architectures that use transformers' attention interface, as
+most do; others (Bloom, GPT-Neo) are detected when the model is loaded, and refused. Not run on CUDA hardware.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _AttentionPlan:
-    """What every layer's attention needs in one step; `cache` is [layers, 2, slots, kv_heads, head_size].
+    """What every layer's attention needs in one step; `cache` is [layers, 2, slots + 1, kv_heads, head_size].
 
     attended: the layers that have attended so far.
     """
@@ -152,9 +153,9 @@ class TorchPagedRuntime:
             raise ConfigError(
                 f"kv_cache_bytes is {options.kv_cache_bytes}; one block of this model takes {block_bytes}"
             )
-        self._cache = torch.zeros(
-            (config.num_hidden_layers, 2, self._num_blocks * BLOCK_SIZE, *slot), dtype=cache_dtype, device=self._device
-        )
+        self._padding_slot = self._num_blocks * BLOCK_SIZE  # behind the last block, so that no block table names it
+        shape = (config.num_hidden_layers, 2, self._padding_slot + 1, *slot)
+        self._cache = torch.zeros(shape, dtype=cache_dtype, device=self._device)
         self._require_interface(path)
         self._limits = ModelLimits(config.vocab_size, _max_positions(model.config, options))
 
@@ -232,7 +233,7 @@ class TorchPagedRuntime:
         for n in np.unique(num_new):
             members = np.flatnonzero(num_new == n)
             longest = int(contexts[members].max())
-            slots = np.zeros((members.size, longest), np.int64)
+            slots = np.full((members.size, longest), self._padding_slot)
             mask = np.zeros((members.size, 1, n, longest), np.bool_)
             positions = np.zeros((members.size, n), np.int64)
             slot_positions = np.tile(np.arange(longest), (members.size, 1))

@@ -1,0 +1,76 @@
+"""Calls the runtime for the engine: picks where the runtime makes them, every call watched, rows counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.cloud.engine.health import Health
+from outrider.cloud.engine.scheduler import Share
+from outrider.models.acceptance import accept, accept_picks
+from outrider.models.errors import ModelFault
+from outrider.models.runtimes.base import BatchRuntime, PickingRuntime, SequenceSlice
+from outrider.models.sampling import SamplingParams
+
+# Logits [rows, V], or for each row the token that the runtime picked.
+Rows = NDArray[np.float32] | list[int | None]
+
+
+class ModelRunner:
+    """The runtime as the engine calls it. Engine's thread only."""
+
+    def __init__(self, runtime: BatchRuntime, health: Health, clock: Callable[[], float]) -> None:
+        self._runtime = runtime
+        self._health = health
+        self._clock = clock
+
+    def forward(self, shares: Sequence[Share]) -> Rows:
+        """Runs the shares of a step. Raises what the runtime raises, ModelFault when rows are missing."""
+        params = [share.sequence.request.params for share in shares for _ in range(share.num_rows)]
+        positions = [len(share.sequence.tokens) + i for share in shares for i in range(share.num_rows)]
+        return self._run([share.as_slice() for share in shares], params, positions)
+
+    def probe(self, blocks: Sequence[int]) -> None:
+        """Runs one token in `blocks`. Raises what the runtime raises, ModelFault when the row is not finite."""
+        rows = self._run([SequenceSlice([0], 0, blocks, 1)], [SamplingParams()], [1])
+        picked(rows, [], SamplingParams(), 1)
+
+    def time(self, num_new: int, past: int, blocks: Sequence[int], num_rows: int) -> float:
+        """Seconds of a step of `num_new` tokens after `past`, as `forward` runs it: the runtime's picks included."""
+        started = self._clock()
+        end = past + num_new
+        positions = range(end - num_rows + 1, end + 1)
+        self._run([SequenceSlice([0] * num_new, past, blocks, num_rows)], [SamplingParams()] * num_rows, positions)
+        return self._clock() - started
+
+    def _run(self, slices: Sequence[SequenceSlice], params: Sequence[SamplingParams], positions: Sequence[int]) -> Rows:
+        self._health.begin()
+        is_success = False
+        try:
+            if isinstance(self._runtime, PickingRuntime):
+                rows: Rows = self._runtime.forward_picks(slices, params, positions)
+            else:
+                rows = self._runtime.forward(slices)
+            if len(rows) != len(params):
+                raise ModelFault(f"the runtime returned {len(rows)} rows of logits; expected {len(params)}")
+            is_success = True
+        finally:
+            self._health.end(is_success=is_success)
+        return rows
+
+
+def picked(
+    rows: Rows,
+    drafted: Sequence[int],
+    params: SamplingParams,
+    position: int,
+    *,
+    stop_ids: Collection[int] = (),
+    max_tokens: int | None = None,
+) -> list[int]:
+    """The target's tokens from `position` on, as `accept` gives them, from logits or from picks."""
+    if isinstance(rows, list):
+        return accept_picks(rows, drafted, stop_ids=stop_ids, max_tokens=max_tokens)
+    return accept(rows, drafted, params, position, stop_ids=stop_ids, max_tokens=max_tokens)
