@@ -394,7 +394,7 @@ def test_a_bundle_is_refused_in_a_runtime_that_it_was_not_made_for(tmp_path: Pat
     with pytest.raises(
         ConfigError, match=r"a bundle for openvino, which torch cannot run.*target MODEL --runtime torch"
     ):
-        serve_module._load(bundle, ServeOptions(str(tmp_path), runtime=RuntimeName.TORCH))  # type: ignore[arg-type]
+        serve_module._loading(bundle, ServeOptions(str(tmp_path), runtime=RuntimeName.TORCH))  # type: ignore[arg-type]
 
 
 def test_the_next_command_names_what_is_known(tmp_path: Path) -> None:
