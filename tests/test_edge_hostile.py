@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -48,6 +49,8 @@ IDENTITY = f"{0:016x}"
 MODES = (Mode.STREAM, Mode.STOP_AND_WAIT)
 HASTY = ClientOptions(keep_alive_s=0.1)
 SOON = RetryPolicy(max_failures=2, max_outage_s=0.0, max_loading_s=0.0, first_pause_s=0.0)
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""Making one with certificates takes longer than most of these tests."""
 MOST_TAKEN = 32 << 20
 """Beyond the bounds of the agent: what two sockets buffer."""
 
@@ -69,6 +72,11 @@ class RawServer:
         self.is_over = threading.Event()
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
+
+    @property
+    def num_asked(self) -> int:
+        """Requests for tokens; drafts are not counted."""
+        return sum(path in ("/v1/sessions", "/v1/verify") for path in self.paths)
 
     def close(self) -> None:
         self.is_over.set()
@@ -171,7 +179,7 @@ async def generate(
     on_tokens: Callable[[TokenBatch], None] | None = None,
 ) -> GenerationResult:
     """One text from the first URL that works."""
-    clients = [CloudClient(url, options) for url in urls]
+    clients = [CloudClient(url, options, httpx.AsyncHTTPTransport(NO_TLS)) for url in urls]
     endpoints = Endpoints(clients, SOON, on_trouble=(troubles if troubles is not None else []).append)
     draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB))
     try:
@@ -270,7 +278,7 @@ def test_a_server_that_breaks_the_protocol_loses_the_text(
         assert list(result.tokens) == TRUTH
         assert len(troubles) == 1 and len(troubles[0]) < 2000
         assert re.fullmatch(f"the server at {hostile.url} broke the protocol: .*{what}.*", troubles[0])
-        assert hostile.num_sent < MOST_TAKEN and len(hostile.paths) == 1
+        assert hostile.num_sent < MOST_TAKEN and hostile.num_asked == 1
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -280,7 +288,7 @@ def test_alone_it_is_a_clear_error_at_once(mode: Mode) -> None:
     with raw_server(reply[0]) as hostile:
         with pytest.raises(ProtocolBroken, match=r"id is -1; .*; compare the versions of device and server$"):
             run([hostile.url], mode)
-        assert len(hostile.paths) == 1
+        assert hostile.num_asked == 1
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -100,6 +100,26 @@ def test_where_too_many_messages_are_in_flight_only_the_newest_waits() -> None:
     assert asyncio.run(scenario()) == ([0, 1, 4], 3)
 
 
+def test_messages_to_a_lost_session_do_not_hold_back_those_of_the_next() -> None:
+    """They may hang for as long as a server is silent; they count as failed."""
+
+    async def scenario() -> tuple[list[int], list[int], int]:
+        stopped, live, times = Mailbag(), Mailbag(), list[float]()
+        stopped.gate.clear()
+        sender = DraftSender(times.append, max_in_flight=2)
+        for base in range(5):
+            sender.send(stopped, "s", message(base))
+        sender.drop()
+        for base in (7, 8):
+            sender.send(live, "t", message(base))
+        while len(times) < 2:
+            await asyncio.sleep(0)
+        await sender.aclose()
+        return stopped.got, live.got, sender.num_failed
+
+    assert asyncio.run(scenario()) == ([], [7, 8], 2)
+
+
 def test_faults_are_reproducible_and_counted() -> None:
     """The same seed drops the same messages; the sender counts them and continues."""
 

@@ -148,7 +148,9 @@ class Endpoints:
             self._on_trouble(warning)
 
     def _choose(self, text: TextOrigin) -> CloudClient:
-        """The current endpoint, or the next that is fit for the text."""
+        """The current endpoint, or the next that is fit for the text. Raises CloudError where none is."""
+        if all(client.url in text.unfit for client in self._clients):
+            raise _none_fit(list(text.unfit.values()))
         while self._clients[self._current].url in text.unfit:
             self._current = (self._current + 1) % len(self._clients)
         return self._clients[self._current]
