@@ -2,7 +2,8 @@
 
 Counted: the bytes of the model's files, the weights' precision, the runtime and its version, the kind of device, the
 precision of arithmetic and KV cache, and the engine. Not counted: names, ports, tokenizer, report, threads, and the
-processor within one kind of device; those change sums in their last digits only, as batches of other shapes do.
+processor within one kind of device. Processors round differently, which may turn a near-tie; replicas on two
+generations of them are one target all the same.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ CloudError
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import httpx
@@ -51,7 +52,8 @@ class TargetMismatch(EndpointUnfit):
 
 def lost(url: str, error: httpx.TransportError) -> EndpointLost:
     """The exception for a connection that failed."""
-    if isinstance(error, httpx.RemoteProtocolError) and "disconnect" not in str(error) and "closed" not in str(error):
+    # httpx has one type for both: what is no HTTP, and a connection that ends in the middle of an answer.
+    if isinstance(error, httpx.RemoteProtocolError) and not re.search("(?i)disconnected|closed", str(error)):
         return ProtocolBroken(url, f"its answer is not HTTP ({short(str(error))})")
     words = f"{url}: {type(error).__name__}: {error}" if str(error) else f"{url}: {type(error).__name__}"
     return EndpointLost(words, is_absent=isinstance(error, httpx.ConnectError | httpx.ConnectTimeout))
