@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 from contextlib import ExitStack
 from dataclasses import replace
 
 import httpx
 import pytest
+from rich.console import Console
 from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
 from tests.test_bundle import make_manifest
 
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.server import identity
 from outrider.cloud.server.identity import target_identity
+from outrider.edge.cli.run import _generate
+from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.drafting.estimates import Estimates
@@ -182,6 +186,19 @@ def test_different_targets_are_reported_before_the_first_token() -> None:
         (trouble,) = asyncio.run(look(a.url, b.url))
         assert f"at {a.url} and other" in trouble and "different targets" in trouble
         assert asyncio.run(look(a.url, c.url)) == asyncio.run(look(absent, b.url)) == []
+
+
+def test_outrider_run_reports_different_targets_and_shows_no_escape_of_their_names() -> None:
+    """On standard error, and the text is the first one's."""
+    about = io.StringIO()
+    console = Console(file=about, force_terminal=True, color_system=None, width=1000)
+    with ExitStack() as stack:
+        a, b = stack.enter_context(serve_fake()), other(stack, "\x1b]0;[bold]other\x07")
+        options = RunOptions("x", cloud=[a.url, b.url], mode=Mode.CLOUD_ONLY)
+        ran = asyncio.run(_generate(options, REQUEST, None, None, console))
+    assert ran.result.tokens == tuple(target_tokens(PROMPT, 60))
+    (line,) = about.getvalue().splitlines()
+    assert r"and \x1b]0;[bold]other\x07 (target" in line and "are different targets" in line
 
 
 def test_every_answer_that_leads_to_tokens_names_the_target() -> None:
