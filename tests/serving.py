@@ -147,13 +147,18 @@ def serve_fake(
     gate: StepGate | None = None,
     has_chat_template: bool = True,
     drain_s: float = 0.0,
+    name: str = "fake",
 ) -> Iterator[FakeServer]:
-    """Serves the fake model "fake". gate: opened at the end; drain_s: see VerifierServer."""
+    """Serves the fake model `name`. gate: opened at the end; drain_s: see VerifierServer.
+
+    Runtimes with one `seed` speak one language, so servers with them are replicas of one target.
+    """
     tokenizer = fake_tokenizer(has_chat_template=has_chat_template)
     runtime = runtime or FakeBatchRuntime(vocab_size=tokenizer.size, on_step=gate)
     engine = EngineThread(Engine(runtime, config))
     engine.start()
-    app = create_app(engine, ServedModel("fake", tokenizer, frozenset({EOS_ID})), settings)
+    model = ServedModel(name, tokenizer, frozenset({EOS_ID}), target=f"{runtime.seed:016x}")
+    app = create_app(engine, model, settings)
     server = VerifierServer(app, drain_s=drain_s)
     sock = open_socket("127.0.0.1", 0)
     url = url_of(sock, is_tls=False)

@@ -31,6 +31,7 @@ from outrider.cloud.seam import CommitEvent
 from outrider.cloud.server import exporter
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import serve as serve_module
+from outrider.cloud.server.identity import target_identity
 from outrider.cloud.server.logs import LogFormat, configure_logging
 from outrider.cloud.server.options import RuntimeName, ServeOptions
 from outrider.cloud.server.serving import VerifierServer, open_socket, url_of
@@ -41,6 +42,7 @@ from outrider.models.http.security import KeyRing, require_safe_host
 from outrider.models.manifest import FileEntry
 from outrider.models.protocol import Commit, ReadyAnswer, SessionEnd, SessionOpen, parse_event
 from outrider.models.reference_export import export_arguments
+from outrider.models.runtimes.base import RuntimeOptions
 
 PROMPT = [5, 17, 99, 3]
 ALIASES = {
@@ -394,7 +396,7 @@ def test_a_bundle_is_refused_in_a_runtime_that_it_was_not_made_for(tmp_path: Pat
     with pytest.raises(
         ConfigError, match=r"a bundle for openvino, which torch cannot run.*target MODEL --runtime torch"
     ):
-        serve_module._load(bundle, ServeOptions(str(tmp_path), runtime=RuntimeName.TORCH))  # type: ignore[arg-type]
+        serve_module._loading(bundle, ServeOptions(str(tmp_path), runtime=RuntimeName.TORCH))  # type: ignore[arg-type]
 
 
 def test_the_next_command_names_what_is_known(tmp_path: Path) -> None:
@@ -455,6 +457,8 @@ def test_serve_runs_a_bundle_from_start_to_signal(
             runtime = "openvino"
             device = "cpu"
             precision = "int8"
+            format = "openvino-ir"
+            files = (FileEntry(path="openvino_model.bin", size=1, sha256="0" * 64),)
             widened = None
             digest = "d" * 64
 
@@ -493,7 +497,10 @@ def test_serve_runs_a_bundle_from_start_to_signal(
             assert run_session(client, BODY).tokens == target_tokens(PROMPT, 24)
             facts = client.get("/v1/model").json()
             assert (facts["name"], facts["precision"], facts["parameters"]) == ("mine", "int8", 14_600_000)
-            assert client.get("/health/ready").json()["step_ms"] > 0
+            ready = client.get("/health/ready").json()
+            assert ready["step_ms"] > 0
+            named = {facts["target"], ready["target"]}
+            assert named == {target_identity(Opened.manifest, RuntimeOptions())}  # type: ignore[arg-type]
     finally:
         for server in started:
             server.handle_exit(signal.SIGTERM, None)

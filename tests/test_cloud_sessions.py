@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ from tests.serving import EOS_ID, FakeServer, StepGate, read_events, run_session
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
+from outrider.models.http.sse import EventStream
 from outrider.models.protocol import Commit, SessionEnd, SessionOpen
 from outrider.models.sampling import SamplingParams
 
@@ -200,6 +202,36 @@ def test_comments_keep_an_idle_stream_open() -> None:
         gate.open()
         tokens = [token for line in lines if '"base"' in line for token in _tokens(line)]
     assert tokens == target_tokens(PROMPT, 24)
+
+
+def test_a_stream_is_silent_for_one_interval_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interval begins with the last write, not with the last look at the clock."""
+    now, delays, pokes = [100.0], list[float](), list[float]()
+
+    class Reader:
+        def poke(self) -> None:
+            pokes.append(now[0])
+
+        def close(self) -> None:
+            """Nobody waits."""
+
+    async def nothing() -> AsyncIterator[bytes]:
+        yield b""
+
+    async def scenario() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])
+        stream: Any = EventStream(nothing(), Reader(), lambda: None, keep_alive_s=5.0)
+        monkeypatch.setattr(stream, "_arm", delays.append)
+        for at_s, is_written in ((104.0, True), (105.0, False), (109.0, False)):
+            now[0] = at_s
+            if is_written:
+                stream._written()
+            else:
+                stream._tick()
+        monkeypatch.undo()
+
+    asyncio.run(scenario())
+    assert delays == [4.0, 5.0] and pokes == [109.0]
 
 
 def _tokens(line: str) -> list[int]:

@@ -22,11 +22,12 @@ from outrider.edge.drafting.drafter import ModelDrafter, Proposal
 from outrider.edge.drafting.worker import DraftRun, DraftWorker
 from outrider.edge.lab.faults import FaultRates, FaultyPosts
 from outrider.edge.lab.proxy import DelayProxy, ProxyOptions
+from outrider.edge.link.errors import ProtocolBroken
 from outrider.edge.link.sender import DraftSender
 from outrider.edge.link.sse import EventParser
 from outrider.edge.modes.recorder import Recorder
 from outrider.edge.results import ByteCounts, Mode, Source, TokenBatch
-from outrider.models.errors import CloudError, ConfigError
+from outrider.models.errors import ConfigError
 from outrider.models.protocol import Commit, DraftRequest, SessionEnd, SessionEvent, SessionOpen
 from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
@@ -45,7 +46,7 @@ STREAM = (
 @given(st.lists(st.integers(0, len(STREAM)), max_size=12))
 def test_events_are_the_same_however_the_stream_is_cut(cuts: list[int]) -> None:
     """TCP may split an event anywhere; comments and unknown keys are skipped."""
-    parser, events = EventParser(), list[SessionEvent]()
+    parser, events = EventParser("http://x"), list[SessionEvent]()
     edges = [0, *sorted(cuts), len(STREAM)]
     for start, end in pairwise(edges):
         events += parser.feed(STREAM[start:end])
@@ -58,9 +59,9 @@ def test_events_are_the_same_however_the_stream_is_cut(cuts: list[int]) -> None:
 
 @pytest.mark.parametrize("data", [b"data: {nope\n\n", b'data: {"type":"party"}\n\n', b"data: 7\n\n"])
 def test_what_is_no_event_is_refused(data: bytes) -> None:
-    """It raises a CloudError that quotes it."""
-    with pytest.raises(CloudError, match="not an event"):
-        list(EventParser().feed(data))
+    """It raises an error of the link that quotes it."""
+    with pytest.raises(ProtocolBroken, match=r"http://x broke the protocol: it sent .*, which is not an event;"):
+        list(EventParser("http://x").feed(data))
 
 
 class Mailbag:
@@ -97,6 +98,26 @@ def test_where_too_many_messages_are_in_flight_only_the_newest_waits() -> None:
         return bag.got, sender.num_sent
 
     assert asyncio.run(scenario()) == ([0, 1, 4], 3)
+
+
+def test_messages_to_a_lost_session_do_not_hold_back_those_of_the_next() -> None:
+    """They may hang for as long as a server is silent; they count as failed."""
+
+    async def scenario() -> tuple[list[int], list[int], int]:
+        stopped, live, times = Mailbag(), Mailbag(), list[float]()
+        stopped.gate.clear()
+        sender = DraftSender(times.append, max_in_flight=2)
+        for base in range(5):
+            sender.send(stopped, "s", message(base))
+        sender.drop()
+        for base in (7, 8):
+            sender.send(live, "t", message(base))
+        while len(times) < 2:
+            await asyncio.sleep(0)
+        await sender.aclose()
+        return stopped.got, live.got, sender.num_failed
+
+    assert asyncio.run(scenario()) == ([], [7, 8], 2)
 
 
 def test_faults_are_reproducible_and_counted() -> None:

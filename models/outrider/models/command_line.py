@@ -21,13 +21,13 @@ import click
 import typer
 import typer.core
 from rich.console import Console
-from rich.markup import escape
 from rich.text import Text
 from typer.models import ArgumentInfo
 
 from outrider.models.errors import ConfigError, OutriderError
 from outrider.models.extras import missing_extra
 from outrider.models.interrupts import EXIT_CODE as INTERRUPTED
+from outrider.models.visible import visible
 
 Options = TypeVar("Options")
 
@@ -199,13 +199,15 @@ def _closest(word: str, known: Iterable[str] | MutableMapping[str, Any]) -> str:
 
 
 def print_error(message: str) -> None:
-    """One red line on standard error."""
-    Console(stderr=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    """One red line on standard error; control characters of the message are visible."""
+    Console(stderr=True).print(
+        Text.assemble(("error:", "bold red"), " ", visible(message)), highlight=False, soft_wrap=True
+    )
 
 
 def print_line(console: Console, line: str, style: str = "") -> None:
-    """A line of text: wrapped between words on a terminal, whole in a file or a pipe."""
-    console.print(Text(line, style=style), soft_wrap=not console.is_terminal)
+    """A line of text, control characters visible: wrapped between words on a terminal, whole in a file or a pipe."""
+    console.print(Text(visible(line), style=style), soft_wrap=not console.is_terminal)
 
 
 def tolerate_narrow_encodings() -> None:

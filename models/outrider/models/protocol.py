@@ -26,6 +26,7 @@ MAX_VERIFY_ITEMS = 256
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 # Inline: one field needs no component of its own in the OpenAPI document.
 _RuleField = Annotated[Rule, WithJsonSchema({"title": "Rule", "type": "string", "enum": [rule.value for rule in Rule]})]
+_TARGET = "identity of the target: a text is finished by the one that began it"
 EndReason = Literal["stop", "length", "context", "cancelled", "shutdown", "error"]
 
 
@@ -83,6 +84,9 @@ class SessionOpen(_Answer):
     max_positions: int | None = Field(default=None, description="tokens, prompt included, at which it ends")
     step_ms: float | None = Field(default=None, description="measured decode step of the target, nothing drafted")
     draft_token_ms: float | None = Field(default=None, description="measured extra time of a drafted token in a step")
+    vocab_size: int | None = Field(default=None, ge=1, description="every committed id is below it")
+    target: str | None = Field(default=None, description=_TARGET)
+    keep_alive_s: float | None = Field(default=None, description="the stream is never silent for longer")
 
 
 class Commit(_Answer):
@@ -190,6 +194,8 @@ class VerifyAnswer(_Answer):
 
     results: list[VerifyResult]
     error: ErrorBody | None = None
+    model: str | None = None
+    target: str | None = Field(default=None, description=_TARGET)
 
 
 class ReadyAnswer(_Answer):
@@ -202,6 +208,7 @@ class ReadyAnswer(_Answer):
     free_block_share: float = 1.0
     step_ms: float | None = None
     draft_token_ms: float | None = None
+    target: str | None = Field(default=None, description=_TARGET)
 
 
 SessionEnd.model_rebuild()

@@ -26,6 +26,7 @@ class ModelFacts(BaseModel):
     max_positions: int
     eos_token_ids: list[int]
     has_chat_template: bool
+    target: str
     bundle: str | None = None
     architecture: str | None = None
     parameters: int | None = None
@@ -59,6 +60,7 @@ def health_routes(core: Core) -> APIRouter:
             free_block_share=stats.free_blocks / stats.num_blocks,
             step_ms=stats.step_ms,
             draft_token_ms=stats.draft_token_ms,
+            target=core.model.target,
         )
         status = 200 if answer.status == "ready" else 503
         return Response(answer.model_dump_json(), status, media_type="application/json")
@@ -80,6 +82,7 @@ def health_routes(core: Core) -> APIRouter:
             max_positions=limits.max_positions,
             eos_token_ids=sorted(core.model.eos_ids),
             has_chat_template=tokenizer.has_chat_template,
+            target=core.model.target,
         )
         if manifest is None:
             return facts

@@ -68,6 +68,9 @@ def session_routes(core: Core) -> APIRouter:
                 max_positions=core.engine.limits.max_positions,
                 step_ms=stats.step_ms,
                 draft_token_ms=stats.draft_token_ms,
+                vocab_size=core.engine.limits.vocab_size,
+                target=core.model.target,
+                keep_alive_s=core.settings.keep_alive_s,
             )
             events = _events(opened, mailbox, core.metrics.commit_timer(arrived_s))
             return sse.EventStream(events, mailbox, close, keep_alive_s=core.settings.keep_alive_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass, field
 
@@ -22,7 +23,7 @@ class ServerSettings:
 
     keys: the API keys. max_sessions: sequences that one key may have open in sessions and completions.
     rate_per_s: requests that start work, per second and key; 0 is no limit. max_patience_ms: bound on every session's
-    patience. keep_alive_s: silence on a stream after which a comment is sent.
+    patience. keep_alive_s: silence on a stream after which a comment is sent; `open` reports it.
     """
 
     keys: KeyRing = field(default_factory=KeyRing)
@@ -30,18 +31,28 @@ class ServerSettings:
     max_sessions: int = 256
     rate_per_s: float = 0.0
     max_patience_ms: float | None = None
-    keep_alive_s: float = 15.0
+    keep_alive_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model behind the engine, as clients see it. manifest: its bundle's; None for a model without a bundle."""
+    """The model behind the engine, as clients see it. manifest: its bundle's; None for a model without a bundle.
+
+    target: identity of what picks the tokens, equal for replicas only; "": made from name and tokenizer, for a model
+    without a bundle.
+    """
 
     name: str
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
     manifest: Manifest | None = None
+    target: str = ""
     created_s: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        if not self.target:
+            digest = hashlib.sha256(f"no bundle\n{self.name}\n{self.tokenizer.fingerprint}".encode()).hexdigest()
+            object.__setattr__(self, "target", digest[:16])
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,12 +93,13 @@ class _Batch:
 
     def answer(self) -> Response:
         """The call's answer."""
-        body = VerifyAnswer(results=self._results)
+        model = self._core.model
+        body = VerifyAnswer(results=self._results, model=model.name, target=model.target)
         statuses = {error.status for error in self._errors.values()}
         status = 200
         if len(self._errors) == len(self._results) and len(statuses) == 1:
             status = statuses.pop()
-            body = VerifyAnswer(results=self._results, error=self._results[0].error)
+            body = body.model_copy(update={"error": self._results[0].error})
         return Response(body.model_dump_json(exclude_none=True), status, media_type="application/json")
 
     def _request(self, raw: Any) -> GenerateRequest:

@@ -17,6 +17,7 @@ from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread
 from outrider.cloud.server.exporter import export_reference_target
+from outrider.cloud.server.identity import target_identity
 from outrider.cloud.server.logs import configure_logging
 from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.serving import TlsFiles, VerifierServer, open_socket, url_of
@@ -27,7 +28,8 @@ from outrider.models.http.security import KeyRing, require_safe_host
 from outrider.models.manifest import Manifest
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
 from outrider.models.runtimes import open_batch_runtime
-from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions
+from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.visible import visible
 
 _TORCH_DTYPES: Final = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 _WILDCARDS: Final = ("0.0.0.0", "::")
@@ -45,9 +47,10 @@ def serve(options: ServeOptions) -> None:
     with open_socket(options.host, options.port) as sock:
         is_reference = options.bundle == REFERENCE
         bundle = Bundle.open(export_reference_target() if is_reference else options.bundle)
-        model = _served_model(bundle, options.name)
+        loading = _loading(bundle, options)
+        model = _served_model(bundle, options.name, target_identity(bundle.manifest, loading))
         started_s = time.monotonic()
-        runtime = _load(bundle, options)
+        runtime = open_batch_runtime(bundle.manifest.runtime, bundle.model_file, loading)
         try:
             config = EngineConfig(
                 max_running=options.max_running,
@@ -107,16 +110,18 @@ def _require_writable(port_file: Path | None) -> None:
         )
 
 
-def _served_model(bundle: Bundle, name: str | None) -> ServedModel:
+def _served_model(bundle: Bundle, name: str | None, target: str) -> ServedModel:
     manifest = bundle.manifest
     if manifest.role != "target":
         raise ConfigError(
             f"{bundle.path} is a {manifest.role} bundle; expected a target, as `outrider-export target` makes it"
         )
-    return ServedModel(name or manifest.name, bundle.tokenizer(), frozenset(manifest.eos_token_ids), manifest)
+    eos_ids = frozenset(manifest.eos_token_ids)
+    return ServedModel(name or manifest.name, bundle.tokenizer(), eos_ids, manifest, target)
 
 
-def _load(bundle: Bundle, options: ServeOptions) -> BatchRuntime:
+def _loading(bundle: Bundle, options: ServeOptions) -> RuntimeOptions:
+    """How to load the bundle. Raises ConfigError for a runtime that is not the bundle's."""
     manifest = bundle.manifest
     kind = manifest.runtime
     if options.runtime is not None and options.runtime != kind:
@@ -127,7 +132,7 @@ def _load(bundle: Bundle, options: ServeOptions) -> BatchRuntime:
     default_device = "CPU" if kind == "openvino" else "cpu"
     if manifest.device == "gpu":
         default_device = "GPU" if kind == "openvino" else "cuda"
-    loading = RuntimeOptions(
+    return RuntimeOptions(
         device=options.device or default_device,
         num_threads=options.threads,
         kv_cache_bytes=options.kv_cache_bytes,
@@ -135,7 +140,6 @@ def _load(bundle: Bundle, options: ServeOptions) -> BatchRuntime:
         # torch loads safetensors in any type; the export was checked in this one.
         properties={"dtype": _TORCH_DTYPES[manifest.precision]} if kind == "torch" else {},
     )
-    return open_batch_runtime(kind, bundle.model_file, loading)
 
 
 def _summary(model: ServedModel, manifest: Manifest, engine: Engine, load_s: float) -> str:
@@ -178,6 +182,6 @@ def _next_command(options: ServeOptions, bundle: Path, url: str, *, needs_key: b
 
 
 def _print_now(line: str) -> None:
-    """Standard output, at once, also into a pipe."""
-    sys.stdout.write(line + "\n")
+    """Standard output, at once, also into a pipe; a bundle's control characters are visible."""
+    sys.stdout.write(visible(line) + "\n")
     sys.stdout.flush()

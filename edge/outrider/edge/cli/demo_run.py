@@ -53,7 +53,7 @@ def run_demo(options: DemoOptions, console: Console) -> None:
     if options.json is not None:
         document = report(options, lab, measured)
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-        console.print(f"wrote {options.json}", style="dim", highlight=False, soft_wrap=True)
+        console.print(f"wrote {options.json}", style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
 async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen) -> Measured:

@@ -18,7 +18,9 @@ from outrider.edge.cli.terminal import DRAFT_STYLE, TokenPrinter
 from outrider.edge.lab.comparison import ModeFigures
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT, STREAM, Lab
 from outrider.edge.results import OnTokens
+from outrider.models.command_line import print_line
 from outrider.models.tokenizer import Tokenizer
+from outrider.models.visible import visible
 from outrider.reference import Prompt
 
 NAMES: Final = {CLOUD_ONLY: "cloud-only", STOP_AND_WAIT: "stop-and-wait", STREAM: "stream"}
@@ -55,20 +57,20 @@ class DemoScreen:
         for role, bundle in (("target", lab.target), ("draft", lab.draft)):
             manifest = bundle.manifest
             widened = f", widened from {manifest.widened.from_parameters / 1e6:.1f}M" if manifest.widened else ""
-            self._console.print(
+            print_line(
+                self._console,
                 f"{role}: {manifest.architecture.parameters / 1e6:.1f}M parameters{widened}, {manifest.precision}, "
                 f"{manifest.report.size_bytes / 1e6:,.1f} MB, {manifest.runtime}",
-                highlight=False,
             )
-        self._console.print(f"drafted by: {lab.placement.words}", style="bold", highlight=False)
+        print_line(self._console, f"drafted by: {lab.placement.words}", "bold")
         for note in lab.placement.notes:
-            self._console.print(f"note: {note}", style="yellow", highlight=False)
-        self._console.print(f"{lab.cores.note}", highlight=False)
+            print_line(self._console, f"note: {note}", "yellow")
+        print_line(self._console, f"{lab.cores.note}")
 
     @contextmanager
     def streaming(self, prompt: Prompt, tokenizer: Tokenizer, ids: Sequence[int]) -> Iterator[OnTokens]:
         """Shows a prompt, and the text that follows it as it arrives."""
-        self._console.rule(f"{prompt.file}, line {prompt.line}", style="dim", align="left")
+        self._console.rule(Text(visible(f"{prompt.file}, line {prompt.line}")), style="dim", align="left")
         self._console.print(
             Text.assemble(
                 ("the prompt is dim, ", "dim"),
@@ -76,7 +78,7 @@ class DemoScreen:
                 ", the rest is the target's own\n",
             )
         )
-        self._console.print(Text(prompt.text, style="dim"), end="", soft_wrap=True)
+        self._console.print(Text(visible(prompt.text), style="dim"), end="", soft_wrap=True)
         printer = TokenPrinter(self._console, tokenizer.detokenizer(context=ids))
         yield printer
         printer.finish()
@@ -138,7 +140,7 @@ class DemoScreen:
                 highlight=False,
             )
         if load is not None:
-            self._console.print(load, style="yellow", highlight=False)
+            print_line(self._console, load, "yellow")
         if lab.placement.is_emulated:
             self._console.print(
                 "The NPU was emulated on the CPU: text, acceptance and code are an NPU's, the times are not.",

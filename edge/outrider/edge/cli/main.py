@@ -24,7 +24,8 @@ app = make_app("The device side of Outrider: drafts here, the target verifies in
 def run(options: RunOptions) -> None:
     """Generate a text: accepted drafted tokens are green, the target's own plain.
 
-    The text goes to standard output, after the prompt where that is a terminal; everything else to standard error.
+    The text goes to standard output: as it is into a file or a pipe, and on a terminal after the prompt, with control
+    characters shown. Everything else goes to standard error.
     """
     options = replace(options, prompt=_prompt(options.prompt), seed=options.params.seed)
     with importing(WHAT, EXTRA):

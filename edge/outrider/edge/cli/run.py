@@ -6,7 +6,6 @@ The text goes to standard output, statistics and messages to standard error.
 from __future__ import annotations
 
 import asyncio
-import json
 from contextlib import AsyncExitStack, closing, nullcontext
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison, compare_m
 from outrider.edge.cli.exporter import default_draft
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import draft_lines, result_as_json, summary_lines
-from outrider.edge.cli.terminal import TokenPrinter
+from outrider.edge.cli.terminal import TokenPrinter, print_document
 from outrider.edge.cli.undrafted import why_undrafted
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.client import ClientOptions, CloudClient, verifier_url
@@ -67,7 +66,7 @@ def run_once(options: RunOptions, out: Console, about: Console) -> None:
             if printer is not None:
                 printer.break_line()  # an error or Ctrl-C may have interrupted the text
     if options.as_json:
-        out.print_json(json.dumps(_document(options, ran, draft, tokenizer)), ensure_ascii=out.options.ascii_only)
+        print_document(out, _document(options, ran, draft, tokenizer))
         return
     for line in _lines(options, request, ran, draft):
         print_line(about, line, "dim")
@@ -118,6 +117,7 @@ async def _generate(
         client_options = ClientOptions(api_key=options.api_key)
         clients = [await stack.enter_async_context(CloudClient(url, client_options)) for url in options.cloud]
         endpoints = Endpoints(clients, on_trouble=warn)
+        await endpoints.compare_targets()
         agent = make_agent(options.mode, endpoints, draft.drafter if draft is not None else None, options.depth)
         result = await agent.generate(request, printer)
         if printer is not None:

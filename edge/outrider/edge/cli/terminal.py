@@ -1,12 +1,20 @@
-"""Shows tokens in a terminal as they arrive, coloured by who produced them."""
+"""Shows tokens in a terminal as they arrive, coloured by who produced them.
+
+A model may write any character. A terminal gets control characters in a visible form; a file or a pipe gets the text
+exactly.
+"""
 
 from __future__ import annotations
 
+import json
+
 from rich.console import Console
+from rich.highlighter import JSONHighlighter
 from rich.text import Text
 
 from outrider.edge.results import TokenBatch
 from outrider.models.detokenizer import StreamingDetokenizer
+from outrider.models.visible import visible
 
 DRAFT_STYLE = "green"
 """Accepted drafted tokens; the target's own have no style."""
@@ -44,6 +52,20 @@ class TokenPrinter:
             self._is_in_line = False
 
     def _print(self, text: str, style: str) -> None:
-        if text:
-            self._console.print(Text(text, style=style), end="", soft_wrap=True)
-            self._is_in_line = not text.endswith("\n")
+        if not text:
+            return
+        if self._console.is_terminal:
+            self._console.print(Text(visible(text), style=style), end="", soft_wrap=True)
+        else:
+            # Not through rich, which drops some control characters and replaces tabs.
+            self._console.file.write(text)
+            self._console.file.flush()
+        self._is_in_line = not text.endswith("\n")
+
+
+def print_document(console: Console, document: object) -> None:
+    """Prints a document as JSON, coloured on a terminal; control characters are escaped there."""
+    text = json.dumps(document, indent=2, ensure_ascii=console.options.ascii_only)
+    if console.is_terminal:
+        text = visible(text)
+    console.print(JSONHighlighter()(Text(text)), soft_wrap=True)

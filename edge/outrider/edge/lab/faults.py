@@ -9,7 +9,7 @@ import asyncio
 import random
 from dataclasses import dataclass
 
-from outrider.edge.link.client import EndpointLost
+from outrider.edge.link.errors import EndpointLost
 from outrider.edge.link.sender import Posts
 from outrider.models.errors import ConfigError
 from outrider.models.protocol import DraftRequest

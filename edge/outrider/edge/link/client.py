@@ -6,18 +6,22 @@ byte of body and headers counted. This module knows the protocol, not what it is
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from http.cookiejar import DefaultCookiePolicy
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from outrider.edge.link.checks import SessionCheck, check_result
+from outrider.edge.link.errors import EndpointLost, ProtocolBroken, lost, refusal_error, short, silent
 from outrider.edge.link.sse import EventParser
 from outrider.edge.results import ByteCounts
-from outrider.models.errors import CloudError, ConfigError, OutriderError, RequestError, TokenizerMismatch
+from outrider.models.errors import ConfigError, OutriderError, RequestError
 from outrider.models.hosts import is_loopback
 from outrider.models.protocol import (
     DraftRequest,
@@ -25,6 +29,7 @@ from outrider.models.protocol import (
     ErrorBody,
     ReadyAnswer,
     SessionEvent,
+    SessionOpen,
     SessionRequest,
     VerifyAnswer,
     VerifyRequest,
@@ -32,37 +37,42 @@ from outrider.models.protocol import (
 
 Answer = TypeVar("Answer", bound=BaseModel)
 Headers = list[tuple[str, str]]
+# Without a word on encodings a server might compress, and a few bytes could become gigabytes.
+_PLAIN: Headers = [("Accept-Encoding", "identity")]
 _JSON: Headers = [("Content-Type", "application/json")]
+_ASK: Headers = [*_JSON, *_PLAIN]
 # A stale draft is answered 409, and the status alone is enough (RFC 7240): words would outweigh the tokens.
 _DRAFT_HEADERS: Headers = [*_JSON, ("Prefer", "return=minimal")]
-# Answers that another endpoint, or the same one a little later, may not give.
-_PASSING_STATUS = frozenset({404, 408, 410, 429, 500, 502, 503, 504})
 
-
-class EndpointLost(CloudError):
-    """This endpoint cannot be reached, is overloaded, or lost the session; another attempt may succeed.
-
-    is_absent: nothing answers at its address.
-    """
-
-    def __init__(self, message: str, *, is_absent: bool = False) -> None:
-        super().__init__(message)
-        self.is_absent = is_absent
+MAX_ANSWER_BYTES: Final = 1 << 18
+"""An answer with 256 results has half of it."""
+MAX_ERROR_BYTES: Final = 1 << 16
+"""No more is read of an error's body."""
+NUM_MISSED: Final = 3
+"""Keep-alives in a row without which a server counts as stopped."""
+MARGIN_S: Final = 1.0
+"""For the network, beyond the last of them."""
+KEEP_ALIVE_RANGE_S: Final = (0.1, 60.0)
+"""Bounds on what a server says about its keep-alives: one that says "hourly" could not be noticed to stop."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
     """Key, timeouts and connections of an endpoint.
 
-    connect_timeout_s, timeout_s: for connecting and for a plain answer. stream_timeout_s: longest silence of a session
-    (a queue, a long prefill) before it counts as cut. max_connections: one for the stream, the rest for drafts in
-    flight.
+    connect_timeout_s, write_timeout_s: for connecting, and for sending a request. keep_alive_s: a live server answers
+    within three times this, or shows within that time that it is alive; for a stream, what its `open` says counts.
+    stream_timeout_s: longest silence of a stream whose server does not say how often it writes (an older one).
+    call_timeout_s: longest verification by a server that is alive. max_connections: one for the stream, the rest for
+    drafts in flight.
     """
 
     api_key: str | None = None
     connect_timeout_s: float = 5.0
-    timeout_s: float = 30.0
+    write_timeout_s: float = 30.0
+    keep_alive_s: float = 5.0
     stream_timeout_s: float = 120.0
+    call_timeout_s: float = 600.0
     max_connections: int = 12
 
 
@@ -70,7 +80,7 @@ class CloudClient:
     """One endpoint. Use as an async context manager, or call `aclose`; belongs to one event loop.
 
     Every method raises EndpointLost where trying again (elsewhere) may help, TokenizerMismatch and RequestError where
-    the server refuses the request itself, with the server's own words.
+    the server refuses the request itself, with the server's own words. No answer makes it wait or grow without bound.
     """
 
     def __init__(
@@ -82,20 +92,20 @@ class CloudClient:
         options = options or ClientOptions()
         self.url = verifier_url(url)
         self.is_local = is_loopback(urlsplit(self.url).hostname or "")
-        self._stream_timeout = httpx.Timeout(
-            options.timeout_s, connect=options.connect_timeout_s, read=options.stream_timeout_s
-        )
+        self._options = options
+        self._silence_s = longest_silence_s(options.keep_alive_s)
+        # Whatever the server does, also where it sends a byte now and then, the head of an answer has this long.
+        self._head_timeout_s = options.connect_timeout_s + options.write_timeout_s + self._silence_s
         limits = httpx.Limits(
             max_connections=options.max_connections,
             max_keepalive_connections=options.max_connections,
             keepalive_expiry=60.0,
         )
         self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(options.timeout_s, connect=options.connect_timeout_s),
-            limits=limits,
-            transport=transport,
-            trust_env=not self.is_local,
+            timeout=self._timeouts(self._silence_s), limits=limits, transport=transport, trust_env=not self.is_local
         )
+        # A server could fill memory and every later request with cookies.
+        self._http.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))
         # httpx adds Accept, Accept-Encoding, Connection and User-Agent to every message; none is needed.
         for name in list(self._http.headers):
             del self._http.headers[name]
@@ -121,11 +131,23 @@ class CloudClient:
 
     async def ready(self) -> ReadyAnswer:
         """GET /health/ready."""
-        return _parse(ReadyAnswer, await self._exchange("GET", "/health/ready"))
+        return self._parse(ReadyAnswer, await self._exchange("GET", "/health/ready", headers=_PLAIN))
 
     async def verify(self, request: VerifyRequest) -> VerifyAnswer:
-        """POST /v1/verify."""
-        return _parse(VerifyAnswer, await self._exchange("POST", "/v1/verify", request))
+        """POST /v1/verify. May take as long as the server is alive and `call_timeout_s` lasts."""
+        limit_s = self._options.call_timeout_s
+        call = asyncio.create_task(self._exchange("POST", "/v1/verify", request, headers=_ASK, limit_s=limit_s))
+        try:
+            await self._watch(call)
+            answer = self._parse(VerifyAnswer, call.result())
+        finally:
+            await _ended(call)
+        if len(answer.results) != len(request.items):
+            raise ProtocolBroken(self.url, f"{len(answer.results)} results answer {len(request.items)} items")
+        for item, result in zip(request.items, answer.results, strict=True):
+            if result.error is None:
+                check_result(self.url, item, result)
+        return answer
 
     async def post_drafts(self, session: str, request: DraftRequest) -> None:
         """POST /v1/sessions/{id}/drafts. A stale draft is no error: newer commits are already on their way."""
@@ -143,63 +165,151 @@ class CloudClient:
         """POST /v1/sessions; gives the stream of SessionOpen, Commit..., SessionEnd.
 
         Leaving the context before the end closes the connection, which ends the session. The iterator raises
-        EndpointLost when the stream is cut before its SessionEnd.
+        EndpointLost when the stream is cut before its SessionEnd or goes silent, ProtocolBroken for what no server of
+        this protocol sends.
         """
-        http_request = self._build("POST", "/v1/sessions", request, self._stream_timeout)
-        try:
+        http_request = self._build("POST", "/v1/sessions", request, _ASK)
+        async with self._deadline(self._head_timeout_s):
             response = await self._http.send(http_request, stream=True)
-        except httpx.TransportError as e:
-            raise _lost(self.url, e) from e
         try:
             self._count(response)
+            async with self._deadline(self._head_timeout_s):
+                await self._require_success(response)
             if response.status_code != 200:
-                try:
-                    body = await response.aread()
-                except httpx.TransportError as e:
-                    raise _lost(self.url, e) from e
-                self._body_down += len(body)
-                raise self._refusal(response.status_code, body)
-            yield self._events(response)
+                raise ProtocolBroken(self.url, f"it answered HTTP {response.status_code}; expected an event stream")
+            yield self._events(response, SessionCheck(self.url, request.max_tokens))
         finally:
             await response.aclose()
 
-    async def _events(self, response: httpx.Response) -> AsyncGenerator[SessionEvent, None]:
-        parser = EventParser()
+    async def _events(self, response: httpx.Response, check: SessionCheck) -> AsyncGenerator[SessionEvent, None]:
+        parser, silence_s, chunks = EventParser(self.url), self._silence_s, _chunks(response)
+        now = asyncio.get_running_loop().time
         try:
-            async for chunk in response.aiter_raw():
+            line_until = now() + silence_s
+            while True:
+                try:
+                    async with asyncio.timeout_at(line_until):
+                        chunk = await anext(chunks, b"")
+                except TimeoutError:
+                    raise silent(self.url, silence_s) from None
+                except httpx.TransportError as e:
+                    raise lost(self.url, e) from e
+                if not chunk:
+                    return
                 self._body_down += len(chunk)
                 for event in parser.feed(chunk):
+                    check(event)
+                    if isinstance(event, SessionOpen):
+                        silence_s = self._options.stream_timeout_s
+                        if event.keep_alive_s is not None:
+                            silence_s = longest_silence_s(event.keep_alive_s)
                     yield event
-        except httpx.TransportError as e:
-            raise _lost(self.url, e) from e
+                if b"\n" in chunk:  # bytes of an endless line are no sign of life
+                    line_until = now() + silence_s
+        finally:
+            await chunks.aclose()
+
+    async def _watch(self, call: asyncio.Task[bytes]) -> None:
+        """Returns when `call` is done; meanwhile asks now and then whether the server is alive.
+
+        A verification may wait in a queue for longer than a live server is silent, and its answer comes at once or not
+        at all. Raises EndpointLost when the server does not answer.
+        """
+        while not (await asyncio.wait({call}, timeout=self._options.keep_alive_s))[0]:
+            probe = asyncio.create_task(self._probe())
+            try:
+                await asyncio.wait({call, probe}, return_when=asyncio.FIRST_COMPLETED)
+                if not call.done():
+                    probe.result()
+            finally:
+                await _ended(probe)
+
+    async def _probe(self) -> None:
+        """Any answer is a sign of life. What is missing of the longest silence has passed before."""
+        limit_s = self._silence_s - self._options.keep_alive_s
+        try:
+            await self._exchange("GET", "/health/live", headers=_PLAIN, limit_s=limit_s)
+        except (ProtocolBroken, RequestError):
+            pass  # an answer
+        except EndpointLost as e:
+            if e.status is None:
+                raise silent(self.url, self._silence_s) from e
 
     async def _exchange(
-        self, method: str, path: str, message: BaseModel | None = None, headers: Headers | None = None
+        self,
+        method: str,
+        path: str,
+        message: BaseModel | None = None,
+        headers: Headers | None = None,
+        limit_s: float | None = None,
     ) -> bytes:
+        """The answer's body. limit_s: for the whole exchange, and for silence in it; None: as every answer."""
+        request = self._build(method, path, message, headers, limit_s)
+        async with self._deadline(limit_s or self._head_timeout_s):
+            response = await self._http.send(request, stream=True)
+            try:
+                self._count(response)
+                if headers is not _DRAFT_HEADERS or response.status_code != 409:
+                    await self._require_success(response)
+                return await self._read(response, MAX_ANSWER_BYTES)
+            finally:
+                await response.aclose()
+
+    @asynccontextmanager
+    async def _deadline(self, limit_s: float) -> AsyncIterator[None]:
+        """Turns failures of the transport, and its running out of time, into EndpointLost."""
         try:
-            response = await self._http.send(self._build(method, path, message, headers=headers))
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError:
+            raise EndpointLost(f"{self.url}: no whole answer came within {limit_s:.3g} s") from None
+        except httpx.ReadTimeout as e:
+            raise silent(self.url, self._silence_s) from e
         except httpx.TransportError as e:
-            raise _lost(self.url, e) from e
-        self._count(response)
-        self._body_down += len(response.content)
-        is_stale = headers is _DRAFT_HEADERS and response.status_code == 409
-        if response.status_code >= 300 and not is_stale:
-            raise self._refusal(response.status_code, response.content)
-        return response.content
+            raise lost(self.url, e) from e
+
+    async def _require_success(self, response: httpx.Response) -> None:
+        """Raises the error that the answer reports, and ProtocolBroken for a redirect or a compressed body."""
+        status = response.status_code
+        if 300 <= status < 400:
+            location = short(response.headers.get("location", "nowhere"))
+            raise ProtocolBroken(self.url, f"it redirects to {location}", "give --cloud the verifier's own address")
+        if (coding := response.headers.get("content-encoding", "identity")).lower() != "identity":
+            raise ProtocolBroken(self.url, f"its answer is encoded as {short(coding)!r}; asked for was 'identity'")
+        if status >= 400:
+            raise self._refusal(status, await self._read(response, MAX_ERROR_BYTES, is_cut=True))
+
+    async def _read(self, response: httpx.Response, max_bytes: int, *, is_cut: bool = False) -> bytes:
+        """The body. is_cut: leaves out what is beyond `max_bytes`, which else raises ProtocolBroken."""
+        body = bytearray()
+        chunks = _chunks(response)
+        try:
+            async for chunk in chunks:
+                self._body_down += len(chunk)
+                body += chunk
+                if len(body) > max_bytes:
+                    if not is_cut:
+                        raise ProtocolBroken(self.url, f"its answer has more than {max_bytes} bytes")
+                    break
+        finally:
+            await chunks.aclose()
+        return bytes(body[:max_bytes])
+
+    def _timeouts(self, silence_s: float) -> httpx.Timeout:
+        options = self._options
+        return httpx.Timeout(silence_s, connect=options.connect_timeout_s, write=options.write_timeout_s)
 
     def _build(
         self,
         method: str,
         path: str,
         message: BaseModel | None = None,
-        timeout: httpx.Timeout | None = None,
         headers: Headers | None = None,
+        silence_s: float | None = None,
     ) -> httpx.Request:
         content = message.model_dump_json(exclude_defaults=True).encode() if message is not None else None
-        extra: dict[str, Any] = {"timeout": timeout} if timeout is not None else {}
-        request = self._http.build_request(
-            method, self.url + path, content=content, headers=headers or (_JSON if content else None), **extra
-        )
+        extra: dict[str, Any] = {"timeout": self._timeouts(silence_s)} if silence_s is not None else {}
+        request = self._http.build_request(method, self.url + path, content=content, headers=headers or (), **extra)
         self._body_up += len(content) if content else 0
         line = len(method) + len(request.url.raw_path) + len("  HTTP/1.1\r\n")
         self._headers_up += line + _header_bytes(request.headers)
@@ -219,6 +329,12 @@ class CloudClient:
             needed = "does not accept this API key: correct" if self._has_key else "requires an API key: set"
             return RequestError(error.code, f"The verifier at {self.url} {needed} OUTRIDER_API_KEY.", status=status)
         return refusal_error(self.url, error, status)
+
+    def _parse(self, kind: type[Answer], body: bytes) -> Answer:
+        try:
+            return kind.model_validate_json(body)
+        except ValidationError as e:
+            raise ProtocolBroken(self.url, f"its answer is not a {kind.__name__}: {short(e.errors()[0]['msg'])}") from e
 
 
 def _header_bytes(headers: httpx.Headers) -> int:
@@ -241,24 +357,21 @@ def verifier_url(text: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def _parse(kind: type[Answer], body: bytes) -> Answer:
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as e:
-        raise CloudError(
-            f"the cloud's answer is not a {kind.__name__}: {e.errors()[0]['msg']}; compare the versions"
-        ) from e
+def longest_silence_s(keep_alive_s: float) -> float:
+    """How long a server that says that it writes every `keep_alive_s` may be silent before it counts as stopped."""
+    least_s, most_s = KEEP_ALIVE_RANGE_S
+    return NUM_MISSED * min(most_s, max(least_s, keep_alive_s)) + MARGIN_S
 
 
-def _lost(url: str, error: httpx.TransportError) -> EndpointLost:
-    words = f"{url}: {type(error).__name__}: {error}" if str(error) else f"{url}: {type(error).__name__}"
-    return EndpointLost(words, is_absent=isinstance(error, httpx.ConnectError | httpx.ConnectTimeout))
+async def _chunks(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """The body as it comes, never decoded."""
+    assert isinstance(response.stream, httpx.AsyncByteStream)
+    async for chunk in response.stream:
+        if chunk:
+            yield chunk
 
 
-def refusal_error(url: str, error: ErrorBody, status: int) -> OutriderError:
-    """The exception for an error that the server reported: whether trying again makes sense is in its type."""
-    if error.code == "tokenizer_mismatch":
-        return TokenizerMismatch(error.message)
-    if status in _PASSING_STATUS:
-        return EndpointLost(f"{url}: {error.code}: {error.message}")
-    return RequestError(error.code, f"{error.message} (from {url})", status=status)
+async def _ended(task: asyncio.Task[Any]) -> None:
+    """Cancels the task if it still runs, and waits for its end."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,7 +1,8 @@
 """Goes on at the next endpoint, or at the same one a little later, where a session is cut.
 
 The output is a pure function of prompt, parameters and seed, so a session that is lost is simply opened again with the
-prompt and what was committed. This module knows when to try again, not what is being generated.
+prompt and what was committed. It goes on with the target that began the text, or not at all. This module knows when to
+try again, not what is being generated.
 """
 
 from __future__ import annotations
@@ -11,15 +12,20 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from outrider.edge.link.client import CloudClient, EndpointLost, refusal_error
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.errors import EndpointLost, EndpointUnfit, refusal_error
+from outrider.edge.link.origin import Served, TextOrigin, mixed_targets
 from outrider.edge.results import ByteCounts
-from outrider.models.errors import CloudError, ConfigError
-from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionRequest
+from outrider.models.errors import CloudError, ConfigError, OutriderError
+from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, SessionRequest
 
 Answer = TypeVar("Answer")
 Sleep = Callable[[float], Awaitable[None]]
+
+COMPARE_TIMEOUT_S: Final = 2.0
+"""Longest delay of the first text by endpoints that do not show their readiness."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,57 +89,100 @@ class Endpoints:
         """Events of a session and, where it is cut, of those that go on with it, until the SessionEnd.
 
         next_request: what to open now, given everything committed so far; None when nothing is left to generate.
-        Raises CloudError when no endpoint is left, RequestError and TokenizerMismatch as the client does.
+        Raises CloudError when no endpoint is left (TargetMismatch, ProtocolBroken where that is the only reason),
+        RequestError and TokenizerMismatch as the client does.
         """
         self._failures.clear()
+        text = TextOrigin()
         while (request := next_request()) is not None:
-            client = self._clients[self._current]
+            client, served = self._choose(text), None
             try:
+                await _require_fit(client, text)
                 async with client.open_session(request) as stream, aclosing(stream):
                     async for event in stream:
                         self._has_answered = True
-                        if isinstance(event, Commit):
+                        if isinstance(event, SessionOpen):
+                            served = Served(client.url, event.model, event.target)
+                            text.require_same(served)
+                        elif isinstance(event, Commit):
+                            assert served is not None, "the client checks that `open` comes first"
+                            text.took_tokens(served)
                             self._failures.clear()
-                        elif isinstance(event, SessionEnd) and event.reason in ("shutdown", "cancelled", "error"):
+                        elif event.reason in ("shutdown", "cancelled", "error"):
                             raise _end_error(client, event)
                         yield Arrival(event, client)
                         if isinstance(event, SessionEnd):
                             return
                 raise EndpointLost(f"{client.url}: the stream ended early")
             except EndpointLost as e:
-                await self._move_on(e)
+                await self._move_on(e, text)
 
-    async def call(self, ask: Callable[[CloudClient], Awaitable[Answer]]) -> Answer:
-        """Asks one endpoint after the other until one answers; raises CloudError when none is left."""
+    async def call(self, ask: Callable[[CloudClient], Awaitable[Answer]], text: TextOrigin | None = None) -> Answer:
+        """Asks one endpoint after the other until one answers; raises CloudError when none is left.
+
+        text: keeps the calls of one text at one target; `ask` reports to it what it takes.
+        """
         self._failures.clear()
+        text = text or TextOrigin()
         while True:
+            client = self._choose(text)
             try:
-                answer = await ask(self._clients[self._current])
+                await _require_fit(client, text)
+                answer = await ask(client)
             except EndpointLost as e:
-                await self._move_on(e)
+                await self._move_on(e, text)
             else:
                 self._has_answered = True
                 return answer
 
-    async def _move_on(self, error: EndpointLost) -> None:
+    async def compare_targets(self) -> None:
+        """Reports trouble if endpoints show different targets now, before a text begins; waits only a moment."""
+        if len(self._clients) == 1:
+            return
+        looks = [asyncio.create_task(_look(client)) for client in self._clients]
+        await asyncio.wait(looks, timeout=COMPARE_TIMEOUT_S)
+        for look in looks:
+            look.cancel()
+        seen = await asyncio.gather(*looks, return_exceptions=True)
+        if (warning := mixed_targets([each for each in seen if isinstance(each, Served)])) is not None:
+            self._on_trouble(warning)
+
+    def _choose(self, text: TextOrigin) -> CloudClient:
+        """The current endpoint, or the next that is fit for the text. Raises CloudError where none is."""
+        if all(client.url in text.unfit for client in self._clients):
+            raise _none_fit(list(text.unfit.values()))
+        while self._clients[self._current].url in text.unfit:
+            self._current = (self._current + 1) % len(self._clients)
+        return self._clients[self._current]
+
+    async def _move_on(self, error: EndpointLost, text: TextOrigin) -> None:
         retry, now = self._retry, self._clock()
         if not self._failures:
             self._outage_began_at = now
         self._failures.append(str(error))
+        failed = self._clients[self._current].url
+        if isinstance(error, EndpointUnfit):
+            text.unfit[failed] = error
+        num_fit = sum(client.url not in text.unfit for client in self._clients)
+        if num_fit == 0:
+            raise _none_fit(list(text.unfit.values()))
         num_failures, outage_s = len(self._failures), now - self._outage_began_at
         if num_failures >= retry.max_failures and outage_s >= self._max_outage_s(error):
             left = f"{self._question()} Gave up" if error.is_absent else "no cloud endpoint is left"
+            causes = dict.fromkeys([*self._failures, *map(str, text.unfit.values())])
             raise CloudError(
-                f"{left} after {num_failures} attempts in {outage_s:.1f} s: {'; '.join(dict.fromkeys(self._failures))}"
+                f"{left} after {num_failures} attempts in {outage_s:.1f} s: {'; '.join(causes)}"
             ) from error
-        failed, num_clients = self._clients[self._current].url, len(self._clients)
-        self._current = (self._current + 1) % num_clients
-        if num_failures == 1 and num_clients > 1:
+        self._current = (self._current + 1) % len(self._clients)
+        following = self._choose(text).url
+        if isinstance(error, EndpointUnfit):
+            self._on_trouble(f"{error}. Trying {following}.")
+        elif num_failures == 1 and num_fit > 1:
             what = f"No verifier answers at {failed}." if error.is_absent else f"{error}."
-            self._on_trouble(f"{what} Trying {self._clients[self._current].url}.")
-        elif num_failures == num_clients:
+            self._on_trouble(f"{what} Trying {following}.")
+        elif num_failures == num_fit:
             self._on_trouble(f"{self._question() if error.is_absent else f'{error}.'} Trying again.")
-        num_rounds, num_tried = divmod(num_failures, num_clients)
+        num_rounds, num_tried = divmod(num_failures, num_fit)
         if num_tried == 0:
             doublings = min(num_rounds - 1, 32)  # a float holds no more than 1023
             await self._sleep(min(retry.max_pause_s, retry.first_pause_s * 2**doublings))
@@ -152,6 +201,30 @@ class Endpoints:
             f"No verifier answers at {' or '.join(urls)}. Is `outrider-cloud serve` running "
             f"{'there' if len(urls) == 1 else 'at one of them'}?"
         )
+
+
+async def _require_fit(client: CloudClient, text: TextOrigin) -> None:
+    """Raises TargetMismatch where a text that has begun would go to another target: before that target works for it."""
+    if not text.needs_probe(client.url):
+        return
+    try:
+        served = await _look(client)
+    except EndpointLost as e:
+        if e.status != 404:
+            raise
+        return  # it shows no readiness here; what it answers shows its target
+    text.require_same(served)
+
+
+async def _look(client: CloudClient) -> Served:
+    ready = await client.ready()
+    return Served(client.url, ready.model, ready.target)
+
+
+def _none_fit(errors: list[EndpointUnfit]) -> OutriderError:
+    if len(errors) == 1:
+        return errors[0]
+    return CloudError(f"no cloud endpoint can go on with this text: {'; '.join(map(str, errors))}")
 
 
 def _end_error(client: CloudClient, end: SessionEnd) -> Exception:

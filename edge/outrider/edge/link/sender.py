@@ -40,6 +40,7 @@ class DraftSender:
         self._max_in_flight = max_in_flight
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
+        self._dropped: set[asyncio.Task[None]] = set()  # cancelled, not yet ended
         self._waiting: tuple[Posts, str, DraftRequest] | None = None
         self.num_sent = 0
         self.num_failed = 0
@@ -54,13 +55,22 @@ class DraftSender:
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
+    def drop(self) -> None:
+        """Cancels messages in flight: their session is lost, and they would hold back those of the next."""
+        self.num_failed += sum(not task.done() for task in self._tasks)
+        self._cancel()
+
     async def aclose(self) -> None:
-        """Cancels messages in flight: the session is over."""
+        """Cancels messages in flight: the text is over."""
+        self._cancel()
+        await asyncio.gather(*self._dropped, return_exceptions=True)
+
+    def _cancel(self) -> None:
         self._waiting = None
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._dropped |= self._tasks
+        self._tasks = set()
 
     async def _post(self, posts: Posts, session: str, request: DraftRequest) -> None:
         started = self._clock()
@@ -74,6 +84,7 @@ class DraftSender:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._dropped.discard(task)
         if self._waiting is not None and not task.cancelled():
             waiting, self._waiting = self._waiting, None
             self.send(*waiting)

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
-from outrider.models.errors import CloudError
+from outrider.edge.link.errors import ProtocolBroken
 from outrider.models.protocol import SessionEvent, parse_event
+
+MAX_LINE_BYTES: Final = 1 << 18
+"""A commit is a few hundred bytes; `open` repeats the request's stop ids."""
 
 
 class EventParser:
-    """Turns the bytes of an event stream, cut anywhere, into events. Comment lines (keep-alives) are skipped."""
+    """Turns the bytes of an event stream, cut anywhere, into events. Comment lines (keep-alives) are skipped.
 
-    def __init__(self) -> None:
-        self._rest = b""
+    Keeps at most one unfinished line, of at most `MAX_LINE_BYTES`. url: the server, for errors.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[SessionEvent]:
-        """Yields the events that `data` completes. Raises CloudError for anything that is not a session's event."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        """Yields the events that `data` completes. Raises ProtocolBroken for anything that is not a session's event."""
+        lines: list[bytes] = []
+        self._rest += data
+        if b"\n" in data:
+            *lines, rest = bytes(self._rest).split(b"\n")
+            self._rest = bytearray(rest)
+        if max(map(len, [self._rest, *lines])) > MAX_LINE_BYTES:
+            raise ProtocolBroken(self._url, f"a line of its stream has more than {MAX_LINE_BYTES} bytes")
         for line in lines:
             if line.startswith(b"data:"):
                 try:
-                    yield parse_event(line[5:])
-                except ValueError as e:
-                    raise CloudError(
-                        f"the cloud sent {line[:80]!r}, which is not an event of this protocol; compare the versions"
-                    ) from e
+                    event = parse_event(line[5:])
+                except (ValueError, RecursionError) as e:
+                    raise ProtocolBroken(self._url, f"it sent {line[:80]!r}, which is not an event") from e
+                yield event

@@ -15,11 +15,13 @@ from outrider.edge.drafting.belief import Belief
 from outrider.edge.drafting.depth import DepthController
 from outrider.edge.drafting.drafter import Drafter, Proposal
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.client import CloudClient, refusal_error
+from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.link.errors import refusal_error
+from outrider.edge.link.origin import Served, TextOrigin
 from outrider.edge.modes.recorder import Recorder
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
-from outrider.models.errors import CloudError, RequestError
+from outrider.models.errors import RequestError
 from outrider.models.protocol import VerifyItem, VerifyRequest, VerifyResult
 
 _NOT_HELD = "prefix_not_held"
@@ -39,7 +41,7 @@ class StopAndWaitAgent:
         """Generates one text; raises as `StreamAgent.generate`, and ModelFault when the drafter fails."""
         recorder = Recorder(Mode.STOP_AND_WAIT, on_tokens, self.clock)
         wire_before = self.endpoints.wire
-        belief, prefix_hash, reason = Belief(), None, None
+        belief, text, prefix_hash, reason = Belief(), TextOrigin(), None, None
         if self.drafter is not None:
             await asyncio.to_thread(self.drafter.begin, request.prompt, request.params)
         while reason is None:
@@ -47,7 +49,7 @@ class StopAndWaitAgent:
             recorder.num_drafted += len(proposals)
             belief.extend([proposal.token for proposal in proposals])
             asked_at = self.clock()
-            result = await self._verify(request, belief, prefix_hash)
+            result = await self._verify(request, belief, text, prefix_hash)
             self.estimates.on_posted(max(0.0, (self.clock() - asked_at) * 1e3 - self.estimates.step_ms))
             outcome = belief.on_commit(belief.num_known, result.tokens)
             # The server may run fewer drafted tokens than were sent. The rest is drafted again, not kept: the drafter
@@ -66,8 +68,6 @@ class StopAndWaitAgent:
             prefix_hash, reason = result.prefix_hash, result.finish_reason
             if reason is None and belief.num_known >= request.max_tokens:
                 reason = "length"
-            elif reason is None and not result.tokens:
-                raise CloudError("the cloud verified a block and committed no token; expected at least one")
         return recorder.finish(reason, self.endpoints.wire - wire_before)
 
     async def _draft(self, request: GenerationRequest, belief: Belief) -> list[Proposal]:
@@ -81,7 +81,9 @@ class StopAndWaitAgent:
             self.estimates.on_drafted((self.clock() - started) * 1e3, len(proposals))
         return proposals
 
-    async def _verify(self, request: GenerationRequest, belief: Belief, prefix_hash: str | None) -> VerifyResult:
+    async def _verify(
+        self, request: GenerationRequest, belief: Belief, text: TextOrigin, prefix_hash: str | None
+    ) -> VerifyResult:
         """Verifies a block, with the hash of the prefix, or with all tokens if the server no longer holds it."""
         whole = VerifyItem(
             prefix=[*request.prompt, *belief.known],
@@ -91,21 +93,25 @@ class StopAndWaitAgent:
         )
         if prefix_hash is not None:
             try:
-                return await self._ask(request, whole.model_copy(update={"prefix": [], "prefix_hash": prefix_hash}))
+                by_hash = whole.model_copy(update={"prefix": [], "prefix_hash": prefix_hash})
+                return await self._ask(request, by_hash, text)
             except RequestError as e:
                 if e.code != _NOT_HELD:
                     raise
-        return await self._ask(request, whole)
+        return await self._ask(request, whole, text)
 
-    async def _ask(self, request: GenerationRequest, item: VerifyItem) -> VerifyResult:
+    async def _ask(self, request: GenerationRequest, item: VerifyItem, text: TextOrigin) -> VerifyResult:
         async def ask(client: CloudClient) -> VerifyResult:
             answer = await client.verify(VerifyRequest(items=[item], tokenizer=request.tokenizer))
+            served = Served(client.url, answer.model or "a model without a name", answer.target)
+            text.require_same(served)
             (result,) = answer.results
             if result.error is not None:
                 raise refusal_error(client.url, result.error, 400)
+            text.took_tokens(served)
             return result
 
-        return await self.endpoints.call(ask)
+        return await self.endpoints.call(ask, text)
 
 
 def _propose(drafter: Drafter, count: int) -> list[Proposal]:

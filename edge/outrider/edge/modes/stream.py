@@ -82,7 +82,7 @@ class _Generation:
         self._posts: Posts | None = None  # None until the first session is open
         self._session = ""
         self._session_start = 0  # tokens known when the session was opened
-        # Where the text ends besides its length, as the server reported when it was first opened.
+        # Where the text ends besides its length, as the server that began it reported.
         self._stop_ids: frozenset[int] | None = None
         self._max_positions: int | None = None
         self._opening_at = self._last_commit_at = 0.0
@@ -118,6 +118,7 @@ class _Generation:
             return None
         self._session_start = len(known)
         self._posts = None
+        self._sender.drop()
         self._opening_at = self._agent.clock()
         return SessionRequest(
             prompt=[*request.prompt, *known],
@@ -140,7 +141,7 @@ class _Generation:
 
     def _on_open(self, event: SessionOpen, client: CloudClient) -> None:
         self._recorder.num_sessions += 1
-        if self._stop_ids is None:
+        if not self._ahead.known:  # later sessions go on with the same target
             self._stop_ids, self._max_positions = frozenset(event.stop_ids), event.max_positions
         self._posts, self._session = self._agent.wrap_posts(client), event.session
         took_ms = (self._agent.clock() - self._opening_at) * 1e3

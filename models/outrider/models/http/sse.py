@@ -42,7 +42,7 @@ class EventStream(Response):
     """Streams what `chunks` yields until it ends or the client leaves.
 
     When the client leaves, `reader` is closed, on which `chunks` waits. `on_close` is called once in any case. After
-    `keep_alive_s` without a write the reader is poked; `chunks` should then yield KEEP_ALIVE.
+    `keep_alive_s` without a write the reader is poked; `chunks` should then yield KEEP_ALIVE: nothing is silent longer.
     """
 
     media_type = "text/event-stream"
@@ -65,26 +65,31 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        self._arm()
+        self._written()
+        self._arm(self._keep_alive_s)
         try:
             async with closed_on_disconnect(self._reader, receive):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 async for chunk in self._chunks:
-                    self._has_written = True
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    self._written()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._timer.cancel()
             self._on_close()
 
-    def _arm(self) -> None:
-        self._has_written = False
-        self._timer = asyncio.get_running_loop().call_later(self._keep_alive_s, self._tick)
+    def _written(self) -> None:
+        self._written_s = asyncio.get_running_loop().time()
+
+    def _arm(self, delay_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
-        if not self._has_written:
+        left_s = self._written_s + self._keep_alive_s - asyncio.get_running_loop().time()
+        if left_s <= 0.0:
             self._reader.poke()
-        self._arm()
+            left_s = self._keep_alive_s
+        self._arm(left_s)
 
 
 @asynccontextmanager

@@ -82,6 +82,7 @@ class FakeBatchRuntime:
         """
         self._limits = ModelLimits(vocab_size, max_positions)
         self._block_size = block_size
+        self.seed = seed
         self._seed = np.uint64(seed)
         self._fail_on_token = fail_on_token
         self._on_step = on_step

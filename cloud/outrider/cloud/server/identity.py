@@ -1,0 +1,53 @@
+"""Computes a target's identity: equal where two replicas pick the same tokens, another where they may not.
+
+Counted: the bytes of the model's files, the weights' precision, the runtime and its version, the kind of device, the
+precision of arithmetic and KV cache, and the engine. Not counted: names, ports, tokenizer, report, threads, and the
+processor within one kind of device. Processors round differently, which may turn a near-tie; replicas on two
+generations of them are one target all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import PurePosixPath
+from typing import Final
+
+from outrider.models.manifest import Manifest
+from outrider.models.runtimes.base import RuntimeOptions
+
+ENGINE: Final = "outrider 1"
+"""Raise the number when a change of engine or sampling can change a token."""
+CHARS: Final = 16
+_MODEL_SUFFIXES: Final = frozenset({".xml", ".bin", ".onnx", ".data", ".blob", ".safetensors"})
+
+
+def target_identity(manifest: Manifest, options: RuntimeOptions, engine: str = ENGINE) -> str:
+    """16 hexadecimal digits for the bundle, run with these options by `engine`."""
+    facts = {
+        "files": sorted(entry.sha256 for entry in manifest.files if _is_model(entry.path, manifest.format)),
+        "precision": manifest.precision,
+        "runtime": [manifest.runtime, _version(manifest.runtime)],
+        # A device's number is no kind: GPU.1 and cuda:1 compute as GPU.0 and cuda:0 do.
+        "device": re.sub(r"[.:]\d+$", "", options.device.lower()),
+        "arithmetic": sorted(options.properties.items()),
+        "kv_cache": options.kv_precision,
+        "is_batch_invariant": options.is_batch_invariant,
+        "engine": engine,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:CHARS]
+
+
+def _is_model(path: str, format: str) -> bool:
+    """Whether a file of the bundle decides logits. Only safetensors need config.json: the other formats are graphs."""
+    suffix = PurePosixPath(path).suffix.lower()
+    return suffix in _MODEL_SUFFIXES or (format == "safetensors" and path == "config.json")
+
+
+def _version(runtime: str) -> str:
+    try:
+        return version(runtime)
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,93 @@
+"""Checks what a server sends against what was asked, so that no answer can do more than end its own text."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from outrider.edge.link.errors import ProtocolBroken
+from outrider.models.protocol import Commit, SessionEvent, SessionOpen, VerifyItem, VerifyResult
+
+MAX_TOKEN_ID: Final = 2**31 - 1
+MAX_HASH_CHARS: Final = 64
+# A session's id becomes part of a path.
+_SESSION_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+class SessionCheck:
+    """Follows the events of one session, in order. url: the server; max_tokens: as the session was asked for."""
+
+    def __init__(self, url: str, max_tokens: int) -> None:
+        self._url = url
+        self._max_tokens = max_tokens
+        self._open: SessionOpen | None = None
+        self._num_tokens = 0
+
+    def __call__(self, event: SessionEvent) -> None:
+        """Raises ProtocolBroken for an event that cannot come now, or with values out of bounds."""
+        if isinstance(event, SessionOpen):
+            self._take_open(event)
+        elif self._open is None:
+            raise ProtocolBroken(self._url, f"its stream begins with {event.type!r}; expected 'open'")
+        elif isinstance(event, Commit):
+            self._take_commit(event, self._open.vocab_size)
+
+    def _take_open(self, event: SessionOpen) -> None:
+        if self._open is not None:
+            raise ProtocolBroken(self._url, "it sent 'open' twice in one stream")
+        if not _SESSION_ID.fullmatch(event.session):
+            raise ProtocolBroken(
+                self._url, f"the session's id is {event.session[:40]!r}; expected 1 to 128 letters, digits, _ and -"
+            )
+        for name in ("step_ms", "draft_token_ms", "keep_alive_s"):
+            value = getattr(event, name)
+            if value is not None and not math.isfinite(value):
+                raise ProtocolBroken(self._url, f"{name} is {value}; expected a number")
+        self._open = event
+
+    def _take_commit(self, commit: Commit, vocab_size: int | None) -> None:
+        if commit.base != self._num_tokens:
+            raise ProtocolBroken(self._url, f"a commit's base is {_shown(commit.base)}; expected {self._num_tokens}")
+        self._num_tokens += len(commit.tokens)
+        if not commit.tokens or self._num_tokens > self._max_tokens:
+            raise ProtocolBroken(
+                self._url,
+                f"{len(commit.tokens)} tokens were committed after {commit.base}; expected at least 1, and at most "
+                f"{self._max_tokens} in all",
+            )
+        _check_tokens(self._url, commit.tokens, vocab_size)
+        if not 0 <= commit.accepted <= min(commit.proposed, len(commit.tokens)):
+            raise ProtocolBroken(
+                self._url,
+                f"{_shown(commit.accepted)} of {_shown(commit.proposed)} drafted tokens were accepted in a commit of "
+                f"{len(commit.tokens)}; expected no more than either",
+            )
+
+
+def check_result(url: str, item: VerifyItem, result: VerifyResult) -> None:
+    """Raises ProtocolBroken for a result that is no answer to `item`: tokens, counts and hash out of bounds."""
+    most = min(len(item.draft) + 1, item.max_tokens or MAX_TOKEN_ID)
+    num_tokens = len(result.tokens)
+    if num_tokens > most or (not num_tokens and result.finish_reason is None):
+        raise ProtocolBroken(url, f"{num_tokens} tokens answer {len(item.draft)} drafted ones; expected 1 to {most}")
+    if not 0 <= result.accepted <= min(len(item.draft), num_tokens):
+        raise ProtocolBroken(
+            url, f"{_shown(result.accepted)} of {len(item.draft)} drafted tokens were accepted in {num_tokens} tokens"
+        )
+    if len(result.prefix_hash or "") > MAX_HASH_CHARS:
+        raise ProtocolBroken(url, f"prefix_hash has more than {MAX_HASH_CHARS} characters")
+    _check_tokens(url, result.tokens, None)
+
+
+def _check_tokens(url: str, tokens: Sequence[int], vocab_size: int | None) -> None:
+    last = MAX_TOKEN_ID if vocab_size is None else min(MAX_TOKEN_ID, vocab_size - 1)
+    for token in tokens:
+        if not 0 <= token <= last:
+            raise ProtocolBroken(url, f"a token's id is {_shown(token)}; expected 0 to {last}")
+
+
+def _shown(number: int) -> str:
+    """A number from a server; Python refuses to print the longest ones."""
+    return str(number) if abs(number) < 2**63 else "a number of more than 63 bits"

@@ -1,0 +1,79 @@
+"""Defines how an endpoint can fail a text, and makes the exceptions from what was seen.
+
+CloudError
+└── EndpointLost          cannot be reached, is silent or overloaded, or lost the session: try again, here or elsewhere
+    └── EndpointUnfit     cannot go on with this text: try elsewhere only
+        ├── ProtocolBroken    its answer is none of this protocol, or beyond its bounds
+        └── TargetMismatch    it serves another target than the one that began the text
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import httpx
+
+from outrider.models.errors import CloudError, OutriderError, RequestError, TokenizerMismatch
+from outrider.models.protocol import ErrorBody
+
+# Answers that another endpoint, or the same one a little later, may not give.
+_PASSING_STATUS: Final = frozenset({404, 408, 410, 429, 500, 502, 503, 504})
+MAX_WORDS: Final = 600
+"""Characters of a server's text that an error message repeats."""
+
+
+class EndpointLost(CloudError):
+    """This endpoint cannot be reached, is overloaded, or lost the session; another attempt may succeed.
+
+    is_absent: nothing answers at its address. status: of its HTTP answer, if it gave one.
+    """
+
+    def __init__(self, message: str, *, is_absent: bool = False, status: int | None = None) -> None:
+        super().__init__(message)
+        self.is_absent = is_absent
+        self.status = status
+
+
+class EndpointUnfit(EndpointLost):
+    """This endpoint cannot go on with the text, however often it is tried."""
+
+
+class ProtocolBroken(EndpointUnfit):
+    """The server's answer is not of this protocol, or beyond its bounds; nothing of it is used."""
+
+    def __init__(self, url: str, what: str, advice: str = "compare the versions of device and server") -> None:
+        super().__init__(f"the server at {url} broke the protocol: {what}; {advice}")
+
+
+class TargetMismatch(EndpointUnfit):
+    """The server has another target than the one that began the text, so its tokens would be another text's."""
+
+
+def lost(url: str, error: httpx.TransportError) -> EndpointLost:
+    """The exception for a connection that failed."""
+    # httpx has one type for both: what is no HTTP, and a connection that ends in the middle of an answer.
+    if isinstance(error, httpx.RemoteProtocolError) and not re.search("(?i)disconnected|closed", str(error)):
+        return ProtocolBroken(url, f"its answer is not HTTP ({short(str(error))})")
+    words = f"{url}: {type(error).__name__}: {error}" if str(error) else f"{url}: {type(error).__name__}"
+    return EndpointLost(words, is_absent=isinstance(error, httpx.ConnectError | httpx.ConnectTimeout))
+
+
+def silent(url: str, silence_s: float) -> EndpointLost:
+    """The exception for a server that is connected and sends nothing."""
+    return EndpointLost(f"{url}: the server sent nothing for {silence_s:.3g} s")
+
+
+def refusal_error(url: str, error: ErrorBody, status: int) -> OutriderError:
+    """The exception for an error that the server reported: whether trying again makes sense is in its type."""
+    code, message = short(error.code), short(error.message)
+    if code == "tokenizer_mismatch":
+        return TokenizerMismatch(message)
+    if status in _PASSING_STATUS:
+        return EndpointLost(f"{url}: {code}: {message}", status=status)
+    return RequestError(code, f"{message} (from {url})", status=status)
+
+
+def short(text: str) -> str:
+    """The first `MAX_WORDS` characters."""
+    return text if len(text) <= MAX_WORDS else text[:MAX_WORDS] + "..."

@@ -1,0 +1,61 @@
+"""Remembers which target began a text, so that no other goes on with it.
+
+Two targets may share a tokenizer: their ids mean the same, but the text would silently go on as another model's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.edge.link.errors import EndpointUnfit, TargetMismatch, short
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The target behind an endpoint. target: its identity; None: the server sends none (it is older)."""
+
+    url: str
+    model: str
+    target: str | None
+
+    def __str__(self) -> str:
+        identity = f"target {short(self.target)}" if self.target is not None else "no target identity"
+        return f"{short(self.model)} ({identity}) at {self.url}"
+
+
+class TextOrigin:
+    """Of one text: the target of its first token, and the endpoints that cannot go on with it, by URL."""
+
+    def __init__(self) -> None:
+        self.unfit: dict[str, EndpointUnfit] = {}
+        self._began: Served | None = None
+        self._last_url = ""
+
+    def needs_probe(self, url: str) -> bool:
+        """Whether to look at the endpoint's readiness before the text goes on there: it is another than the last."""
+        return self._began is not None and self._began.target is not None and url != self._last_url
+
+    def require_same(self, served: Served) -> None:
+        """Raises TargetMismatch if the text has begun with another target. A missing identity is another one too."""
+        if self._began is not None and served.target != self._began.target:
+            raise TargetMismatch(
+                f"the text began with {self._began}; {served} serves another target and would go on with another text: "
+                "give --cloud replicas of one target only"
+            )
+
+    def took_tokens(self, served: Served) -> None:
+        """Call once tokens from there are used; what comes first is the text's target."""
+        self._began = self._began or served
+        self._last_url = served.url
+
+
+def mixed_targets(served: list[Served]) -> str | None:
+    """A warning where endpoints serve different targets; None where none is known to."""
+    known = [each for each in served if each.target is not None]
+    other = next((each for each in known if each.target != known[0].target), None)
+    if other is None:
+        return None
+    return (
+        f"{known[0]} and {other} are different targets: a text that one begins cannot go on at the other. Give --cloud "
+        "replicas of one target only."
+    )

@@ -1,0 +1,488 @@
+"""Tests servers that stop, or send what no server of this protocol sends: they cost their own session, and no more.
+
+The server is a raw socket: it writes any bytes, and knows how many of them were taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.serving import FakeServer, StepGate, fake_tokenizer, read_events, serve_fake, target_tokens
+
+from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.engine import EngineConfig
+from outrider.edge.drafting.depth import FixedDepth
+from outrider.edge.drafting.drafter import ModelDrafter
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.link.client import ClientOptions, CloudClient, longest_silence_s
+from outrider.edge.link.endpoints import Endpoints, RetryPolicy
+from outrider.edge.link.errors import ProtocolBroken
+from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
+from outrider.edge.modes.stream import StreamAgent
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
+from outrider.models.errors import CloudError, RequestError
+from outrider.models.http.sse import KEEP_ALIVE
+from outrider.models.protocol import SessionOpen
+from outrider.models.runtimes.fake import FakeSequenceRuntime
+
+VOCAB = fake_tokenizer().size
+PROMPT = (5, 6, 7, 8)
+REQUEST = GenerationRequest(PROMPT, max_tokens=24, stop_ids=frozenset(), ignore_eos=True)
+TRUTH = target_tokens(PROMPT, 24)
+IDENTITY = f"{0:016x}"
+MODES = (Mode.STREAM, Mode.STOP_AND_WAIT)
+HASTY = ClientOptions(keep_alive_s=0.1)
+SOON = RetryPolicy(max_failures=2, max_outage_s=0.0, max_loading_s=0.0, first_pause_s=0.0)
+NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""Making one with certificates takes longer than most of these tests."""
+MOST_TAKEN = 32 << 20
+"""Beyond the bounds of the agent: what two sockets buffer."""
+
+OK = b"HTTP/1.1 200 OK\r\n"
+STREAM = OK + b"content-type: text/event-stream\r\n\r\n"
+Reply = Callable[["RawServer", socket.socket], None]
+
+
+class RawServer:
+    """Answers every request on a loopback port by `reply`, which may write for ever; a closed connection ends it."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._open = set[socket.socket]()
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.num_sent = 0
+        self.paths = list[str]()
+        self.is_over = threading.Event()
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    @property
+    def num_asked(self) -> int:
+        """Requests for tokens; drafts are not counted."""
+        return sum(path in ("/v1/sessions", "/v1/verify") for path in self.paths)
+
+    def close(self) -> None:
+        self.is_over.set()
+        for each in (self._socket, *self._open):
+            with ExitStack() as stack:
+                stack.callback(each.close)
+                try:
+                    each.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    pass
+        for thread in self._threads:
+            thread.join(10.0)
+            assert not thread.is_alive()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            self._open.add(connection)
+            thread = threading.Thread(target=self._serve, args=(connection,))
+            thread.start()
+            self._threads.append(thread)
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            try:
+                head = b""
+                while b"\r\n\r\n" not in head:
+                    if not (data := connection.recv(65536)):
+                        return
+                    head += data
+                self.paths.append(head.split(b" ")[1].decode())
+                head, _, body = head.partition(b"\r\n\r\n")
+                length = re.search(rb"(?i)content-length: *(\d+)", head)
+                while length is not None and len(body) < int(length[1]):
+                    body += connection.recv(65536)  # closing with unread data would take back what was sent
+                self._reply(self, connection)
+            except OSError:
+                pass  # the agent has left
+
+
+@contextmanager
+def raw_server(reply: Reply) -> Iterator[RawServer]:
+    """A raw server, ended at the end."""
+    server = RawServer(reply)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def writes(data: bytes, forever: bytes = b"") -> Reply:
+    """Writes `data`, then `forever` again and again, then closes."""
+
+    def reply(server: RawServer, connection: socket.socket) -> None:
+        connection.sendall(data)
+        block = forever * max(1, 65536 // len(forever)) if forever else b""
+        while block and not server.is_over.is_set():
+            connection.sendall(block)
+            server.num_sent += len(block)
+
+    return reply
+
+
+def silent_after(data: bytes, drip: bytes = b"") -> Reply:
+    """Writes `data`, then nothing, or a byte of `drip` now and then, and keeps the connection."""
+
+    def reply(server: RawServer, connection: socket.socket) -> None:
+        connection.sendall(data)
+        while not server.is_over.wait(0.1):
+            connection.sendall(drip)
+
+    return reply
+
+
+def event(**fields: Any) -> bytes:
+    """An event of a session's stream."""
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def opening(**fields: Any) -> bytes:
+    """A stream's head and its first event."""
+    first = {"type": "open", "session": "s", "model": "m", "target": IDENTITY, "vocab_size": VOCAB, "keep_alive_s": 0.1}
+    return STREAM + event(**(first | fields))
+
+
+def answer(**fields: Any) -> bytes:
+    """An answer to /v1/verify with one result of these fields."""
+    body = json.dumps({"results": [fields], "target": IDENTITY}).encode()
+    return OK + f"content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+async def generate(
+    urls: list[str],
+    mode: Mode = Mode.STREAM,
+    troubles: list[str] | None = None,
+    options: ClientOptions | None = None,
+    on_tokens: Callable[[TokenBatch], None] | None = None,
+) -> GenerationResult:
+    """One text from the first URL that works."""
+    clients = [CloudClient(url, options, httpx.AsyncHTTPTransport(NO_TLS)) for url in urls]
+    endpoints = Endpoints(clients, SOON, on_trouble=(troubles if troubles is not None else []).append)
+    draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB))
+    try:
+        if mode is Mode.STOP_AND_WAIT:
+            return await StopAndWaitAgent(endpoints, draft, FixedDepth(2), Estimates()).generate(REQUEST, on_tokens)
+        return await StreamAgent(endpoints, draft, FixedDepth(2)).generate(REQUEST, on_tokens)
+    finally:
+        for client in clients:
+            await client.aclose()
+
+
+def run(*arguments: Any, **options: Any) -> GenerationResult:
+    """Runs `generate` on a loop of its own, with a limit that only a hang reaches."""
+    return asyncio.run(asyncio.wait_for(generate(*arguments, **options), 60.0))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    """The server that takes over."""
+    with serve_fake() as running:
+        yield running
+
+
+BOMB = gzip.compress(b"a" * (1 << 20))
+DIGITS = b"1" * 5000
+BROKEN_STREAMS: dict[str, tuple[Reply, str]] = {
+    "a line without end": (writes(opening() + b"data: ", b"x"), "more than 262144 bytes"),
+    "a comment without end": (writes(opening() + b":", b"x"), "more than 262144 bytes"),
+    "a header without end": (writes(OK + b"x: ", b"x"), "not HTTP"),
+    "headers without end": (writes(OK, b"x: y\r\n"), "not HTTP"),
+    "a status without end": (writes(b"HTTP/1.1 200 ", b"x"), "not HTTP"),
+    "no HTTP": (writes(b"SSH-2.0-OpenSSH_9.9\r\n\r\n"), "not HTTP"),
+    "nesting": (writes(opening() + b"data: " + b"[" * 200_000 + b"\n\n"), "not an event"),
+    "a negative id": (writes(opening() + event(base=0, tokens=[-1])), "id is -1; expected 0 to 299"),
+    "an id beyond the vocabulary": (writes(opening() + event(base=0, tokens=[300])), "id is 300; expected 0 to 299"),
+    "an id of 32 bits": (writes(opening(vocab_size=None) + event(base=0, tokens=[2**31])), "expected 0 to 2147483647"),
+    "a vocabulary of 99 bits": (writes(opening(vocab_size=2**99) + event(base=0, tokens=[2**70])), "more than 63 bits"),
+    "an id of 5000 digits": (writes(opening() + b'data: {"base":0,"tokens":[' + DIGITS + b"]}\n\n"), "not an event"),
+    "a base that leaves a gap": (writes(opening() + event(base=3, tokens=[1])), "base is 3; expected 0"),
+    "a negative base": (writes(opening() + event(base=-1, tokens=[1])), "base is -1; expected 0"),
+    "one token too many": (writes(opening() + event(base=0, tokens=[1] * 25)), "25 tokens .* at most 24 in all"),
+    "events without tokens": (writes(opening(), event(base=0, tokens=[])), "0 tokens .* at least 1"),
+    "accepted beyond proposed": (
+        writes(opening() + event(base=0, tokens=[1, 2], accepted=2, proposed=1)),
+        "2 of 1 drafted tokens were accepted",
+    ),
+    "accepted beyond tokens": (
+        writes(opening() + event(base=0, tokens=[1], accepted=9, proposed=9)),
+        "9 of 9 drafted tokens were accepted in a commit of 1",
+    ),
+    "a commit first": (writes(STREAM + event(base=0, tokens=[1])), "begins with 'commit'"),
+    "open twice": (writes(opening(), event(type="open", session="s", model="m")), "'open' twice"),
+    "a session that is a path": (writes(opening(session="../../x?")), "session's id is '../../x[?]'"),
+    "a session of a million characters": (writes(opening(session="s" * 200_000)), "session's id is 'ssss"),
+    "times that are none": (
+        writes(STREAM + b'data: {"session":"s","model":"m","type":"open","step_ms":NaN}\n\n'),
+        "nan",
+    ),
+    "a redirect": (
+        writes(b"HTTP/1.1 307 \r\nlocation: http://elsewhere/\r\n\r\n"),
+        "it redirects to http://elsewhere/",
+    ),
+    "another status": (writes(b"HTTP/1.1 202 \r\ncontent-length: 0\r\n\r\n"), "HTTP 202; expected an event stream"),
+    "a compressed body": (writes(OK + b"content-encoding: gzip\r\n\r\n" + BOMB), "encoded as 'gzip'"),
+    "a compressed error": (writes(b"HTTP/1.1 400 \r\ncontent-encoding: gzip\r\n\r\n" + BOMB), "encoded as 'gzip'"),
+}
+HASH = "0" * 65
+BROKEN_ANSWERS: dict[str, tuple[Reply, str]] = {
+    "an answer without end": (writes(OK + b"\r\n{", b" "), "more than 262144 bytes"),
+    "no JSON": (writes(OK + b"content-length: 2\r\n\r\nno"), "not a VerifyAnswer"),
+    "no result": (writes(OK + b'content-length: 14\r\n\r\n{"results":[]}'), "0 results answer 1 items"),
+    "too many tokens": (writes(answer(tokens=[1] * 9)), "9 tokens answer 2 drafted ones; expected 1 to 3"),
+    "no token": (writes(answer(tokens=[])), "0 tokens answer 2 drafted ones"),
+    "a negative id": (writes(answer(tokens=[-1])), "id is -1; expected 0 to 2147483647"),
+    "an id of 5000 digits": (writes(OK + b'\r\n{"results":[{"tokens":[' + DIGITS + b"]}]}"), "number out of range"),
+    "accepted beyond tokens": (writes(answer(tokens=[1], accepted=2)), "2 of 2 drafted tokens were accepted in 1"),
+    "negative accepted": (writes(answer(tokens=[1], accepted=-1)), "-1 of 2 drafted tokens"),
+    "a hash of any size": (writes(answer(tokens=[1], prefix_hash=HASH)), "prefix_hash has more than 64"),
+    "a redirect": (writes(b"HTTP/1.1 302 \r\nlocation: /x\r\ncontent-length: 0\r\n\r\n"), "it redirects to /x"),
+    "a compressed body": (writes(OK + b"content-encoding: br\r\n\r\n" + BOMB), "encoded as 'br'"),
+}
+CASES = [(Mode.STREAM, *case) for case in BROKEN_STREAMS.items()] + [
+    (Mode.STOP_AND_WAIT, *case) for case in BROKEN_ANSWERS.items()
+]
+
+
+@pytest.mark.parametrize(("mode", "case"), [pytest.param(m, case, id=f"{m}: {name}") for m, name, case in CASES])
+def test_a_server_that_breaks_the_protocol_loses_the_text(
+    server: FakeServer, mode: Mode, case: tuple[Reply, str]
+) -> None:
+    """Another endpoint finishes it, and one sentence says why. Memory stays bounded, nothing of it is used."""
+    reply, what = case
+    troubles = list[str]()
+    with raw_server(reply) as hostile:
+        result = run([hostile.url, server.url], mode, troubles)
+        assert list(result.tokens) == TRUTH
+        assert len(troubles) == 1 and len(troubles[0]) < 2000
+        assert re.fullmatch(f"the server at {hostile.url} broke the protocol: .*{what}.*", troubles[0])
+        assert hostile.num_sent < MOST_TAKEN and hostile.num_asked == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_alone_it_is_a_clear_error_at_once(mode: Mode) -> None:
+    """Asking it again would not help."""
+    reply = BROKEN_STREAMS["a negative id"] if mode is Mode.STREAM else BROKEN_ANSWERS["a negative id"]
+    with raw_server(reply[0]) as hostile:
+        with pytest.raises(ProtocolBroken, match=r"id is -1; .*; compare the versions of device and server$"):
+            run([hostile.url], mode)
+        assert hostile.num_asked == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("status", [400, 503])
+def test_of_an_errors_body_only_the_beginning_is_read(mode: Mode, status: int) -> None:
+    """The status decides; a message of any size is cut."""
+    with raw_server(writes(f"HTTP/1.1 {status} \r\n\r\n".encode(), b"x")) as hostile:
+        with pytest.raises((RequestError, CloudError), match=f"HTTP {status} that is not an Outrider answer"):
+            run([hostile.url], mode)
+        assert hostile.num_sent < MOST_TAKEN
+    body = json.dumps({"error": {"code": "c" * 9999, "message": "m" * 30_000}}).encode()
+    long = writes(f"HTTP/1.1 {status} \r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+    with raw_server(long) as hostile, pytest.raises((RequestError, CloudError)) as refused:
+        run([hostile.url], mode)
+    assert len(str(refused.value)) < 2000
+
+
+def test_an_answer_that_never_begins_is_no_hang() -> None:
+    """Interim answers for ever are bytes, but no sign of life."""
+    options = ClientOptions(connect_timeout_s=0.2, write_timeout_s=0.2, keep_alive_s=0.1)
+    endless = writes(b"", b"HTTP/1.1 100 Continue\r\n\r\n")
+    too_long = pytest.raises(CloudError, match=r"no whole answer came within 1\.7 s")
+    with raw_server(endless) as hostile, too_long:
+        run([hostile.url], options=options)
+
+
+def test_cookies_are_not_kept() -> None:
+    """A server cannot make every later request larger."""
+    cookie = b"set-cookie: a=" + b"b" * 4000 + b"; Path=/\r\n"
+    body = b'{"status":"ready","model":"m"}'
+    with raw_server(writes(OK + cookie + b"content-length: %d\r\n\r\n" % len(body) + body)) as hostile:
+
+        async def ask() -> int:
+            async with CloudClient(hostile.url) as client:
+                await client.ready()
+                before = client.wire.headers_up
+                await client.ready()
+                return client.wire.headers_up - before
+
+        assert asyncio.run(ask()) < 200
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        silent_after(opening() + event(base=0, tokens=TRUTH[:1])),
+        silent_after(opening(keep_alive_s=-5) + event(base=0, tokens=TRUTH[:1]), drip=b"x"),
+        silent_after(b""),
+        silent_after(OK),
+    ],
+    ids=["in the stream", "a line that never ends", "before the answer", "in the headers"],
+)
+def test_a_server_that_goes_silent_is_left(server: FakeServer, reply: Reply) -> None:
+    """After three keep-alives that did not come; the text goes on elsewhere."""
+    troubles = list[str]()
+    with raw_server(reply) as stopped:
+        result = run([stopped.url, server.url], Mode.STREAM, troubles, HASTY)
+    assert list(result.tokens) == TRUTH
+    assert troubles == [f"{stopped.url}: the server sent nothing for 1.3 s. Trying {server.url}."]
+
+
+def test_a_verification_by_a_silent_server_is_left(server: FakeServer) -> None:
+    """It does not answer whether it is alive either."""
+    troubles = list[str]()
+    with raw_server(silent_after(b"")) as stopped:
+        result = run([stopped.url, server.url], Mode.STOP_AND_WAIT, troubles, HASTY)
+        assert stopped.paths == ["/v1/verify", "/health/live"]
+    assert list(result.tokens) == TRUTH
+    assert troubles == [f"{stopped.url}: the server sent nothing for 1.3 s. Trying {server.url}."]
+
+
+class Counted(httpx.AsyncByteStream):
+    """Passes a body on, and calls `on_chunk` with each chunk."""
+
+    def __init__(self, inner: httpx.AsyncByteStream, on_chunk: Callable[[bytes], None]) -> None:
+        self._inner, self._on_chunk = inner, on_chunk
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for chunk in self._inner:
+            self._on_chunk(chunk)
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class Counting(httpx.AsyncHTTPTransport):
+    """Calls `on_path` with each request's path, and `on_chunk` with each chunk of an answer."""
+
+    def __init__(self, on_path: Callable[[str], None], on_chunk: Callable[[bytes], None]) -> None:
+        super().__init__()
+        self._on_path, self._on_chunk = on_path, on_chunk
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self._on_path(request.url.path)
+        response = await super().handle_async_request(request)
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        response.stream = Counted(response.stream, self._on_chunk)
+        return response
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_server_that_works_for_long_has_not_stopped(mode: Mode) -> None:
+    """A prefill of more than the longest silence: the stream's comments, or its answers elsewhere, show life."""
+    signs, gate = list[str](), StepGate()
+
+    def on_sign(what: str) -> None:
+        signs.append(what)
+        if len(signs) == 20:  # at least 1.9 s; the longest silence is 1.3 s
+            gate.open()
+
+    async def scenario(url: str) -> GenerationResult:
+        transport = Counting(
+            lambda path: on_sign(path) if path == "/health/live" else None,
+            lambda chunk: on_sign("comment") if chunk == KEEP_ALIVE else None,
+        )
+        async with CloudClient(url, HASTY, transport) as client:
+            endpoints = Endpoints([client], SOON)
+            if mode is Mode.STREAM:
+                return await StreamAgent(endpoints).generate(REQUEST)
+            return await StopAndWaitAgent(endpoints, None, FixedDepth(0), Estimates()).generate(REQUEST)
+
+    with serve_fake(ServerSettings(keep_alive_s=0.1), gate=gate) as server:
+        result = asyncio.run(asyncio.wait_for(scenario(server.url), 60.0))
+    assert list(result.tokens) == TRUTH and result.num_sessions == 1
+    assert set(signs[:20]) == {"comment" if mode is Mode.STREAM else "/health/live"}
+
+
+def test_keep_alives_come_while_a_session_waits_in_the_queue_and_in_the_engine() -> None:
+    """From the moment that it is accepted; `open` says how often."""
+    gate = StepGate()
+    body = {"prompt": list(PROMPT), "max_tokens": 4, "stop_ids": []}
+    with (
+        serve_fake(ServerSettings(keep_alive_s=0.05), gate=gate, config=EngineConfig(max_running=1)) as server,
+        httpx.Client(base_url=server.url) as client,
+        client.stream("POST", "/v1/sessions", json=body) as running,
+        client.stream("POST", "/v1/sessions", json=body) as queued,
+    ):
+        streams = [response.iter_raw() for response in (running, queued)]
+        for chunks in streams:
+            opened = next(read_events(httpx.Response(200, content=next(chunks))))
+            assert isinstance(opened, SessionOpen) and opened.keep_alive_s == 0.05
+            assert [next(chunks) for _ in range(3)] == [KEEP_ALIVE] * 3  # the engine's thread is in its first step
+        gate.allow(1)
+        server.wait_until(lambda: server.core.engine.stats().queued == 1)
+        assert [chunk for chunk, _ in zip(streams[1], range(3), strict=False)] == [KEEP_ALIVE] * 3
+        gate.open()
+
+
+def test_what_a_server_says_of_its_keep_alives_is_bounded() -> None:
+    """Three of them and a second for the network; neither at once nor never."""
+    assert [longest_silence_s(said) for said in (5.0, 0.0, -1.0, 1e9)] == [16.0, 1.3, 1.3, 181.0]
+    assert ServerSettings().keep_alive_s == ClientOptions().keep_alive_s == 5.0
+
+
+CHILD = """
+import sys
+from tests.serving import StepGate, serve_fake
+from outrider.cloud.api.state import ServerSettings
+gate = StepGate()
+gate.allow(5)
+with serve_fake(ServerSettings(keep_alive_s=0.1), gate=gate) as server:
+    print(server.url, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows cannot stop a process")
+@pytest.mark.parametrize("mode", MODES)
+def test_a_stopped_process_is_noticed(server: FakeServer, mode: Mode) -> None:
+    """SIGSTOP: the kernel still accepts connections and takes data for it, and nothing comes back."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    assert child.stdin is not None and child.stdout is not None
+    troubles, seen = list[str](), list[int]()
+
+    def stop(batch: TokenBatch) -> None:
+        seen.extend(batch.tokens)
+        if not troubles and len(seen) >= 3:
+            os.kill(child.pid, signal.SIGSTOP)
+
+    try:
+        url = child.stdout.readline().strip()
+        result = run([url, server.url], mode, troubles, HASTY, stop)
+    finally:
+        child.kill()
+        child.wait(30.0)
+        child.stdin.close()
+        child.stdout.close()
+    assert list(result.tokens) == TRUTH == seen
+    assert troubles == [f"{url}: the server sent nothing for 1.3 s. Trying {server.url}."]

@@ -1,0 +1,105 @@
+"""Tests that text from a server or a model is shown to a terminal and never commands it."""
+
+from __future__ import annotations
+
+import io
+import json
+import unicodedata
+
+import pytest
+from rich.console import Console
+from tests.serving import fake_tokenizer
+
+from outrider.edge.cli.summary import summary_lines
+from outrider.edge.cli.terminal import TokenPrinter, print_document
+from outrider.edge.link.errors import refusal_error
+from outrider.edge.results import GenerationResult, Mode, TokenBatch
+from outrider.models.command_line import print_error, print_line
+from outrider.models.protocol import ErrorBody
+from outrider.models.visible import visible
+
+ATTACKS = {
+    "colour": "\x1b[31mred",
+    "title": "\x1b]0;owned\x07",
+    "clipboard": "\x1b]52;c;cm0gLXJmIH4=\x1b\\",
+    "C1": "\x9b2J\x9d0;owned\x9c",
+    "return": "harmless\rowned",
+    "backspace": "ab\x08\x08cd",
+    "bell and form feed": "\x07\x0c\x0b",
+    "delete": "a\x7f",
+    "override": "abc\u202egpj.exe",
+    "isolate": "\u2066a\u2069",
+    "separators": "a\u2028b\x85c",
+}
+COMMANDS = {"Cc", "Cf", "Zl", "Zp"}
+
+
+def commands(text: str) -> set[str]:
+    """The characters that a terminal may obey."""
+    return {each for each in text if unicodedata.category(each) in COMMANDS and each not in "\n\t"}
+
+
+def terminal() -> tuple[Console, io.StringIO]:
+    """A terminal without colours: whatever it is sent beyond text comes from that text."""
+    out = io.StringIO()
+    return Console(file=out, force_terminal=True, color_system=None, width=400, legacy_windows=False), out
+
+
+def printed(console: Console, text: str) -> None:
+    """Prints a text as `outrider run` prints a target's."""
+    tokenizer = fake_tokenizer()
+    tokens = tuple(tokenizer.encode(text))
+    printer = TokenPrinter(console, tokenizer.detokenizer(), prompt=text)
+    printer(TokenBatch(tokens[:2], 2, 0.0))
+    printer(TokenBatch(tokens[2:], 0, 0.0))
+    printer.finish()
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+def test_a_terminal_shows_what_it_would_obey(attack: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The generated text and the prompt, a line of statistics, an error, and JSON: each in a visible form."""
+    console, out = terminal()
+    printed(console, attack)
+    print_line(console, attack)
+    print_document(console, {"text": attack})
+    print_error(str(refusal_error("http://x", ErrorBody(code=attack, message=attack), 400)))
+    shown = out.getvalue() + capsys.readouterr().err
+    assert not commands(shown)
+    assert shown.count(visible(attack)) >= 4
+    document = out.getvalue()[out.getvalue().index("{\n") :]
+    assert json.loads(document) == {"text": attack}
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+def test_a_file_gets_the_text_exactly(attack: str) -> None:
+    """Standard output that is no terminal belongs to a program; rich would drop characters and replace tabs."""
+    text = f"\tdef naïve(東京):\r\n\t\treturn '😀'  {attack}"
+    out = io.StringIO()
+    console = Console(file=out, width=20)
+    tokenizer = fake_tokenizer()
+    printer = TokenPrinter(console, tokenizer.detokenizer())
+    printer(TokenBatch(tuple(tokenizer.encode(text)), 3, 0.0))
+    printer.finish()
+    assert out.getvalue() == text + "\n"
+    document = io.StringIO()
+    print_document(Console(file=document, width=20), {"text": text})
+    assert json.loads(document.getvalue()) == {"text": text}
+
+
+def test_ordinary_text_is_shown_as_it_is() -> None:
+    """All scripts, emoji with joiners, newlines and tabs."""
+    text = "naïve 東京 עברית العربية 👩\u200d💻\n\tx\n"
+    assert visible(text) == text
+    assert visible("\x1b\x00\x7f\x9b\u202e") == r"\x1b\x00\u007f\u009b\u202e"
+
+
+def test_markup_of_a_server_is_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets are brackets: in errors, trouble and statistics."""
+    words = "[bold red]no[/] [link=http://evil]click[/link] [/]"
+    console, out = terminal()
+    print_line(console, words, "yellow")
+    print_error(words)
+    result = GenerationResult(Mode.STREAM, (1,), (), (0.1,), words, 1, 0, 0, 0, draft_error=words)
+    for line in summary_lines(result):
+        print_line(console, line)
+    assert out.getvalue().count(words) == 3 and capsys.readouterr().err == f"error: {words}\n"
