@@ -279,7 +279,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._table.note(cause)
         self._unset_keepalive_if_required()
         cycle = self.cycle
-        if refusal is None or self.pipeline:
+        is_answered = self._phase is _Phase.BODY and cycle.response_complete
+        if refusal is None or self.pipeline or is_answered:
             self.transport.close()
             return
         if cycle is not None and not cycle.response_complete:

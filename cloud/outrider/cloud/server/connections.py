@@ -100,6 +100,11 @@ class ConnectionTable:
         """Clients with an open connection."""
         return len(self._by_client)
 
+    @property
+    def num_body_bytes(self) -> int:
+        """Bytes of bodies that are still arriving, of all clients."""
+        return self._num_body_bytes
+
     def admit(self, host: str) -> Ticket | None:
         """A place for a connection from `host`; None if there is none."""
         client = client_network(host)
