@@ -613,7 +613,7 @@ def test_hosts_and_origins_can_be_allowed(web: httpx.Client) -> None:
             assert answer.status_code == expected
     for wrong in ({"allowed_origins": ["chat.example"]}, {"allowed_hosts": ["http://x"]}, {"allowed_hosts": ["x:8"]}):
         with pytest.raises(ConfigError, match="expected"):
-            PagePolicy(is_keyless=True, **wrong)  # type: ignore[arg-type]
+            PagePolicy(is_keyless=True, **wrong)
 
 
 # Owners
@@ -713,7 +713,7 @@ def test_uvicorn_has_what_is_used() -> None:
     """The methods and fields of its protocol, and those of its server that `VerifierServer` replaces."""
     assert [name for name in USED if not callable(getattr(HttpToolsProtocol, name, None))] == []
 
-    async def app(*_: Any) -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
         pass
 
     config = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_config=None)

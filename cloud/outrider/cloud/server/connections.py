@@ -63,7 +63,7 @@ class Ticket:
 
     def hold(self, num_bytes: int) -> bool:
         """Notes that `num_bytes` of an unfinished body are held. False if that is more than the client may hold."""
-        if self._client is None:
+        if self._client is None or num_bytes == self._held:
             return True
         change, self._held = num_bytes - self._held, num_bytes
         return self._table.hold(self._client, change)
