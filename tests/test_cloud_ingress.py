@@ -189,9 +189,15 @@ def test_trailers_count_as_headers(server: FakeServer, trailers: bytes) -> None:
 
 def test_what_is_not_http_is_refused(server: FakeServer) -> None:
     """In the shape of every other error."""
-    with Raw(server) as raw:
-        raw.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
-        assert raw.refusal() == (400, "malformed_http")
+    wrong = (
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET \xff HTTP/1.1\r\n\r\n",
+        b"CONNECT a:1 HTTP/1.1\r\n\r\n",
+    )
+    for request in (*wrong, post("/v1/verify", b"zz\r\n", "Transfer-Encoding: chunked")):
+        with Raw(server) as raw:
+            raw.send(request)
+            assert raw.refusal() == (400, "malformed_http")
     assert is_well(server)
 
 
@@ -360,6 +366,9 @@ def test_unfinished_bodies_are_bounded() -> None:
             assert second.refusal() == (503, "too_many_bytes")
             assert table.num_body_bytes == 30_001
             first.send(b" " * 9_999)
+            assert first.answer()[0] == 400
+            assert table.num_body_bytes == 0
+            first.send(post("/v1/verify", b" " * 39_000))  # in several pieces of one read
             assert first.answer()[0] == 400
             assert table.num_body_bytes == 0
         assert is_well(server)

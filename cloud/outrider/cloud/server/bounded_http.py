@@ -22,6 +22,7 @@ from uvicorn.server import ServerState
 
 from outrider.cloud.server.connections import ConnectionTable, Ticket
 from outrider.models.errors import RequestError
+from outrider.models.faults import log_fault
 from outrider.models.http.errors import error_body
 from outrider.models.protocol import ErrorAnswer
 
@@ -104,6 +105,7 @@ class BoundedProtocol(HttpToolsProtocol):
         # Bytes fed to the parser since the phase began. May include the end of the message before.
         self._fed_bytes = 0
         self._body_bytes = 0
+        self._is_holding = False
         # The clock of the phase: its start, None while nothing is awaited, and the body's bytes at that time.
         self._since_s: float | None = None
         self._since_bytes = 0
@@ -188,9 +190,9 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._phase = _IDLE
         self._fed_bytes = 0
-        if self._since_s is not None:  # it did not arrive in one piece
-            self._since_s = None
-            self._ticket.hold(0)
+        self._since_s = None
+        if self._is_holding:
+            self._hold(0)
 
     # The deadlines
 
@@ -248,6 +250,8 @@ class BoundedProtocol(HttpToolsProtocol):
             except httptools.HttpParserError as error:
                 overrun = error.__context__
                 if not isinstance(overrun, _Overrun):
+                    if not isinstance(overrun, httptools.HttpParserError | UnicodeError | None):
+                        log_fault(overrun)  # ours, or uvicorn's
                     overrun = _Overrun("malformed requests", _malformed())
                 self._refuse(overrun.cause, overrun.refusal)
                 return
@@ -260,10 +264,14 @@ class BoundedProtocol(HttpToolsProtocol):
                 or len(self.headers) > self._max_headers  # trailers come after the body
             ):
                 self._refuse("large headers", self._head_overrun().refusal)
-            elif not self._ticket.hold(0 if self.cycle.response_complete else self._body_bytes):
+            elif not self._hold(0 if self.cycle.response_complete else self._body_bytes):
                 self._refuse("large bodies at once", _too_many_bytes())
         elif self._fed_bytes > self._max_header_bytes or len(self.headers) > self._max_headers:
             self._refuse("large headers", self._head_overrun().refusal)
+
+    def _hold(self, num_bytes: int) -> bool:
+        self._is_holding = num_bytes > 0
+        return self._ticket.hold(num_bytes)
 
     def _head_bytes(self) -> int:
         # "name: value\r\n", and "METHOD url HTTP/1.1\r\n" without its method
@@ -301,7 +309,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._phase = _REFUSED
         self._fed_bytes = 0
         self._since_s = self.loop.time()
-        self._ticket.hold(0)
+        self._hold(0)
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
