@@ -26,6 +26,8 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.server.bounded_http import USED, USED_FIELDS, BoundedProtocol
 from outrider.cloud.server.connection_limits import ConnectionLimits
 from outrider.cloud.server.connections import ConnectionTable, reserve_files
+from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.serve import _page_policy
 from outrider.cloud.server.serving import TlsFiles
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.hosts import client_network
@@ -623,6 +625,29 @@ def test_hosts_and_origins_can_be_allowed(web: httpx.Client) -> None:
     for wrong in ({"allowed_origins": ["chat.example"]}, {"allowed_hosts": ["http://x"]}, {"allowed_hosts": ["x:8"]}):
         with pytest.raises(ConfigError, match="expected"):
             PagePolicy(is_keyless=True, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "is_keyless", "allowed", "refused"),
+    [
+        ({}, True, "localhost", "server.example"),
+        ({"host": "server.example"}, True, "server.example:8000", "other.example"),
+        ({"host": "server.example", "allowed_host": ["api.example"]}, True, "server.example", "other.example"),
+        ({"host": "0.0.0.0", "allowed_host": ["api.example"]}, True, "api.example", "other.example"),
+        ({"host": "::"}, True, "any.example", None),
+        ({"host": "server.example"}, False, "any.example", None),
+        ({"host": "server.example", "allowed_host": ["api.example"]}, False, "api.example", "server.example"),
+    ],
+)
+def test_the_options_decide_which_hosts_may_call(
+    options: dict[str, Any], is_keyless: bool, allowed: str, refused: str | None
+) -> None:
+    """A wildcard address without keys takes any host: that is what --insecure-no-keys says."""
+    pages = _page_policy(ServeOptions(bundle="x", **options), is_keyless=is_keyless)
+    pages.require_host(allowed.encode())
+    if refused is not None:
+        with pytest.raises(RequestError, match=r"--allowed-host"):
+            pages.require_host(refused.encode())
 
 
 # Owners

@@ -80,7 +80,7 @@ class ServeOptions:
     max_connections: Annotated[
         int, typer.Option(min=1, help="Open connections; fewer where the limit on open files is lower.")
     ] = _LIMITS.max_connections
-    max_connections_per_client: Annotated[
+    max_per_client: Annotated[
         int, typer.Option(min=1, help="Open connections of one address. Raise it behind a proxy, which is one address.")
     ] = _LIMITS.max_per_client
     max_body_kb: Annotated[int, typer.Option(min=1, help="Largest request body, KiB.")] = 1024

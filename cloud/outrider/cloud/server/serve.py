@@ -74,7 +74,7 @@ def serve(options: ServeOptions) -> None:
                 tls=tls,
                 limits=ConnectionLimits(
                     max_connections=options.max_connections,
-                    max_per_client=options.max_connections_per_client,
+                    max_per_client=options.max_per_client,
                     max_body_bytes=options.max_body_bytes,
                 ),
                 on_ready=lambda: _announce(
