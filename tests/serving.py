@@ -24,7 +24,8 @@ from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import Core, ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine.thread import EngineThread
-from outrider.cloud.server.serving import VerifierServer, open_socket, url_of
+from outrider.cloud.server.connection_limits import ConnectionLimits
+from outrider.cloud.server.serving import TlsFiles, VerifierServer, open_socket, url_of
 from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, parse_event
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
@@ -38,6 +39,8 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+JSON = {"content-type": "application/json"}
+"""For bodies that are posted as bytes."""
 TIMEOUT_S = 30.0
 
 
@@ -148,8 +151,10 @@ def serve_fake(
     has_chat_template: bool = True,
     drain_s: float = 0.0,
     name: str = "fake",
+    limits: ConnectionLimits | None = None,
+    tls: TlsFiles | None = None,
 ) -> Iterator[FakeServer]:
-    """Serves the fake model `name`. gate: opened at the end; drain_s: see VerifierServer.
+    """Serves the fake model `name`. gate: opened at the end; drain_s, limits, tls: see VerifierServer.
 
     Runtimes with one `seed` speak one language, so servers with them are replicas of one target.
     """
@@ -159,9 +164,9 @@ def serve_fake(
     engine.start()
     model = ServedModel(name, tokenizer, frozenset({EOS_ID}), target=f"{runtime.seed:016x}")
     app = create_app(engine, model, settings)
-    server = VerifierServer(app, drain_s=drain_s)
+    server = VerifierServer(app, drain_s=drain_s, limits=limits, tls=tls)
     sock = open_socket("127.0.0.1", 0)
-    url = url_of(sock, is_tls=False)
+    url = url_of(sock, is_tls=tls is not None)
     thread = threading.Thread(target=server.run, args=([sock],), name="outrider-test-server")
     thread.start()
     fake = FakeServer(url, app.state.core, server, runtime)

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serving import FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
+from tests.serving import JSON, FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig
@@ -77,7 +77,7 @@ def refused(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
 )
 def test_an_invalid_session_request_is_refused(client: httpx.Client, body: bytes, code: str, param: str) -> None:
     """The error names the invalid field."""
-    error = refused(client.post("/v1/sessions", content=body), 400, code)
+    error = refused(client.post("/v1/sessions", content=body, headers=JSON), 400, code)
     assert error["param"] == param and error["type"] == "invalid_request_error"
 
 
@@ -107,7 +107,7 @@ def test_a_body_that_is_too_large_is_413(client: httpx.Client, path: str, is_chu
     """By its announced length; without one, as soon as it is too long."""
     body = b'{"prompt":"' + b"x" * 50_000 + b'"}'
     pieces = (body[at : at + 10_000] for at in range(0, len(body), 10_000))
-    answer = client.post(path, content=pieces if is_chunked else body)
+    answer = client.post(path, content=pieces if is_chunked else body, headers=JSON)
     if path.endswith("drafts"):  # an unknown session is detected before the body is read
         assert answer.status_code == (404 if is_chunked else 413)
     else:

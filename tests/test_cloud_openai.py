@@ -11,7 +11,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.serving import EOS_ID, FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
+from tests.serving import EOS_ID, JSON, FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
 
 from outrider.models.http import openai
 from outrider.models.http.text import TextAssembler
@@ -214,7 +214,7 @@ def test_bad_requests_have_distinct_codes(
     client: httpx.Client, body: bytes, status: int, code: str, param: str | None
 ) -> None:
     """Each has the status and the code that client libraries read."""
-    answer = client.post("/v1/completions", content=body)
+    answer = client.post("/v1/completions", content=body, headers=JSON)
     error = ErrorAnswer.model_validate_json(answer.content).error
     assert (answer.status_code, error.code, error.param) == (status, code, param)
 

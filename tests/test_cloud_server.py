@@ -114,7 +114,8 @@ def test_small_answers_have_small_headers(server: FakeServer) -> None:
 
 
 def _post(path: str, body: bytes) -> bytes:
-    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 def test_small_writes_leave_at_once(server: FakeServer, client: httpx.Client) -> None:

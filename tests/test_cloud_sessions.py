@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serving import EOS_ID, FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
+from tests.serving import EOS_ID, JSON, FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
@@ -132,7 +132,7 @@ def test_refused_drafts_do_not_change_the_session() -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), draft
         stale = client.post(url, json={"base": 0, "paths": [wrong]}, headers={"Prefer": "return=minimal"})
         assert (stale.status_code, stale.content) == (409, b"")
-        assert client.post(url, content=b'{"base":3,').json()["error"]["code"] == "malformed_json"
+        assert client.post(url, content=b'{"base":3,', headers=JSON).json()["error"]["code"] == "malformed_json"
         gate.open()
         for event in events:
             if isinstance(event, Commit):
@@ -177,8 +177,8 @@ def test_a_disconnected_client_frees_its_sequences(path: str, request_body: byte
     with serve_fake(gate=gate) as server, httpx.Client(base_url=server.url) as client:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
-            head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-length: {len(request_body)}\r\n\r\n"
-            connection.sendall(head.encode() + request_body)
+            head = f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+            connection.sendall(f"{head}content-length: {len(request_body)}\r\n\r\n".encode() + request_body)
             server.wait_until(lambda: server.core.engine.stats().running > 0)
             assert not server.is_empty()
         server.wait_until(lambda: not server.server.server_state.tasks)

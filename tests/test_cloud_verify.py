@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serving import FakeServer, serve_fake, target_tokens
+from tests.serving import JSON, FakeServer, serve_fake, target_tokens
 
 from outrider.models.protocol import VerifyAnswer, VerifyResult
 from outrider.models.sampling import SamplingParams
@@ -100,7 +100,7 @@ def test_one_bad_item_fails_alone(client: httpx.Client) -> None:
 def test_not_a_number_fails_its_item_only(client: httpx.Client) -> None:
     """The literal NaN, which JSON libraries write, is an error of its item."""
     body = b'{"items":[{"prefix":[1],"temperature":NaN},{"prefix":[1],"min_p":Infinity},{"prefix":[5,17,99,3]}]}'
-    results = VerifyAnswer.model_validate_json(client.post("/v1/verify", content=body).content).results
+    results = VerifyAnswer.model_validate_json(client.post("/v1/verify", content=body, headers=JSON).content).results
     assert [result.error.param if result.error else None for result in results] == [
         "items.0.temperature",
         "items.1.min_p",
@@ -139,7 +139,7 @@ def test_a_single_unknown_prefix_is_a_409(client: httpx.Client) -> None:
 )
 def test_a_bad_envelope_fails_the_call(client: httpx.Client, body: bytes, code: str, param: str | None) -> None:
     """An error outside the items fails all items."""
-    answer = client.post("/v1/verify", content=body)
+    answer = client.post("/v1/verify", content=body, headers=JSON)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, code, param)
 

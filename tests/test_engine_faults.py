@@ -17,7 +17,8 @@ from tests.serving import fake_tokenizer, run_session, serve_fake, target_tokens
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread, Policy
 from outrider.cloud.engine.parked import ParkedPrefix
 from outrider.cloud.seam import EndEvent, Event, GenerateRequest
-from outrider.edge.link.client import CloudClient, EndpointLost
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.errors import EndpointLost
 from outrider.models.errors import RequestError
 from outrider.models.protocol import ReadyAnswer
 from outrider.models.runtimes.base import SequenceSlice

@@ -1,8 +1,9 @@
-"""Tells which hosts only this machine can reach."""
+"""Tells which hosts only this machine can reach, and which addresses are one client."""
 
 from __future__ import annotations
 
 import ipaddress
+from functools import lru_cache
 
 
 def is_loopback(host: str) -> bool:
@@ -13,3 +14,17 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+@lru_cache(maxsize=4096)
+def client_network(host: str) -> str:
+    """What counts as one client: an IPv4 address, or the /64 of an IPv6 address, which one client has to itself."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(address), 64), strict=False))

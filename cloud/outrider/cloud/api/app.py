@@ -1,7 +1,8 @@
 """Builds the verifier's HTTP application.
 
-A request passes these layers, from the outside in: the HTTP metrics, the error boundary, the body limit, the gate (keys
-and rate), the drafts endpoint (which answers its own route), then FastAPI's router. All layers are plain ASGI.
+A request passes these layers, from the outside in: the HTTP metrics, the error boundary, the body limit, the gate
+(host, origin, key, media type and rate), the drafts endpoint (which answers its own route), then FastAPI's router. All
+layers are plain ASGI.
 """
 
 from __future__ import annotations
@@ -23,12 +24,11 @@ from outrider.cloud.api.verify import verify_routes
 from outrider.cloud.seam import ServingEngine
 from outrider.models.http.errors import ErrorBoundary
 from outrider.models.http.limits import BodyLimit, RateLimiter, Slots
-from outrider.models.http.security import Gate
+from outrider.models.http.security import Gate, PagePolicy
 
-OPEN_PATHS: Final = (
-    *("/health/live", "/health/ready", "/health", "/healthz", "/livez", "/readyz"),
-    *("/openapi.json", "/docs"),
-)
+PROBE_PATHS: Final = ("/health/live", "/health/ready", "/health", "/healthz", "/livez", "/readyz")
+"""Answered without a key, under any host name: load balancers probe by address."""
+OPEN_PATHS: Final = ("/openapi.json", "/docs")
 """Answered without a key."""
 COSTLY_PATHS: Final = ("/v1/sessions", "/v1/verify", "/v1/completions", "/v1/chat/completions")
 """Counted against a key's rate. Drafts are not: they belong to a session, and sessions are counted and bounded."""
@@ -55,7 +55,9 @@ def create_app(engine: ServingEngine, model: ServedModel, settings: ServerSettin
         Gate,
         keys=settings.keys,
         limiter=RateLimiter(settings.rate_per_s),
+        pages=settings.pages or PagePolicy(is_keyless=not len(settings.keys)),
         open_paths=OPEN_PATHS,
+        probe_paths=PROBE_PATHS,
         costly_paths=COSTLY_PATHS,
     )
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)

@@ -12,7 +12,7 @@ from outrider.cloud.seam import ServingEngine
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import FieldError
 from outrider.models.http.limits import Slots
-from outrider.models.http.security import KeyRing
+from outrider.models.http.security import KeyRing, PagePolicy
 from outrider.models.manifest import Manifest
 from outrider.models.tokenizer import Tokenizer
 
@@ -23,7 +23,8 @@ class ServerSettings:
 
     keys: the API keys. max_sessions: sequences that one key may have open in sessions and completions.
     rate_per_s: requests that start work, per second and key; 0 is no limit. max_patience_ms: bound on every session's
-    patience. keep_alive_s: silence on a stream after which a comment is sent; `open` reports it.
+    patience. keep_alive_s: silence on a stream after which a comment is sent; `open` reports it. pages:
+    which names and pages may call; None: PagePolicy's defaults.
     """
 
     keys: KeyRing = field(default_factory=KeyRing)
@@ -32,6 +33,7 @@ class ServerSettings:
     rate_per_s: float = 0.0
     max_patience_ms: float | None = None
     keep_alive_s: float = 5.0
+    pages: PagePolicy | None = None
 
 
 @dataclass(frozen=True, slots=True)

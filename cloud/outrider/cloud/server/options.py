@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from outrider.cloud.pending.policy import Policy
+from outrider.cloud.server.connection_limits import ConnectionLimits
 from outrider.cloud.server.logs import LogFormat
 from outrider.models.reference_export import REFERENCE
+
+_LIMITS: Final = ConnectionLimits()
 
 
 class RuntimeName(StrEnum):
@@ -43,6 +46,20 @@ class ServeOptions:
     ] = False
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM; with --tls-key, serves HTTPS.")] = None
     tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None
+    allowed_host: Annotated[
+        list[str],
+        typer.Option(
+            help="Host header that clients may send: a name, or '*' for any; repeatable. Loopback names are always "
+            "allowed. Default: any with keys; without keys, the address of --host."
+        ),
+    ] = field(default_factory=list)
+    allowed_origin: Annotated[
+        list[str],
+        typer.Option(
+            help="Origin whose pages may call, such as https://chat.example.com; repeatable. The server's own and "
+            "loopback's are always allowed. No CORS headers are sent."
+        ),
+    ] = field(default_factory=list)
     runtime: Annotated[RuntimeName | None, typer.Option(help="What runs the model; default: the bundle's.")] = None
     device: Annotated[str | None, typer.Option(help="As the runtime names it: CPU, GPU, cuda:0.")] = None
     threads: Annotated[int, typer.Option(min=0, help="Inference threads; 0 leaves it to the runtime.")] = 0
@@ -73,6 +90,12 @@ class ServeOptions:
     patience_ms: Annotated[
         float | None, typer.Option(min=0.0, help="Longest wait for a draft, whatever sessions ask; 0 never waits.")
     ] = None
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="Open connections; fewer where the limit on open files is lower.")
+    ] = _LIMITS.max_connections
+    max_per_client: Annotated[
+        int, typer.Option(min=1, help="Open connections of one address. Raise it behind a proxy, which is one address.")
+    ] = _LIMITS.max_per_client
     max_body_kb: Annotated[int, typer.Option(min=1, help="Largest request body, KiB.")] = 1024
     rate: Annotated[
         float, typer.Option(min=0.0, help="Requests per second and key, drafts not counted; 0: no limit.")

@@ -16,6 +16,7 @@ from typing import Final
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread
+from outrider.cloud.server.connection_limits import ConnectionLimits
 from outrider.cloud.server.exporter import export_reference_target
 from outrider.cloud.server.identity import target_identity
 from outrider.cloud.server.logs import configure_logging
@@ -24,7 +25,7 @@ from outrider.cloud.server.serving import TlsFiles, VerifierServer, open_socket,
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError
 from outrider.models.hosts import is_loopback
-from outrider.models.http.security import KeyRing, require_safe_host
+from outrider.models.http.security import ANY_HOST, KeyRing, PagePolicy, require_safe_host
 from outrider.models.manifest import Manifest
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
 from outrider.models.runtimes import open_batch_runtime
@@ -42,6 +43,7 @@ def serve(options: ServeOptions) -> None:
     configure_logging(options.log_format)
     keys = KeyRing.load(options.api_key_file)
     require_safe_host(options.host, keys, is_insecure_allowed=options.insecure_no_keys)
+    pages = _page_policy(options, is_keyless=not len(keys))
     tls = _tls(options)
     _require_writable(options.port_file)
     with open_socket(options.host, options.port) as sock:
@@ -69,11 +71,17 @@ def serve(options: ServeOptions) -> None:
                 max_sessions=options.max_sessions,
                 rate_per_s=options.rate,
                 max_patience_ms=options.patience_ms,
+                pages=pages,
             )
             server = VerifierServer(
                 create_app(thread, model, settings),
                 drain_s=options.drain_s,
                 tls=tls,
+                limits=ConnectionLimits(
+                    max_connections=options.max_connections,
+                    max_per_client=options.max_per_client,
+                    max_body_bytes=options.max_body_bytes,
+                ),
                 on_ready=lambda: _announce(
                     options,
                     bundle.path,
@@ -92,6 +100,15 @@ def serve(options: ServeOptions) -> None:
             runtime.close()
             if options.port_file is not None:
                 options.port_file.unlink(missing_ok=True)
+
+
+def _page_policy(options: ServeOptions, *, is_keyless: bool) -> PagePolicy:
+    hosts = set(options.allowed_host)
+    if is_keyless and options.host not in _WILDCARDS:
+        hosts.add(options.host)
+    elif is_keyless and not hosts:
+        hosts.add(ANY_HOST)  # nobody knows the names of all addresses
+    return PagePolicy(is_keyless=is_keyless, allowed_hosts=hosts, allowed_origins=options.allowed_origin)
 
 
 def _tls(options: ServeOptions) -> TlsFiles | None:

@@ -1,4 +1,4 @@
-"""Runs the application: the listening socket, uvicorn's settings, and an orderly end.
+"""Runs the application: the listening socket, uvicorn's settings, bounds on connections, and an orderly end.
 
 On SIGTERM or SIGINT the server first drains: it goes on listening, so that load balancers see "draining" and devices
 can still post drafts, takes no new work, and lets what runs finish for a bounded time; then it closes. A second signal
@@ -7,6 +7,7 @@ ends what runs, and its streams say so.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -21,6 +22,10 @@ from typing import TYPE_CHECKING, Any, Final
 import uvicorn
 from fastapi import FastAPI
 
+from outrider.cloud.server.bounded_http import BoundedProtocol
+from outrider.cloud.server.connection_limits import ConnectionLimits
+from outrider.cloud.server.connections import ConnectionTable, Ticket, reserve_files
+from outrider.cloud.server.listener import Listener
 from outrider.models.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -82,9 +87,10 @@ def url_of(sock: socket.socket, *, is_tls: bool) -> str:
 
 
 class VerifierServer(uvicorn.Server):
-    """uvicorn that drains the engine before it closes.
+    """uvicorn that bounds its clients, and drains the engine before it closes.
 
-    drain_s: how long running sequences may take to finish. on_ready: called once the server accepts connections.
+    drain_s: how long running sequences may take to finish. limits: of connections and unread requests. on_ready: called
+    once the server accepts connections.
     """
 
     def __init__(
@@ -93,18 +99,39 @@ class VerifierServer(uvicorn.Server):
         *,
         drain_s: float,
         tls: TlsFiles | None = None,
+        limits: ConnectionLimits | None = None,
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
         self._core: Core = app.state.core
+        self._limits = limits or ConnectionLimits(max_body_bytes=self._core.settings.max_body_bytes)
         self._drain_s = drain_s
         self._on_ready = on_ready
         self._num_signals = 0
         super().__init__(_config(app, tls))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Opens for business."""
-        await super().startup(sockets)
+        """Opens for business. In place of uvicorn's, whose sockets admit everybody."""
+        assert sockets, "run(sockets=[...])"
+        await self.lifespan.startup()
+        num_allowed = reserve_files(self._limits.max_connections)
+        if num_allowed < self._limits.max_connections:
+            _log.warning("the limit on open files leaves room for %d connections; raise it for more", num_allowed)
+        self.table = ConnectionTable(self._limits, num_allowed=num_allowed)
+        self.table.start(asyncio.get_running_loop())
+        self.servers = [
+            Listener(sock, self.table, self._protocol, tls=self.config.ssl, backlog=self.config.backlog)  # type: ignore[misc]  # has what uvicorn uses of an asyncio.Server
+            for sock in sockets
+        ]
+        self.started = True
         self._on_ready()
+
+    def _protocol(self, ticket: Ticket) -> BoundedProtocol:
+        return BoundedProtocol(self.config, self.server_state, self.lifespan.state, table=self.table, ticket=ticket)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Closes; deadlines hold to the end."""
+        await super().shutdown(sockets)
+        self.table.stop()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal begins the draining, the second ends what runs, a third does not even wait for that.
@@ -137,6 +164,7 @@ def _config(app: FastAPI, tls: TlsFiles | None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         lifespan="off",
+        http="httptools",  # BoundedProtocol extends its protocol
         ws="none",
         log_config=None,
         access_log=False,

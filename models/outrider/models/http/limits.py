@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Final
 
@@ -53,31 +53,48 @@ class BodyLimit:
         return RequestError("body_too_large", message, status=413)
 
 
+MAX_BUCKETS: Final = 65_536
+"""Owners whose rates are known at a time: without keys anybody can be many."""
+
+
 class RateLimiter:
-    """A token bucket per owner; `rate_per_s` 0 is no limit."""
+    """A token bucket per owner; `rate_per_s` 0 is no limit. Forgets buckets that are full again."""
 
     def __init__(self, rate_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate_per_s = rate_per_s
         self._capacity = max(1.0, rate_per_s * BURST_S)
         self._clock = clock
-        self._levels: dict[bytes, tuple[float, float]] = {}
+        # Owner -> level and when that was, the oldest first.
+        self._levels: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._levels)
 
     def spend(self, owner: bytes) -> None:
         """Takes one request from the owner's bucket. Raises RequestError 429 `rate_limited`."""
         if not self._rate_per_s:
             return
         now = self._clock()
-        level, then = self._levels.get(owner, (self._capacity, now))
+        self._forget_full(now)
+        level, then = self._levels.pop(owner, (self._capacity, now))
         level = min(self._capacity, level + (now - then) * self._rate_per_s)
-        if level < 1.0:
-            self._levels[owner] = (level, now)
+        is_enough = level >= 1.0
+        self._levels[owner] = (level - 1.0 if is_enough else level, now)
+        if not is_enough:
             wait_s = math.ceil((1.0 - level) / self._rate_per_s)
             raise Throttled(
                 "rate_limited",
                 f"more than {self._rate_per_s:g} requests per second; retry in {wait_s} s",
                 retry_after_s=wait_s,
             )
-        self._levels[owner] = (level - 1.0, now)
+
+    def _forget_full(self, now: float) -> None:
+        full_s = self._capacity / self._rate_per_s
+        while self._levels:
+            _, then = next(iter(self._levels.values()))
+            if now - then < full_s and len(self._levels) < MAX_BUCKETS:
+                return
+            self._levels.popitem(last=False)
 
 
 class Slots:

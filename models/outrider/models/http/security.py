@@ -1,7 +1,8 @@
-"""Checks API keys: who may call, and who owns a session.
+"""Decides who may call, and who owns a session: API keys, and what a browser says about the page that calls.
 
-Only SHA-256 digests are kept. A comparison takes the same time whichever key matches, and whether one does. Without
-keys all clients are one owner, so `serve` then refuses to listen beyond loopback.
+Only SHA-256 digests of keys are kept. A comparison takes the same time whichever key matches, and whether one does.
+Without keys anybody may call who reaches the port, so `serve` then refuses to listen beyond loopback, and a client's
+address is the owner.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import hashlib
 import hmac
 import os
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.models.errors import ConfigError, RequestError
-from outrider.models.hosts import is_loopback
+from outrider.models.hosts import client_network, is_loopback
 from outrider.models.http.limits import RateLimiter
 
 KEYS_VARIABLE: Final = "OUTRIDER_API_KEYS"
@@ -25,6 +28,16 @@ OWNER: Final = "outrider.owner"
 """Key of the ASGI scope that holds the client's identity."""
 
 ANYBODY: Final = b""
+"""The owner where neither a key nor an address is known."""
+
+ANY_HOST: Final = "*"
+"""In a list of allowed hosts: every name."""
+
+_JSON: Final = b"application/json"
+_LOOKED_AT: Final = frozenset({b"authorization", b"content-type", b"host", b"origin", b"sec-fetch-site"})
+_MAX_QUOTED_CHARS: Final = 100
+_MAX_AUTHORITY_BYTES: Final = 300
+"""No name of DNS with its port is longer."""
 
 
 class KeyRing:
@@ -76,8 +89,91 @@ class KeyRing:
         return digest
 
 
+class PagePolicy:
+    """Keeps pages in somebody's browser from calling: they cannot change `Host` and `Origin`.
+
+    Without it any page could post to a server on its visitor's machine, or read from it under a name of its own that
+    resolves to that machine (DNS rebinding). No CORS headers are sent.
+    """
+
+    def __init__(
+        self, *, is_keyless: bool, allowed_hosts: Collection[str] = (), allowed_origins: Collection[str] = ()
+    ) -> None:
+        """allowed_hosts: names beside those of loopback; ANY_HOST for all. Where a key is needed and none is given,
+        all: a page does not have the key. allowed_origins: beside the server's own and those of loopback. Raises
+        ConfigError for what is no name and no origin.
+        """
+        for host in allowed_hosts:
+            if "/" in host or host.count(":") == 1 or not host:
+                raise ConfigError(f"an allowed host is {host!r}; expected a name or an address, without scheme or port")
+        for origin in allowed_origins:
+            scheme, _, authority = origin.rstrip("/").partition("://")
+            if not (scheme and authority) or "/" in authority:
+                raise ConfigError(f"an allowed origin is {origin!r}; expected one like https://chat.example.com")
+        self._hosts = frozenset(host.lower().strip("[]") for host in allowed_hosts)
+        self._checks_host = ANY_HOST not in self._hosts and (is_keyless or bool(self._hosts))
+        self._origins = frozenset(origin.lower().rstrip("/") for origin in allowed_origins)
+
+    def require_host(self, host: bytes | None) -> None:
+        """Raises RequestError 403 `host_not_allowed` if the request is for another server."""
+        if not self._checks_host or _is_loopback_name(host or b"") or _name(host or b"") in self._hosts:
+            return
+        shown = host[:_MAX_QUOTED_CHARS].decode("latin-1") if host else "missing"
+        raise RequestError(
+            "host_not_allowed",
+            f"the request's Host is {shown}; expected localhost or a name that this server knows: start it with "
+            "--allowed-host NAME",
+            status=403,
+        )
+
+    def require_origin(self, origin: bytes | None, site: bytes | None, host: bytes | None, *, is_write: bool) -> None:
+        """Raises RequestError 403 `origin_not_allowed` if a page of another site calls. site: Sec-Fetch-Site."""
+        if origin is None:
+            if site == b"cross-site" and is_write:
+                raise _foreign_origin("another site")
+            return
+        origin = origin.lower()
+        authority = origin.partition(b"://")[2]
+        is_own = bool(authority) and host is not None and authority == host.lower()
+        if not (is_own or origin.decode("latin-1") in self._origins or _is_loopback_name(authority)):
+            raise _foreign_origin(origin[:_MAX_QUOTED_CHARS].decode("latin-1"))
+
+
+def _foreign_origin(shown: str) -> RequestError:
+    return RequestError(
+        "origin_not_allowed",
+        f"a page of {shown} calls this server; to allow that, start it with --allowed-origin ORIGIN",
+        status=403,
+    )
+
+
+def _name(authority: bytes) -> str:
+    """The host of `host:port`, lower case; empty if there is none."""
+    return "" if len(authority) > _MAX_AUTHORITY_BYTES else _parsed_name(authority)
+
+
+def _is_loopback_name(authority: bytes) -> bool:
+    """Whether the host of `host:port` is a loopback address, localhost, or a name below it (RFC 6761, section 6.3)."""
+    return len(authority) <= _MAX_AUTHORITY_BYTES and _is_parsed_loopback(authority)
+
+
+# Every request asks, nearly always with the same host.
+@lru_cache(maxsize=1024)
+def _parsed_name(authority: bytes) -> str:
+    try:
+        return urlsplit("//" + authority.decode("latin-1")).hostname or ""
+    except ValueError:
+        return ""
+
+
+@lru_cache(maxsize=1024)
+def _is_parsed_loopback(authority: bytes) -> bool:
+    name = _parsed_name(authority)
+    return is_loopback(name) or name.endswith(".localhost")
+
+
 class Gate:
-    """ASGI layer that identifies the client and enforces its rate."""
+    """ASGI layer that identifies the client, keeps pages of other sites out, and enforces the client's rate."""
 
     def __init__(
         self,
@@ -85,34 +181,68 @@ class Gate:
         keys: KeyRing,
         limiter: RateLimiter,
         *,
+        pages: PagePolicy,
         open_paths: Collection[str],
+        probe_paths: Collection[str],
         costly_paths: Collection[str],
     ) -> None:
-        """open_paths: need no key. costly_paths: their POSTs count against the rate."""
+        """open_paths: need no key. probe_paths: neither a key nor a name that is allowed. costly_paths: their POSTs
+        count against the rate.
+        """
         self._app = app
         self._open_paths = frozenset(open_paths)
+        self._probe_paths = frozenset(probe_paths)
         self._costly_paths = frozenset(costly_paths)
         self._keys = keys
         self._limiter = limiter
+        self._pages = pages
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         if scope["type"] == "http":
             path = scope["path"]
-            if path not in self._open_paths:
-                owner = self._keys.owner(_header(scope, b"authorization"))
-                scope[OWNER] = owner
-                if path in self._costly_paths and scope["method"] == "POST":
-                    self._limiter.spend(owner)
+            if path not in self._probe_paths:
+                self._check(scope, path)
         await self._app(scope, receive, send)
 
+    def _check(self, scope: Scope, path: str) -> None:
+        found: dict[bytes, bytes] = {}
+        for name, value in scope["headers"]:
+            if name in _LOOKED_AT:
+                found.setdefault(name, value)
+        method = scope["method"]
+        host = found.get(b"host")
+        self._pages.require_host(host)
+        if b"origin" in found or b"sec-fetch-site" in found:
+            is_write = method not in ("GET", "HEAD")
+            self._pages.require_origin(found.get(b"origin"), found.get(b"sec-fetch-site"), host, is_write=is_write)
+        if path in self._open_paths:
+            return
+        owner = self._keys.owner(found.get(b"authorization"))
+        if not len(self._keys) and scope.get("client"):
+            owner = client_network(scope["client"][0]).encode()
+        scope[OWNER] = owner
+        if method == "POST":
+            _require_json(found.get(b"content-type"))
+            if path in self._costly_paths:
+                self._limiter.spend(owner)
 
-def _header(scope: Scope, wanted: bytes) -> bytes | None:
-    for name, value in scope["headers"]:
-        if name == wanted:
-            found: bytes = value
-            return found
-    return None
+
+def _require_json(content_type: bytes | None) -> None:
+    """Raises RequestError 415 `unsupported_media_type` for a body that is not announced as JSON.
+
+    A page may post text to any server; for JSON its browser asks the server first.
+    """
+    if content_type == _JSON:
+        return
+    media_type = (content_type or b"").partition(b";")[0].strip().lower()
+    if media_type != _JSON:
+        shown = media_type[:_MAX_QUOTED_CHARS].decode("latin-1") or "missing"
+        raise RequestError(
+            "unsupported_media_type",
+            f"the request's Content-Type is {shown}; send `Content-Type: application/json`",
+            status=415,
+        )
 
 
 def require_safe_host(host: str, keys: KeyRing, *, is_insecure_allowed: bool) -> None:

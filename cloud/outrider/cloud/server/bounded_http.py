@@ -1,0 +1,358 @@
+"""Speaks HTTP/1.1 as uvicorn does, within bounds on what reaches the event loop before a route runs.
+
+uvicorn does not bound the bytes and the time of headers, the time of a body, or the requests that wait behind another
+on one connection. Bytes are counted here as they are fed to the parser, in slices, so that one huge chunk is
+no way around; deadlines are only remembered here, and checked by `ConnectionTable`.
+
+Leans on uvicorn's HttpToolsProtocol; pyproject.toml names the versions that were tried, and `USED` what is used of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sized
+from http import HTTPStatus
+from typing import Any, Final, cast
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from outrider.cloud.server.connections import ConnectionTable, Ticket
+from outrider.models.errors import RequestError
+from outrider.models.faults import log_fault
+from outrider.models.http.errors import error_body
+from outrider.models.protocol import ErrorAnswer
+
+USED: Final = (
+    *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
+    *("on_message_begin", "on_headers_complete", "on_body", "on_message_complete", "on_response_complete"),
+    *("_unset_keepalive_if_required", "_should_upgrade"),
+)
+"""Methods of HttpToolsProtocol that are overridden or called here."""
+USED_FIELDS: Final = (
+    "parser",
+    "pipeline",
+    "flow",
+    "cycle",
+    "headers",
+    "url",
+    "transport",
+    "loop",
+    "timeout_keep_alive_task",
+)
+"""Its fields that are read or replaced here."""
+
+_FRAMING_PER_BYTE: Final = 8
+"""A chunked body may have so many bytes around each byte of its own: chunks of one byte have five."""
+_MAX_DISCARDED_BYTES: Final = 1 << 20
+"""Read and dropped after a refusal, so that a client that is still sending gets to read it."""
+
+
+# Where a connection is in the message that arrives. Integers: an enum's members cost a request 1 us.
+_IDLE: Final = 0
+_HEAD: Final = 1
+_BODY: Final = 2
+_REFUSED: Final = 3
+
+
+class _Overrun(Exception):
+    """Raised in a parser's callback: the connection is to be closed. refusal: the answer, where one may be sent."""
+
+    def __init__(self, cause: str, refusal: RequestError | None = None) -> None:
+        super().__init__(cause)
+        self.cause = cause
+        self.refusal = refusal
+
+
+class _Flow(FlowControl):
+    """Keeps reading paused while requests wait behind another: uvicorn resumes it whenever the running one asks for
+    its body, so that more and more could wait.
+    """
+
+    def __init__(self, transport: asyncio.Transport, pipeline: Sized) -> None:
+        super().__init__(transport)
+        self._pipeline = pipeline
+
+    def resume_reading(self) -> None:
+        """Reads on, unless requests wait."""
+        if not self._pipeline:
+            super().resume_reading()
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. See `ConnectionLimits` for its bounds."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        *,
+        table: ConnectionTable,
+        ticket: Ticket,
+    ) -> None:
+        super().__init__(config, server_state, app_state)
+        self._table = table
+        self._ticket = ticket
+        self._limits = table.limits
+        self._max_header_bytes = table.limits.max_header_bytes
+        self._max_headers = table.limits.max_headers
+        self._phase = _IDLE
+        self._slice_bytes = 0
+        # Bytes fed to the parser since the phase began. May include the end of the message before.
+        self._fed_bytes = 0
+        self._body_bytes = 0
+        self._is_holding = False
+        # The clock of the phase: its start, None while nothing is awaited, and the body's bytes at that time.
+        self._since_s: float | None = None
+        self._since_bytes = 0
+        self._unread_since_s: float | None = None
+        self._closing_since_s: float | None = None
+
+    # The transport's side
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Starts the clock: a client that sends nothing is closed too."""
+        super().connection_made(cast(asyncio.Transport, transport))  # uvloop's is not registered as one
+        self.flow = _Flow(self.transport, self.pipeline)
+        self._since_s = self.loop.time()
+        self._table.watch(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Gives the connection's place back."""
+        self._table.forget(self)
+        self._ticket.release()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Feeds the parser, slice by slice, and checks the bounds after each."""
+        size = self._max_header_bytes
+        if len(data) <= size:
+            self._feed(data)
+        else:
+            for start in range(0, len(data), size):
+                self._feed(data[start : start + size])
+                if self.transport.is_closing():
+                    return
+        if self._since_s is None and self._phase != _IDLE:
+            self._since_s = self.loop.time()
+            self._since_bytes = self._body_bytes
+
+    def pause_writing(self) -> None:
+        """The client does not read: it has a while for that."""
+        super().pause_writing()
+        self._unread_since_s = self.loop.time()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        super().resume_writing()
+        self._unread_since_s = None
+
+    # The parser's side
+
+    def on_message_begin(self) -> None:
+        """A request's first byte."""
+        if len(self.pipeline) >= self._limits.max_pipelined:
+            raise _Overrun("too many pipelined requests")
+        # Not at any byte: empty lines between requests would keep a connection for ever.
+        self._unset_keepalive_if_required()
+        super().on_message_begin()
+        self._phase = _HEAD
+        self._fed_bytes = self._slice_bytes
+        self._body_bytes = 0
+        self._since_s = None
+
+    def on_headers_complete(self) -> None:
+        """The end of the headers: the request begins to run or to wait."""
+        if len(self.headers) > self._max_headers or (
+            self._fed_bytes > self._max_header_bytes and self._head_bytes() > self._max_header_bytes
+        ):
+            raise self._head_overrun()
+        if self.timeout_keep_alive_task is not None:  # armed by an answer that ended since the first byte
+            self._unset_keepalive_if_required()
+        super().on_headers_complete()
+        self._phase = _BODY
+        self._fed_bytes = self._slice_bytes
+        self._since_s = None
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body."""
+        self._body_bytes += len(body)
+        if self._body_bytes > self._limits.max_body_bytes and self.cycle.response_complete:
+            raise _Overrun("bodies that nobody reads")
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request's last byte."""
+        super().on_message_complete()
+        self._phase = _IDLE
+        self._fed_bytes = 0
+        self._since_s = None
+        if self._is_holding:
+            self._hold(0)
+
+    # The deadlines
+
+    def check(self, now: float, late_s: float) -> None:
+        """See `Timed`."""
+        limits = self._limits
+        if self.transport.is_closing():
+            # Closing waits for the client to read what is left.
+            self._closing_since_s = now if self._closing_since_s is None else self._closing_since_s + late_s
+            if now - self._closing_since_s > limits.write_s:
+                self.transport.abort()
+            return
+        if self._unread_since_s is not None:
+            self._unread_since_s += late_s
+            if now - self._unread_since_s > limits.write_s:
+                self._abort("answers that are not read")
+                return
+        if self._since_s is None:
+            return
+        self._since_s += late_s
+        if self.flow.read_paused:  # the client waits for us
+            self._since_s, self._since_bytes = now, self._body_bytes
+            return
+        waited_s = now - self._since_s
+        if self._phase == _BODY:
+            missing = (waited_s - limits.body_grace_s) * limits.min_body_rate - (self._body_bytes - self._since_bytes)
+            if missing > 0:
+                self._refuse("slow bodies", _too_slow("body"))
+        elif self._phase == _REFUSED:
+            if waited_s > limits.linger_s:
+                self.transport.abort()
+        elif waited_s > limits.header_s:
+            if self._fed_bytes:
+                self._refuse("slow headers", _too_slow("request line and headers"))
+            else:
+                self._table.note("silence")
+                self.transport.close()
+
+    # What is behind both
+
+    def _feed(self, data: bytes) -> None:
+        self._slice_bytes = len(data)
+        self._fed_bytes += len(data)
+        if self._phase == _REFUSED:
+            if self._fed_bytes > _MAX_DISCARDED_BYTES:
+                self.transport.abort()
+            return
+        while data:
+            try:
+                self.parser.feed_data(data)
+                break
+            except httptools.HttpParserUpgrade as error:
+                # Nothing is upgraded to: the request is answered as it stands, and what follows it is the next one.
+                data = data[error.args[0] :]
+            except httptools.HttpParserError as error:
+                overrun = error.__context__
+                if not isinstance(overrun, _Overrun):
+                    if not isinstance(overrun, httptools.HttpParserError | UnicodeError | None):
+                        log_fault(overrun)  # ours, or uvicorn's
+                    overrun = _Overrun("malformed requests", _malformed())
+                self._refuse(overrun.cause, overrun.refusal)
+                return
+        if self._phase == _IDLE and self._fed_bytes <= self._max_header_bytes:
+            return
+        if self._phase == _BODY:
+            framing = self._fed_bytes - self._body_bytes
+            if (
+                framing > 2 * self._max_header_bytes + _FRAMING_PER_BYTE * self._body_bytes
+                or len(self.headers) > self._max_headers  # trailers come after the body
+            ):
+                self._refuse("large headers", self._head_overrun().refusal)
+            elif not self._hold(0 if self.cycle.response_complete else self._body_bytes):
+                self._refuse("large bodies at once", _too_many_bytes())
+        elif self._fed_bytes > self._max_header_bytes or len(self.headers) > self._max_headers:
+            self._refuse("large headers", self._head_overrun().refusal)
+
+    def _hold(self, num_bytes: int) -> bool:
+        self._is_holding = num_bytes > 0
+        return self._ticket.hold(num_bytes)
+
+    def _head_bytes(self) -> int:
+        # "name: value\r\n", and "METHOD url HTTP/1.1\r\n" without its method
+        return len(self.url) + 12 + sum(len(name) + len(value) + 4 for name, value in self.headers)
+
+    def _head_overrun(self) -> _Overrun:
+        limits = self._limits
+        refusal = RequestError(
+            "headers_too_large",
+            f"the request line and headers are larger than {limits.max_header_bytes} bytes or more than "
+            f"{limits.max_headers} lines; send fewer",
+            status=431,
+        )
+        return _Overrun("large headers", refusal)
+
+    def _refuse(self, cause: str, refusal: RequestError | None) -> None:
+        """Sends `refusal` if no other answer is under way, and closes the connection."""
+        if self.transport.is_closing() or self._phase == _REFUSED:
+            return
+        self._table.note(cause)
+        self._unset_keepalive_if_required()
+        cycle = self.cycle
+        is_answered = self._phase == _BODY and cycle.response_complete
+        if refusal is None or self.pipeline or is_answered:
+            self.transport.close()
+            return
+        if cycle is not None and not cycle.response_complete:
+            if cycle.response_started or self._phase != _BODY:
+                self.transport.close()  # a refusal now would be taken for another request's answer
+                return
+            cycle.disconnected = True  # only the refusal answers this request
+            cycle.message_event.set()
+        self.transport.write(_answer(refusal))
+        # Closing with unread bytes would reset the connection, and the client might never see the refusal.
+        self._phase = _REFUSED
+        self._fed_bytes = 0
+        self._since_s = self.loop.time()
+        self._hold(0)
+        self.flow.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+
+    def _abort(self, cause: str) -> None:
+        self._table.note(cause)
+        self.transport.abort()
+
+
+def _answer(refusal: RequestError) -> bytes:
+    """A whole HTTP answer."""
+    body = ErrorAnswer(error=error_body(refusal)).model_dump_json().encode()
+    phrase = HTTPStatus(refusal.status).phrase
+    retry = "retry-after: 1\r\n" if refusal.status == 503 else ""
+    head = (
+        f"HTTP/1.1 {refusal.status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+        f"{retry}connection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def too_many_connections() -> bytes:
+    """The answer to a connection that is not admitted."""
+    return _answer(
+        RequestError(
+            "too_many_connections",
+            "the server has as many connections as it takes, in all or from this address; retry later",
+            status=503,
+        )
+    )
+
+
+def _malformed() -> RequestError:
+    return RequestError("malformed_http", "this is not an HTTP/1.1 request; compare the URL's scheme and port")
+
+
+def _too_slow(what: str) -> RequestError:
+    return RequestError("request_timeout", f"the {what} did not arrive in time; send the request again", status=408)
+
+
+def _too_many_bytes() -> RequestError:
+    return RequestError(
+        "too_many_bytes",
+        "unfinished bodies, from this address or in all, hold as many bytes as the server takes; retry later",
+        status=503,
+    )

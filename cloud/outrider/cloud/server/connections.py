@@ -1,0 +1,186 @@
+"""Counts connections, in all and by client, and closes those that have run out of time.
+
+Knows no HTTP: `bounded_http` tells what a connection waits for, `listener` asks whether there is room for another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from outrider.cloud.server.connection_limits import ConnectionLimits
+from outrider.models.hosts import client_network
+
+_log = logging.getLogger("outrider.cloud")
+
+_OTHER_FILES: Final = 64
+"""Files that a server has open beside its connections: the model, logs, the event loop."""
+
+_LOG_EVERY_S: Final = 10.0
+
+
+def reserve_files(num_connections: int) -> int:
+    """How many of `num_connections` the process may have open. Raises its soft limit on open files where it can."""
+    if sys.platform == "win32":
+        return num_connections
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num_connections + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return num_connections
+    raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+    except (OSError, ValueError):  # a sandbox may forbid it
+        raised = soft
+    return max(1, min(num_connections, raised - _OTHER_FILES))
+
+
+class Timed(Protocol):
+    """A connection with deadlines."""
+
+    def check(self, now: float, late_s: float) -> None:
+        """Closes itself if a deadline has passed. late_s: for so long the event loop stood still, so that no client
+        could have been heard; it does not count.
+        """
+        ...
+
+
+class Ticket:
+    """An admitted connection's place. `release` gives it back, once however often it is called."""
+
+    __slots__ = ("_client", "_held", "_table")
+
+    def __init__(self, table: ConnectionTable, client: str) -> None:
+        self._table = table
+        self._client: str | None = client
+        self._held = 0
+
+    def hold(self, num_bytes: int) -> bool:
+        """Notes that `num_bytes` of an unfinished body are held. False if that is more than the client may hold."""
+        if self._client is None or num_bytes == self._held:
+            return True
+        change, self._held = num_bytes - self._held, num_bytes
+        return self._table.hold(self._client, change)
+
+    def release(self) -> None:
+        """The connection is closed."""
+        if self._client is not None:
+            self.hold(0)
+            client, self._client = self._client, None
+            self._table.leave(client)
+
+
+class ConnectionTable:
+    """The open connections of one server. Belongs to one event loop."""
+
+    def __init__(self, limits: ConnectionLimits, *, num_allowed: int | None = None) -> None:
+        """num_allowed: connections that the process may open, if that is fewer than `limits` says."""
+        self.limits = limits
+        self._max = limits.max_connections if num_allowed is None else num_allowed
+        self._by_client: Counter[str] = Counter()
+        self._body_bytes: Counter[str] = Counter()
+        self._num_body_bytes = 0
+        self._num_open = 0
+        self._timed: set[Timed] = set()
+        self._closed_early: Counter[str] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+        self._logged_s = float("-inf")
+
+    def __len__(self) -> int:
+        return self._num_open
+
+    @property
+    def num_clients(self) -> int:
+        """Clients with an open connection."""
+        return len(self._by_client)
+
+    @property
+    def num_body_bytes(self) -> int:
+        """Bytes of bodies that are still arriving, of all clients."""
+        return self._num_body_bytes
+
+    def admit(self, host: str) -> Ticket | None:
+        """A place for a connection from `host`; None if there is none."""
+        client = client_network(host)
+        if self._num_open >= self._max:
+            self.note("too many connections")
+        elif self._by_client[client] >= self.limits.max_per_client:
+            self.note("too many connections of one client")
+        else:
+            self._num_open += 1
+            self._by_client[client] += 1
+            return Ticket(self, client)
+        return None
+
+    def leave(self, client: str) -> None:
+        """A ticket was released."""
+        self._num_open -= 1
+        _add(self._by_client, client, -1)
+
+    def hold(self, client: str, change: int) -> bool:
+        """Adds to what is held of the client's unfinished bodies; whether that is within its limits."""
+        self._num_body_bytes += change
+        _add(self._body_bytes, client, change)
+        return change <= 0 or (
+            self._body_bytes[client] <= self.limits.max_client_bodies * self.limits.max_body_bytes
+            and self._num_body_bytes <= self.limits.max_bodies * self.limits.max_body_bytes
+        )
+
+    def watch(self, connection: Timed) -> None:
+        """Checks the connection's deadlines from now on."""
+        self._timed.add(connection)
+
+    def forget(self, connection: Timed) -> None:
+        """The connection is closed."""
+        self._timed.discard(connection)
+
+    def note(self, cause: str) -> None:
+        """Counts a connection that the server closed or refused for `cause`; the log sums them up."""
+        self._closed_early[cause] += 1
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begins to check deadlines. One timer for all connections: one per request would cost each of them two calls
+        of the event loop.
+        """
+        self._arm(loop, loop.time())
+
+    def stop(self) -> None:
+        """Ends the checks."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None
+
+    def _arm(self, loop: asyncio.AbstractEventLoop, now: float) -> None:
+        due = now + self.limits.sweep_s
+        self._timer = loop.call_at(due, self._sweep, loop, due)
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+        now = loop.time()
+        late_s = now - due
+        if late_s < self.limits.sweep_s:
+            late_s = 0.0
+        for connection in list(self._timed):
+            connection.check(now, late_s)
+        if self._closed_early and now - self._logged_s >= _LOG_EVERY_S:
+            self._logged_s = now
+            causes = ", ".join(f"{count} for {cause}" for cause, count in self._closed_early.most_common())
+            self._closed_early.clear()
+            _log.warning("connections closed or refused: %s", causes)
+        self._arm(loop, now)
+
+
+def _add(counts: Counter[str], key: str, change: int) -> None:
+    """Changes a count; zero takes no room, so that a table does not grow with every client that ever came."""
+    counts[key] += change
+    if not counts[key]:
+        del counts[key]
+
+
+MakeProtocol = Callable[[Ticket], asyncio.Protocol]
+"""Makes the protocol of an admitted connection, which releases the ticket when it is closed."""
