@@ -24,7 +24,7 @@ def install_handlers(app: FastAPI) -> None:
 
     async def on_validation(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(from_validation(error))
+        return error_response(from_validation(error.errors()))
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
