@@ -32,7 +32,7 @@ _FINISHED: Final[dict[str, Literal["stop", "length", "context"]]] = {
 }
 
 
-class _Envelope(BaseModel):
+class VerifyEnvelope(BaseModel):
     """`protocol.VerifyRequest`, its items not validated yet."""
 
     model_config = ConfigDict(extra="forbid")
@@ -101,7 +101,7 @@ class _Batch:
         await slots.wait(owner, max_waiting=MAX_WAITING_CALLS)
         num_held = 1  # a slot that has no sequence yet
         try:
-            envelope = parse(_Envelope, body)
+            envelope = parse(VerifyEnvelope, body)
             self._core.require_tokenizer(envelope.tokenizer)
             self._results = [VerifyResult()] * len(envelope.items)
             items = envelope.items
