@@ -83,8 +83,8 @@ class SamplingFields(_Request):
 class SessionRequest(SamplingFields):
     """POST /v1/sessions. Answered by an event stream of SessionOpen, Commit..., SessionEnd."""
 
-    prompt: TokenIds = Field(min_length=1)
-    max_tokens: Integer = Field(ge=1, le=MAX_COUNT)
+    prompt: TokenIds = Field(min_length=1, examples=[[12, 5, 80]])
+    max_tokens: Integer = Field(ge=1, le=MAX_COUNT, examples=[80])
     stop_ids: StopIds | None = Field(default=None, description="end after one of these; unset: the model's own")
     ignore_eos: StrictBool = Field(default=False, description="do not end at the model's own end token")
     patience_ms: Number | None = Field(
@@ -171,7 +171,7 @@ class VerifyItem(SamplingFields):
     With both, `prefix` holds the tokens that follow the hashed prefix.
     """
 
-    prefix: TokenIds = Field(default_factory=list)
+    prefix: TokenIds = Field(default_factory=list, examples=[[12, 5, 80]])
     prefix_hash: str | None = Field(default=None, max_length=64)
     draft: TokenIds = Field(default_factory=list, max_length=MAX_PATH_TOKENS)
     rule: _RuleField = Rule.COUPLED

@@ -54,6 +54,11 @@ def internal_error() -> RequestError:
     return RequestError("internal_error", "the server failed on this request; its log has the details", status=500)
 
 
+def method_not_allowed(method: str) -> RequestError:
+    """Raised for a route that has other methods; the answer's Allow header lists them."""
+    return RequestError("method_not_allowed", f"{method} is not allowed here; see the Allow header", status=405)
+
+
 def from_validation(faults: Sequence[Any], *, prefix: str = "") -> RequestError:
     """The first of a message's faults (mappings, as pydantic writes them), with the field's name.
 

@@ -224,6 +224,7 @@ class CompletionRequest(GenerationRequest):
         _by_shape(
             "a text, a list of token ids, or a list of either", _prompt_shape, str | TokenIds | Texts | TokenLists
         ),
+        Field(examples=["def add(a, b):"]),
     ]
 
     def prompts(self) -> list[str | list[int]]:
@@ -279,7 +280,15 @@ class ChatRequest(GenerationRequest):
         "documents": ([],),
     }
 
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[
+        list[ChatMessage],
+        Field(
+            fail_fast=True,
+            min_length=1,
+            max_length=MAX_MESSAGES,
+            examples=[[{"role": "user", "content": "Write a function that adds two numbers."}]],
+        ),
+    ]
     max_completion_tokens: Integer | None = Field(default=None, ge=1, le=MAX_COUNT)
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_bounded_values)] | None = Field(
         default=None, description="variables for the chat template"
