@@ -188,7 +188,7 @@ def fuzz_drafts(max_examples: int) -> Verdict:
 
 
 def main(
-    max_examples: Annotated[int, typer.Option(min=1, help="Random requests per operation and phase.")] = 30,
+    max_examples: Annotated[int, typer.Option(min=1, help="Random requests per operation and phase.")] = 40,
 ) -> None:
     """Prints the answers by operation and status, and every finding."""
     if importlib.util.find_spec("schemathesis") is None:

@@ -26,6 +26,7 @@ from outrider.cloud.api.verify import VerifyEnvelope
 from outrider.models.errors import RequestError
 from outrider.models.http import openai
 from outrider.models.http import requests as requests_module
+from outrider.models.http.errors import from_validation
 from outrider.models.http.limits import Slots
 from outrider.models.http.requests import MAX_JSON_PARTS, load, parse
 from outrider.models.http.security import KeyRing
@@ -76,13 +77,13 @@ def test_a_hostile_body_gets_one_error(
 
     def spy(faults: list[Any], **options: Any) -> RequestError:
         collected.append(len(faults))
-        return from_validation(faults, **options)
+        error: RequestError = from_validation(faults, **options)
+        return error
 
     def encode(self: Tokenizer, text: str, **options: Any) -> list[int]:
         tokenized.append(len(text))
         return []
 
-    from_validation = requests_module.from_validation
     for module in (requests_module, verify_module):
         monkeypatch.setattr(module, "from_validation", spy)
     monkeypatch.setattr(Tokenizer, "encode", encode)
@@ -155,13 +156,13 @@ def test_booleans_and_strings_are_no_numbers(
     server_and_session: tuple[FakeServer, str], path: str, name: str, value: Any
 ) -> None:
     """In every route, for every number."""
-    body: dict[str, Any] = {
+    bodies: dict[str, dict[str, Any]] = {
         SESSIONS: {"prompt": [1], "max_tokens": 1},
         VERIFY: {"prefix": [1]},
         COMPLETIONS: {"prompt": "a"},
         CHAT: {"messages": [{"role": "user", "content": "a"}]},
-    }[path]
-    body[name] = value
+    }
+    body = bodies[path] | {name: value}
     answer = httpx.post(server_and_session[0].url + path, json={"items": [body]} if path == VERIFY else body)
     error = answer.json()["error"]
     param = f"items.0.{name}" if path == VERIFY else name
@@ -330,7 +331,7 @@ def test_items_beyond_the_owners_share_wait_and_are_not_refused() -> None:
             peak = max(peak, server.core.slots.num_taken)
             return submit(*args)
 
-        server.core.engine.submit = counted  # type: ignore[method-assign]
+        server.core.engine.submit = counted  # type: ignore[assignment,method-assign]
 
         def call(n: int) -> VerifyAnswer:
             items = [{"prefix": [n + 1, k + 1]} for k in range(64)]
@@ -397,9 +398,10 @@ def test_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = StepGate()
     with serve_fake(ServerSettings(max_sessions=1), gate=gate) as server, ThreadPoolExecutor(3) as pool:
         calls = []
-        for n in range(3):
+        slots = server.core.slots
+        for _ in range(3):
             calls.append(pool.submit(httpx.post, server.url + VERIFY, json={"items": [ITEM]}, timeout=60))
-            server.wait_until(lambda n=n: server.core.slots.num_taken + server.core.slots.num_waiting == n + 1)
+            server.wait_until(lambda: slots.num_taken + slots.num_waiting == len(calls))
         refused = httpx.post(server.url + VERIFY, json={"items": [ITEM]})
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_sessions")
         gate.open()
