@@ -28,7 +28,7 @@ from outrider.models.http import openai
 from outrider.models.http import requests as requests_module
 from outrider.models.http.errors import from_validation
 from outrider.models.http.limits import Slots
-from outrider.models.http.requests import MAX_JSON_PARTS, load, parse
+from outrider.models.http.requests import LARGE_BODY_BYTES, MAX_JSON_PARTS, Bodies, load, parse
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import DraftRequest, SessionOpen, SessionRequest, VerifyAnswer
 from outrider.models.tokenizer import Tokenizer
@@ -283,7 +283,7 @@ def test_an_owner_has_one_worker_at_a_time() -> None:
         for job in jobs:
             job.end()
         assert await asyncio.gather(*tasks) == ["done"] * 4
-        assert not workers._turns and not workers._num_users
+        assert workers.turns.is_unused
 
     asyncio.run(run())
 
@@ -305,9 +305,34 @@ def test_a_cancelled_callers_thread_keeps_its_place() -> None:
         await begun(jobs[2])
         jobs[2].end()
         assert await third == "done" and not jobs[1].has_begun.is_set()
-        assert not workers._turns and not workers._num_users
+        assert workers.turns.is_unused
 
     asyncio.run(run())
+
+
+def test_large_bodies_leave_the_loop_time_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large bodies that arrive together one is parsed at a time; small ones do not wait; owners alternate."""
+    order: list[bytes] = []
+
+    def note(message: type[BaseModel], body: bytes) -> None:
+        order.append(body[:1])
+
+    async def run() -> None:
+        bodies = Bodies()
+        large = 2 * LARGE_BODY_BYTES
+
+        async def read(owner: bytes, body: bytes) -> None:
+            await bodies.parse(owner, SessionRequest, body)
+
+        tasks = [asyncio.create_task(read(b"a", each * large)) for each in (b"1", b"2", b"3")]
+        tasks += [asyncio.create_task(read(b"b", b"4" * large)), asyncio.create_task(read(b"a", b"5"))]
+        await asyncio.gather(*tasks)
+        while not bodies.turns.is_unused:
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(requests_module, "parse", note)
+    asyncio.run(run())
+    assert order == [b"1", b"5", b"4", b"2", b"3"]
 
 
 # -- slots and /v1/verify ----------------------------------------------------------------------------------------------

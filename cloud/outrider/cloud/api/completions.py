@@ -17,7 +17,7 @@ from outrider.cloud.seam import GenerateRequest, SequenceUsage
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, sse
 from outrider.models.http.errors import FieldError, error_body
-from outrider.models.http.requests import owner_of, parse, sampling_of
+from outrider.models.http.requests import owner_of, sampling_of
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
 from outrider.models.http.sse import closed_on_disconnect
 from outrider.models.protocol import ErrorAnswer
@@ -35,12 +35,13 @@ def completion_routes(core: Core) -> APIRouter:
     async def complete(request: Request) -> Response:
         """Continues each prompt; `n` is 1, so choice i belongs to prompt i. `stream` sends server-sent events."""
         arrived_s = time.monotonic()
-        body = parse(openai.CompletionRequest, await request.body())
+        owner = owner_of(request)
+        body = await core.bodies.parse(owner, openai.CompletionRequest, await request.body())
         prompts = body.prompts()
         for prompt in prompts:
             if isinstance(prompt, str):
                 check_length(core, prompt)
-        encode = partial(workers.run, owner_of(request), encode_prompts, core, prompts)
+        encode = partial(workers.run, owner, encode_prompts, core, prompts)
         max_tokens = body.max_tokens or openai.DEFAULT_MAX_TOKENS
         return await _answer(core, request, body, len(prompts), encode, max_tokens, CompletionShape, arrived_s)
 
@@ -48,7 +49,8 @@ def completion_routes(core: Core) -> APIRouter:
     async def chat(request: Request) -> Response:
         """Answers a conversation, through the model's chat template. `stream` sends server-sent events."""
         arrived_s = time.monotonic()
-        body = parse(openai.ChatRequest, await request.body())
+        owner = owner_of(request)
+        body = await core.bodies.parse(owner, openai.ChatRequest, await request.body())
         if not core.model.tokenizer.has_chat_template:
             raise RequestError(
                 "no_chat_template",
@@ -56,7 +58,7 @@ def completion_routes(core: Core) -> APIRouter:
             )
 
         async def encode() -> list[list[int]]:
-            return [await workers.run(owner_of(request), encode_chat, core, body)]
+            return [await workers.run(owner, encode_chat, core, body)]
 
         max_tokens = body.max_completion_tokens or body.max_tokens or core.engine.limits.max_positions
         return await _answer(core, request, body, 1, encode, max_tokens, ChatShape, arrived_s)
@@ -112,7 +114,7 @@ async def _answer(
         requests = [
             GenerateRequest(tuple(prompt), params, max_tokens, stop_ids, owner=owner) for prompt in await encode()
         ]
-        generation.submit(requests, body.stop_strings, arrived_s)
+        await generation.submit(requests, body.stop_strings, arrived_s)
     except BaseException:
         generation.close()
         raise

@@ -6,7 +6,6 @@ A text that cannot fit the model's context is refused before it is tokenized, by
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -14,6 +13,7 @@ from outrider.cloud.api.state import Core
 from outrider.models.errors import RequestError, TokenizerError
 from outrider.models.http.errors import FieldError
 from outrider.models.http.openai import ChatRequest
+from outrider.models.http.turns import Turns
 
 T = TypeVar("T")
 
@@ -25,40 +25,21 @@ class Workers:
     """Runs functions in threads: one per owner at a time, `max_threads` in all. Lives on one event loop."""
 
     def __init__(self, max_threads: int = MAX_THREADS) -> None:
-        self._free = asyncio.Semaphore(max_threads)
-        self._turns: dict[bytes, asyncio.Lock] = {}
-        self._num_users: Counter[bytes] = Counter()
+        self.turns = Turns(max_threads)
 
     async def run(self, owner: bytes, function: Callable[..., T], *args: Any) -> T:
         """Returns what `function(*args)` returns, when its turn has come."""
-        self._num_users[owner] += 1
-        turn = self._turns.setdefault(owner, asyncio.Lock())
-        has_turn = False
-        try:
-            await turn.acquire()
-            has_turn = True
-            await self._free.acquire()
-        except BaseException:
-            if has_turn:
-                turn.release()
-            self._forget(owner)
-            raise
+        await self.turns.take(owner)
         work = asyncio.get_running_loop().run_in_executor(None, function, *args)
-        work.add_done_callback(lambda done: self._finish(owner, turn, done))
-        # A thread cannot be cancelled: a cancelled caller's places stay taken until its thread is done.
+
+        def finish(done: asyncio.Future[T]) -> None:
+            self.turns.release(owner)
+            if not done.cancelled():
+                done.exception()  # a cancelled caller does not read it
+
+        # A thread cannot be cancelled: a cancelled caller's turn lasts until its thread is done.
+        work.add_done_callback(finish)
         return await asyncio.shield(work)
-
-    def _finish(self, owner: bytes, turn: asyncio.Lock, done: asyncio.Future[Any]) -> None:
-        self._free.release()
-        turn.release()
-        self._forget(owner)
-        if not done.cancelled():
-            done.exception()  # a cancelled caller does not read it
-
-    def _forget(self, owner: bytes) -> None:
-        self._num_users[owner] -= 1
-        if not self._num_users[owner]:
-            del self._num_users[owner], self._turns[owner]
 
 
 def check_length(core: Core, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -43,13 +44,14 @@ class Generation:
         generation._num_slots = num_choices
         return generation
 
-    def submit(self, requests: Sequence[GenerateRequest], stop_strings: Sequence[str], arrived_s: float) -> None:
+    async def submit(self, requests: Sequence[GenerateRequest], stop_strings: Sequence[str], arrived_s: float) -> None:
         """Submits a sequence for each request. Raises RequestError; call `close` then too."""
         for index, request in enumerate(requests):
             detokenizer = self.core.model.tokenizer.detokenizer(context=request.prompt)
             assembler = TextAssembler(detokenizer, stop_strings, request.stop_ids)
             sequence_id = self.core.engine.submit(request, self.mailbox.sink(index))
             self._choices.append(_Choice(sequence_id, assembler, self.core.metrics.commit_timer(arrived_s)))
+            await asyncio.sleep(0)  # 64 long prompts at once would delay every stream
 
     def close(self) -> None:
         """Ends what still runs and frees its slots; may be called twice."""

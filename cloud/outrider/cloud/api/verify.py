@@ -18,7 +18,7 @@ from outrider.cloud.api.state import Core
 from outrider.cloud.seam import CommitEvent, GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import error_body, from_validation, internal_error
-from outrider.models.http.requests import faults_of, owner_of, parse, sampling_of
+from outrider.models.http.requests import faults_of, owner_of, sampling_of
 from outrider.models.http.sse import closed_on_disconnect
 from outrider.models.protocol import MAX_VERIFY_ITEMS, VerifyAnswer, VerifyItem, VerifyResult
 
@@ -101,7 +101,7 @@ class _Batch:
         await slots.wait(owner, max_waiting=MAX_WAITING_CALLS)
         num_held = 1  # a slot that has no sequence yet
         try:
-            envelope = parse(VerifyEnvelope, body)
+            envelope = await self._core.bodies.parse(owner, VerifyEnvelope, body)
             self._core.require_tokenizer(envelope.tokenizer)
             self._results = [VerifyResult()] * len(envelope.items)
             items = envelope.items

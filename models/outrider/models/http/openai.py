@@ -31,7 +31,7 @@ from outrider.models.sampling import MAX_SEED, SamplingParams
 MAX_PROMPTS: Final = 64
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 1000
-MAX_MESSAGES: Final = 4096
+MAX_MESSAGES: Final = 2048
 MAX_TEMPLATE_VALUES: Final = 1024
 """Values in `chat_template_kwargs`, at any depth: a template may loop over them once per message."""
 DEFAULT_MAX_TOKENS: Final = 16
