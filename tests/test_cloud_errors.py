@@ -99,6 +99,9 @@ def test_unknown_routes_and_methods_have_the_same_shape(client: httpx.Client) ->
     answer = client.get("/v1/sessions")
     refused(answer, 405, "method_not_allowed")
     assert answer.headers["allow"] == "POST"
+    answer = client.put("/v1/sessions/x/drafts")
+    refused(answer, 405, "method_not_allowed")
+    assert answer.headers["allow"] == "POST"
 
 
 @pytest.mark.parametrize("path", ["/v1/sessions", "/v1/sessions/x/drafts", "/v1/verify", "/v1/completions"])

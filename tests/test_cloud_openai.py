@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterator
@@ -169,8 +170,16 @@ def test_unknown_fields_and_nulls_are_ignored(client: httpx.Client) -> None:
         "top_p": None,
         "service_tier": "auto",
         "model": "fake",
+        "top_logprobs": 0,
+        "tools": [],
+        "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "repetition_penalty": 1.0,
+        "ignore_eos": None,
+        "stream_options": None,
     }
-    assert complete(client, **fields)["choices"] == complete(client)["choices"]
+    expected = complete(client, ignore_eos=False)["choices"]
+    assert complete(client, **fields)["choices"] == expected
 
 
 @pytest.mark.parametrize(
@@ -186,6 +195,19 @@ def test_unknown_fields_and_nulls_are_ignored(client: httpx.Client) -> None:
         ("frequency_penalty", -1),
         ("tools", [{"type": "function"}]),
         ("response_format", {"type": "json_object"}),
+        ("logprobs", 0),  # asks for the chosen token's
+        ("logprobs", True),
+        ("n", True),
+        ("best_of", 0),
+        ("presence_penalty", False),
+        ("suffix", 0),
+        ("tool_choice", "required"),
+        ("function_call", {"name": "f"}),
+        ("max_completion_tokens", 5),
+        ("repetition_penalty", 1.1),
+        ("min_tokens", 4),
+        ("guided_regex", "a+"),
+        ("prompt_logprobs", 0),
     ],
 )
 def test_unsupported_parameters_are_refused_by_name(client: httpx.Client, field: str, value: Any) -> None:
@@ -277,6 +299,32 @@ def test_models_lists_the_served_model(client: httpx.Client) -> None:
     """GET /v1/models, as OpenAI's clients read it."""
     (card,) = openai.ModelList.model_validate_json(client.get("/v1/models").content).data
     assert card.id == "fake" and card.max_model_len == 4096
+    assert openai.ModelCard.model_validate_json(client.get("/v1/models/fake").content) == card
+
+
+@pytest.mark.parametrize("name", ["other", "other/fake", "fake/other", "fak%C3%A9"])
+def test_other_models_are_not_found(client: httpx.Client, name: str) -> None:
+    """In the shape of OpenAI's error."""
+    answer = client.get(f"/v1/models/{name}")
+    error = ErrorAnswer.model_validate_json(answer.content).error
+    assert (answer.status_code, error.code, error.param) == (404, "model_not_found", "model")
+
+
+def test_a_models_name_may_hold_slashes(client: httpx.Client, server: FakeServer) -> None:
+    """As written, and with the slash escaped, which clients do."""
+    model = dataclasses.replace(server.core.model, name="org/model-1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.core, "model", model)
+        for path in ("/v1/models/org/model-1", "/v1/models/org%2Fmodel-1"):
+            assert client.get(path).json()["id"] == "org/model-1"
+
+
+def test_chat_refuses_log_probabilities_and_accepts_their_absence(client: httpx.Client) -> None:
+    """`false` asks for none."""
+    body = {"messages": MESSAGES, "max_tokens": 2}
+    assert client.post("/v1/chat/completions", json=body | {"logprobs": False, "top_logprobs": 0}).status_code == 200
+    answer = client.post("/v1/chat/completions", json=body | {"logprobs": True})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
 
 
 @given(

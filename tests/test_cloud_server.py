@@ -182,6 +182,7 @@ def test_the_openapi_document_is_complete(client: httpx.Client, server: FakeServ
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/models",
+        "/v1/models/{model}",
         "/v1/model",
         "/health/live",
         "/health/ready",
@@ -201,7 +202,7 @@ def test_the_openapi_document_is_complete(client: httpx.Client, server: FakeServ
     assert {"SessionRequest", "SessionOpen", "Commit", "SessionEnd", "DraftRequest", "VerifyItem"} <= references
     assert "CompletionRequest" in references and "ErrorAnswer" in references
     routed = {
-        (method.lower(), route.path)
+        (method.lower(), route.path_format)
         for route in _routes(server)
         for method in route.methods or ()
         if method != "HEAD" and route.path not in ALIASES

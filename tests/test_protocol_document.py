@@ -26,7 +26,7 @@ EXAMPLES = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
 EVENTS = re.findall(r"^data: (.*)$", TEXT, re.MULTILINE)
 RAISED = re.compile(r'(?:RequestError|FieldError|Throttled)\(\s*"([a-z_]+)"')
 # Made from an HTTP status in cloud/outrider/cloud/api/errors.py, or by a route below the framework.
-FROM_STATUS = {"not_found", "method_not_allowed", "invalid_request"}
+FROM_STATUS = {"not_found", "invalid_request"}
 MESSAGES: tuple[type[BaseModel], ...] = (ErrorAnswer, SessionRequest, DraftRequest, VerifyRequest, VerifyAnswer)
 
 

@@ -78,8 +78,9 @@ class ChatTemplate:
             jinja2.TemplateError,
             TypeError,
             ValueError,
-            KeyError,
+            LookupError,
             AttributeError,
+            RecursionError,
             ArithmeticError,
         ) as error:
             raise TokenizerError(f"the model's chat template refuses these messages: {error}") from None

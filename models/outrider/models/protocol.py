@@ -4,15 +4,27 @@ Both sides import it, so it stays light: no server, no engine, no model library.
 and ignored in answers, so that a newer server can talk to an older agent. Everything is JSON; only token ids cross,
 never probabilities. docs/protocol.md shows each message by example, with its bytes.
 
+A request's numbers are JSON numbers: no booleans, no strings, and integers without a fraction. A list is refused at its
+first wrong element, so that an answer never costs more than its request.
+
 Positions: a session's `prompt` holds every token before the first one to generate, also those that an earlier session
 committed when one is resumed. `base` counts tokens committed *in this session*.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, WithJsonSchema
+from pydantic import (
+    AllowInfNan,
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    StrictBool,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from outrider.models.acceptance import Rule
@@ -22,8 +34,15 @@ PROTOCOL_VERSION = 1
 MAX_PATHS = 8
 MAX_PATH_TOKENS = 64
 MAX_VERIFY_ITEMS = 256
+MAX_STOP_IDS = 1024
+MAX_COUNT = 2**31 - 1
 
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenId = Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+StopIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
+Integer = Annotated[int, Strict()]
+Number = Annotated[float, Strict(), AllowInfNan(False)]
+"""An integer is a number; true, "1", NaN and Infinity are not."""
 # Inline: one field needs no component of its own in the OpenAPI document.
 _RuleField = Annotated[Rule, WithJsonSchema({"title": "Rule", "type": "string", "enum": [rule.value for rule in Rule]})]
 _TARGET = "identity of the target: a text is finished by the one that began it"
@@ -31,7 +50,17 @@ EndReason = Literal["stop", "length", "context", "cancelled", "shutdown", "error
 
 
 class _Request(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=False, frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown_key(cls, raw: Any) -> Any:
+        # pydantic lists every unknown key: one is enough for the error, however many there are.
+        if isinstance(raw, dict) and len(raw) > len(cls.model_fields):
+            known = {name: raw[name] for name in cls.model_fields if name in raw}
+            unknown = next(key for key in raw if key not in known)
+            return known | {unknown: raw[unknown]}
+        return raw
 
 
 class _Answer(BaseModel):
@@ -41,11 +70,11 @@ class _Answer(BaseModel):
 class SamplingFields(_Request):
     """Sampling parameters, with the ranges of `SamplingParams`; NaN and infinities are refused."""
 
-    temperature: FiniteFloat = Field(default=0.0, ge=0.0, le=100.0)
-    top_k: int = Field(default=0, ge=0)
-    top_p: FiniteFloat = Field(default=1.0, gt=0.0, le=1.0)
-    min_p: FiniteFloat = Field(default=0.0, ge=0.0, le=1.0)
-    seed: int = Field(default=0, ge=0, le=MAX_SEED)
+    temperature: Number = Field(default=0.0, ge=0.0, le=100.0)
+    top_k: Integer = Field(default=0, ge=0, le=MAX_COUNT)
+    top_p: Number = Field(default=1.0, gt=0.0, le=1.0)
+    min_p: Number = Field(default=0.0, ge=0.0, le=1.0)
+    seed: Integer = Field(default=0, ge=0, le=MAX_SEED)
 
     def sampling(self) -> SamplingParams:
         """The sampler's parameters; raises SamplingError."""
@@ -55,14 +84,14 @@ class SamplingFields(_Request):
 class SessionRequest(SamplingFields):
     """POST /v1/sessions. Answered by an event stream of SessionOpen, Commit..., SessionEnd."""
 
-    prompt: list[TokenId] = Field(min_length=1)
-    max_tokens: int = Field(ge=1)
-    stop_ids: list[TokenId] | None = Field(default=None, description="end after one of these; unset: the model's own")
-    ignore_eos: bool = Field(default=False, description="do not end at the model's own end token")
-    patience_ms: FiniteFloat | None = Field(
+    prompt: TokenIds = Field(min_length=1, examples=[[12, 5, 80]])
+    max_tokens: Integer = Field(ge=1, le=MAX_COUNT, examples=[80])
+    stop_ids: StopIds | None = Field(default=None, description="end after one of these; unset: the model's own")
+    ignore_eos: StrictBool = Field(default=False, description="do not end at the model's own end token")
+    patience_ms: Number | None = Field(
         default=None, ge=0.0, description="longest wait for a draft; 0 never waits; unset: the server chooses"
     )
-    draft_lag_ms: FiniteFloat | None = Field(
+    draft_lag_ms: Number | None = Field(
         default=None,
         ge=0.0,
         le=60_000.0,
@@ -132,10 +161,11 @@ class DraftRequest(_Request):
     when every path contradicts newer commits. An agent ignores that: those commits are on their way to it.
     """
 
-    base: int = Field(ge=0)
-    paths: list[Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PATH_TOKENS)]] = Field(
-        min_length=1, max_length=MAX_PATHS
-    )
+    base: Integer = Field(ge=0, le=MAX_COUNT)
+    paths: Annotated[
+        list[Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_PATH_TOKENS)]],
+        Field(fail_fast=True, min_length=1, max_length=MAX_PATHS),
+    ]
 
 
 class VerifyItem(SamplingFields):
@@ -145,19 +175,19 @@ class VerifyItem(SamplingFields):
     With both, `prefix` holds the tokens that follow the hashed prefix.
     """
 
-    prefix: list[TokenId] = Field(default_factory=list)
+    prefix: TokenIds = Field(default_factory=list, examples=[[12, 5, 80]])
     prefix_hash: str | None = Field(default=None, max_length=64)
-    draft: list[TokenId] = Field(default_factory=list, max_length=MAX_PATH_TOKENS)
+    draft: TokenIds = Field(default_factory=list, max_length=MAX_PATH_TOKENS)
     rule: _RuleField = Rule.COUPLED
-    max_tokens: int | None = Field(default=None, ge=1, description="commit at most this many")
-    stop_ids: list[TokenId] | None = None
-    ignore_eos: bool = False
+    max_tokens: Integer | None = Field(default=None, ge=1, le=MAX_COUNT, description="commit at most this many")
+    stop_ids: StopIds | None = None
+    ignore_eos: StrictBool = False
 
 
 class VerifyRequest(_Request):
     """POST /v1/verify. Items of one call, and of concurrent calls, share engine steps."""
 
-    items: list[VerifyItem] = Field(min_length=1, max_length=MAX_VERIFY_ITEMS)
+    items: Annotated[list[VerifyItem], Field(fail_fast=True, min_length=1, max_length=MAX_VERIFY_ITEMS)]
     tokenizer: str | None = None
 
 

@@ -48,7 +48,7 @@ def create_app(engine: ServingEngine, model: ServedModel, settings: ServerSettin
     for routes in (session_routes, verify_routes, completion_routes, health_routes):
         app.include_router(routes(core))
     install_handlers(app)
-    install_openapi(app, needs_key=bool(len(settings.keys)))
+    install_openapi(app, needs_key=bool(len(settings.keys)), open_paths=OPEN_PATHS)
     # Added from the inside out.
     app.add_middleware(DraftsEndpoint, core=core)
     app.add_middleware(

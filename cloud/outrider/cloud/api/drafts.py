@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.cloud.api.metrics import ROUTE
 from outrider.cloud.api.state import Core
 from outrider.models.errors import RequestError
+from outrider.models.http.errors import error_response, method_not_allowed
 from outrider.models.http.requests import parse, read_body
 from outrider.models.http.security import ANYBODY, OWNER
 from outrider.models.protocol import DraftRequest
@@ -43,9 +44,11 @@ class DraftsEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         path: str = scope.get("path", "")
-        if not (path.endswith(_SUFFIX) and path.startswith(_PREFIX) and scope["method"] == "POST"):
+        if not (path.endswith(_SUFFIX) and path.startswith(_PREFIX)):
             return await self._app(scope, receive, send)
         scope[ROUTE] = DRAFTS_PATH
+        if scope["method"] != "POST":
+            return await error_response(method_not_allowed(scope["method"]), {"allow": "POST"})(scope, receive, send)
         core = self._core
         session = core.sessions.find(path[len(_PREFIX) : -len(_SUFFIX)], scope.get(OWNER, ANYBODY))
         draft = parse(DraftRequest, await read_body(receive))

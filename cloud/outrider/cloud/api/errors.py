@@ -10,9 +10,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from outrider.models.errors import RequestError
-from outrider.models.http.errors import MAX_PARAM_CHARS, error_response, from_validation
+from outrider.models.http.errors import MAX_PARAM_CHARS, error_response, from_validation, method_not_allowed
 
-_HTTP_CODES: Final = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_HTTP_CODES: Final = {404: "not_found", 413: "body_too_large"}
 
 
 def install_handlers(app: FastAPI) -> None:
@@ -24,15 +24,15 @@ def install_handlers(app: FastAPI) -> None:
 
     async def on_validation(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(from_validation(error))
+        return error_response(from_validation(error.errors()))
 
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        code = _HTTP_CODES.get(error.status_code, "invalid_request")
-        message = {
-            404: f"there is no {request.url.path[:MAX_PARAM_CHARS]}; /openapi.json lists all paths",
-            405: f"{request.method} is not allowed here; see the Allow header",
-        }.get(error.status_code, str(error.detail))
+        if error.status_code == 405:
+            return error_response(method_not_allowed(request.method), error.headers)
+        code, message = _HTTP_CODES.get(error.status_code, "invalid_request"), str(error.detail)
+        if error.status_code == 404:
+            message = f"there is no {request.url.path[:MAX_PARAM_CHARS]}; /openapi.json lists all paths"
         return error_response(RequestError(code, message, status=error.status_code), error.headers)
 
     app.add_exception_handler(RequestError, on_request_error)

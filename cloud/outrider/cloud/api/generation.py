@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -36,28 +37,21 @@ class Generation:
     _num_slots: int = 0
 
     @classmethod
-    def start(
-        cls,
-        core: Core,
-        owner: bytes,
-        requests: Sequence[GenerateRequest],
-        stop_strings: Sequence[str],
-        arrived_s: float,
-    ) -> Generation:
-        """Submits a sequence for each request. Raises RequestError and leaves nothing behind."""
+    def reserve(cls, core: Core, owner: bytes, num_choices: int) -> Generation:
+        """A call with slots for its sequences, none of them submitted. Raises RequestError 429."""
         generation = cls(core, owner, core.bridge.mailbox())
-        core.slots.take(owner, len(requests))
-        generation._num_slots = len(requests)
-        try:
-            for index, request in enumerate(requests):
-                detokenizer = core.model.tokenizer.detokenizer(context=request.prompt)
-                assembler = TextAssembler(detokenizer, stop_strings, request.stop_ids)
-                sequence_id = core.engine.submit(request, generation.mailbox.sink(index))
-                generation._choices.append(_Choice(sequence_id, assembler, core.metrics.commit_timer(arrived_s)))
-        except BaseException:
-            generation.close()
-            raise
+        core.slots.take(owner, num_choices)
+        generation._num_slots = num_choices
         return generation
+
+    async def submit(self, requests: Sequence[GenerateRequest], stop_strings: Sequence[str], arrived_s: float) -> None:
+        """Submits a sequence for each request. Raises RequestError; call `close` then too."""
+        for index, request in enumerate(requests):
+            detokenizer = self.core.model.tokenizer.detokenizer(context=request.prompt)
+            assembler = TextAssembler(detokenizer, stop_strings, request.stop_ids)
+            sequence_id = self.core.engine.submit(request, self.mailbox.sink(index))
+            self._choices.append(_Choice(sequence_id, assembler, self.core.metrics.commit_timer(arrived_s)))
+            await asyncio.sleep(0)  # 64 long prompts at once would delay every stream
 
     def close(self) -> None:
         """Ends what still runs and frees its slots; may be called twice."""

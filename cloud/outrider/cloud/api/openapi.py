@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -26,21 +27,22 @@ _STREAMS: Final[dict[str, tuple[type[BaseModel], ...]]] = {
     "/v1/completions": (openai.Completion, protocol.ErrorAnswer),
     "/v1/chat/completions": (openai.ChatChunk, protocol.ErrorAnswer),
 }
+_WITH_DONE: Final = ("/v1/completions", "/v1/chat/completions")
 
 
-def install_openapi(app: FastAPI, *, needs_key: bool) -> None:
-    """Makes `app.openapi()` return the whole document. needs_key: calls must carry an API key."""
+def install_openapi(app: FastAPI, *, needs_key: bool, open_paths: Collection[str]) -> None:
+    """Makes `app.openapi()` return the whole document. needs_key: calls must carry an API key, except to open_paths."""
     generate = app.openapi
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _complete(generate(), needs_key)
+            app.openapi_schema = _complete(generate(), needs_key, open_paths)
         return app.openapi_schema
 
     app.openapi = document  # type: ignore[method-assign]  # the way that FastAPI documents
 
 
-def _complete(document: dict[str, Any], needs_key: bool) -> dict[str, Any]:
+def _complete(document: dict[str, Any], needs_key: bool, open_paths: Collection[str]) -> dict[str, Any]:
     answers = {model for models in _STREAMS.values() for model in models} | {protocol.ErrorAnswer}
     inputs = [(model, "validation") for model in _BODIES.values()]
     outputs = [(model, "serialization") for model in sorted(answers, key=lambda model: model.__name__)]
@@ -57,7 +59,7 @@ def _complete(document: dict[str, Any], needs_key: bool) -> dict[str, Any]:
     for path, models in _STREAMS.items():
         refs = [{"$ref": _REF.format(model=model.__name__)} for model in models]
         content = document["paths"][path]["post"]["responses"]["200"].setdefault("content", {})
-        content["text/event-stream"] = {"schema": {"oneOf": refs, "description": "one event's data"}}
+        content["text/event-stream"] = {"schema": _event_schema(refs, ends_with_done=path in _WITH_DONE)}
     error = {"$ref": _REF.format(model=protocol.ErrorAnswer.__name__)}
     for operations in document["paths"].values():
         for operation in operations.values():
@@ -69,7 +71,22 @@ def _complete(document: dict[str, Any], needs_key: bool) -> dict[str, Any]:
     if needs_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
+        for path in document["paths"].keys() & set(open_paths):
+            for operation in document["paths"][path].values():
+                operation["security"] = []
     return document
+
+
+def _event_schema(refs: list[dict[str, Any]], *, ends_with_done: bool) -> dict[str, Any]:
+    """One event, as OpenAPI 3.2 describes streams: `data` is text that holds JSON. OpenAI's end with a plain word."""
+    data: dict[str, Any] = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"oneOf": refs},
+    }
+    if ends_with_done:
+        data = {"anyOf": [{"const": "[DONE]"}, data]}
+    return {"type": "object", "properties": {"data": data}, "description": "one event"}
 
 
 def _drafts_operation() -> dict[str, Any]:

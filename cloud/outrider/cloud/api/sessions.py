@@ -18,7 +18,7 @@ from outrider.cloud.api.state import Core, Session
 from outrider.cloud.seam import CommitEvent, EndEvent, GenerateRequest
 from outrider.models.http import sse
 from outrider.models.http.errors import error_body, internal_error
-from outrider.models.http.requests import owner_of, parse, sampling_of
+from outrider.models.http.requests import owner_of, sampling_of
 from outrider.models.protocol import SessionEnd, SessionOpen, SessionRequest, Usage
 
 _SESSION_ID_BYTES = 9
@@ -32,9 +32,9 @@ def session_routes(core: Core) -> APIRouter:
     async def open_session(request: Request) -> Response:
         """Opens a session and answers with its event stream: SessionOpen, then Commits, then SessionEnd."""
         arrived_s = time.monotonic()
-        body = parse(SessionRequest, await request.body())
-        core.require_tokenizer(body.tokenizer)
         owner = owner_of(request)
+        body = await core.bodies.parse(owner, SessionRequest, await request.body())
+        core.require_tokenizer(body.tokenizer)
         generate = GenerateRequest(
             prompt=tuple(body.prompt),
             params=sampling_of(body.sampling),

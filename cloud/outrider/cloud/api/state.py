@@ -12,6 +12,7 @@ from outrider.cloud.seam import ServingEngine
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import FieldError
 from outrider.models.http.limits import Slots
+from outrider.models.http.requests import Bodies
 from outrider.models.http.security import KeyRing, PagePolicy
 from outrider.models.manifest import Manifest
 from outrider.models.tokenizer import Tokenizer
@@ -105,6 +106,7 @@ class Core:
     slots: Slots
     metrics: Metrics = field(init=False)
     bridge: Bridge = field(default_factory=Bridge)
+    bodies: Bodies = field(default_factory=Bodies)
     sessions: SessionTable = field(default_factory=SessionTable)
     is_draining: bool = False
 

@@ -1,12 +1,12 @@
 """Answers POST /v1/verify: batched, stateless verification.
 
 Items are validated, submitted and answered one by one, so that a bad one fails alone. In the engine they share steps
-with each other and with everything else.
+with each other and with everything else. Items beyond their owner's share of slots wait and are not refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
 from typing import Any, Final, Literal
 
 from fastapi import APIRouter, Request
@@ -18,9 +18,12 @@ from outrider.cloud.api.state import Core
 from outrider.cloud.seam import CommitEvent, GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import error_body, from_validation, internal_error
-from outrider.models.http.requests import owner_of, parse, sampling_of
+from outrider.models.http.requests import faults_of, owner_of, sampling_of
 from outrider.models.http.sse import closed_on_disconnect
 from outrider.models.protocol import MAX_VERIFY_ITEMS, VerifyAnswer, VerifyItem, VerifyResult
+
+MAX_WAITING_CALLS: Final = 256
+"""Calls of one owner that may wait for their first slot; each holds its body."""
 
 _FINISHED: Final[dict[str, Literal["stop", "length", "context"]]] = {
     "stop": "stop",
@@ -29,7 +32,7 @@ _FINISHED: Final[dict[str, Literal["stop", "length", "context"]]] = {
 }
 
 
-class _Envelope(BaseModel):
+class VerifyEnvelope(BaseModel):
     """`protocol.VerifyRequest`, its items not validated yet."""
 
     model_config = ConfigDict(extra="forbid")
@@ -49,47 +52,88 @@ def verify_routes(core: Core) -> APIRouter:
         Results come in the items' order; an item that fails has `error`. When all items fail with one HTTP status, the
         whole answer has that status (a lone `prefix_not_held`: 409) and `error` beside `results`.
         """
-        envelope = parse(_Envelope, await request.body())
-        core.require_tokenizer(envelope.tokenizer)
-        batch = _Batch(core, envelope.items, owner_of(request))
+        owner = owner_of(request)
+        body = await request.body()
+        batch = _Batch(core, owner)
         try:
             async with closed_on_disconnect(batch.mailbox, request.receive):
-                await batch.finish()
+                await batch.run(body)
         finally:
             batch.cancel()
+        if batch.mailbox.is_closed:
+            return Response(status_code=499)  # the client has left
         return batch.answer()
 
     return router
 
 
 class _Batch:
-    """The items of one call: submitted ones, and results so far."""
+    """The items of one call: submitted ones, and results so far.
 
-    def __init__(self, core: Core, items: Sequence[Any], owner: bytes) -> None:
+    Every item takes a slot of its owner's. Items for which none is free wait; the calls of an owner take turns, one
+    item each. The body is parsed when the first slot is free, so that calls that wait hold little.
+    """
+
+    def __init__(self, core: Core, owner: bytes) -> None:
         self.mailbox: Mailbox = core.bridge.mailbox()
         self._core = core
         self._owner = owner
         self._errors: dict[int, RequestError] = {}
-        self._results = [VerifyResult()] * len(items)
-        self._running: dict[int, int] = {}  # item -> the engine's sequence
-        for index, item in enumerate(items):
-            try:
-                self._running[index] = core.engine.submit(self._request(item), self.mailbox.sink(index))
-            except ValidationError as error:
-                self._fail(index, from_validation(error, prefix=f"items.{index}"))
-            except RequestError as error:
-                self._fail(index, error)
+        self._results: list[VerifyResult] = []
+        self._running: dict[int, int] = {}  # item -> the engine's sequence; each has a slot
 
-    async def finish(self) -> None:
-        """Waits until every item has its result, or the client has left."""
-        while self._running and not self.mailbox.is_closed:
-            for delivery in await self.mailbox.take():
-                self._note(delivery)
+    async def run(self, body: bytes) -> None:
+        """Runs the items of a call until each has its result, or the client has left. Raises RequestError."""
+        feeder = asyncio.get_running_loop().create_task(self._submit(body))
+        feeder.add_done_callback(lambda _: self.mailbox.poke())
+        try:
+            while not (feeder.done() and not self._running) and not self.mailbox.is_closed:
+                for delivery in await self.mailbox.take():
+                    self._note(delivery)
+                if feeder.done():
+                    feeder.result()
+        finally:
+            feeder.cancel()
+            await asyncio.wait([feeder])
+
+    async def _submit(self, body: bytes) -> None:
+        slots, owner = self._core.slots, self._owner
+        await slots.wait(owner, max_waiting=MAX_WAITING_CALLS)
+        num_held = 1  # a slot that has no sequence yet
+        try:
+            envelope = await self._core.bodies.parse(owner, VerifyEnvelope, body)
+            self._core.require_tokenizer(envelope.tokenizer)
+            self._results = [VerifyResult()] * len(envelope.items)
+            items = envelope.items
+            for index in range(len(items)):
+                if not num_held:
+                    await slots.wait(owner)
+                    num_held = 1
+                item, items[index] = items[index], None  # a call that waits keeps only what it has yet to submit
+                if self._start(index, item):
+                    num_held = 0
+                await asyncio.sleep(0)  # 256 items at once would delay every stream
+        finally:
+            if num_held:
+                slots.release(owner)
+
+    def _start(self, index: int, raw: Any) -> bool:
+        """Submits an item; returns whether it runs."""
+        try:
+            self._running[index] = self._core.engine.submit(self._request(raw), self.mailbox.sink(index))
+            return True
+        except ValidationError as error:
+            self._fail(index, from_validation(faults_of(error), prefix=f"items.{index}"))
+        except RequestError as error:
+            self._fail(index, error)
+        return False
 
     def cancel(self) -> None:
-        """Ends what still runs."""
+        """Ends what still runs and frees its slots."""
         for sequence_id in self._running.values():
             self._core.engine.cancel(sequence_id)
+            self._core.slots.release(self._owner)
+        self._running.clear()
 
     def answer(self) -> Response:
         """The call's answer."""
@@ -128,6 +172,7 @@ class _Batch:
             }
         else:
             del self._running[index]
+            self._core.slots.release(self._owner)
             if event.reason == "shutdown":
                 return self._fail(index, shutting_down())
             if event.reason == "error":

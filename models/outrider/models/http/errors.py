@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -20,14 +20,6 @@ from outrider.models.protocol import ErrorAnswer, ErrorBody
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 MAX_PARAM_CHARS: Final = 100
 """Longest piece of a request that an error quotes: a field's name, a path."""
-
-
-class Invalid(Protocol):
-    """A failed validation: pydantic's ValidationError or FastAPI's RequestValidationError."""
-
-    def errors(self) -> Sequence[Any]:
-        """The faults, one mapping each, as pydantic writes them."""
-        ...
 
 
 class FieldError(RequestError):
@@ -62,24 +54,22 @@ def internal_error() -> RequestError:
     return RequestError("internal_error", "the server failed on this request; its log has the details", status=500)
 
 
-def from_validation(found: Invalid, *, prefix: str = "") -> RequestError:
-    """The first fault of a message, with the field's name; the input itself is never quoted."""
-    errors: Sequence[Any] = found.errors()
-    first = errors[0]
-    if first["type"] == "json_invalid":
-        return RequestError("malformed_json", f"the body is not JSON: {_reason(first)}")
+def method_not_allowed(method: str) -> RequestError:
+    """Raised for a route that has other methods; the answer's Allow header lists them."""
+    return RequestError("method_not_allowed", f"{method} is not allowed here; see the Allow header", status=405)
+
+
+def from_validation(faults: Sequence[Any], *, prefix: str = "") -> RequestError:
+    """The first of a message's faults (mappings, as pydantic writes them), with the field's name.
+
+    The input itself is never quoted.
+    """
+    first = faults[0]
     where = [str(part) for part in first["loc"]]
     if where and where[0] == "body":
         where = where[1:]
     param = ".".join(([prefix] if prefix else []) + where)[:MAX_PARAM_CHARS] or "body"
-    return FieldError("invalid_parameter", f"{param}: {_reason(first)}", param=param)
-
-
-def _reason(first: Any) -> str:
-    context = first.get("ctx") or {}
-    if first["type"] == "json_invalid":
-        return str(context.get("error", "invalid"))
-    return str(first["msg"])
+    return FieldError("invalid_parameter", f"{param}: {first['msg']}", param=param)
 
 
 def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:

@@ -5,9 +5,10 @@ Knows clients only as opaque bytes. The engine bounds the rest: prompt length, q
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Final
 
@@ -98,16 +99,22 @@ class RateLimiter:
 
 
 class Slots:
-    """Counts the sequences that each owner has open, at most `max_each`."""
+    """Counts the sequences that each owner has open, at most `max_each`. Lives on one event loop."""
 
     def __init__(self, max_each: int) -> None:
         self._max_each = max_each
         self._taken: Counter[bytes] = Counter()
+        self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}
 
     @property
     def num_taken(self) -> int:
         """Open sequences of all owners."""
         return self._taken.total()
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls of `wait` that have no slot yet."""
+        return sum(map(len, self._waiting.values()))
 
     def take(self, owner: bytes, count: int = 1) -> None:
         """Takes `count` slots. Raises RequestError 429 `too_many_sessions`, and takes none, when too few are free."""
@@ -120,8 +127,51 @@ class Slots:
             )
         self._taken[owner] += count
 
+    async def wait(self, owner: bytes, *, max_waiting: int | None = None) -> None:
+        """Takes one slot as soon as one is free; first come, first served within the owner.
+
+        Cancelled, it takes none. Raises RequestError 429 `too_many_sessions` if `max_waiting` others wait already.
+        """
+        queue = self._waiting.get(owner)
+        if queue is None and self._taken[owner] < self._max_each:
+            self._taken[owner] += 1
+            return
+        queue = self._waiting.setdefault(owner, deque())
+        if max_waiting is not None and len(queue) >= max_waiting:
+            raise RequestError(
+                "too_many_sessions",
+                f"{len(queue)} calls with this key wait for a free sequence; at most {max_waiting} may. Retry when "
+                "some have ended",
+                status=429,
+            )
+        turn = asyncio.get_running_loop().create_future()
+        queue.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.cancelled():
+                self._forget(owner, turn)
+            else:
+                self.release(owner)  # cancelled after its turn had come
+            raise
+
     def release(self, owner: bytes, count: int = 1) -> None:
-        """Frees `count` slots."""
+        """Frees `count` slots; calls that wait take them at once."""
         self._taken[owner] -= count
+        queue = self._waiting.get(owner)
+        while queue and self._taken[owner] < self._max_each:
+            turn = queue.popleft()
+            if not turn.cancelled():
+                self._taken[owner] += 1
+                turn.set_result(None)
+        if queue is not None and not queue:
+            del self._waiting[owner]
         if not self._taken[owner]:
             del self._taken[owner]
+
+    def _forget(self, owner: bytes, turn: asyncio.Future[None]) -> None:
+        queue = self._waiting.get(owner, deque())
+        if turn in queue:  # `release` drops a cancelled turn too
+            queue.remove(turn)
+            if not queue:
+                del self._waiting[owner]

@@ -7,27 +7,44 @@ so that any answer can be reproduced.
 
 from __future__ import annotations
 
+import json
 import secrets
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictBool,
+    TypeAdapter,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from outrider.models.http.errors import FieldError
-from outrider.models.protocol import TokenId
+from outrider.models.protocol import MAX_COUNT, Integer, Number, StopIds, TokenId
 from outrider.models.sampling import MAX_SEED, SamplingParams
 
+MAX_PROMPTS: Final = 64
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 1000
+MAX_MESSAGES: Final = 2048
+MAX_TEMPLATE_VALUES: Final = 1024
+"""Values in `chat_template_kwargs`, at any depth: a template may loop over them once per message."""
 DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's default for /v1/completions; chat continues to the end of the context."""
 
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
-Texts = Annotated[list[str], Field(min_length=1, max_length=64)]
-TokenLists = Annotated[list[TokenIds], Field(min_length=1, max_length=64)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+TokenLists = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)]
 FinishReason = Literal["stop", "length"]
 
-# Field -> the values that change nothing.
+# Field -> the values that change nothing, besides null. Those of OpenAI first, then those of other servers.
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "n": (1,),
     "best_of": (1,),
@@ -39,48 +56,141 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "tools": ([],),
-    "functions": ([],),
     "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "typical_p": (1,),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "logits_processors": ([],),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "prompt_logprobs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
 }
+
+
+def _is_neutral(value: Any, neutral: tuple[Any, ...]) -> bool:
+    # True == 1 in Python, and not in JSON.
+    return value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+
+
+def _by_shape(expected: str, choose: Callable[[Any], TypeAdapter[Any] | None], schema: Any) -> PlainValidator:
+    """Validates a field as the one type that `choose` names for its shape.
+
+    pydantic tries every member of a union and collects the errors of each.
+    """
+
+    def validate(value: Any) -> Any:
+        adapter = choose(value)
+        if adapter is None:
+            raise PydanticCustomError("wrong_shape", "expected {expected}", {"expected": expected})
+        return adapter.validate_python(value)
+
+    return PlainValidator(validate, json_schema_input_type=schema)
+
+
+_TEXT: Final[TypeAdapter[Any]] = TypeAdapter(str)
+_STOP: Final[TypeAdapter[Any]] = TypeAdapter(StopString)
+_STOPS: Final[TypeAdapter[Any]] = TypeAdapter(StopStrings)
+_PROMPT_LISTS: Final[dict[type, TypeAdapter[Any]]] = {str: TypeAdapter(Texts), list: TypeAdapter(TokenLists)}
+_PROMPT_IDS: Final[TypeAdapter[Any]] = TypeAdapter(TokenIds)
+
+
+def _prompt_shape(value: Any) -> TypeAdapter[Any] | None:
+    if isinstance(value, str):
+        return _TEXT
+    if isinstance(value, list):
+        return _PROMPT_LISTS.get(type(value[0]), _PROMPT_IDS) if value else _PROMPT_IDS
+    return None
+
+
+def _stop_shape(value: Any) -> TypeAdapter[Any] | None:
+    return _STOP if isinstance(value, str) else _STOPS if isinstance(value, list) else None
+
+
+def _bounded_values(variables: dict[str, Any]) -> dict[str, Any]:
+    left: list[Any] = [variables]
+    count = 0
+    while left:
+        value = left.pop()
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        count += len(inside)
+        if count > MAX_TEMPLATE_VALUES:
+            raise PydanticCustomError(
+                "too_many_values", "expected at most {limit} values in all", {"limit": MAX_TEMPLATE_VALUES}
+            )
+        left.extend(inside)
+    return variables
 
 
 class StreamOptions(BaseModel):
     """What a stream carries beside the text."""
 
-    include_usage: bool = False
+    include_usage: StrictBool | None = None
+
+
+def _document_unsupported(schema: dict[str, Any], model: type[GenerationRequest]) -> None:
+    for name, neutral in model.neutral_values().items():
+        schema["properties"][name] = {"enum": [*neutral, None], "description": "not supported: these change nothing"}
 
 
 class GenerationRequest(BaseModel):
     """Fields of both kinds of completion. null means the default."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", json_schema_extra=_document_unsupported)
+
+    _unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     model: str | None = Field(default=None, description="the served model's name; may be left out")
-    max_tokens: int | None = Field(default=None, ge=1)
-    temperature: FiniteFloat | None = Field(default=None, ge=0.0, le=100.0, description="1 if unset; 0 is greedy")
-    top_p: FiniteFloat | None = Field(default=None, gt=0.0, le=1.0)
-    top_k: int | None = Field(default=None, ge=0)
-    min_p: FiniteFloat | None = Field(default=None, ge=0.0, le=1.0)
-    seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="random if unset, and reported")
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: list[TokenId] | None = Field(default=None, description="unset: the model's own")
-    ignore_eos: bool = False
-    stream: bool | None = None
+    max_tokens: Integer | None = Field(default=None, ge=1, le=MAX_COUNT)
+    temperature: Number | None = Field(default=None, ge=0.0, le=100.0, description="1 if unset; 0 is greedy")
+    top_p: Number | None = Field(default=None, gt=0.0, le=1.0)
+    top_k: Integer | None = Field(default=None, ge=0, le=MAX_COUNT)
+    min_p: Number | None = Field(default=None, ge=0.0, le=1.0)
+    seed: Integer | None = Field(default=None, ge=0, le=MAX_SEED, description="random if unset, and reported")
+    stop: (
+        Annotated[
+            StopString | StopStrings, _by_shape("a text or a list of texts", _stop_shape, StopString | StopStrings)
+        ]
+        | None
+    ) = None
+    stop_token_ids: StopIds | None = Field(default=None, description="unset: the model's own")
+    ignore_eos: StrictBool | None = None
+    stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    n: Any = Field(default=None, description="only 1")
-    best_of: Any = Field(default=None, description="only 1")
-    echo: Any = Field(default=None, description="only false")
-    logprobs: Any = Field(default=None, description="not supported")
-    top_logprobs: Any = Field(default=None, description="not supported")
-    suffix: Any = Field(default=None, description="not supported")
-    logit_bias: Any = Field(default=None, description="not supported")
-    presence_penalty: Any = Field(default=None, description="only 0")
-    frequency_penalty: Any = Field(default=None, description="only 0")
-    tools: Any = Field(default=None, description="not supported")
-    functions: Any = Field(default=None, description="not supported")
-    tool_choice: Any = Field(default=None, description="only none or auto")
-    response_format: Any = Field(default=None, description="only text")
+
+    @classmethod
+    def neutral_values(cls) -> dict[str, tuple[Any, ...]]:
+        """Unsupported fields, each with the values, besides null, that change nothing."""
+        return {**_NEUTRAL, **cls._unsupported}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, raw: Any) -> Any:
+        if isinstance(raw, dict):
+            for name, neutral in cls.neutral_values().items():
+                if name in raw and not _is_neutral(raw[name], neutral):
+                    allowed = f", except as {' or '.join(map(json.dumps, neutral))}" if neutral else ""
+                    raise FieldError(
+                        "unsupported_parameter", f"{name} is not supported{allowed}; leave it out", param=name
+                    )
+        return raw
 
     @property
     def stop_strings(self) -> list[str]:
@@ -90,7 +200,7 @@ class GenerationRequest(BaseModel):
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with its usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self) -> SamplingParams:
         """The sampler's parameters, with a random seed if none was given. Raises SamplingError."""
@@ -103,23 +213,19 @@ class GenerationRequest(BaseModel):
             seed=secrets.randbits(53) if self.seed is None else self.seed,
         )
 
-    def refuse_unsupported(self) -> None:
-        """Raises FieldError 400 `unsupported_parameter` for a field that asks for something unsupported."""
-        for name, neutral in _NEUTRAL.items():
-            value = getattr(self, name)
-            if value is not None and value not in neutral:
-                allowed = " or ".join(map(repr, neutral))
-                raise FieldError(
-                    "unsupported_parameter",
-                    f"{name} is not supported, except as {allowed}; leave it out",
-                    param=name,
-                )
-
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: str | TokenIds | Texts | TokenLists
+    _unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"max_completion_tokens": ()}
+
+    prompt: Annotated[
+        str | TokenIds | Texts | TokenLists,
+        _by_shape(
+            "a text, a list of token ids, or a list of either", _prompt_shape, str | TokenIds | Texts | TokenLists
+        ),
+        Field(examples=["def add(a, b):"]),
+    ]
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or its token ids."""
@@ -137,13 +243,23 @@ class ContentPart(BaseModel):
     text: str
 
 
+ContentParts = Annotated[list[ContentPart], Field(fail_fast=True)]
+_PARTS: Final[TypeAdapter[Any]] = TypeAdapter(ContentParts)
+
+
+def _content_shape(value: Any) -> TypeAdapter[Any] | None:
+    return _TEXT if isinstance(value, str) else _PARTS if isinstance(value, list) else None
+
+
 class ChatMessage(BaseModel):
     """One turn of a conversation. The chat template gets other fields unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[ContentPart] | None = None
+    content: (
+        Annotated[str | ContentParts, _by_shape("a text or a list of parts", _content_shape, str | ContentParts)] | None
+    ) = None
 
     def for_template(self) -> dict[str, Any]:
         """The message for a chat template: its content is one text."""
@@ -156,9 +272,27 @@ class ChatMessage(BaseModel):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="variables for the chat template")
+    _unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+        "chat_template": (),
+        "documents": ([],),
+    }
+
+    messages: Annotated[
+        list[ChatMessage],
+        Field(
+            fail_fast=True,
+            min_length=1,
+            max_length=MAX_MESSAGES,
+            examples=[[{"role": "user", "content": "Write a function that adds two numbers."}]],
+        ),
+    ]
+    max_completion_tokens: Integer | None = Field(default=None, ge=1, le=MAX_COUNT)
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_bounded_values)] | None = Field(
+        default=None, description="variables for the chat template"
+    )
 
 
 class CompletionTokensDetails(BaseModel):

@@ -1,0 +1,72 @@
+"""Turns a request's texts into token ids, in threads: few at a time, and one per owner.
+
+A text that cannot fit the model's context is refused before it is tokenized, by its number of characters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
+
+from outrider.cloud.api.state import Core
+from outrider.models.errors import RequestError, TokenizerError
+from outrider.models.http.errors import FieldError
+from outrider.models.http.openai import ChatRequest
+from outrider.models.http.turns import Turns
+
+T = TypeVar("T")
+
+MAX_THREADS: Final = 2
+"""Texts in work together: more threads would only contend with the model for cores."""
+
+
+class Workers:
+    """Runs functions in threads: one per owner at a time, `max_threads` in all. Lives on one event loop."""
+
+    def __init__(self, max_threads: int = MAX_THREADS) -> None:
+        self.turns = Turns(max_threads)
+
+    async def run(self, owner: bytes, function: Callable[..., T], *args: Any) -> T:
+        """Returns what `function(*args)` returns, when its turn has come."""
+        await self.turns.take(owner)
+        work = asyncio.get_running_loop().run_in_executor(None, function, *args)
+
+        def finish(done: asyncio.Future[T]) -> None:
+            self.turns.release(owner)
+            if not done.cancelled():
+                done.exception()  # a cancelled caller does not read it
+
+        # A thread cannot be cancelled: a cancelled caller's turn lasts until its thread is done.
+        work.add_done_callback(finish)
+        return await asyncio.shield(work)
+
+
+def check_length(core: Core, text: str) -> None:
+    """Raises RequestError `context_length_exceeded` if no tokenization of `text` fits the context."""
+    max_tokens = core.engine.limits.max_positions - 1
+    max_chars = max_tokens * core.model.tokenizer.max_token_chars
+    if len(text) > max_chars:
+        raise RequestError(
+            "context_length_exceeded",
+            f"the prompt has {len(text)} characters; this server takes at most {max_tokens} tokens, which have at most "
+            f"{max_chars}. Send a shorter prompt",
+        )
+
+
+def encode_prompts(core: Core, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    """The token ids of each prompt. Raises RequestError."""
+    return [prompt if isinstance(prompt, list) else core.model.tokenizer.encode(prompt) for prompt in prompts]
+
+
+def encode_chat(core: Core, body: ChatRequest) -> list[int]:
+    """The token ids of a conversation, through the model's chat template. Raises RequestError."""
+    tokenizer = core.model.tokenizer
+    try:
+        text = tokenizer.apply_chat_template(
+            [message.for_template() for message in body.messages], variables=body.chat_template_kwargs
+        )
+    except TokenizerError as error:
+        raise FieldError("chat_template_refused", str(error), param="messages") from None
+    check_length(core, text)
+    return tokenizer.encode(text, add_special_tokens=False)

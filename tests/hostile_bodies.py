@@ -1,0 +1,148 @@
+"""Lists hostile request bodies: each is as large as a server takes, and none is a valid request.
+
+Tests check what each costs in objects and memory, the benchmark `bench/abuse.py` in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+
+MAX_BYTES = 1 << 20
+"""A server's default limit."""
+
+
+@dataclass(frozen=True)
+class HostileBody:
+    """A body for one route, made by `make(max_bytes)`, and the error code that answers it."""
+
+    name: str
+    path: str
+    code: str
+    make: Callable[[int], bytes]
+
+
+def repeated(head: bytes, element: bytes, tail: bytes) -> Callable[[int], bytes]:
+    """As many elements as fit, separated by commas."""
+
+    def make(max_bytes: int) -> bytes:
+        num = (max_bytes - len(head) - len(tail) + 1) // (len(element) + 1)
+        return head + b",".join([element] * num) + tail
+
+    return make
+
+
+def numbered(head: bytes, element: bytes, tail: bytes) -> Callable[[int], bytes]:
+    """As many elements as fit, with %d replaced by 0, 1, 2, ..."""
+
+    def make(max_bytes: int) -> bytes:
+        parts: list[bytes] = []
+        room = max_bytes - len(head) - len(tail)
+        for number in count():
+            part = element % number
+            room -= len(part) + 1
+            if room < 0:
+                return head + b",".join(parts) + tail
+            parts.append(part)
+        raise AssertionError
+
+    return make
+
+
+def long(head: bytes, unit: bytes, tail: bytes) -> Callable[[int], bytes]:
+    """One long run of `unit`."""
+    return lambda max_bytes: head + unit * ((max_bytes - len(head) - len(tail)) // len(unit)) + tail
+
+
+COMPLETIONS, CHAT, VERIFY, SESSIONS = "/v1/completions", "/v1/chat/completions", "/v1/verify", "/v1/sessions"
+DRAFTS = "/v1/sessions/{session}/drafts"
+
+HOSTILE_BODIES: tuple[HostileBody, ...] = (
+    HostileBody("empty texts", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b'""', b"]}")),
+    HostileBody("true for ids", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b"true", b"]}")),
+    HostileBody("nulls for ids", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b"null", b"]}")),
+    HostileBody("empty id lists", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b"[]", b"]}")),
+    HostileBody("objects for ids", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b"{}", b"]}")),
+    HostileBody("fractions for ids", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b"0.5", b"]}")),
+    HostileBody("one wrong id, last", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b"999", b",-1]}")),
+    HostileBody("too many ids", COMPLETIONS, "context_length_exceeded", repeated(b'{"prompt":[', b"1", b"]}")),
+    HostileBody("a long text", COMPLETIONS, "context_length_exceeded", long(b'{"prompt":"', b"a", b'"}')),
+    HostileBody("long escapes", COMPLETIONS, "context_length_exceeded", long(b'{"prompt":"', b"\\u00e9", b'"}')),
+    HostileBody("brackets in a text", COMPLETIONS, "context_length_exceeded", long(b'{"prompt":"', b'[{:\\"', b'"}')),
+    HostileBody("stop strings", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":"a","stop":[', b'""', b"]}")),
+    HostileBody("a long stop string", COMPLETIONS, "invalid_parameter", long(b'{"prompt":"a","stop":"', b"a", b'"}')),
+    HostileBody(
+        "stop ids", COMPLETIONS, "invalid_parameter", numbered(b'{"prompt":"a","stop_token_ids":[', b"%d", b"]}")
+    ),
+    HostileBody("a long name", COMPLETIONS, "model_not_found", long(b'{"prompt":"a","model":"', b"a", b'"}')),
+    HostileBody("a number of 1 MiB", COMPLETIONS, "malformed_json", long(b'{"prompt":"a","n":', b"9", b"}")),
+    HostileBody(
+        "a fraction of 1 MiB", COMPLETIONS, "unsupported_parameter", long(b'{"prompt":"a","best_of":0.', b"1", b"}")
+    ),
+    HostileBody(
+        "numbers of 4,000 digits", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b"9" * 4000, b"]}")
+    ),
+    HostileBody("deep lists", COMPLETIONS, "invalid_parameter", long(b'{"prompt":', b"[", b"")),
+    HostileBody("60,000 deep lists", COMPLETIONS, "malformed_json", lambda _: b'{"prompt":' + b"[" * 60_000),
+    HostileBody("deep objects", COMPLETIONS, "invalid_parameter", long(b"", b'{"a":', b"")),
+    HostileBody("one key again and again", COMPLETIONS, "invalid_parameter", repeated(b"{", b'"a":1', b"}")),
+    HostileBody("unknown keys", SESSIONS, "invalid_parameter", numbered(b"{", b'"k%d":1', b"}")),
+    HostileBody(
+        "60,000 unknown keys",
+        SESSIONS,
+        "invalid_parameter",
+        lambda _: numbered(b'{"prompt":[1],"max_tokens":1,', b'"k%d":1', b"}")(600_000),
+    ),
+    HostileBody(
+        "an unknown key of 1 MiB", SESSIONS, "invalid_parameter", long(b'{"prompt":[1],"max_tokens":1,"', b"a", b'":1}')
+    ),
+    HostileBody("wrong ids", SESSIONS, "invalid_parameter", repeated(b'{"max_tokens":1,"prompt":[', b"-1", b"]}")),
+    HostileBody(
+        "too many ids", SESSIONS, "context_length_exceeded", repeated(b'{"max_tokens":1,"prompt":[', b"1", b"]}")
+    ),
+    HostileBody("empty messages", CHAT, "invalid_parameter", repeated(b'{"messages":[', b"{}", b"]}")),
+    HostileBody(
+        "20,000 messages",
+        CHAT,
+        "invalid_parameter",
+        lambda _: repeated(b'{"messages":[', b'{"role":"user"}', b"]}")(320_000),
+    ),
+    HostileBody(
+        "empty parts", CHAT, "invalid_parameter", repeated(b'{"messages":[{"role":"user","content":[', b"0", b"]}]}")
+    ),
+    HostileBody(
+        "a long message",
+        CHAT,
+        "context_length_exceeded",
+        long(b'{"messages":[{"role":"user","content":"', b"a ", b'"}]}'),
+    ),
+    HostileBody(
+        "template variables",
+        CHAT,
+        "invalid_parameter",
+        repeated(b'{"messages":[{"role":"user"}],"chat_template_kwargs":{"a":[', b"0", b"]}}"),
+    ),
+    HostileBody(
+        "deep template variables",
+        CHAT,
+        "invalid_parameter",
+        lambda _: (
+            b'{"messages":[{"role":"user"}],"chat_template_kwargs":'
+            + b'{"a":[0,0,0,0,0,0,0,0,0,0,0,0,' * 90
+            + b"0"
+            + b"]}" * 90
+            + b"}"
+        ),
+    ),
+    HostileBody("tools", CHAT, "unsupported_parameter", repeated(b'{"messages":[{"role":"a"}],"tools":[', b"0", b"]}")),
+    HostileBody("empty items", VERIFY, "invalid_parameter", repeated(b'{"items":[', b"{}", b"]}")),
+    HostileBody("wrong items", VERIFY, "invalid_parameter", repeated(b'{"items":[', b"0", b"]}")),
+    HostileBody("unknown keys in an item", VERIFY, "invalid_parameter", numbered(b'{"items":[{', b'"k%d":1', b"}]}")),
+    HostileBody(
+        "wrong drafts", VERIFY, "invalid_parameter", repeated(b'{"items":[{"prefix":[1],"draft":[', b"-1", b"]}]}")
+    ),
+    HostileBody("not JSON", VERIFY, "malformed_json", long(b"", b"\xff", b"")),
+    HostileBody("empty paths", DRAFTS, "invalid_parameter", repeated(b'{"base":0,"paths":[', b"[]", b"]}")),
+    HostileBody("one long path", DRAFTS, "invalid_parameter", repeated(b'{"base":0,"paths":[[', b"1", b"]]}")),
+)

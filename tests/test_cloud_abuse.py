@@ -1,0 +1,504 @@
+"""Tests that hostile requests cost little: one error each, memory in proportion to the body, no slot lost."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+from tests.hostile_bodies import CHAT, COMPLETIONS, DRAFTS, HOSTILE_BODIES, MAX_BYTES, SESSIONS, VERIFY, HostileBody
+from tests.serving import FakeServer, StepGate, fake_tokenizer, read_events, run_session, serve_fake, target_tokens
+
+from outrider.cloud.api import verify as verify_module
+from outrider.cloud.api.encoding import Workers
+from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.api.verify import VerifyEnvelope
+from outrider.models.errors import RequestError
+from outrider.models.http import openai
+from outrider.models.http import requests as requests_module
+from outrider.models.http.errors import from_validation
+from outrider.models.http.limits import Slots
+from outrider.models.http.requests import LARGE_BODY_BYTES, MAX_JSON_PARTS, Bodies, load, parse
+from outrider.models.http.security import KeyRing
+from outrider.models.protocol import DraftRequest, SessionOpen, SessionRequest, VerifyAnswer
+from outrider.models.tokenizer import Tokenizer
+
+ALICE, BOB = "alice-has-this-key", "bob-has-another-key"
+MESSAGES: dict[str, type[BaseModel]] = {
+    COMPLETIONS: openai.CompletionRequest,
+    CHAT: openai.ChatRequest,
+    SESSIONS: SessionRequest,
+    DRAFTS: DraftRequest,
+    VERIFY: VerifyEnvelope,
+}
+ITEM = {"prefix": [5, 17, 99, 3]}
+
+
+def named(body: HostileBody) -> str:
+    return f"{body.path}: {body.name}"
+
+
+@pytest.fixture(scope="module")
+def server_and_session() -> Iterator[tuple[FakeServer, str]]:
+    """A server with one open session, and its id."""
+    gate = StepGate()
+    body = {"prompt": [1], "max_tokens": 10}
+    with (
+        serve_fake(gate=gate) as server,
+        httpx.Client(base_url=server.url) as client,
+        client.stream("POST", SESSIONS, json=body) as response,
+    ):
+        events = read_events(response)
+        opened = next(events)
+        assert isinstance(opened, SessionOpen)
+        yield server, opened.session
+        gate.open()
+        assert list(events)
+
+
+@pytest.mark.parametrize("body", HOSTILE_BODIES, ids=named)
+def test_a_hostile_body_gets_one_error(
+    server_and_session: tuple[FakeServer, str], body: HostileBody, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many elements are wrong, validation stops at the first; no such text is tokenized."""
+    server, session = server_and_session
+    collected: list[int] = []
+    tokenized: list[int] = []
+
+    def spy(faults: list[Any], **options: Any) -> RequestError:
+        collected.append(len(faults))
+        error: RequestError = from_validation(faults, **options)
+        return error
+
+    def encode(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        tokenized.append(len(text))
+        return []
+
+    for module in (requests_module, verify_module):
+        monkeypatch.setattr(module, "from_validation", spy)
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    headers = {"content-type": "application/json"}
+    path = body.path.format(session=session)
+    answer = httpx.post(server.url + path, content=body.make(MAX_BYTES), headers=headers, timeout=60)
+    assert (answer.status_code // 100, answer.json()["error"]["code"]) == (4, body.code)
+    assert sum(collected) <= 2 and not tokenized
+    assert len(answer.content) < 1000
+
+
+@pytest.mark.parametrize("body", HOSTILE_BODIES, ids=named)
+def test_a_hostile_body_takes_little_memory(body: HostileBody) -> None:
+    """Parsing takes at most 12 times the largest body; integers take 10 times their digits."""
+    content = body.make(MAX_BYTES)
+    tracemalloc.start()
+    try:
+        with suppress(RequestError):
+            parse(MESSAGES[body.path], content)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 12 * MAX_BYTES
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('a\\"[{:,é'), max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('a\\":', max_size=3), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(json_values, st.integers(1, 12))
+def test_the_parts_of_a_body_are_counted_as_json_does(value: Any, limit: int) -> None:
+    """Marks inside strings do not count, also beside escaped quotes and backslashes."""
+    import json
+
+    def parts(value: Any) -> int:
+        if isinstance(value, dict):
+            return 1 + len(value) + sum(map(parts, value.values()))
+        return 1 + sum(map(parts, value)) if isinstance(value, list) else 0
+
+    def strings(value: Any) -> int:
+        if isinstance(value, dict):
+            return len(value) + sum(map(strings, value.values()))
+        return sum(map(strings, value)) if isinstance(value, list) else isinstance(value, str)
+
+    text = json.dumps(value, ensure_ascii=False)
+    is_refused = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(requests_module, "MAX_JSON_PARTS", limit)
+        try:
+            assert load(text.encode()) == value
+        except RequestError:
+            is_refused = True
+    assert is_refused == (parts(value) > limit or strings(value) > limit)
+
+
+def test_text_full_of_brackets_is_no_structure() -> None:
+    """A prompt of code may have more brackets than a body may have lists."""
+    text = '[{"a": \\"b\\"}]\\\\' * (MAX_JSON_PARTS // 4)
+    body = parse(openai.CompletionRequest, openai.CompletionRequest(prompt=text).model_dump_json().encode())
+    assert body.prompt == text
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "temperature", "top_k", "top_p", "min_p", "seed"])
+@pytest.mark.parametrize("value", [True, "1"])
+@pytest.mark.parametrize("path", [SESSIONS, VERIFY, COMPLETIONS, CHAT])
+def test_booleans_and_strings_are_no_numbers(
+    server_and_session: tuple[FakeServer, str], path: str, name: str, value: Any
+) -> None:
+    """In every route, for every number."""
+    bodies: dict[str, dict[str, Any]] = {
+        SESSIONS: {"prompt": [1], "max_tokens": 1},
+        VERIFY: {"prefix": [1]},
+        COMPLETIONS: {"prompt": "a"},
+        CHAT: {"messages": [{"role": "user", "content": "a"}]},
+    }
+    body = bodies[path] | {name: value}
+    answer = httpx.post(server_and_session[0].url + path, json={"items": [body]} if path == VERIFY else body)
+    error = answer.json()["error"]
+    param = f"items.0.{name}" if path == VERIFY else name
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_parameter", param)
+
+
+@pytest.mark.parametrize("value", [1, "true"])
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        (SESSIONS, {"prompt": [1], "max_tokens": 1}, "ignore_eos"),
+        (COMPLETIONS, {"prompt": "a"}, "ignore_eos"),
+        (COMPLETIONS, {"prompt": "a"}, "stream"),
+    ],
+)
+def test_numbers_and_strings_are_no_booleans(
+    server_and_session: tuple[FakeServer, str], path: str, body: dict[str, Any], name: str, value: Any
+) -> None:
+    """The other way round."""
+    answer = httpx.post(server_and_session[0].url + path, json=body | {name: value})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
+def test_an_integer_is_a_number_and_a_fraction_is_no_integer() -> None:
+    """`"temperature": 1` is fine; `"max_tokens": 1.0` is refused, as OpenAI does."""
+    assert parse(openai.CompletionRequest, b'{"prompt":"a","temperature":1,"top_p":1}').temperature == 1.0
+    with pytest.raises(RequestError, match="max_tokens"):
+        parse(openai.CompletionRequest, b'{"prompt":"a","max_tokens":1.0}')
+
+
+def test_tokenizing_a_long_text_lets_other_threads_run() -> None:
+    """Another thread gets the interpreter again and again while a text is tokenized."""
+    tokenizer = fake_tokenizer()
+    is_done = threading.Event()
+
+    def tokenize() -> None:
+        tokenizer.encode("def verify(tokens) " * 20_000)
+        is_done.set()
+
+    worker = threading.Thread(target=tokenize)
+    worker.start()
+    num_turns = 0
+    while not is_done.is_set():
+        time.sleep(0)  # gives the interpreter away, and waits for it
+        num_turns += 1
+    worker.join()
+    assert num_turns > 100
+
+
+@given(st.text(max_size=60))
+def test_a_text_is_no_longer_than_its_tokens_can_be(text: str) -> None:
+    """The bound by which texts are refused refuses none that fits."""
+    tokenizer = fake_tokenizer()
+    assert len(text) <= len(tokenizer.encode(text)) * tokenizer.max_token_chars
+
+
+def test_texts_are_tokenized_after_slots_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that gets no slot costs no tokenizing."""
+    gate = StepGate()
+    with serve_fake(ServerSettings(max_sessions=1), gate=gate) as server, httpx.Client(base_url=server.url) as client:
+        with client.stream("POST", SESSIONS, json={"prompt": [1], "max_tokens": 2}):
+            with monkeypatch.context() as patch:
+                patch.setattr(Tokenizer, "encode", lambda *_, **__: pytest.fail("tokenized"))
+                for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": [{"role": "user"}]})):
+                    assert client.post(path, json=body).json()["error"]["code"] == "too_many_sessions"
+            gate.open()
+        server.wait_until(server.is_empty)
+
+
+def test_a_refused_text_frees_its_slots() -> None:
+    """Whichever step refuses a call: its slots are free afterwards."""
+    with serve_fake() as server:
+        for path, body in (
+            (COMPLETIONS, {"prompt": ["a", ""]}),
+            (CHAT, {"messages": [{"role": "user", "content": "a" * 100_000}]}),
+        ):
+            assert httpx.post(server.url + path, json=body).status_code == 400
+        server.wait_until(server.is_empty)
+
+
+# -- workers -----------------------------------------------------------------------------------------------------------
+
+
+class Job:
+    """A function for a thread: says that it runs, and waits until the test lets it end."""
+
+    def __init__(self) -> None:
+        self.has_begun = threading.Event()
+        self._may_end = threading.Event()
+
+    def __call__(self) -> str:
+        self.has_begun.set()
+        assert self._may_end.wait(30)
+        return "done"
+
+    def end(self) -> None:
+        self._may_end.set()
+
+
+async def begun(*jobs: Job) -> None:
+    for job in jobs:
+        assert await asyncio.to_thread(job.has_begun.wait, 30)
+
+
+def test_an_owner_has_one_worker_at_a_time() -> None:
+    """One owner's second job waits, another owner's runs; a third owner waits for a thread."""
+
+    async def run() -> None:
+        workers = Workers(max_threads=2)
+        jobs = [Job() for _ in range(4)]
+        tasks = [asyncio.create_task(workers.run(owner, job)) for owner, job in zip(b"aabc", jobs, strict=True)]  # type: ignore[arg-type]
+        await begun(jobs[0], jobs[2])
+        assert not jobs[1].has_begun.is_set() and not jobs[3].has_begun.is_set()
+        jobs[0].end()
+        assert await tasks[0] == "done"
+        await begun(jobs[3])  # it has waited longer for a thread than the first owner's second job
+        assert not jobs[1].has_begun.is_set()
+        for job in jobs:
+            job.end()
+        assert await asyncio.gather(*tasks) == ["done"] * 4
+        assert workers.turns.is_unused
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_callers_thread_keeps_its_place() -> None:
+    """Clients that leave cannot pile up threads; a caller that has not begun gives its place back at once."""
+
+    async def run() -> None:
+        workers = Workers(max_threads=1)
+        jobs = [Job() for _ in range(3)]
+        first, second, third = (asyncio.create_task(workers.run(b"abc"[k : k + 1], jobs[k])) for k in range(3))
+        await begun(jobs[0])
+        for task in (first, second):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert not jobs[2].has_begun.is_set()
+        jobs[0].end()
+        await begun(jobs[2])
+        jobs[2].end()
+        assert await third == "done" and not jobs[1].has_begun.is_set()
+        assert workers.turns.is_unused
+
+    asyncio.run(run())
+
+
+def test_large_bodies_leave_the_loop_time_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large bodies that arrive together one is parsed at a time; small ones do not wait; owners alternate."""
+    order: list[bytes] = []
+
+    def note(message: type[BaseModel], body: bytes) -> None:
+        order.append(body[:1])
+
+    async def run() -> None:
+        bodies = Bodies()
+        large = 2 * LARGE_BODY_BYTES
+
+        async def read(owner: bytes, body: bytes) -> None:
+            await bodies.parse(owner, SessionRequest, body)
+
+        tasks = [asyncio.create_task(read(b"a", each * large)) for each in (b"1", b"2", b"3")]
+        tasks += [asyncio.create_task(read(b"b", b"4" * large)), asyncio.create_task(read(b"a", b"5"))]
+        await asyncio.gather(*tasks)
+        while not bodies.turns.is_unused:
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(requests_module, "parse", note)
+    asyncio.run(run())
+    assert order == [b"1", b"5", b"4", b"2", b"3"]
+
+
+# -- slots and /v1/verify ----------------------------------------------------------------------------------------------
+
+
+def is_idle(server: FakeServer) -> bool:
+    """Whether nothing runs or waits, and every slot is free. Held prefixes keep blocks."""
+    stats = server.core.engine.stats()
+    return stats.running == stats.queued == server.core.slots.num_taken == server.core.slots.num_waiting == 0
+
+
+def test_items_beyond_the_owners_share_wait_and_are_not_refused() -> None:
+    """4 calls of 64 items with 3 slots: at most 3 sequences at once, every result in its place."""
+    gate = StepGate()
+    with serve_fake(ServerSettings(max_sessions=3), gate=gate) as server:
+        peak = 0
+        submit = server.core.engine.submit
+
+        def counted(*args: Any) -> int:
+            nonlocal peak
+            peak = max(peak, server.core.slots.num_taken)
+            return submit(*args)
+
+        server.core.engine.submit = counted  # type: ignore[assignment,method-assign]
+
+        def call(n: int) -> VerifyAnswer:
+            items = [{"prefix": [n + 1, k + 1]} for k in range(64)]
+            answer = httpx.post(server.url + VERIFY, json={"items": items}, timeout=60)
+            assert answer.status_code == 200
+            return VerifyAnswer.model_validate_json(answer.content)
+
+        with ThreadPoolExecutor(4) as pool:
+            calls = [pool.submit(call, n) for n in range(4)]
+            server.wait_until(lambda: server.core.slots.num_waiting == 4)
+            assert server.core.slots.num_taken == 3
+            refused = httpx.post(server.url + SESSIONS, json={"prompt": [1], "max_tokens": 1})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_sessions")
+            gate.open()
+            for n, done in enumerate(calls):
+                tokens = [result.tokens for result in done.result().results]
+                assert tokens == [target_tokens([n + 1, k + 1], 1) for k in range(64)]
+        assert peak == 3
+        server.wait_until(lambda: is_idle(server))
+
+
+def test_waiting_items_do_not_delay_another_key() -> None:
+    """Another owner's session runs while a call's items wait."""
+    gate = StepGate()
+    settings = ServerSettings(keys=KeyRing([ALICE, BOB]), max_sessions=2)
+    alice, bob = ({"authorization": f"Bearer {key}"} for key in (ALICE, BOB))
+    with serve_fake(settings, gate=gate) as server, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(httpx.post, server.url + VERIFY, json={"items": [ITEM] * 256}, headers=alice, timeout=60)
+        server.wait_until(lambda: server.core.slots.num_waiting == 1)
+        stats = server.core.engine.stats()
+        assert stats.running + stats.queued <= 2
+        gate.open()
+        with httpx.Client(base_url=server.url, headers=bob) as client:
+            assert run_session(client, {"prompt": [1], "max_tokens": 3, "ignore_eos": True}).tokens
+        assert len(call.result().json()["results"]) == 256
+        server.wait_until(lambda: is_idle(server))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_client_that_leaves_while_items_wait_frees_everything(is_first: bool) -> None:
+    """Whether its call still waits for its first slot, or for a later one."""
+    gate = StepGate()
+    with serve_fake(ServerSettings(max_sessions=2), gate=gate) as server, httpx.Client(base_url=server.url) as client:
+        slots = server.core.slots
+        with ThreadPoolExecutor(1) as pool:
+            before = None
+            if is_first:
+                before = pool.submit(httpx.post, server.url + VERIFY, json={"items": [ITEM] * 3}, timeout=60)
+                server.wait_until(lambda: slots.num_waiting == 1)
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(VERIFY, json={"items": [ITEM] * 5}, timeout=0.2)
+            client.close()
+            server.wait_until(lambda: slots.num_waiting == (1 if is_first else 0))
+            gate.open()
+            if before:
+                assert len(before.result().json()["results"]) == 3
+        server.wait_until(lambda: is_idle(server))
+        assert slots.num_waiting == 0
+
+
+def test_calls_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call beyond the bound is refused with 429; those that wait are served."""
+    monkeypatch.setattr(verify_module, "MAX_WAITING_CALLS", 2)
+    gate = StepGate()
+    with serve_fake(ServerSettings(max_sessions=1), gate=gate) as server, ThreadPoolExecutor(3) as pool:
+        calls = []
+        slots = server.core.slots
+        for _ in range(3):
+            calls.append(pool.submit(httpx.post, server.url + VERIFY, json={"items": [ITEM]}, timeout=60))
+            server.wait_until(lambda: slots.num_taken + slots.num_waiting == len(calls))
+        refused = httpx.post(server.url + VERIFY, json={"items": [ITEM]})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_sessions")
+        gate.open()
+        assert [call.result().status_code for call in calls] == [200] * 3
+        server.wait_until(lambda: is_idle(server))
+
+
+def test_a_bad_item_gives_its_slot_to_the_next() -> None:
+    """Good and bad items in turn, with one slot."""
+    with serve_fake(ServerSettings(max_sessions=1)) as server:
+        answer = httpx.post(server.url + VERIFY, json={"items": [{"prefix": [300]}, ITEM, 0, ITEM, {"prefix": []}]})
+        results = VerifyAnswer.model_validate_json(answer.content).results
+        assert [result.error is None for result in results] == [False, True, False, True, False]
+        server.wait_until(lambda: is_idle(server))
+
+
+# What a test does next: wait for a slot, take one at once, free one, cancel a waiting call, let the loop run.
+slot_actions = st.lists(
+    st.tuples(st.sampled_from(["wait", "take", "release", "cancel", "run"]), st.integers(0, 1), st.integers(0, 9)),
+    max_size=60,
+)
+
+
+@given(slot_actions, st.integers(1, 3))
+def test_no_slot_is_lost(actions: list[tuple[str, int, int]], max_each: int) -> None:
+    """Whatever is cancelled when: no more slots than allowed are taken, a free slot leaves nobody waiting, turns come
+    in order, and in the end all are free.
+    """
+
+    async def run() -> None:
+        slots = Slots(max_each)
+        held = [0, 0]
+        waiting: list[list[tuple[int, asyncio.Task[None]]]] = [[], []]
+        served: list[list[int]] = [[], []]
+        number = 0
+
+        async def wait(index: int, own: int) -> None:
+            await slots.wait(bytes([index]))
+            held[index] += 1
+            served[index].append(own)
+
+        async def settle() -> None:
+            for _ in range(3):
+                await asyncio.sleep(0)
+            for index in range(2):
+                waiting[index] = [each for each in waiting[index] if not each[1].done()]
+                assert held[index] <= max_each and (not waiting[index] or held[index] == max_each)
+            assert slots.num_taken == sum(held) and slots.num_waiting == sum(map(len, waiting))
+
+        for action, index, which in actions:
+            owner = bytes([index])
+            if action == "wait":
+                waiting[index].append((number, asyncio.create_task(wait(index, number))))
+                number += 1
+            elif action == "take":
+                with suppress(RequestError):
+                    slots.take(owner)
+                    held[index] += 1
+            elif action == "release" and held[index]:
+                slots.release(owner)
+                held[index] -= 1
+            elif action == "cancel" and waiting[index]:
+                waiting[index][which % len(waiting[index])][1].cancel()
+            elif action == "run":
+                await settle()
+        await settle()
+        assert all(each == sorted(each) for each in served)
+        for index in range(2):
+            while held[index]:
+                slots.release(bytes([index]))
+                held[index] -= 1
+                await settle()
+        assert slots.num_taken == slots.num_waiting == 0 and not slots._waiting and not slots._taken
+
+    asyncio.run(run())
