@@ -26,8 +26,7 @@ from bench.attacks.caches import guessed_hash, others_prompts
 from bench.attacks.connections import (
     large_header,
     pipelined_requests,
-    trickled_bodies,
-    trickled_headers,
+    trickled_requests,
     unread_answers,
 )
 from bench.attacks.drafts import draft_flood
@@ -55,8 +54,7 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (5, held_prefixes),
     (6, wrong_elements),
     (7, large_header),
-    (8, trickled_headers),
-    (8, trickled_bodies),
+    (8, trickled_requests),
     (9, pipelined_requests),
     (9, unread_answers),
     (10, draft_flood),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from bench.attacks.exchange import HOST, request_bytes
+from bench.attacks.exchange import HOST, read_answer, request_bytes
 
 _MP = multiprocessing.get_context("spawn")
 
@@ -116,22 +116,16 @@ def pipeline(report: Any, port: int, block: bytes, num_connections: int, reads: 
 
 
 def huge_header(report: Any, port: int, size: int) -> None:
-    """Sends one header of `size` bytes, four times one after the other; reports how many bytes each could send."""
+    """Sends one header of `size` bytes; reports how many of them the server took."""
     report.send("begun")
-    for _ in range(4):
-        sent = 0
-        connection = socket.create_connection((HOST, port), 10.0)
-        try:
-            connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: ")
-            chunk = b"a" * 65536
-            while sent < size:
-                connection.sendall(chunk)
-                sent += len(chunk)
-        except OSError:
-            pass
-        connection.close()
-        report.send(sent)
-    report.send(None)
+    sent = 0
+    with suppress(OSError), socket.create_connection((HOST, port), 60.0) as connection:
+        connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: ")
+        chunk = b"a" * 65536
+        while sent < size:
+            connection.sendall(chunk)
+            sent += len(chunk)
+    report.send(sent)
     time.sleep(3600)
 
 
@@ -182,23 +176,6 @@ def _answer_status(port: int, request: bytes, timeout_s: float) -> int:
     try:
         with socket.create_connection((HOST, port), timeout_s) as connection:
             connection.sendall(request)
-            head = b""
-            while b"\r\n\r\n" not in head:
-                data = connection.recv(65536)
-                if not data:
-                    return 0
-                head += data
-            status = int(head.split(b" ", 2)[1])
-            left = _body_length(head) - len(head.partition(b"\r\n\r\n")[2])
-            while left > 0 and (data := connection.recv(1 << 20)):
-                left -= len(data)
-            return status
-    except (OSError, ValueError, IndexError):
+            return read_answer(connection)
+    except OSError:
         return 0
-
-
-def _body_length(head: bytes) -> int:
-    for line in head.lower().split(b"\r\n"):
-        if line.startswith(b"content-length:"):
-            return int(line.split(b":")[1])
-    return 0

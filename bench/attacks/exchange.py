@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,3 +71,24 @@ def request_bytes(port: int, method: str, path: str, body: bytes = b"", key: str
     if key:
         lines.append(f"Authorization: Bearer {key}")
     return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def read_answer(connection: socket.socket) -> int:
+    """Reads one answer that has a Content-Length, or none and no body; returns its status. Raises OSError."""
+    head = b""
+    while b"\r\n\r\n" not in head:
+        head += _received(connection)
+    head, _, body = head.partition(b"\r\n\r\n")
+    status, *lines = head.lower().split(b"\r\n")
+    length = next((int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length:")), 0)
+    left = length - len(body)
+    while left > 0:
+        left -= len(_received(connection))
+    return int(status.split(b" ")[1])
+
+
+def _received(connection: socket.socket) -> bytes:
+    data = connection.recv(65536)
+    if not data:
+        raise ConnectionResetError("the server closed the connection in mid-answer")
+    return data

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from bench.attacks.exchange import HOST, request_bytes
+from bench.attacks.exchange import HOST, read_answer, request_bytes
 from bench.attacks.rows import percentile
 from bench.attacks.subject import Server
 
@@ -61,7 +61,7 @@ def _ask(port: int, latency: Latency, is_over: threading.Event, reconnects: bool
                 connection = socket.create_connection((HOST, port), timeout_s)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.sendall(request)
-            if not connection.recv(4096).startswith(b"HTTP/1.1 200"):
+            if read_answer(connection) != 200:
                 raise ConnectionError
         except TimeoutError:
             connection = None

@@ -28,7 +28,7 @@ def long_sessions(subject: Subject) -> Iterator[Row]:
             server.wait_until_idle()
             alone = [first_token_s(server.port, {"prompt": prompt_of(200 + i)}, CAP_S) for i in range(3)]
             with crowd_of(server.port, [{"prompt": prompt_of(i), **LONG} for i in range(32)], keeps=True) as crowd:
-                if not crowd.wait(lambda: all(s.commits for s in crowd.streams), 30.0):  # noqa: B023
+                if not crowd.wait(lambda: all(s.commits for s in crowd.streams), 30.0):
                     raise NotMeasured("32 sessions did not all have a token within 30 s")
                 took = [
                     first_token_s(server.port, {"prompt": prompt_of(100 + i)}, CAP_S, address=address) for i in range(3)
@@ -60,7 +60,7 @@ def unequal_owners(subject: Subject) -> Iterator[Row]:
         server.wait_until_idle()
         many = [{"prompt": prompt_of(i), **LONG} for i in range(64)]
         with crowd_of(server.port, many, keeps=True) as crowd:
-            crowd.wait(lambda: sum(bool(s.commits) for s in crowd.streams) >= 32, CAP_S)  # noqa: B023
+            crowd.wait(lambda: sum(bool(s.commits) for s in crowd.streams) >= 32, CAP_S)
             with crowd_of(server.port, few, keeps=True, address=OTHER_ADDRESS) as others:
                 beside = others.tokens_per_s(10.0)
     yield Row(

@@ -55,6 +55,19 @@ class Server:
         """Sends a signal to the server and its children."""
         os.killpg(self.process.pid, number)
 
+    def wait_until_awake(self, timeout_s: float = 30.0) -> None:
+        """Returns once /health/live answers at once, five times in a row. Raises NotMeasured after `timeout_s`."""
+        deadline_s, num_quick = time.monotonic() + timeout_s, 0
+        while num_quick < 5:
+            if time.monotonic() > deadline_s:
+                raise NotMeasured(f"the server's health took long {timeout_s:g} s after the attack had ended")
+            try:
+                answer = ask(self.port, "GET", "/health/live", timeout_s=timeout_s)
+            except TimeoutError:
+                continue
+            num_quick = num_quick + 1 if answer.took_s < 0.03 else 0
+            time.sleep(0.02)
+
     def wait_until_idle(self, timeout_s: float = 30.0) -> None:
         """Returns once nothing runs and nothing is queued. Raises NotMeasured after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s

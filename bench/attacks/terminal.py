@@ -10,14 +10,14 @@ from typing import Any, Final
 
 from bench.attacks.agents import agent
 from bench.attacks.hostile_server import HostileServer, Ways, as_answer, as_stream, hostile_server
-from bench.attacks.rows import Row
+from bench.attacks.rows import Row, listed
 from bench.attacks.subject import NotMeasured, Subject
 
-ESCAPES: Final = ("\x1b]0;pwned\x07", "\x1b[2J", "\x1b[6n", "\x9b31m", "\x1bP+q544e\x1b\\", "\x08\x08", "\x7f")
+ESCAPES: Final = ("\x1b]0;pwned", "\x1b[2J", "\x1b[6n", "\x9b31m", "\x1bP+q544e\x1b\\", "\x08\x08", "\x7f")
 """A title, a cleared screen, a question that the terminal answers as if typed, C1 codes, a device string, BS, DEL."""
 HOSTILE: Final = "a" + "b".join(ESCAPES) + "c"
 MAX_GROWTH_MB: Final = 64.0
-ENDS_S: Final = 30.0
+ENDS_S: Final = 15.0
 _USAGE: Final = {
     "prompt_tokens": 1,
     "completion_tokens": 1,
@@ -57,13 +57,14 @@ def escapes(subject: Subject) -> Iterator[Row]:
                 printed = running.text.decode(errors="replace")
             if not server.num_sessions:
                 raise NotMeasured(f"the agent opened no session: {printed[-300:]!r}")
+            # Without BEL, BS and DEL a terminal still obeys the rest, so each is looked for by itself.
             found = [repr(escape) for escape in ESCAPES if escape in printed]
             if found:
                 shown[what] = found
     yield Row(
         "15",
         f"terminal escapes from a server, in {len(ways)} places: shown on the user's terminal",
-        "; ".join(f"{what}: {', '.join(found)}" for what, found in shown.items()) or "none",
+        f"in {listed(list(shown), 'places')}" if shown else "none",
         "none",
         not shown,
         {"shown": shown},
@@ -116,9 +117,9 @@ def huge_answers(subject: Subject) -> Iterator[Row]:
     )
     yield Row(
         "15",
-        f"the same: ended with an error within {ENDS_S:.0f} s",
-        f"not: {', '.join(unclear)}" if unclear else "all",
-        "all",
+        f"the same: not ended with an error within {ENDS_S:.0f} s",
+        listed(unclear, "not"),
+        "none",
         not unclear,
     )
 
