@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from bench.attacks.exchange import HOST, read_answer, request_bytes
+from bench.attacks.exchange import HOST, OTHER_ADDRESS, read_answer, request_bytes
 
 _MP = multiprocessing.get_context("spawn")
 
@@ -130,7 +130,7 @@ def huge_header(report: Any, port: int, size: int) -> None:
 
 
 def trickle(report: Any, port: int, heads: Sequence[bytes], line: bytes, every_s: float) -> None:
-    """Opens a connection for each of `heads`, sends it, and then `line` on each every `every_s`.
+    """Opens a connection for each of `heads` from another address, sends it, then `line` on each every `every_s`.
 
     Reports (seconds since the first, connections still open) once a second.
     """
@@ -138,7 +138,7 @@ def trickle(report: Any, port: int, heads: Sequence[bytes], line: bytes, every_s
     began_s = time.perf_counter()
     for head in heads:
         try:
-            connection = socket.create_connection((HOST, port), 2.0)
+            connection = socket.create_connection((HOST, port), 2.0, source_address=(OTHER_ADDRESS, 0))
             connection.sendall(head)
             connection.setblocking(False)
             connections.append(connection)

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -51,7 +51,7 @@ class Stream:
                 self.session = event["session"]
             elif event.get("type") == "end":
                 self.is_over = True
-            elif event["tokens"]:
+            elif event.get("tokens"):
                 self.commits.append((now_s, len(event["tokens"])))
                 self.tokens += event["tokens"]
 
@@ -134,7 +134,8 @@ class Crowd:
                 self._selector.unregister(stream.connection)
                 stream.connection.close()
         if stream.is_over and self._keeps and not stream.refusal and not self._is_closed:
-            self.open(self._bodies[stream])
+            with suppress(OSError):  # refused: the crowd is smaller then
+                self.open(self._bodies[stream])
 
 
 @contextmanager
