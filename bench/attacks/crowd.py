@@ -91,6 +91,11 @@ class Crowd:
             time.sleep(0.002)
         return True
 
+    def num_running(self) -> int:
+        """Sessions that have a token and have not ended."""
+        with self._lock:
+            return sum(bool(stream.commits) and not stream.is_over for stream in self.streams)
+
     def tokens_per_s(self, duration_s: float) -> float:
         """Tokens of all sessions together in the next `duration_s`, per second."""
         began_s = time.perf_counter()
