@@ -17,7 +17,7 @@ from bench.attacks.subject import NotMeasured, Server, Subject
 
 CAP_S = 20.0
 STEP_MS = 20.0
-LONG: dict[str, Any] = {"max_tokens": 450, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
 PATIENT_S = 60.0
 
 
