@@ -81,7 +81,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Subject:
-    """The version under attack. python: its interpreter. tree: its checkout, where `bench.emulated` lies."""
+    """The version under attack. python: its interpreter."""
 
     python: str
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ) | {"NO_COLOR": "1"})
@@ -96,15 +96,6 @@ class Subject:
         """The reference target and draft, not widened, exported by the version itself."""
         target, draft = self._output("-c", _EXPORT).splitlines()[-2:]
         return Path(target), Path(draft)
-
-    @cached_property
-    def serve_help(self) -> str:
-        """What `outrider-cloud serve --help` says."""
-        return self._output("-m", "outrider.cloud.server", "serve", "--help")
-
-    def options(self, *wanted: str) -> list[str]:
-        """`wanted` where the first of them is an option of this version's server; nothing otherwise."""
-        return list(wanted) if wanted[0] in self.serve_help else []
 
     @contextmanager
     def serve(self, *options: str, keys: Sequence[str] = (), bundle: Path | None = None) -> Iterator[Server]:
