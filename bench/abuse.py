@@ -13,6 +13,7 @@ to twice as long where limits are missed.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -77,8 +78,11 @@ def main(
 ) -> None:
     """Runs every attack once."""
     console = Console()
-    python = server or (str(tree.absolute() / ".venv" / "bin" / "python") if tree else sys.executable)
-    subject = Subject(python)
+    named = shutil.which(server) if server else None
+    if server and named is None:
+        raise typer.BadParameter(f"there is no interpreter {server}")
+    python = Path(named or sys.executable) if tree is None else tree / ".venv" / "bin" / "python"
+    subject = Subject(str(python.absolute()))  # not resolved: a link in an environment stands for the environment
     rows: list[Row] = []
     for number, attack in ATTACKS:
         if only and number not in only:
