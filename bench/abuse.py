@@ -1,0 +1,115 @@
+"""Attacks a running server, and the agent, in every way of the list below, and measures who suffers.
+
+    python -m bench.abuse [--only ROW] [--json PATH]
+    python -m bench.abuse --tree DIR          # the version that lies there, by DIR/.venv
+    python -m bench.abuse --server PYTHON     # the version that this interpreter imports
+
+Black box: it knows wire formats and commands only, so it runs on versions before and after a change. Servers are real
+processes: the reference target, not widened, or the real server over a model whose steps take a given time
+(`bench.emulated`) where a limit is a number of steps. Attackers run in processes of their own. Exits 1 where a limit is
+missed or a row could not be measured, which the table says. Needs Linux and two cores. Takes about ten minutes, and up
+to twice as long where limits are missed.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from bench.attacks.bodies import wrong_elements
+from bench.attacks.browser import foreign_pages
+from bench.attacks.caches import guessed_hash, others_prompts
+from bench.attacks.connections import (
+    large_header,
+    pipelined_requests,
+    trickled_requests,
+    unread_answers,
+)
+from bench.attacks.drafts import draft_flood
+from bench.attacks.identity import another_model, stopped_server
+from bench.attacks.rows import Row
+from bench.attacks.shapes import booleans
+from bench.attacks.sharing import held_prefixes, large_verify_calls, long_sessions, unequal_owners
+from bench.attacks.subject import NotMeasured, Subject
+from bench.attacks.terminal import escapes, huge_answers
+from bench.attacks.waiting import late_drafts, long_hints
+from bench.report import write_json
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+Attack = Callable[[Subject], Iterator[Row]]
+ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
+    (1, long_hints),
+    (2, late_drafts),
+    (3, long_sessions),
+    (3, unequal_owners),
+    (4, others_prompts),
+    (4, guessed_hash),
+    (5, large_verify_calls),
+    (5, held_prefixes),
+    (6, wrong_elements),
+    (7, large_header),
+    (8, trickled_requests),
+    (9, pipelined_requests),
+    (9, unread_answers),
+    (10, draft_flood),
+    (11, foreign_pages),
+    (12, another_model),
+    (13, stopped_server),
+    (14, booleans),
+    (15, escapes),
+    (15, huge_answers),
+)
+VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
+
+
+def main(
+    only: Annotated[list[int] | None, typer.Option(help="a row's number; repeat for several")] = None,
+    tree: Annotated[Path | None, typer.Option(help="a checkout with its own .venv")] = None,
+    server: Annotated[str | None, typer.Option(help="the Python that runs servers and agents")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="also write the raw numbers here")] = None,
+) -> None:
+    """Runs every attack once."""
+    console = Console()
+    named = shutil.which(server) if server else None
+    if server and named is None:
+        raise typer.BadParameter(f"there is no interpreter {server}")
+    python = Path(named or sys.executable) if tree is None else tree / ".venv" / "bin" / "python"
+    subject = Subject(str(python.absolute()))  # not resolved: a link in an environment stands for the environment
+    rows: list[Row] = []
+    for number, attack in ATTACKS:
+        if only and number not in only:
+            continue
+        began_s = time.monotonic()
+        try:
+            found = list(attack(subject))
+        except (NotMeasured, OSError, EOFError) as error:
+            what = " ".join((attack.__doc__ or "").split(". ")[0].split())
+            found = [Row(str(number), what, f"{type(error).__name__}: {error}", "", None)]
+        for row in found:
+            console.print(f"{VERDICTS[row.is_met]} {row.number}. {escape(row.what)}: {escape(row.measured)}")
+        console.print(f"[dim]{attack.__name__}: {time.monotonic() - began_s:.0f} s[/dim]")
+        rows += found
+    console.print(as_table(rows))
+    write_json(json_path, {"tree": str(subject.tree), "rows": [asdict(row) for row in rows]})
+    if not rows or not all(row.is_met for row in rows):
+        raise typer.Exit(1)
+
+
+def as_table(rows: list[Row]) -> Table:
+    """The rows as a table."""
+    table = Table("row", "what", "measured", "limit", "met", title="abuse", show_lines=True)
+    for row in rows:
+        table.add_row(row.number, escape(row.what), escape(row.measured), escape(row.limit), VERDICTS[row.is_met])
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,181 @@
+"""Runs attackers in processes of their own, so that they take no time from what is measured. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from bench.attacks.exchange import HOST, OTHER_ADDRESS, read_answer, request_bytes
+
+_MP = multiprocessing.get_context("spawn")
+
+
+@contextmanager
+def attacking(attack: Callable[..., None], *arguments: Any) -> Iterator[Any]:
+    """Runs `attack(report, *arguments)` in a process; gives the pipe on which it reports once it has begun."""
+    ours, theirs = _MP.Pipe()
+    process = _MP.Process(target=attack, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert ours.recv() == "begun"
+        yield ours
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def repeat(report: Any, port: int, requests: Sequence[bytes], num_connections: int, timeout_s: float) -> None:
+    """Keeps a request in flight on each of `num_connections` connections, for ever; reports every answer's status."""
+    import threading
+
+    lock = threading.Lock()
+
+    def one(offset: int) -> None:
+        index = offset
+        while True:
+            status = _answer_status(port, requests[index % len(requests)], timeout_s)
+            index += num_connections
+            with lock:
+                report.send(status)
+            if not status:
+                time.sleep(0.01)
+
+    threads = [threading.Thread(target=one, args=(offset,), daemon=True) for offset in range(num_connections)]
+    report.send("begun")
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def once(report: Any, port: int, requests: Sequence[bytes], timeout_s: float) -> None:
+    """Sends every request at once, each on its own connection; reports how long all took, then ends."""
+    import threading
+
+    statuses: list[int] = []
+    threads = [
+        threading.Thread(target=lambda r: statuses.append(_answer_status(port, r, timeout_s)), args=(request,))
+        for request in requests
+    ]
+    began_s = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    report.send("begun")
+    for thread in threads:
+        thread.join()
+    report.send((time.perf_counter() - began_s, statuses))
+    time.sleep(3600)
+
+
+def pipeline(report: Any, port: int, block: bytes, num_connections: int, reads: bool) -> None:
+    """Sends `block` again and again on each connection as fast as it is taken; reads answers only if `reads`."""
+    import selectors
+
+    selector = selectors.DefaultSelector()
+    unsent: dict[socket.socket, bytes] = {}
+
+    def connect() -> None:
+        connection = socket.create_connection((HOST, port))
+        connection.setblocking(False)
+        if not reads:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        unsent[connection] = block
+        selector.register(connection, selectors.EVENT_WRITE | (selectors.EVENT_READ if reads else 0))
+
+    for _ in range(num_connections):
+        connect()
+    report.send("begun")
+    while True:
+        for key, events in selector.select(0.1):
+            connection: Any = key.fileobj
+            try:
+                if events & selectors.EVENT_READ and not connection.recv(1 << 20):
+                    raise ConnectionResetError
+                if events & selectors.EVENT_WRITE:
+                    sent = connection.send(unsent[connection])
+                    unsent[connection] = unsent[connection][sent:] or block
+            except BlockingIOError:
+                continue
+            except OSError:
+                selector.unregister(connection)
+                connection.close()
+                del unsent[connection]
+                with suppress(OSError):
+                    connect()
+        if not unsent:
+            time.sleep(0.05)
+            with suppress(OSError):
+                connect()
+
+
+def huge_header(report: Any, port: int, size: int) -> None:
+    """Sends one header of `size` bytes; reports how many of them the server took."""
+    report.send("begun")
+    sent = 0
+    with suppress(OSError), socket.create_connection((HOST, port), 60.0) as connection:
+        connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: ")
+        chunk = b"a" * 65536
+        while sent < size:
+            connection.sendall(chunk)
+            sent += len(chunk)
+    report.send(sent)
+    time.sleep(3600)
+
+
+def trickle(report: Any, port: int, heads: Sequence[bytes], line: bytes, every_s: float) -> None:
+    """Opens a connection for each of `heads` from another address, sends it, then `line` on each every `every_s`.
+
+    Reports (seconds since the first, connections still open) once a second.
+    """
+    connections: list[socket.socket] = []
+    began_s = time.perf_counter()
+    for head in heads:
+        try:
+            connection = socket.create_connection((HOST, port), 2.0, source_address=(OTHER_ADDRESS, 0))
+            connection.sendall(head)
+            connection.setblocking(False)
+            connections.append(connection)
+        except OSError:
+            continue  # refused
+    report.send("begun")
+    next_line_s = time.perf_counter() + every_s
+    while True:
+        sends = time.perf_counter() >= next_line_s
+        next_line_s += every_s if sends else 0.0
+        for connection in list(connections):
+            try:
+                if sends:
+                    connection.send(line)
+                if connection.recv(4096):
+                    continue  # an answer, such as 408; the end of the stream follows
+                raise ConnectionResetError
+            except BlockingIOError:
+                continue
+            except OSError:
+                connection.close()
+                connections.remove(connection)
+        report.send((time.perf_counter() - began_s, len(connections)))
+        time.sleep(1.0)
+
+
+def draft_bytes(port: int, session: str, key: str | None = None) -> bytes:
+    """The largest draft message: 8 paths of 64 tokens."""
+    body = json.dumps({"base": 0, "paths": [[(p * 64 + t) % 4000 + 1 for t in range(64)] for p in range(8)]})
+    return request_bytes(port, "POST", f"/v1/sessions/{session}/drafts", body.encode(), key)
+
+
+def _answer_status(port: int, request: bytes, timeout_s: float) -> int:
+    """The status of the answer; 0 without one."""
+    try:
+        with socket.create_connection((HOST, port), timeout_s) as connection:
+            connection.sendall(request)
+            return read_answer(connection)
+    except OSError:
+        return 0

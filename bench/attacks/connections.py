@@ -1,0 +1,125 @@
+"""Attacks on the HTTP layer: huge headers, trickled ones, pipelined requests, answers that nobody reads."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+from bench.attacks.attackers import attacking, huge_header, pipeline, trickle
+from bench.attacks.exchange import request_bytes
+from bench.attacks.probes import health_of, memory_of
+from bench.attacks.rows import Row
+from bench.attacks.subject import KEYS, NotMeasured, Subject
+
+MAX_HEALTH_S: Final = 0.05
+MAX_GROWTH_MB: Final = 64.0
+NUM_TRICKLES: Final = 1500
+TRICKLE_LIMIT_S: Final = 30.0
+NUM_BODIES: Final = 100
+
+
+def large_header(subject: Subject) -> Iterator[Row]:
+    """Sends a header of 64 MiB."""
+    with (
+        subject.serve(keys=KEYS) as server,
+        subject.serve(keys=KEYS) as idle,
+        memory_of(server) as memory,
+        health_of(server) as health,
+        health_of(idle) as beside,
+        attacking(huge_header, server.port, 64 << 20) as reports,
+    ):
+        sent = reports.recv()
+    is_quick = health.high < MAX_HEALTH_S and health.worst < MAX_HEALTH_S + beside.worst
+    yield Row(
+        "7",
+        "a header of 64 MiB, no key: GET /health/live, memory",
+        f"{health} (an idle server beside it: {beside}); +{memory.growth_mb:.0f} MB; {sent / 2**20:.0f} MiB are taken",
+        "p99 under 50 ms; max under 50 ms more than the idle server's; +64 MB; refused before 8 MiB",
+        is_quick and not health.num_failures and memory.growth_mb <= MAX_GROWTH_MB and sent < 8 << 20,
+        {"sent": sent, "health_s": health.values, "idle_s": beside.values, "growth_mb": memory.growth_mb},
+    )
+
+
+def trickled_requests(subject: Subject) -> Iterator[Row]:
+    """Opens 1,500 connections that send a header line every two seconds, then 100 whose bodies trickle likewise."""
+    require_open_files(NUM_TRICKLES + 500)
+    with subject.serve(keys=KEYS) as server:
+        header = b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        body = request_bytes(server.port, "POST", "/v1/completions", b" " * 1000, KEYS[0])[:-1000]
+        with (
+            attacking(trickle, server.port, [body] * NUM_BODIES, b" ", 2.0) as bodies,
+            health_of(server, reconnects=True, timeout_s=5.0) as health,
+            attacking(trickle, server.port, [header] * NUM_TRICKLES, b"X-A: a\r\n", 2.0) as headers,
+        ):
+            open_headers = _open_after(headers)
+            open_bodies = _open_after(bodies)
+    yield Row(
+        "8",
+        f"{NUM_TRICKLES} connections that trickle headers, no key",
+        f"{_closed(open_headers)}; /health/live on new connections: {health}",
+        "all closed or refused within 30 s (and 3 s); health always answers, p99 under 250 ms",
+        not open_headers[-1][1] and not health.num_failures and health.high < 0.25,
+        {"open_after": open_headers, "health_s": health.values, "failures": health.num_failures},
+    )
+    yield Row(
+        "8",
+        f"{NUM_BODIES} connections with a key that trickle bodies",
+        _closed(open_bodies),
+        "all closed or refused within 30 s (and 3 s)",
+        not open_bodies[-1][1],
+        {"open_after": open_bodies},
+    )
+
+
+def require_open_files(count: int) -> None:
+    """Lets this process and its children open as many files. Raises NotMeasured where the system does not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < count:
+        raise NotMeasured(f"this system allows {hard} open files; the row needs {count}")
+    if 0 <= soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+
+
+def _open_after(reports: Any) -> list[tuple[float, int]]:
+    """(seconds, connections still open), until none is or the limit has passed."""
+    found: list[tuple[float, int]] = []
+    while not found or (found[-1][0] < TRICKLE_LIMIT_S + 3.0 and found[-1][1]):
+        found.append(reports.recv())
+    return found
+
+
+def _closed(open_after: list[tuple[float, int]]) -> str:
+    at_s, count = open_after[-1]
+    return f"{count} open after {at_s:.0f} s" if count else f"all closed after {at_s:.0f} s"
+
+
+def pipelined_requests(subject: Subject) -> Iterator[Row]:
+    """Pipelines POSTs on one connection for ten seconds, without a key and without reading the answers."""
+    yield from _pipelined(subject, "pipelined POSTs on one connection, no key", "POST", "/v1/sessions", b"{}", 1)
+
+
+def unread_answers(subject: Subject) -> Iterator[Row]:
+    """Asks on 64 connections for the largest answer that needs no key, again and again, and reads nothing."""
+    yield from _pipelined(subject, "64 connections that never read their answers", "GET", "/openapi.json", b"", 64)
+
+
+def _pipelined(subject: Subject, what: str, method: str, path: str, body: bytes, connections: int) -> Iterator[Row]:
+    with subject.serve(keys=KEYS) as server, subject.serve(keys=KEYS) as idle:
+        block = request_bytes(server.port, method, path, body) * 500
+        with (
+            memory_of(server) as memory,
+            health_of(server) as health,
+            health_of(idle) as beside,
+            attacking(pipeline, server.port, block, connections, False),
+        ):
+            time.sleep(10.0)
+    yield Row(
+        "9",
+        what,
+        f"+{memory.growth_mb:.0f} MB in 10 s; /health/live: {health} (an idle server beside it: {beside})",
+        "+64 MB; p99 under 50 ms more than the idle server's",
+        memory.growth_mb <= MAX_GROWTH_MB and health.high < MAX_HEALTH_S + beside.high and not health.num_failures,
+        {"growth_mb": memory.growth_mb, "health_s": health.values, "idle_s": beside.values},
+    )

@@ -1,0 +1,107 @@
+"""Emulates devices whose drafts arrive a fixed time after the commits that they follow, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from bench.attacks.exchange import HOST, request_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """texts: (prompt, the target's own text) of each device. patience_ms: 0 asks the server never to wait.
+
+    A drafted token is right with probability `acceptance`. A device posts one message of `depth` tokens at a time.
+    """
+
+    port: int
+    texts: list[tuple[list[int], list[int]]]
+    lag_s: float
+    patience_ms: float | None
+    acceptance: float = 0.7
+    depth: int = 8
+
+
+def run_devices(report: Any, devices: Devices, settle_s: float, window_s: float) -> None:
+    """Runs all of them; reports the tokens/s of the window that begins after `settle_s`."""
+    counts: list[tuple[float, int]] = []
+
+    async def all_devices() -> None:
+        tasks = [asyncio.create_task(_device(devices, index, counts)) for index in range(len(devices.texts))]
+        report.send("begun")
+        await asyncio.sleep(settle_s)
+        began_s = time.perf_counter()
+        await asyncio.sleep(window_s)
+        end_s = time.perf_counter()
+        report.send(sum(n for at, n in counts if began_s <= at < end_s) / (end_s - began_s))
+        for task in tasks:
+            task.cancel()
+
+    asyncio.run(all_devices())
+
+
+async def _device(devices: Devices, index: int, counts: list[tuple[float, int]]) -> None:
+    prompt, text = devices.texts[index]
+    rng = random.Random(index)
+    is_right = [rng.random() < devices.acceptance for _ in text]
+    guess = [token if right else token % 4000 + 1 for token, right in zip(text, is_right, strict=True)]
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": len(text), "ignore_eos": True}
+    body["draft_lag_ms"] = devices.lag_s * 1e3
+    if devices.patience_ms is not None:
+        body["patience_ms"] = devices.patience_ms
+    while True:
+        with suppress(OSError):
+            await _session(devices, body, text, guess, counts)
+
+
+async def _session(
+    devices: Devices, body: dict[str, Any], text: list[int], guess: list[int], counts: list[tuple[float, int]]
+) -> None:
+    """One session to its end."""
+    reader, writer = await asyncio.open_connection(HOST, devices.port)
+    up = await asyncio.open_connection(HOST, devices.port)
+    writer.write(request_bytes(devices.port, "POST", "/v1/sessions", json.dumps(body).encode()))
+    session, base, drafter = "", 0, None
+    try:
+        while line := await reader.readline():
+            if not line.startswith(b"data: "):
+                continue
+            event = json.loads(line[6:])
+            if event.get("type") == "open":
+                session = event["session"]
+            elif event.get("type") == "end":
+                return
+            else:
+                base = event["base"] + len(event["tokens"])
+                counts.append((time.perf_counter(), len(event["tokens"])))
+                if drafter is None or drafter.done():
+                    # The next tokens as the device guesses them: the target's own up to the first wrong one.
+                    path = text[base : base + devices.depth]
+                    for at in range(len(path)):
+                        if guess[base + at] != path[at]:
+                            path = path[:at] + guess[base + at : base + devices.depth]
+                            break
+                    if path:
+                        drafter = asyncio.create_task(_post_late(devices, session, base, path, up))
+    finally:
+        if drafter is not None:
+            drafter.cancel()
+        writer.close()
+        up[1].close()
+
+
+async def _post_late(devices: Devices, session: str, base: int, path: list[int], up: Any) -> None:
+    await asyncio.sleep(devices.lag_s)
+    body = json.dumps({"base": base, "paths": [path]}).encode()
+    up[1].write(request_bytes(devices.port, "POST", f"/v1/sessions/{session}/drafts", body))
+    with suppress(OSError, asyncio.IncompleteReadError):
+        head = await up[0].readuntil(b"\r\n\r\n")
+        for line in head.lower().split(b"\r\n"):
+            if line.startswith(b"content-length:"):
+                await up[0].readexactly(int(line.split(b":")[1]))

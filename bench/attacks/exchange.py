@@ -1,0 +1,94 @@
+"""Speaks HTTP over plain sockets: requests to the byte, from a chosen address, with any header."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+HOST: Final = "127.0.0.1"
+OTHER_ADDRESS: Final = "127.0.0.2"
+"""Another client's address on this machine: another owner where there are no keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """status is 0 where the server closed the connection without an answer."""
+
+    status: int
+    body: bytes
+    took_s: float
+
+    @property
+    def json(self) -> Any:
+        """The body; an empty object where it is not JSON."""
+        try:
+            return json.loads(self.body)
+        except ValueError:
+            return {}
+
+
+def ask(
+    port: int,
+    method: str,
+    path: str,
+    body: object = None,
+    *,
+    key: str | None = None,
+    address: str = HOST,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = 60.0,
+) -> Answer:
+    """One request on a connection of its own. body: bytes as they are, anything else as JSON.
+
+    address: the client's own. Raises TimeoutError.
+    """
+    content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+    sent = {"Content-Type": "application/json"} if content is not None else {}
+    sent |= {"Authorization": f"Bearer {key}"} if key else {}
+    sent |= headers or {}
+    began_s = time.perf_counter()
+    connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s, source_address=(address, 0))
+    try:
+        connection.request(method, path, content, sent)
+        response = connection.getresponse()
+        return Answer(response.status, response.read(), time.perf_counter() - began_s)
+    except (http.client.HTTPException, ConnectionError):
+        return Answer(0, b"", time.perf_counter() - began_s)
+    finally:
+        connection.close()
+
+
+def request_bytes(port: int, method: str, path: str, body: bytes = b"", key: str | None = None) -> bytes:
+    """The same request as bytes."""
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {HOST}:{port}"]
+    if body:
+        lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+    if key:
+        lines.append(f"Authorization: Bearer {key}")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def read_answer(connection: socket.socket) -> int:
+    """Reads one answer that has a Content-Length, or none and no body; returns its status. Raises OSError."""
+    head = b""
+    while b"\r\n\r\n" not in head:
+        head += _received(connection)
+    head, _, body = head.partition(b"\r\n\r\n")
+    status, *lines = head.lower().split(b"\r\n")
+    length = next((int(line.split(b":")[1]) for line in lines if line.startswith(b"content-length:")), 0)
+    left = length - len(body)
+    while left > 0:
+        left -= len(_received(connection))
+    return int(status.split(b" ")[1])
+
+
+def _received(connection: socket.socket) -> bytes:
+    data = connection.recv(65536)
+    if not data:
+        raise ConnectionResetError("the server closed the connection in mid-answer")
+    return data

@@ -1,0 +1,159 @@
+"""Attacks by long sessions and large calls: does a newcomer get a place, and an owner its share."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from statistics import median
+from typing import Any
+
+from bench.attacks.attackers import attacking, once, repeat
+from bench.attacks.crowd import crowd_of, first_token_s, prompt_of
+from bench.attacks.exchange import HOST, OTHER_ADDRESS, Answer, ask, request_bytes
+from bench.attacks.rows import Row, middle, seconds
+from bench.attacks.subject import NotMeasured, Server, Subject
+
+CAP_S = 20.0
+STEP_MS = 20.0
+LONG: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
+PATIENT_S = 60.0
+
+
+def long_sessions(subject: Subject) -> Iterator[Row]:
+    """Keeps 32 long sessions open, which fill all places of a step; newcomers come from here and from elsewhere."""
+    with subject.emulated(STEP_MS) as server:
+        for what, address in (("the same owner's", HOST), ("another owner's", OTHER_ADDRESS)):
+            server.wait_until_idle()
+            alone = [first_token_s(server.port, {"prompt": prompt_of(200 + i)}, CAP_S) for i in range(3)]
+            with crowd_of(server.port, [{"prompt": prompt_of(i), **LONG} for i in range(32)], keeps=True) as crowd:
+                took: list[float | None] = []
+                for i in range(3):
+                    # Sessions end together and are opened again; a newcomer between would find free places.
+                    if not crowd.wait(lambda: crowd.num_running() >= 32, 30.0):
+                        raise NotMeasured("32 sessions did not all run within 30 s")
+                    took.append(first_token_s(server.port, {"prompt": prompt_of(100 + i)}, CAP_S, address=address))
+                step_s = median(crowd.gaps_s())
+            limit_s = 10.0 * step_s + middle(alone, CAP_S)
+            found = middle(took, CAP_S)
+            yield Row(
+                "3",
+                f"beside 32 long sessions: {what} newcomer's first token",
+                seconds(found if found < CAP_S else None, CAP_S),
+                f"10 steps of {step_s * 1e3:.0f} ms, and the time alone: {seconds(limit_s)}",
+                found < CAP_S and found <= limit_s,
+                {"took_s": took, "alone_s": alone, "step_s": step_s},
+            )
+
+
+def unequal_owners(subject: Subject) -> Iterator[Row]:
+    """Gives one owner 64 sessions and another two.
+
+    The two need 2 of 32 places, less than half, so they should run nearly as if alone; a step with 32 sequences takes
+    somewhat longer than one with two, hence half the speed is enough.
+    """
+    few = [{"prompt": prompt_of(100 + i), **LONG} for i in range(2)]
+    with subject.emulated(STEP_MS) as server:
+        with crowd_of(server.port, few, keeps=True, address=OTHER_ADDRESS) as crowd:
+            crowd.wait(lambda: all(s.commits for s in crowd.streams), CAP_S)
+            alone = crowd.tokens_per_s(3.0)
+        server.wait_until_idle()
+        many = [{"prompt": prompt_of(i), **LONG} for i in range(64)]
+        with crowd_of(server.port, many, keeps=True) as crowd:
+            crowd.wait(lambda: sum(bool(s.commits) for s in crowd.streams) >= 32, CAP_S)
+            with crowd_of(server.port, few, keeps=True, address=OTHER_ADDRESS) as others:
+                beside = others.tokens_per_s(10.0)
+    yield Row(
+        "3",
+        "an owner with 2 sessions beside one with 64: its tokens/s",
+        f"{beside:.0f}; alone {alone:.0f} ({beside / alone:.2f}x)",
+        "at least 0.5x of alone",
+        beside >= 0.5 * alone,
+        {"alone": alone, "beside": beside},
+    )
+
+
+def large_verify_calls(subject: Subject) -> Iterator[Row]:
+    """Sends 4 calls of 256 items at once, then six callers loop; another owner verifies and completes meanwhile."""
+    with subject.emulated(STEP_MS) as server:
+        alone = [_small(server, i).took_s for i in range(10)]
+        begun_s, steps = time.perf_counter(), _steps(server)
+        calls = [_call(server, seed) for seed in range(4)]
+        during: list[float] = []
+        with attacking(once, server.port, calls, 120.0) as reports:
+            while not reports.poll() and (not during or sum(during) < CAP_S):
+                during.append(_small(server, len(during)).took_s)
+            whole_s, statuses = reports.recv()
+        step_s = (time.perf_counter() - begun_s) / max(1, _steps(server) - steps)
+        limit_s = 3.0 * median(alone) + max(step_s, STEP_MS / 1e3)
+        yield Row(
+            "5",
+            "4 x 256 items on /v1/verify: another owner's single verify or completion",
+            f"median {seconds(median(during))}, longest {seconds(max(during))}; the calls took {seconds(whole_s)}",
+            f"3x alone ({seconds(median(alone))}) and a step: {seconds(limit_s)}",
+            median(during) <= limit_s and set(statuses) == {200},
+            {"alone_s": alone, "during_s": during, "statuses": statuses},
+        )
+        server.wait_until_idle(60.0)
+        began_s, served = time.perf_counter(), list[float]()
+        calls = [_call(server, seed) for seed in range(10, 34)]
+        with attacking(repeat, server.port, calls, 6, 120.0):
+            time.sleep(0.5)
+            while time.perf_counter() - began_s < 10.0:
+                answer = _small(server, len(served), timeout_s=CAP_S)
+                served.append(answer.took_s if answer.status == 200 else CAP_S)
+        yield Row(
+            "5",
+            "six callers of 256 items in a loop: another owner's single verify or completion",
+            f"median {seconds(median(served))}, longest {seconds(max(served))}, of {len(served)} in 10 s",
+            f"as above: {seconds(limit_s)}",
+            median(served) <= limit_s,
+            {"took_s": served},
+        )
+
+
+def held_prefixes(subject: Subject) -> Iterator[Row]:
+    """Continues a call of 256 items by its 256 prefix hashes."""
+    with subject.emulated(5.0) as server:
+        items = [{"prefix": prompt_of(i)} for i in range(256)]
+        first = ask(server.port, "POST", "/v1/verify", {"items": items}).json.get("results", [])
+        hashes = [result.get("prefix_hash") for result in first]
+        if len(hashes) != 256 or not all(hashes):
+            raise NotMeasured(f"{sum(map(bool, hashes))} of 256 items got a prefix hash")
+        items = [{"prefix_hash": name} for name in hashes]
+        second = ask(server.port, "POST", "/v1/verify", {"items": items}).json.get("results", [])
+    held = sum("error" not in result for result in second)
+    yield Row(
+        "5",
+        "a call of 256 items, continued by its 256 prefix hashes: held",
+        f"{held} of 256",
+        "256",
+        held == 256,
+        {"held": held},
+    )
+
+
+def _call(server: Server, seed: int) -> bytes:
+    """A call of 256 items of 48 tokens, none of which any cache holds."""
+    rng = random.Random(seed)
+    items = [{"prefix": [rng.randrange(1, 4000) for _ in range(48)]} for _ in range(256)]
+    return request_bytes(server.port, "POST", "/v1/verify", json.dumps({"items": items}).encode())
+
+
+def _small(server: Server, index: int, timeout_s: float = PATIENT_S) -> Answer:
+    """The other owner's request: a verify and a completion in turn, of one token each."""
+    prompt = prompt_of(10_000 + index + int(time.perf_counter() * 1e3))
+    path, body = "/v1/completions", {"prompt": prompt, "max_tokens": 1}
+    if index % 2:
+        path, body = "/v1/verify", {"items": [{"prefix": prompt}]}
+    try:
+        return ask(server.port, "POST", path, body, address=OTHER_ADDRESS, timeout_s=timeout_s)
+    except TimeoutError:
+        return Answer(0, b"", timeout_s)
+
+
+def _steps(server: Server) -> int:
+    """Steps of the engine so far; 0 where /metrics does not count them."""
+    lines = ask(server.port, "GET", "/metrics").body.decode().splitlines()
+    return next((int(float(line.split()[1])) for line in lines if line.startswith("outrider_engine_steps_total ")), 0)

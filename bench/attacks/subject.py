@@ -1,0 +1,181 @@
+"""Starts the servers and agents under attack, by the interpreter of the version that is measured."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+import psutil
+from bench.attacks.exchange import ask
+
+READY_PREFIX: Final = "OUTRIDER_READY "
+KEYS: Final = ("key-of-the-first-owner-0001", "key-of-the-second-owner-0002")
+_EXPORT: Final = (
+    "from outrider.export.make.reference_pair import export_reference_pair\n"
+    "pair = export_reference_pair()\nprint(pair.target)\nprint(pair.draft)"
+)
+_TREE: Final = "from pathlib import Path\nimport outrider.cloud\nprint(Path(outrider.cloud.__file__).parents[3])"
+
+
+class NotMeasured(Exception):
+    """Says why a row could not be measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running server. process: the leader of its own process group."""
+
+    url: str
+    process: subprocess.Popen[str]
+
+    @property
+    def port(self) -> int:
+        """Where it listens on 127.0.0.1."""
+        return int(self.url.rsplit(":", 1)[1])
+
+    def memory_mb(self) -> float:
+        """Resident memory of the server and its children."""
+        try:
+            leader = psutil.Process(self.process.pid)
+            return float(sum(p.memory_info().rss for p in (leader, *leader.children(recursive=True))) / 1e6)
+        except psutil.NoSuchProcess:
+            return 0.0
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the server and its children."""
+        os.killpg(self.process.pid, number)
+
+    def wait_until_awake(self, timeout_s: float = 30.0) -> None:
+        """Returns once /health/live answers at once, five times in a row. Raises NotMeasured after `timeout_s`."""
+        deadline_s, num_quick = time.monotonic() + timeout_s, 0
+        while num_quick < 5:
+            if time.monotonic() > deadline_s:
+                raise NotMeasured(f"the server's health took long {timeout_s:g} s after the attack had ended")
+            try:
+                answer = ask(self.port, "GET", "/health/live", timeout_s=timeout_s)
+            except TimeoutError:
+                continue
+            num_quick = num_quick + 1 if answer.took_s < 0.03 else 0
+            time.sleep(0.02)
+
+    def wait_until_idle(self, timeout_s: float = 30.0) -> None:
+        """Returns once nothing runs and nothing is queued. Raises NotMeasured after `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            answer = ask(self.port, "GET", "/health/ready", timeout_s=10.0)
+            if answer.status == 200 and not answer.json["running"] and not answer.json["queue_depth"]:
+                return
+            time.sleep(0.02)
+        raise NotMeasured(f"the server was still busy {timeout_s:g} s after the last request had ended")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The version under attack. python: its interpreter."""
+
+    python: str
+    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ) | {"NO_COLOR": "1"})
+
+    @cached_property
+    def tree(self) -> Path:
+        """The checkout that the interpreter imports."""
+        return Path(self._output("-c", _TREE).splitlines()[-1])
+
+    @cached_property
+    def bundles(self) -> tuple[Path, Path]:
+        """The reference target and draft, not widened, exported by the version itself."""
+        target, draft = self._output("-c", _EXPORT).splitlines()[-2:]
+        return Path(target), Path(draft)
+
+    @contextmanager
+    def serve(self, *options: str, keys: Sequence[str] = (), bundle: Path | None = None) -> Iterator[Server]:
+        """Runs `outrider-cloud serve` on the reference target."""
+        with tempfile.TemporaryDirectory() as place:
+            arguments = ["-m", "outrider.cloud.server", "serve", str(bundle or self.bundles[0]), "--port", "0"]
+            arguments += ["--threads", "1", "--drain-s", "0", *options]
+            if keys:
+                path = Path(place) / "keys"
+                path.write_text("\n".join(keys) + "\n", encoding="utf-8")
+                path.chmod(0o600)
+                arguments += ["--api-key-file", str(path)]
+            with self._running(arguments) as server:
+                yield server
+
+    @contextmanager
+    def emulated(self, step_ms: float) -> Iterator[Server]:
+        """Runs this version's `bench.emulated`: the real server over a model whose every step takes `step_ms`."""
+        if not (self.tree / "bench" / "emulated.py").is_file():
+            raise NotMeasured(f"{self.tree} has no bench/emulated.py, which a step of a given time needs")
+        arguments = ["-m", "bench.emulated", "--step-ms", str(step_ms), "--extra-ms", "0"]
+        with self._running(arguments) as server:
+            yield server
+
+    def agent(self, *arguments: str) -> list[str]:
+        """The command line of `outrider run` on the reference draft."""
+        return [self.python, "-m", "outrider.edge.cli", "run", "--draft", str(self.bundles[1]), *arguments]
+
+    @contextmanager
+    def _running(self, arguments: Sequence[str]) -> Iterator[Server]:
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+            process = subprocess.Popen(
+                [self.python, *arguments],
+                cwd=self.tree,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+            try:
+                url = _ready_url(process)
+                if url is None:
+                    errors.seek(0)
+                    raise NotMeasured(f"the server did not start: {errors.read()[-500:].strip()}")
+                yield Server(url, process)
+            finally:
+                end(process)
+
+    def _output(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [self.python, *arguments], capture_output=True, text=True, env=self.environment | {"COLUMNS": "200"}
+        )
+        if done.returncode:
+            raise NotMeasured(f"`{self.python} {' '.join(arguments)[:60]}` failed: {done.stderr.strip()[-500:]}")
+        return done.stdout
+
+
+def end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+    """Ends a process group that was started with start_new_session, also a stopped one."""
+    for number in (signal.SIGKILL, signal.SIGCONT):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _ready_url(process: subprocess.Popen[str], timeout_s: float = 120.0) -> str | None:
+    """The URL that the server announces; None where it ends without, or does not announce one in time."""
+    assert process.stdout is not None
+    watchdog = threading.Timer(timeout_s, process.kill)
+    watchdog.start()
+    try:
+        for line in process.stdout:
+            if line.startswith(READY_PREFIX):
+                return line.removeprefix(READY_PREFIX).strip()
+    finally:
+        watchdog.cancel()
+    return None

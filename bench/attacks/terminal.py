@@ -1,0 +1,157 @@
+"""Attacks on the agent by a hostile server: escapes for its terminal, events and ids of any size."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from bench.attacks.agents import agent
+from bench.attacks.hostile_server import HostileServer, Ways, as_answer, as_stream, hostile_server
+from bench.attacks.rows import Row, listed
+from bench.attacks.subject import NotMeasured, Subject
+
+ESCAPES: Final = ("\x1b]0;pwned", "\x1b[2J", "\x1b[6n", "\x9b31m", "\x1bP+q544e\x1b\\", "\x08\x08", "\x7f")
+"""A title, a cleared screen, a question that the terminal answers as if typed, C1 codes, a device string, BS, DEL."""
+HOSTILE: Final = "a" + "b".join(ESCAPES) + "c"
+MAX_GROWTH_MB: Final = 64.0
+ENDS_S: Final = 15.0
+_USAGE: Final = {
+    "prompt_tokens": 1,
+    "completion_tokens": 1,
+    "target_passes": 1,
+    "accepted_prediction_tokens": 0,
+    "rejected_prediction_tokens": 0,
+}
+_TEXT: Final = ("--mode", "cloud-only", "--max-tokens", "200", "--", "def walk(path):")
+
+
+def escapes(subject: Subject) -> Iterator[Row]:
+    """Sends terminal escapes wherever a server's words reach the user, whose terminal is a pseudo-terminal."""
+    tokens = _tokens(subject.bundles[1], HOSTILE)
+    opened = _opened()
+    error = {"code": "shutting_down", "message": HOSTILE, "type": "server_error", "param": HOSTILE}
+    refused = {"error": {**error, "code": "invalid_parameter"}}
+    ways = {
+        "text": Ways(
+            as_stream(opened, {"base": 0, "tokens": tokens}, {"type": "end", "reason": "stop", "usage": _USAGE})
+        ),
+        "a refusal": Ways(as_answer(refused, "400 Bad Request")),
+        "a refusal's code": Ways(as_answer({"error": {**error, "code": HOSTILE}}, "400 Bad Request")),
+        "a missing key": Ways(as_answer(refused, "401 Unauthorized")),
+        "an overloaded server": Ways(as_answer({"error": error}, "503 Service Unavailable")),
+        "the end's error": Ways(as_stream(opened, {"type": "end", "reason": "error", "usage": _USAGE, "error": error})),
+        "an unknown event": Ways(as_stream(opened, {"type": HOSTILE})),
+        "the model's name": Ways(as_stream({**opened, "model": HOSTILE}, {"type": HOSTILE})),
+        "another tokenizer": Ways(as_answer({"error": {**error, "code": "tokenizer_mismatch"}}, "409 Conflict")),
+    }
+    shown: dict[str, list[str]] = {}
+    with hostile_server() as server:
+        for what, way in ways.items():
+            server.ways, server.num_sessions = way, 0
+            # Until it has tried often enough that it would have shown its words.
+            with agent(subject, "--cloud", server.url, *_TEXT, on_terminal=True) as running:
+                running.wait(lambda: server.num_sessions > 8, 12.0)
+                printed = running.text.decode(errors="replace")
+            if not server.num_sessions:
+                raise NotMeasured(f"the agent opened no session: {printed[-300:]!r}")
+            # Without BEL, BS and DEL a terminal still obeys the rest, so each is looked for by itself.
+            found = [repr(escape) for escape in ESCAPES if escape in printed]
+            if found:
+                shown[what] = found
+    yield Row(
+        "15",
+        f"terminal escapes from a server, in {len(ways)} places: shown on the user's terminal",
+        f"in {listed(list(shown), 'places')}" if shown else "none",
+        "none",
+        not shown,
+        {"shown": shown},
+    )
+
+
+def huge_answers(subject: Subject) -> Iterator[Row]:
+    """Sends events, ids, commits and errors without end; the agent must end, without growing."""
+    opened, one = _opened(), b'data: {"base":0,"tokens":[5]}\n\n'
+    far = json.dumps({"base": 0, "tokens": [5] * 200_000}).encode()
+    forever = b"data: " + b'{"base":0,"tokens":[' + b"5," * 32768
+    ways = {
+        "an event without end": Ways(as_stream(opened) + b'data: {"base":0,"tokens":[', b"5," * 32768),
+        "a comment without end": Ways(as_stream(opened) + b":", b"x" * 65536),
+        "lines of one event without end": Ways(as_stream(opened), (b"data: " + b"5," * 500 + b"\n") * 64),
+        "commits of 200,000 tokens": Ways(as_stream(opened) + b"data: " + far + b"\n\n", b"data: " + far + b"\n\n"),
+        "commits without end": Ways(as_stream(opened), one * 2000),
+        "a huge id": Ways(as_stream(opened, {"base": 0, "tokens": [10**30]})),
+        "an id beyond the vocabulary": Ways(as_stream(opened, {"base": 0, "tokens": [2**31 - 1]})),
+        "a negative id": Ways(as_stream(opened, {"base": 0, "tokens": [-1]})),
+        "a session's name of 64 KiB": Ways(as_stream({**opened, "session": "s" * 65536}), forever),
+        "a refusal without end": Ways(b"HTTP/1.1 400 Bad Request\r\n\r\n" + b'{"error":{"code":"', b"x" * 65536),
+        "headers without end": Ways(b"HTTP/1.1 200 OK\r\nX: ", b"x" * 65536),
+    }
+    grown: dict[str, float] = {}
+    unclear: list[str] = []
+    raw: dict[str, Any] = {}
+    with hostile_server() as server:
+        plain_mb = _plain_memory(subject, server)
+        for what, way in ways.items():
+            server.ways, server.num_sessions = way, 0
+            began_s = time.monotonic()
+            with agent(subject, "--cloud", server.url, *_TEXT) as running:
+                is_over = running.finish(ENDS_S) is not None
+                status, growth = running.process.returncode, running.peak_mb - plain_mb
+                errors = running.errors.decode(errors="replace")
+            raw[what] = {"status": status, "growth_mb": growth, "took_s": time.monotonic() - began_s}
+            raw[what]["errors"] = errors[-300:]
+            grown[what] = growth
+            if not is_over or status == 0 or "Traceback" in errors:
+                unclear.append(f"{what} ({'runs on' if not is_over else f'exit {status}'})")
+    worst = max(grown, key=lambda what: grown[what])
+    yield Row(
+        "15",
+        f"answers without end or sense, {len(ways)} kinds: the agent's memory",
+        f"+{grown[worst]:.0f} MB, most with: {worst}",
+        f"+{MAX_GROWTH_MB:.0f} MB",
+        grown[worst] <= MAX_GROWTH_MB,
+        {"plain_mb": plain_mb, "kinds": raw},
+    )
+    yield Row(
+        "15",
+        f"the same: not ended with an error within {ENDS_S:.0f} s",
+        listed(unclear, "not"),
+        "none",
+        not unclear,
+    )
+
+
+def _plain_memory(subject: Subject, server: HostileServer) -> float:
+    """The agent's memory when the server sends a short, honest text."""
+    end = {"type": "end", "reason": "stop", "usage": _USAGE}
+    server.ways = Ways(as_stream(_opened(), {"base": 0, "tokens": [5, 6, 7]}, end))
+    with agent(subject, "--cloud", server.url, *_TEXT) as running:
+        if running.finish(60.0) != 0:
+            raise NotMeasured(f"the agent failed on an honest text: {running.errors[-300:]!r}")
+        return running.peak_mb
+
+
+def _opened() -> dict[str, Any]:
+    return {
+        "type": "open",
+        "session": "s",
+        "model": "m",
+        "protocol": 1,
+        "stop_ids": [0],
+        "max_positions": 1024,
+        "target": "t" * 32,
+    }
+
+
+def _tokens(bundle: Path, text: str) -> list[int]:
+    """The text's ids: from the draft's own tokenizer."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+    if tokenizer.decode(ids, skip_special_tokens=False) != text:
+        raise NotMeasured("the tokenizer cannot write terminal escapes, so no server can send them as tokens")
+    return ids
