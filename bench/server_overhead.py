@@ -2,9 +2,9 @@
 
     python bench/server_overhead.py [--sessions 1 16 64 256] [--step-ms 30] [--json PATH]
 
-The server runs as its own process. Its runtime sleeps a step's time and picks by a formula, so neither the model nor the
-picks take CPU time. Each session has a stream, and a connection on which it answers every commit with one post of
-right drafts, so steps commit several tokens per session. The client is another process with bare sockets; its CPU
+The server runs as its own process. Its runtime sleeps a step's time and looks its picks up, so neither the model nor
+the picks take CPU time. Each session has a stream, and a connection on which it answers every commit with one post of
+right drafts, so a step commits several tokens per session. The client is another process with bare sockets; its CPU
 time does not count.
 
 Counted are the CPU seconds of the server's threads, less those inside the runtime, over the passes (one session's
@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, cast
@@ -66,7 +67,7 @@ MAX_ENGINE_MS: Final = {64: 6.0, 256: 20.0}
 SUCCESSOR: Final = [(token * 1597 + 51749) % VOCAB_SIZE for token in range(VOCAB_SIZE)]
 
 
-# -- the server's process ------------------------------------------------------------------------------------------------
+# -- the server's process ----------------------------------------------------------------------------------------------
 
 
 class EmulatedRuntime:
@@ -143,7 +144,7 @@ def _ident_of(name: str) -> int:
     return ident
 
 
-# -- the client ----------------------------------------------------------------------------------------------------------
+# -- the client --------------------------------------------------------------------------------------------------------
 
 
 def _draft_bodies() -> list[bytes]:
@@ -195,7 +196,7 @@ class Stream(asyncio.Protocol):
         self._prompt = prompt
         self._rest = b""
         self._session = b""
-        self.num_commits = self.num_tokens = 0
+        self.num_commits = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Opens the session."""
@@ -216,13 +217,12 @@ class Stream(asyncio.Protocol):
             found = re.search(rb'"session":"([\w-]+)"', data)
             assert found, data
             self._session = found[1]
-        newest = None
-        for newest in self._EVENT.finditer(data):
-            self.num_commits += 1
-        if newest is not None:
-            tokens = newest[2].split(b",")
-            self.num_tokens = int(newest[1]) + len(tokens)
-            self._posts.post(self._session, self.num_tokens, int(tokens[-1]))
+        commits = self._EVENT.findall(data)
+        if commits:
+            self.num_commits += len(commits)
+            base, tokens = commits[-1]
+            known = tokens.split(b",")
+            self._posts.post(self._session, int(base) + len(known), int(known[-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +272,7 @@ async def _measure(url: str, num_sessions: int, num_steps: int, num_windows: int
     for index in range(num_sessions):
         _, posts = await loop.create_connection(Posts, host, int(port))
         prompt = [(index * 1009 + i * 31) % VOCAB_SIZE for i in range(48)]
-        _, stream = await loop.create_connection(lambda posts=posts, prompt=prompt: Stream(posts, prompt), host, int(port))
+        _, stream = await loop.create_connection(partial(Stream, posts, prompt), host, int(port))
         streams.append(stream)
 
     async def steps_until(count: int) -> None:
@@ -313,7 +313,7 @@ class Row:
         """CPU times are per session and step, the engine's wall time and the step's time per step."""
 
         def middle(name: str, over: str, scale: float = 1.0) -> float:
-            return median(getattr(window, name) / getattr(window, over) * scale for window in windows)
+            return float(median(getattr(window, name) / getattr(window, over) * scale for window in windows))
 
         return cls(
             sessions,
@@ -332,10 +332,14 @@ class Row:
         """The bounds that are missed, in words."""
         found = []
         if self.sessions >= 16 and self.cpu_ms > MAX_CPU_MS:
-            found.append(f"{self.sessions} sessions: {self.cpu_ms:.3f} ms of CPU per session and step, over {MAX_CPU_MS}")
+            found.append(
+                f"{self.sessions} sessions: {self.cpu_ms:.3f} ms of CPU per session and step, over {MAX_CPU_MS}"
+            )
         bound = MAX_ENGINE_MS.get(self.sessions)
         if bound is not None and self.engine_wall_ms > bound:
-            found.append(f"{self.sessions} sessions: the engine takes {self.engine_wall_ms:.1f} ms per step, over {bound}")
+            found.append(
+                f"{self.sessions} sessions: the engine takes {self.engine_wall_ms:.1f} ms per step, over {bound}"
+            )
         return found
 
 

@@ -62,6 +62,14 @@ def internal_error() -> RequestError:
     return RequestError("internal_error", "the server failed on this request; its log has the details", status=500)
 
 
+def as_answer(error: Exception) -> RequestError:
+    """What the client gets for an exception: a RequestError as it is, any other logged and without its details."""
+    if isinstance(error, RequestError):
+        return error
+    log_fault(error)
+    return internal_error()
+
+
 def from_validation(found: Invalid, *, prefix: str = "") -> RequestError:
     """The first fault of a message, with the field's name; the input itself is never quoted."""
     errors: Sequence[Any] = found.errors()
@@ -119,11 +127,7 @@ class ErrorBoundary:
         except ClientDisconnect:
             pass  # the client left while its body was read
         except Exception as error:
-            if isinstance(error, RequestError):
-                answer = error
-            else:
-                log_fault(error)
-                answer = internal_error()
+            answer = as_answer(error)
             # After a response has begun, returning is enough: the server closes the connection and the client sees a
             # cut.
             if not started:
