@@ -41,6 +41,7 @@ from rich.table import Table
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread
+from outrider.cloud.server.collector import relieve_collector
 from outrider.cloud.server.serve import READY_PREFIX
 from outrider.cloud.server.serving import VerifierServer, open_socket, url_of
 from outrider.edge.lab.child_process import child_process
@@ -114,6 +115,7 @@ def serve(step_s: float, num_sessions: int) -> None:
     model = ServedModel("emulated", Tokenizer.from_dir(target_dir()), frozenset())
     settings = ServerSettings(keys=KeyRing([KEY]), max_sessions=num_sessions)
     app = create_app(thread, model, settings)
+    relieve_collector()  # as `serve` does
     thread.start()
     _report_cpu(app, runtime)
     with open_socket("127.0.0.1", 0) as sock:
