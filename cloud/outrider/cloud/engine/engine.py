@@ -30,7 +30,6 @@ from outrider.models.acceptance import accept, accept_picks
 from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.faults import log_fault
 from outrider.models.runtimes.base import BatchRuntime, ModelLimits, PickingRuntime, SequenceSlice
-from outrider.models.sampling import SamplingParams
 
 # Logits [rows, V], or for each row the token that the runtime picked.
 Rows = NDArray[np.float32] | list[int | None]
@@ -47,7 +46,6 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._runtime = runtime
-        self._picking = runtime if isinstance(runtime, PickingRuntime) else None
         self._config = config or EngineConfig()
         self._clock = clock
         self._drafting = Drafting(self._config.max_draft, self._config.policy)
@@ -189,16 +187,11 @@ class Engine:
     def _forward(self, shares: Sequence[Share]) -> Rows:
         """Rows of logits, or the picks where the runtime makes them."""
         slices = [share.as_slice() for share in shares]
-        if self._picking is None:
+        if not isinstance(self._runtime, PickingRuntime):
             return self._runtime.forward(slices)
-        params: list[SamplingParams] = []
-        positions: list[int] = []
-        for share in shares:
-            if share.is_complete:
-                num_rows, length = 1 + len(share.drafted), len(share.sequence.tokens)
-                params += [share.sequence.request.params] * num_rows
-                positions += range(length, length + num_rows)
-        return self._picking.forward_picks(slices, params, positions)
+        params = [share.sequence.request.params for share in shares for _ in range(share.num_rows)]
+        positions = [len(share.sequence.tokens) + i for share in shares for i in range(share.num_rows)]
+        return self._runtime.forward_picks(slices, params, positions)
 
     def _read_inbox(self) -> None:
         while self._inbox:
