@@ -55,7 +55,8 @@ VOCAB_SIZE: Final = 4096
 MAX_POSITIONS: Final = 1 << 16
 BLOCK_SIZE: Final = 16
 DRAFT_TOKENS: Final = 8
-KEY: Final = "a-key-for-the-benchmark"
+KEYS: Final = tuple(f"key-{index}-of-the-benchmark" for index in range(16))
+SESSIONS_PER_KEY: Final = 64
 WARM_UP_STEPS: Final = 15
 
 MAX_CPU_MS: Final = 0.15
@@ -113,7 +114,7 @@ def serve(step_s: float, num_sessions: int) -> None:
     engine.calibrate()
     thread = EngineThread(engine)
     model = ServedModel("emulated", Tokenizer.from_dir(target_dir()), frozenset())
-    settings = ServerSettings(keys=KeyRing([KEY]), max_sessions=num_sessions)
+    settings = ServerSettings(keys=KeyRing(KEYS), max_sessions=num_sessions)
     app = create_app(thread, model, settings)
     relieve_collector()  # as `serve` does
     thread.start()
@@ -161,11 +162,19 @@ def _draft_bodies() -> list[bytes]:
 
 
 _PATHS_AFTER: Final = _draft_bodies()
-_HEADERS: Final = f"Host: bench\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n".encode()
+
+
+def _headers_of(index: int) -> bytes:
+    """The headers of a session's requests; an owner has SESSIONS_PER_KEY sessions."""
+    key = KEYS[index // SESSIONS_PER_KEY % len(KEYS)]
+    return f"Host: 127.0.0.1\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n".encode()
 
 
 class Posts(asyncio.Protocol):
     """The connection on which one session posts its drafts."""
+
+    def __init__(self, headers: bytes) -> None:
+        self._headers = headers
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keeps the transport."""
@@ -178,7 +187,7 @@ class Posts(asyncio.Protocol):
         body = b'{"base":%d,"paths":%s}' % (base, _PATHS_AFTER[last_token])
         self._transport.write(
             b"POST /v1/sessions/%s/drafts HTTP/1.1\r\n%sPrefer: return=minimal\r\nContent-Length: %d\r\n\r\n%s"
-            % (session, _HEADERS, len(body), body)
+            % (session, self._headers, len(body), body)
         )
         self.num_sent += 1
 
@@ -193,8 +202,9 @@ class Stream(asyncio.Protocol):
 
     _EVENT = re.compile(rb'data: \{"base":(\d+),"tokens":\[([\d,]+)\]')
 
-    def __init__(self, posts: Posts, prompt: Sequence[int]) -> None:
+    def __init__(self, posts: Posts, headers: bytes, prompt: Sequence[int]) -> None:
         self._posts = posts
+        self._headers = headers
         self._prompt = prompt
         self._rest = b""
         self._session = b""
@@ -205,7 +215,9 @@ class Stream(asyncio.Protocol):
         transport = cast(asyncio.Transport, transport)  # uvloop registers no class
         request = {"prompt": list(self._prompt), "max_tokens": MAX_POSITIONS - 64, "patience_ms": 0}
         body = json.dumps(request).encode()
-        transport.write(b"POST /v1/sessions HTTP/1.1\r\n%sContent-Length: %d\r\n\r\n%s" % (_HEADERS, len(body), body))
+        transport.write(
+            b"POST /v1/sessions HTTP/1.1\r\n%sContent-Length: %d\r\n\r\n%s" % (self._headers, len(body), body)
+        )
 
     def data_received(self, data: bytes) -> None:
         """Reads events, and posts once for the newest commit."""
@@ -272,9 +284,10 @@ async def _measure(url: str, num_sessions: int, num_steps: int, num_windows: int
     host, port = url.removeprefix("http://").split(":")
     streams = []
     for index in range(num_sessions):
-        _, posts = await loop.create_connection(Posts, host, int(port))
+        headers = _headers_of(index)
+        _, posts = await loop.create_connection(partial(Posts, headers), host, int(port))
         prompt = [(index * 1009 + i * 31) % VOCAB_SIZE for i in range(48)]
-        _, stream = await loop.create_connection(partial(Stream, posts, prompt), host, int(port))
+        _, stream = await loop.create_connection(partial(Stream, posts, headers, prompt), host, int(port))
         streams.append(stream)
 
     async def steps_until(count: int) -> None:
@@ -284,7 +297,7 @@ async def _measure(url: str, num_sessions: int, num_steps: int, num_windows: int
             await asyncio.sleep(0.02)
 
     windows = []
-    async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {KEY}"}) as http:
+    async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {KEYS[0]}"}) as http:
         await steps_until(WARM_UP_STEPS)
         before = await Counters.read(http)
         for _ in range(num_windows):
@@ -357,7 +370,7 @@ def main() -> None:
     cli = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     cli.add_argument("--sessions", type=int, nargs="+", default=[1, 16, 64, 256])
     cli.add_argument("--step-ms", type=float, default=30.0, help="time of an emulated step")
-    cli.add_argument("--steps", type=int, default=60, help="steps of a window")
+    cli.add_argument("--steps", type=int, default=100, help="steps of a window")
     cli.add_argument("--windows", type=int, default=5, help="windows; medians are shown")
     cli.add_argument("--json", type=Path)
     cli.add_argument("--serve", type=float, help=argparse.SUPPRESS)
