@@ -1,129 +1,410 @@
-"""Measures the server's CPU time per engine step: scheduling, picking, HTTP; reference pair, not widened.
+"""Measures the server's CPU time per session and step: scheduling, verification, HTTP; the model is emulated.
 
-    python bench/server_overhead.py
+    python bench/server_overhead.py [--sessions 1 16 64 256] [--step-ms 30] [--json PATH]
 
-The server runs as its own process on one core with one inference thread. For each batch size, that many sessions
-stream target-only text at once. From /metrics: the process's CPU seconds, the engine's steps, its seconds outside the
-model. From the bare runtime on the same core: CPU seconds of the same step. overhead = CPU per step - bare CPU per
-step; all of it outside the engine (picking, scheduling, cache) is HTTP: sockets, event streams, JSON, the event loop.
+The server runs as its own process. Its runtime sleeps a step's time and looks its picks up, so neither the model nor
+the picks take CPU time. Each session has a stream, and a connection on which it answers every commit with one post of
+right drafts, so a step commits several tokens per session. The client is another process with bare sockets; its CPU
+time does not count.
+
+Counted are the CPU seconds of the server's threads, less those inside the runtime, over the passes (one session's
+part of one step). "engine's wall" is the time per step that the engine spends outside the runtime, by the clock: it
+includes waiting for the interpreter lock while the event loop has it.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 import re
+import resource
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Any, Final, cast
 
 import httpx
-import typer
+import numpy as np
+import uvloop
+from bench.report import write_json
+from fastapi import FastAPI
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from outrider.edge.lab.cores import running_on
-from outrider.edge.lab.laboratory import Lab, open_lab
-from outrider.edge.link.client import CloudClient
-from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.assemble import make_agent
-from outrider.edge.results import GenerationRequest, Mode
-from outrider.export.make.reference_pair import export_reference_pair
-from outrider.models.runtimes import open_batch_runtime
-from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
+from outrider.cloud.api.app import create_app
+from outrider.cloud.api.state import ServedModel, ServerSettings
+from outrider.cloud.engine import Engine, EngineConfig, EngineThread
+from outrider.cloud.server.collector import relieve_collector
+from outrider.cloud.server.serve import READY_PREFIX
+from outrider.cloud.server.serving import VerifierServer, open_socket, url_of
+from outrider.edge.lab.child_process import child_process
+from outrider.models.http.security import KeyRing
+from outrider.models.runtimes.base import ModelLimits, SequenceSlice
 from outrider.models.sampling import SamplingParams
-from outrider.reference import load_prompts
+from outrider.models.tokenizer import Tokenizer
+from outrider.reference import target_dir
 
-BOUNDS_MS = {1: 2.0, 16: 5.0}
+VOCAB_SIZE: Final = 4096
+MAX_POSITIONS: Final = 1 << 16
+BLOCK_SIZE: Final = 16
+DRAFT_TOKENS: Final = 8
+KEYS: Final = tuple(f"key-{index}-of-the-benchmark" for index in range(16))
+SESSIONS_PER_KEY: Final = 64
+WARM_UP_STEPS: Final = 15
+
+MAX_CPU_MS: Final = 0.15
+"""Bound on the CPU time per session and step, all threads together, from 16 sessions on; one session alone may take
+more, because a step has costs of its own."""
+MAX_ENGINE_MS: Final = {64: 6.0, 256: 20.0}
+"""Bound on the engine's wall time per step outside the runtime, by the number of sessions."""
+
+# The emulated model's text: an LCG of full period, so each token has one successor.
+SUCCESSOR: Final = [(token * 1597 + 51749) % VOCAB_SIZE for token in range(VOCAB_SIZE)]
+
+
+# -- the server's process ----------------------------------------------------------------------------------------------
+
+
+class EmulatedRuntime:
+    """A `BatchRuntime` and `PickingRuntime` whose step sleeps, and whose picks are looked up."""
+
+    block_size = BLOCK_SIZE
+    limits = ModelLimits(VOCAB_SIZE, MAX_POSITIONS)
+
+    def __init__(self, step_s: float, num_sessions: int) -> None:
+        self.num_blocks = (num_sessions + 1) * MAX_POSITIONS // BLOCK_SIZE
+        self.cpu_s = 0.0
+        self._step_s = step_s
+
+    def forward_picks(
+        self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams], positions: Sequence[int]
+    ) -> list[int | None]:
+        """The successor of each row's token, after the step's time."""
+        started_s = time.thread_time()
+        rows: list[int | None] = []
+        for item in batch:
+            if item.num_rows:
+                rows += [SUCCESSOR[token] for token in item.tokens[-item.num_rows :]]
+        assert len(rows) == len(params) == len(positions)
+        time.sleep(self._step_s)
+        self.cpu_s += time.thread_time() - started_s
+        return rows
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+        """Rows of zeros, after the step's time; for the calibration only."""
+        time.sleep(self._step_s)
+        return np.zeros((sum(item.num_rows for item in batch), VOCAB_SIZE), np.float32)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def serve(step_s: float, num_sessions: int) -> None:
+    """The server's process. GET /cpu answers with the CPU seconds of its threads."""
+    runtime = EmulatedRuntime(step_s, num_sessions)
+    config = EngineConfig(max_running=num_sessions, step_tokens=num_sessions * (DRAFT_TOKENS + 2))
+    engine = Engine(runtime, config)
+    engine.calibrate()
+    thread = EngineThread(engine)
+    model = ServedModel("emulated", Tokenizer.from_dir(target_dir()), frozenset())
+    settings = ServerSettings(keys=KeyRing(KEYS), max_sessions=num_sessions)
+    app = create_app(thread, model, settings)
+    relieve_collector()  # as `serve` does
+    thread.start()
+    _report_cpu(app, runtime)
+    with open_socket("127.0.0.1", 0) as sock:
+        url = url_of(sock, is_tls=False)
+        server = VerifierServer(app, drain_s=0.0, on_ready=lambda: print(READY_PREFIX + url, flush=True))
+        server.run(sockets=[sock])
+
+
+def _report_cpu(app: FastAPI, runtime: EmulatedRuntime) -> None:
+    loop_thread, engine_thread = threading.get_ident(), _ident_of("outrider-engine")
+
+    def cpu_s(ident: int) -> float:
+        return time.clock_gettime(time.pthread_getcpuclockid(ident))
+
+    @app.get("/cpu")
+    async def cpu() -> dict[str, float]:
+        model_s = runtime.cpu_s
+        return {
+            "process_s": time.process_time() - model_s,
+            "engine_s": cpu_s(engine_thread) - model_s,
+            "loop_s": cpu_s(loop_thread),
+        }
+
+
+def _ident_of(name: str) -> int:
+    ident = next(thread.ident for thread in threading.enumerate() if thread.name == name)
+    assert ident is not None
+    return ident
+
+
+# -- the client --------------------------------------------------------------------------------------------------------
+
+
+def _draft_bodies() -> list[bytes]:
+    """For each last token, the JSON of the path that follows it."""
+    bodies = []
+    for token in range(VOCAB_SIZE):
+        path = []
+        for _ in range(DRAFT_TOKENS):
+            path.append(token := SUCCESSOR[token])
+        bodies.append(json.dumps([path], separators=(",", ":")).encode())
+    return bodies
+
+
+_PATHS_AFTER: Final = _draft_bodies()
+
+
+def _headers_of(index: int) -> bytes:
+    """The headers of a session's requests; an owner has SESSIONS_PER_KEY sessions."""
+    key = KEYS[index // SESSIONS_PER_KEY % len(KEYS)]
+    return f"Host: 127.0.0.1\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n".encode()
+
+
+class Posts(asyncio.Protocol):
+    """The connection on which one session posts its drafts."""
+
+    def __init__(self, headers: bytes) -> None:
+        self._headers = headers
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keeps the transport."""
+        transport = cast(asyncio.Transport, transport)  # uvloop registers no class
+        self._transport = transport
+        self.num_sent = self.num_answered = self.num_taken = 0
+
+    def post(self, session: bytes, base: int, last_token: int) -> None:
+        """Sends the drafts after `last_token`."""
+        body = b'{"base":%d,"paths":%s}' % (base, _PATHS_AFTER[last_token])
+        self._transport.write(
+            b"POST /v1/sessions/%s/drafts HTTP/1.1\r\n%sPrefer: return=minimal\r\nContent-Length: %d\r\n\r\n%s"
+            % (session, self._headers, len(body), body)
+        )
+        self.num_sent += 1
+
+    def data_received(self, data: bytes) -> None:
+        """Counts answers."""
+        self.num_answered += data.count(b"HTTP/1.1 ")
+        self.num_taken += data.count(b"HTTP/1.1 204")
+
+
+class Stream(asyncio.Protocol):
+    """The connection of one session's event stream; posts a draft after each commit."""
+
+    _EVENT = re.compile(rb'data: \{"base":(\d+),"tokens":\[([\d,]+)\]')
+
+    def __init__(self, posts: Posts, headers: bytes, prompt: Sequence[int]) -> None:
+        self._posts = posts
+        self._headers = headers
+        self._prompt = prompt
+        self._rest = b""
+        self._session = b""
+        self.num_commits = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Opens the session."""
+        transport = cast(asyncio.Transport, transport)  # uvloop registers no class
+        request = {"prompt": list(self._prompt), "max_tokens": MAX_POSITIONS - 64, "patience_ms": 0}
+        body = json.dumps(request).encode()
+        transport.write(
+            b"POST /v1/sessions HTTP/1.1\r\n%sContent-Length: %d\r\n\r\n%s" % (self._headers, len(body), body)
+        )
+
+    def data_received(self, data: bytes) -> None:
+        """Reads events, and posts once for the newest commit."""
+        data = self._rest + data
+        cut = data.rfind(b"\n\n") + 2
+        if cut < 2:
+            self._rest = data
+            return
+        data, self._rest = data[:cut], data[cut:]
+        if not self._session:
+            found = re.search(rb'"session":"([\w-]+)"', data)
+            assert found, data
+            self._session = found[1]
+        commits = self._EVENT.findall(data)
+        if commits:
+            self.num_commits += len(commits)
+            base, tokens = commits[-1]
+            known = tokens.split(b",")
+            self._posts.post(self._session, int(base) + len(known), int(known[-1]))
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Totals read from /metrics: seconds and counts since the server's start."""
+    """Totals since the server's start; the difference of two is what a window took."""
 
-    cpu_s: float
+    process_s: float
     engine_s: float
+    loop_s: float
+    overhead_s: float
     steps: float
+    passes: float
+    committed: float
+    proposed: float
+    posts: float
+    wall_s: float
+
+    def __sub__(self, other: Counters) -> Counters:
+        return Counters(*(getattr(self, each.name) - getattr(other, each.name) for each in fields(self)))
 
     @classmethod
-    def read(cls, url: str) -> Counters:
-        """Reads /metrics."""
-        text = httpx.get(f"{url}/metrics").text
+    async def read(cls, http: httpx.AsyncClient) -> Counters:
+        """Reads /cpu and /metrics."""
+        cpu = (await http.get("/cpu")).json()
+        text = (await http.get("/metrics")).text
 
-        def value(name: str) -> float:
-            found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
-            assert found, f"/metrics has no {name}"
-            return float(found[1])
+        def total(pattern: str) -> float:
+            return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
 
         return cls(
-            value("process_cpu_seconds_total"),
-            value("outrider_engine_overhead_seconds_total"),
-            value("outrider_engine_steps_total"),
+            **cpu,
+            overhead_s=total("outrider_engine_overhead_seconds_total"),
+            steps=total("outrider_engine_steps_total"),
+            passes=total("outrider_engine_passes_total"),
+            committed=total("outrider_engine_committed_total"),
+            proposed=total("outrider_engine_proposed_total"),
+            posts=total(r'outrider_http_requests_total\{.*drafts.*status="204".*\}'),
+            wall_s=time.perf_counter(),
         )
 
 
-def bare_cpu_ms(lab: Lab, num_sequences: int, context: int, repeats: int = 60) -> float:
-    """Median CPU ms of a step of one token for each sequence, nothing around the runtime."""
-    with running_on(lab.cores.cloud):
-        runtime = open_batch_runtime("openvino", lab.target.model_file, RuntimeOptions(num_threads=1))
-        per = -(-(context + 1) // runtime.block_size)
-        batch = []
-        for i in range(num_sequences):
-            table = list(range(i * per, (i + 1) * per))
-            runtime.forward([SequenceSlice([1] * context, 0, table, 1)])
-            batch.append(SequenceSlice([1], context, table, 1))
-        took = []
-        for _ in range(repeats):
-            before = time.process_time()
-            runtime.forward(batch)
-            took.append((time.process_time() - before) * 1e3)
-        runtime.close()
-    return median(took)
+async def _measure(url: str, num_sessions: int, num_steps: int, num_windows: int) -> list[Counters]:
+    """Opens the sessions; what each window of about `num_steps` steps took."""
+    loop = asyncio.get_running_loop()
+    host, port = url.removeprefix("http://").split(":")
+    streams = []
+    for index in range(num_sessions):
+        headers = _headers_of(index)
+        _, posts = await loop.create_connection(partial(Posts, headers), host, int(port))
+        prompt = [(index * 1009 + i * 31) % VOCAB_SIZE for i in range(48)]
+        _, stream = await loop.create_connection(partial(Stream, posts, headers, prompt), host, int(port))
+        streams.append(stream)
+
+    async def steps_until(count: int) -> None:
+        deadline = time.monotonic() + 60.0
+        while min(stream.num_commits for stream in streams) < count:
+            assert time.monotonic() < deadline, "the sessions do not advance"
+            await asyncio.sleep(0.02)
+
+    windows = []
+    async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {KEYS[0]}"}) as http:
+        await steps_until(WARM_UP_STEPS)
+        before = await Counters.read(http)
+        for _ in range(num_windows):
+            await steps_until(min(stream.num_commits for stream in streams) + num_steps)
+            after = await Counters.read(http)
+            windows.append(after - before)
+            before = after
+    return windows
 
 
-async def serve_texts(lab: Lab, num_sequences: int, tokens: int, temperature: float, run: int) -> None:
-    """`num_sequences` target-only texts at once, each on its own connections."""
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The medians of one number of sessions."""
 
-    async def one(index: int) -> None:
-        async with CloudClient(lab.url) as client:
-            prompt = lab.encode(load_prompts()[run * num_sequences + index].text)
-            params = SamplingParams(temperature=temperature, seed=index)
-            request = GenerationRequest(prompt=prompt, params=params, max_tokens=tokens, ignore_eos=True)
-            await make_agent(Mode.CLOUD_ONLY, Endpoints([client]), None).generate(request)
+    sessions: int
+    cpu_ms: float
+    engine_cpu_ms: float
+    loop_cpu_ms: float
+    engine_wall_ms: float
+    step_ms: float
+    posts_per_pass: float
+    tokens_per_pass: float
+    passes_per_step: float
+    steps: int
 
-    await asyncio.gather(*(one(index) for index in range(num_sequences)))
+    @classmethod
+    def of(cls, sessions: int, windows: Sequence[Counters]) -> Row:
+        """CPU times are per session and step, the engine's wall time and the step's time per step."""
+
+        def middle(name: str, over: str, scale: float = 1.0) -> float:
+            return float(median(getattr(window, name) / getattr(window, over) * scale for window in windows))
+
+        return cls(
+            sessions,
+            middle("process_s", "passes", 1e3),
+            middle("engine_s", "passes", 1e3),
+            middle("loop_s", "passes", 1e3),
+            middle("overhead_s", "steps", 1e3),
+            middle("wall_s", "steps", 1e3),
+            middle("posts", "passes"),
+            middle("committed", "passes"),
+            middle("passes", "steps"),
+            int(sum(window.steps for window in windows)),
+        )
+
+    def missed(self) -> list[str]:
+        """The bounds that are missed, in words."""
+        found = []
+        if self.sessions >= 16 and self.cpu_ms > MAX_CPU_MS:
+            found.append(
+                f"{self.sessions} sessions: {self.cpu_ms:.3f} ms of CPU per session and step, over {MAX_CPU_MS}"
+            )
+        bound = MAX_ENGINE_MS.get(self.sessions)
+        if bound is not None and self.engine_wall_ms > bound:
+            found.append(
+                f"{self.sessions} sessions: the engine takes {self.engine_wall_ms:.1f} ms per step, over {bound}"
+            )
+        return found
 
 
-def main(
-    tokens: Annotated[int, typer.Option(help="tokens of each text")] = 150,
-    repeats: Annotated[int, typer.Option(help="runs; medians are shown")] = 5,
-    temperature: Annotated[float, typer.Option()] = 0.8,
-) -> None:
+@contextmanager
+def _server(step_ms: float, num_sessions: int) -> Iterator[str]:
+    command = ["-m", "bench.server_overhead", "--serve", str(step_ms), "--sessions", str(num_sessions)]
+    with child_process(command, ready_prefix=READY_PREFIX) as url:
+        yield url
+
+
+def main() -> None:
     """Measures and prints; exits 1 when a bound is missed."""
-    pair = export_reference_pair()
-    table = Table(
-        "batch", "bare model", "engine", "HTTP and loop", "overhead", "bound", title="CPU ms per engine step, one core"
-    )
-    is_met = True
-    with open_lab(pair.target, pair.draft) as lab:
-        for size, bound in BOUNDS_MS.items():
-            bare, engine, total = [], [], []
-            for run in range(repeats):
-                before = Counters.read(lab.url)
-                asyncio.run(serve_texts(lab, size, tokens, temperature, run % 4))
-                after = Counters.read(lab.url)
-                steps = after.steps - before.steps
-                bare.append(bare_cpu_ms(lab, size, context=64 + tokens // 2))
-                engine.append((after.engine_s - before.engine_s) / steps * 1e3)
-                total.append((after.cpu_s - before.cpu_s) / steps * 1e3 - bare[-1])
-            overhead = median(total)
-            is_met = is_met and overhead < bound
-            cells = (median(bare), median(engine), overhead - median(engine), overhead, bound)
-            table.add_row(str(size), *(f"{cell:.2f}" for cell in cells))
-    Console().print(table)
-    if not is_met:
-        raise typer.Exit(1)
+    cli = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    cli.add_argument("--sessions", type=int, nargs="+", default=[1, 16, 64, 256])
+    cli.add_argument("--step-ms", type=float, default=30.0, help="time of an emulated step")
+    cli.add_argument("--steps", type=int, default=100, help="steps of a window")
+    cli.add_argument("--windows", type=int, default=5, help="windows; medians are shown")
+    cli.add_argument("--json", type=Path)
+    cli.add_argument("--serve", type=float, help=argparse.SUPPRESS)
+    options = cli.parse_args()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
+    if options.serve is not None:
+        serve(options.serve / 1e3, options.sessions[0])
+        return
+    names = ("sessions", "CPU", "engine", "event loop", "engine's wall", "step", "posts/pass", "tokens/pass")
+    table = Table(*names, title="ms of CPU per session and step; ms per step by the clock")
+    rows = []
+    for num_sessions in options.sessions:
+        with _server(options.step_ms, num_sessions) as url:
+            windows = uvloop.run(_measure(url, num_sessions, options.steps, options.windows))
+        row = Row.of(num_sessions, windows)
+        rows.append(row)
+        cells = (row.cpu_ms, row.engine_cpu_ms, row.loop_cpu_ms)
+        walls = (f"{row.engine_wall_ms:.2f}", f"{row.step_ms:.1f}")
+        ratios = (f"{row.posts_per_pass:.2f}", f"{row.tokens_per_pass:.2f}")
+        table.add_row(str(row.sessions), *(f"{cell:.3f}" for cell in cells), *walls, *ratios)
+    console = Console(width=110)
+    console.print(table)
+    document: dict[str, Any] = {"step_ms": options.step_ms, "rows": [_as_dict(row) for row in rows]}
+    write_json(options.json, document)
+    missed = [line for row in rows for line in row.missed()]
+    for line in missed:
+        console.print(line)
+    if missed:
+        raise SystemExit(1)
+
+
+def _as_dict(row: Row) -> dict[str, float]:
+    return {each.name: getattr(row, each.name) for each in fields(row)}
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

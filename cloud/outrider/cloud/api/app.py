@@ -1,8 +1,8 @@
 """Builds the verifier's HTTP application.
 
 A request passes these layers, from the outside in: the HTTP metrics, the error boundary, the body limit, the gate
-(host, origin, key, media type and rate), the drafts endpoint (which answers its own route), then FastAPI's router. All
-layers are plain ASGI.
+(host, origin, key, media type and rate), then FastAPI's router. All layers are plain ASGI. The drafts endpoint stands
+in front of them, with a gate of its own.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from importlib.metadata import version
 from typing import Final
 
 from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.cloud.api.completions import completion_routes
-from outrider.cloud.api.drafts import DraftsEndpoint
+from outrider.cloud.api.draft_budget import DraftBudget
+from outrider.cloud.api.drafts import DraftsEndpoint, is_draft_path
 from outrider.cloud.api.errors import install_handlers
 from outrider.cloud.api.health import health_routes
 from outrider.cloud.api.metrics import HttpMetrics
 from outrider.cloud.api.openapi import install_openapi
 from outrider.cloud.api.sessions import session_routes
 from outrider.cloud.api.state import Core, ServedModel, ServerSettings
+from outrider.cloud.api.stream import SERVER_SEND
 from outrider.cloud.api.verify import verify_routes
 from outrider.cloud.seam import ServingEngine
 from outrider.models.http.errors import ErrorBoundary
@@ -31,14 +34,27 @@ PROBE_PATHS: Final = ("/health/live", "/health/ready", "/health", "/healthz", "/
 OPEN_PATHS: Final = ("/openapi.json", "/docs")
 """Answered without a key."""
 COSTLY_PATHS: Final = ("/v1/sessions", "/v1/verify", "/v1/completions", "/v1/chat/completions")
-"""Counted against a key's rate. Drafts are not: they belong to a session, and sessions are counted and bounded."""
+"""Counted against a key's rate. Drafts are not: sessions and owners have budgets of them."""
+
+
+class VerifierApp(FastAPI):
+    """FastAPI with the drafts endpoint in front. Set `drafts` before the first request."""
+
+    drafts: DraftsEndpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if is_draft_path(scope):
+            return await self.drafts(scope, receive, send)
+        scope[SERVER_SEND] = send
+        await super().__call__(scope, receive, send)
 
 
 def create_app(engine: ServingEngine, model: ServedModel, settings: ServerSettings | None = None) -> FastAPI:
     """The application over a started engine. The caller stops the engine. `app.state.core` is the app's Core."""
     settings = settings or ServerSettings()
     core = Core(engine, model, settings, Slots(settings.max_sessions))
-    app = FastAPI(
+    app = VerifierApp(
         title="Outrider verifier",
         version=version("outrider"),
         summary="Speculative decoding across a network: verifies drafts, streams the target's tokens.",
@@ -48,18 +64,24 @@ def create_app(engine: ServingEngine, model: ServedModel, settings: ServerSettin
     for routes in (session_routes, verify_routes, completion_routes, health_routes):
         app.include_router(routes(core))
     install_handlers(app)
-    install_openapi(app, needs_key=bool(len(settings.keys)), open_paths=OPEN_PATHS)
+    install_openapi(app, needs_key=bool(len(settings.keys)), open_paths=(*PROBE_PATHS, *OPEN_PATHS))
+
+    def gate(inner: ASGIApp) -> Gate:
+        return Gate(
+            inner,
+            keys=settings.keys,
+            limiter=limiter,
+            pages=pages,
+            open_paths=OPEN_PATHS,
+            probe_paths=PROBE_PATHS,
+            costly_paths=COSTLY_PATHS,
+        )
+
+    limiter = RateLimiter(settings.rate_per_s)
+    pages = settings.pages or PagePolicy(is_keyless=not len(settings.keys))
+    app.drafts = DraftsEndpoint(core, gate, DraftBudget(settings.draft_limits))
     # Added from the inside out.
-    app.add_middleware(DraftsEndpoint, core=core)
-    app.add_middleware(
-        Gate,
-        keys=settings.keys,
-        limiter=RateLimiter(settings.rate_per_s),
-        pages=settings.pages or PagePolicy(is_keyless=not len(settings.keys)),
-        open_paths=OPEN_PATHS,
-        probe_paths=PROBE_PATHS,
-        costly_paths=COSTLY_PATHS,
-    )
+    app.add_middleware(gate)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(ErrorBoundary)
     app.add_middleware(HttpMetrics, metrics=core.metrics)

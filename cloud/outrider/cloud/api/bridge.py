@@ -3,6 +3,9 @@
 The engine calls a sink once per sequence and step. Waking the loop each time would cost a system call and a thread
 switch on a core that the model may be using. So events are queued, and the loop is woken once for all that wait.
 
+A mailbox hands its events to a reader that waits in `take`, or, once per wake-up, to the function given to `listen`: an
+event stream then writes them without a switch of tasks.
+
 A mailbox is bounded by what its sequences may still commit: `max_tokens` each, at least one token per event. A client
 that never reads its stream cannot make it grow beyond that, and still counts among its key's sessions.
 """
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from outrider.cloud.seam import Event, Sink
 
@@ -46,38 +50,56 @@ class Bridge:
 
     def _deliver(self) -> None:
         self._is_armed = False
+        filled: dict[Mailbox, None] = {}
         while self._queue:
             mailbox, tag, event = self._queue.popleft()
             mailbox.put((tag, event))
+            filled[mailbox] = None
+        for mailbox in filled:
+            mailbox.poke()
 
 
 class Mailbox:
     """The events of a request's sequences, in order, each with the tag of its sink."""
 
-    __slots__ = ("_bridge", "_items", "_waiter", "is_closed")
+    __slots__ = ("_bridge", "_items", "_listener", "_waiter", "is_closed")
 
     def __init__(self, bridge: Bridge) -> None:
         self._bridge = bridge
         self._items: list[Delivery] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._listener: Callable[[list[Delivery]], None] | None = None
         self.is_closed = False
 
     def sink(self, tag: int = 0) -> Sink:
         """A sink whose events arrive here with `tag`."""
 
+        post = self._bridge.post
+
         def deliver(event: Event) -> None:
-            self._bridge.post(self, tag, event)
+            post(self, tag, event)
 
         return deliver
 
     def put(self, item: Delivery) -> None:
-        """Adds an event; on the loop."""
+        """Adds an event; on the loop. Call `poke` when the last one is in."""
         self._items.append(item)
+
+    def listen(self, listener: Callable[[list[Delivery]], None]) -> None:
+        """Hands over what has arrived, and from now on what arrives, all of a wake-up in one call on the loop.
+
+        `listener` must not raise. It is called no more once the mailbox is closed, and nobody may call `take`.
+        """
+        self._listener = listener
         self.poke()
 
     def poke(self) -> None:
-        """Lets a waiting `take` return, with nothing if there is nothing."""
-        if self._waiter is not None and not self._waiter.done():
+        """Hands events to the listener, or lets a waiting `take` return, with nothing if there is nothing."""
+        if self._listener is not None:
+            if self._items and not self.is_closed:
+                items, self._items = self._items, []
+                self._listener(items)
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def close(self) -> None:

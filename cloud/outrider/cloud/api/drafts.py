@@ -1,22 +1,31 @@
-"""Answers POST /v1/sessions/{id}/drafts, below the framework.
+"""Answers POST /v1/sessions/{id}/drafts, outside of the framework.
 
-A device posts drafts many times a second while the model computes on the same core, so this one route is a plain ASGI
-layer: the body is parsed once, the engine takes it, and the answer is a bare 204. `openapi.py` documents the route with
-the others, and its errors have the same shape. One exception: a client that sends `Prefer: return=minimal` gets 409 for
-a stale draft without a body.
+A device posts drafts many times a second while the model computes on the same core. So this one route stands in front
+of the layers that all others pass, and does their work itself: it runs the gate and the body limit, answers errors in
+the same shape, and counts the request. The body is parsed once, the engine takes it, and the answer is a bare 204.
+`openapi.py` documents the route with the others. One exception: a client that sends `Prefer: return=minimal` gets 409
+for a stale draft without a body.
+
+A message beyond the budget of its session or owner is dropped before its body is read, which changes no text, and
+answered 429 late: a client that floods waits on all its connections.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
 from typing import Final
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from outrider.cloud.api.metrics import ROUTE
+from outrider.cloud.api.draft_budget import DraftBudget
 from outrider.cloud.api.state import Core
 from outrider.models.errors import RequestError
-from outrider.models.http.errors import error_response, method_not_allowed
-from outrider.models.http.requests import parse, read_body
+from outrider.models.http.errors import Throttled, as_answer, error_response, method_not_allowed
+from outrider.models.http.limits import body_too_large
+from outrider.models.http.requests import parse
 from outrider.models.http.security import ANYBODY, OWNER
 from outrider.models.protocol import DraftRequest
 
@@ -24,40 +33,91 @@ DRAFTS_PATH: Final = "/v1/sessions/{session_id}/drafts"
 _PREFIX: Final = "/v1/sessions/"
 _SUFFIX: Final = "/drafts"
 
+MAX_DRAFT_BYTES: Final = 64 << 10
+"""Ten times the longest message that is valid: parsing a longer one would only delay every stream."""
+
 _START: Final = {"type": "http.response.start", "status": 204, "headers": []}
 _STALE: Final = {"type": "http.response.start", "status": 409, "headers": []}
 _BODY: Final = {"type": "http.response.body", "body": b""}
+_STATUS: Final = "outrider.drafts.status"
+"""Key of the ASGI scope that holds the status of an answer already sent."""
 
 
-def _prefers_minimal(scope: Scope) -> bool:
-    """Whether the client asks for answers without a body where the status is enough (RFC 7240, section 4.2)."""
-    return any(name == b"prefer" and b"return=minimal" in value for name, value in scope["headers"])
+def is_draft_path(scope: Scope) -> bool:
+    """Whether the request is for `DraftsEndpoint`."""
+    path: str = scope.get("path", "")
+    return path.endswith(_SUFFIX) and path.startswith(_PREFIX) and scope["type"] == "http"
 
 
 class DraftsEndpoint:
-    """ASGI layer that takes drafts and passes everything else on. RequestError goes up to the error boundary."""
+    """ASGI application that takes drafts. gate: makes the layer that checks who calls, as for every other route."""
 
-    def __init__(self, app: ASGIApp, core: Core) -> None:
-        self._app = app
+    def __init__(self, core: Core, gate: Callable[[ASGIApp], ASGIApp], budget: DraftBudget) -> None:
         self._core = core
+        self._gated = gate(self._take)
+        self._budget = budget
+        self._max_bytes = min(MAX_DRAFT_BYTES, core.settings.max_body_bytes)
+        self._delay_s = core.settings.draft_limits.delay_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        path: str = scope.get("path", "")
-        if not (path.endswith(_SUFFIX) and path.startswith(_PREFIX)):
-            return await self._app(scope, receive, send)
-        scope[ROUTE] = DRAFTS_PATH
+        """ASGI. Answers every error, as `ErrorBoundary` does for the other routes."""
+        started_s = time.perf_counter()
+        try:
+            for name, value in scope["headers"]:
+                if name == b"content-length" and int(value) > self._max_bytes:
+                    raise body_too_large(self._max_bytes)
+            await self._gated(scope, receive, send)
+        except (asyncio.CancelledError, ClientDisconnect):
+            return  # the server is closing, or the client left while its body was read
+        except Exception as error:
+            answer = as_answer(error)
+            if _STATUS not in scope:
+                scope[_STATUS] = answer.status
+                headers = {"allow": "POST"} if answer.status == 405 else None
+                await error_response(answer, headers)(scope, receive, send)
+        self._core.metrics.answered(DRAFTS_PATH, scope["method"], scope[_STATUS], time.perf_counter() - started_s)
+
+    async def _take(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "POST":
-            return await error_response(method_not_allowed(scope["method"]), {"allow": "POST"})(scope, receive, send)
+            raise method_not_allowed(scope["method"])
         core = self._core
-        session = core.sessions.find(path[len(_PREFIX) : -len(_SUFFIX)], scope.get(OWNER, ANYBODY))
-        draft = parse(DraftRequest, await read_body(receive))
+        session_id = scope["path"][len(_PREFIX) : -len(_SUFFIX)]
+        owner = scope.get(OWNER, ANYBODY)
+        session = core.sessions.find(session_id, owner)
+        spent = self._budget.spend(session_id, owner)
+        if spent is not None:
+            core.metrics.num_dropped[spent] += 1
+            await asyncio.sleep(self._delay_s)
+            raise Throttled(
+                "rate_limited", f"more drafts than the {spent}'s budget; this one was dropped", retry_after_s=1
+            )
+        draft = parse(DraftRequest, await self._read(receive))
+        start = _START
         try:
             core.engine.draft(session.sequence_id, draft.base, draft.paths)
         except RequestError as error:
             if error.code != "stale_draft" or not _prefers_minimal(scope):
                 raise
-            await send(_STALE)
-        else:
-            await send(_START)
+            start = _STALE
+        scope[_STATUS] = start["status"]
+        await send(start)
         await send(_BODY)
+
+    async def _read(self, receive: Receive) -> bytes:
+        """The body. Raises RequestError 413 once it is too long."""
+        body = b""
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            part: bytes = message.get("body", b"")
+            body += part
+            if len(body) > self._max_bytes:
+                raise body_too_large(self._max_bytes)
+            if not message.get("more_body"):
+                return body
+
+
+def _prefers_minimal(scope: Scope) -> bool:
+    """Whether the client asks for answers without a body where the status is enough (RFC 7240, section 4.2)."""
+    return any(name == b"prefer" and b"return=minimal" in value for name, value in scope["headers"])

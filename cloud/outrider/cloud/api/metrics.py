@@ -1,20 +1,24 @@
 """Collects what Prometheus reads at /metrics.
 
 The engine's numbers come from its snapshot at each scrape. Only what the HTTP side alone sees is recorded as it
-happens: requests, time to first token, time between commits.
+happens: requests, dropped drafts, time to first token, time between commits. These are recorded thousands of times a
+second, all on the event loop, so they are plain numbers that become metrics at a scrape.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import accumulate
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.cloud.seam import EngineStats
@@ -26,42 +30,59 @@ _FAST_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 _SLOW_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
+class Tally:
+    """The observations of a histogram: how many fell into each bucket, and their sum. For one thread."""
+
+    __slots__ = ("_bounds", "_counts", "_created_s", "_sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        self._created_s = time.time()
+
+    def observe(self, value: float) -> None:
+        """Counts one value; a bucket includes its bound."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def add_to(self, family: HistogramMetricFamily, labels: Mapping[str, str] | None = None) -> None:
+        """Adds this histogram to a scrape."""
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        labels = dict(labels or {})
+        family.add_metric(list(labels.values()), list(zip(names, accumulate(self._counts), strict=True)), self._sum)
+        family.add_sample(f"{family.name}_created", labels, self._created_s)
+
+
 class Metrics:
-    """The server's metrics, in a registry of their own, so that one process can hold two servers."""
+    """The server's metrics, in a registry of their own, so that one process can hold two servers.
+
+    num_dropped: drafts that were not taken because a budget was used up, by its name.
+    """
 
     def __init__(self, stats: Callable[[], EngineStats], num_sessions: Callable[[], int]) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(stats, num_sessions))
         ProcessCollector(registry=self._registry)
-        self.requests = Counter(
-            "outrider_http_requests",
-            "HTTP requests answered.",
-            ("route", "method", "status"),
-            registry=self._registry,
-        )
-        self.request_s = Histogram(
-            "outrider_http_request_seconds",
-            "Time until a response began.",
-            ("route",),
-            buckets=_FAST_S,
-            registry=self._registry,
-        )
-        self._ttft_s = Histogram(
-            "outrider_ttft_seconds",
-            "Time from a request's arrival to its first committed token.",
-            buckets=_SLOW_S,
-            registry=self._registry,
-        )
-        self._gap_s = Histogram(
-            "outrider_inter_commit_seconds",
-            "Time between two commits of a sequence.",
-            buckets=_FAST_S,
-            registry=self._registry,
-        )
+        self._registry.register(_HttpCollector(self))
+        self.requests: dict[tuple[str, str, int], int] = {}  # by route, method and status
+        self.request_s: dict[str, Tally] = {}  # by route
+        self.num_dropped = {"session": 0, "owner": 0}
+        self.ttft_s = Tally(_SLOW_S)
+        self.gap_s = Tally(_FAST_S)
+
+    def answered(self, route: str, method: str, status: int, took_s: float) -> None:
+        """Records a request; took_s: until its response began."""
+        key = (route, method, status)
+        self.requests[key] = self.requests.get(key, 0) + 1
+        tally = self.request_s.get(route)
+        if tally is None:
+            tally = self.request_s[route] = Tally(_FAST_S)
+        tally.observe(took_s)
 
     def commit_timer(self, arrived_s: float) -> CommitTimer:
         """A timer for one sequence; arrived_s: when its request arrived, by the monotonic clock."""
-        return CommitTimer(self._ttft_s, self._gap_s, arrived_s)
+        return CommitTimer(self.ttft_s, self.gap_s, arrived_s)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """All metrics in the text format that `accept` prefers, and its content type."""
@@ -74,7 +95,7 @@ class CommitTimer:
 
     __slots__ = ("_gap_s", "_last_s", "_next")
 
-    def __init__(self, ttft_s: Histogram, gap_s: Histogram, arrived_s: float) -> None:
+    def __init__(self, ttft_s: Tally, gap_s: Tally, arrived_s: float) -> None:
         self._next = ttft_s
         self._gap_s = gap_s
         self._last_s = arrived_s
@@ -85,6 +106,48 @@ class CommitTimer:
         self._next.observe(now - self._last_s)
         self._next = self._gap_s
         self._last_s = now
+
+
+class _HttpCollector(Collector):
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._created_s = time.time()
+
+    def collect(self) -> Iterator[Metric]:
+        metrics = self._metrics
+        yield self._counter(
+            "outrider_http_requests",
+            "HTTP requests answered.",
+            ("route", "method", "status"),
+            {(route, method, str(status)): n for (route, method, status), n in metrics.requests.items()},
+        )
+        yield self._counter(
+            "outrider_drafts_dropped",
+            "Draft messages that were not taken because a budget was used up.",
+            ("budget",),
+            {(budget,): n for budget, n in metrics.num_dropped.items()},
+        )
+        request_s = HistogramMetricFamily(
+            "outrider_http_request_seconds", "Time until a response began.", labels=("route",)
+        )
+        for route, tally in metrics.request_s.items():
+            tally.add_to(request_s, {"route": route})
+        yield request_s
+        for name, help_text, tally in (
+            ("outrider_ttft_seconds", "Time from a request's arrival to its first committed token.", metrics.ttft_s),
+            ("outrider_inter_commit_seconds", "Time between two commits of a sequence.", metrics.gap_s),
+        ):
+            family = HistogramMetricFamily(name, help_text)
+            tally.add_to(family)
+            yield family
+
+    def _counter(
+        self, name: str, help_text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], int]
+    ) -> CounterMetricFamily:
+        family = CounterMetricFamily(name, help_text, labels=labels)
+        for label_values, count in values.items():
+            family.add_metric(label_values, count, created=self._created_s)
+        return family
 
 
 class _EngineCollector(Collector):
@@ -120,9 +183,8 @@ class HttpMetrics:
 
         async def note_start(message: Message) -> None:
             if message["type"] == "http.response.start":
-                route = _route(scope)
-                self._metrics.requests.labels(route, scope["method"], message["status"]).inc()
-                self._metrics.request_s.labels(route).observe(time.perf_counter() - started_s)
+                took_s = time.perf_counter() - started_s
+                self._metrics.answered(_route(scope), scope["method"], message["status"], took_s)
             await send(message)
 
         await self._app(scope, receive, note_start)

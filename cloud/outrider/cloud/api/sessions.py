@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from outrider.cloud.api.bridge import Mailbox
-from outrider.cloud.api.metrics import CommitTimer
 from outrider.cloud.api.state import Core, Session
-from outrider.cloud.seam import CommitEvent, EndEvent, GenerateRequest
+from outrider.cloud.api.stream import SessionStream
+from outrider.cloud.seam import GenerateRequest
 from outrider.models.http import sse
-from outrider.models.http.errors import error_body, internal_error
 from outrider.models.http.requests import owner_of, sampling_of
-from outrider.models.protocol import SessionEnd, SessionOpen, SessionRequest, Usage
+from outrider.models.protocol import SessionOpen, SessionRequest
 
 _SESSION_ID_BYTES = 9
 
@@ -72,8 +69,8 @@ def session_routes(core: Core) -> APIRouter:
                 target=core.model.target,
                 keep_alive_s=core.settings.keep_alive_s,
             )
-            events = _events(opened, mailbox, core.metrics.commit_timer(arrived_s))
-            return sse.EventStream(events, mailbox, close, keep_alive_s=core.settings.keep_alive_s)
+            timer = core.metrics.commit_timer(arrived_s)
+            return SessionStream(opened, mailbox, timer, close, keep_alive_s=core.settings.keep_alive_s)
         except BaseException:
             close()
             raise
@@ -92,52 +89,3 @@ def bounded_patience(asked_ms: float | None, max_ms: float | None) -> float | No
     if asked_ms is None or max_ms is None:
         return max_ms if asked_ms is None else asked_ms
     return min(asked_ms, max_ms)
-
-
-async def _events(opened: SessionOpen, mailbox: Mailbox, timer: CommitTimer) -> AsyncIterator[bytes]:
-    """The stream's bytes, until the sequence ends or the client leaves."""
-    yield sse.encode(opened)
-    while not mailbox.is_closed:
-        chunk = b""
-        for _, event in await mailbox.take():
-            if isinstance(event, EndEvent):
-                yield chunk + sse.encode(_end(event))
-                return
-            timer.committed()
-            chunk += encode_commit(event)
-        yield chunk or sse.KEEP_ALIVE
-
-
-def _end(event: EndEvent) -> SessionEnd:
-    assert event.reason != "once"  # no session asks for it
-    error = error_body(event.error or internal_error()) if event.reason == "error" else None
-    return SessionEnd(reason=event.reason, usage=session_usage(event), error=error)
-
-
-def session_usage(event: EndEvent) -> Usage:
-    """The wire form of what a sequence took."""
-    usage = event.usage
-    return Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        target_passes=usage.target_passes,
-        accepted_prediction_tokens=usage.accepted_tokens,
-        rejected_prediction_tokens=usage.rejected_tokens,
-        cached_prompt_tokens=usage.cached_prompt_tokens,
-        waited_ms=round(usage.waited_s * 1000.0, 3),
-    )
-
-
-def encode_commit(event: CommitEvent) -> bytes:
-    """`protocol.Commit` as an event. Written by hand: this runs once per sequence and step.
-
-    Most events are commits. So they carry no `type` (an event without one is a commit), and no `accepted` or `proposed`
-    when nothing was proposed.
-    """
-    tokens = ",".join(map(str, event.tokens))
-    if event.proposed:
-        return (
-            f'data: {{"base":{event.base},"tokens":[{tokens}],'
-            f'"accepted":{event.accepted},"proposed":{event.proposed}}}\n\n'
-        ).encode()
-    return f'data: {{"base":{event.base},"tokens":[{tokens}]}}\n\n'.encode()

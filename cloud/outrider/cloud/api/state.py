@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from outrider.cloud.api.bridge import Bridge
+from outrider.cloud.api.draft_budget import DraftLimits
 from outrider.cloud.api.metrics import Metrics
 from outrider.cloud.seam import ServingEngine
 from outrider.models.errors import RequestError
@@ -25,7 +26,7 @@ class ServerSettings:
     keys: the API keys. max_sessions: sequences that one key may have open in sessions and completions.
     rate_per_s: requests that start work, per second and key; 0 is no limit. max_patience_ms: bound on every session's
     patience. keep_alive_s: silence on a stream after which a comment is sent; `open` reports it. pages:
-    which names and pages may call; None: PagePolicy's defaults.
+    which names and pages may call; None: PagePolicy's defaults. draft_limits: budgets of draft messages.
     """
 
     keys: KeyRing = field(default_factory=KeyRing)
@@ -35,6 +36,7 @@ class ServerSettings:
     max_patience_ms: float | None = None
     keep_alive_s: float = 5.0
     pages: PagePolicy | None = None
+    draft_limits: DraftLimits = field(default_factory=DraftLimits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,8 @@ class EngineThread:
     def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
         """As `Engine.draft`."""
         self._engine.draft(sequence_id, base, paths)
-        self._wake.set()
+        if not self._wake.is_set():  # if it is, the inbox has yet to be read; setting it again takes a lock
+            self._wake.set()
 
     def cancel(self, sequence_id: int) -> None:
         """As `Engine.cancel`."""

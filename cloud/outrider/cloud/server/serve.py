@@ -16,6 +16,7 @@ from typing import Final
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread
+from outrider.cloud.server.collector import relieve_collector
 from outrider.cloud.server.connection_limits import ConnectionLimits
 from outrider.cloud.server.exporter import export_reference_target
 from outrider.cloud.server.identity import target_identity
@@ -91,6 +92,7 @@ def serve(options: ServeOptions) -> None:
                 ),
             )
             _print_now(_summary(model, bundle.manifest, engine, time.monotonic() - started_s))
+            relieve_collector()
             thread.start()
             try:
                 server.run(sockets=[sock])

@@ -59,6 +59,14 @@ def method_not_allowed(method: str) -> RequestError:
     return RequestError("method_not_allowed", f"{method} is not allowed here; see the Allow header", status=405)
 
 
+def as_answer(error: Exception) -> RequestError:
+    """What the client gets for an exception: a RequestError as it is, any other logged and without its details."""
+    if isinstance(error, RequestError):
+        return error
+    log_fault(error)
+    return internal_error()
+
+
 def from_validation(faults: Sequence[Any], *, prefix: str = "") -> RequestError:
     """The first of a message's faults (mappings, as pydantic writes them), with the field's name.
 
@@ -109,11 +117,7 @@ class ErrorBoundary:
         except ClientDisconnect:
             pass  # the client left while its body was read
         except Exception as error:
-            if isinstance(error, RequestError):
-                answer = error
-            else:
-                log_fault(error)
-                answer = internal_error()
+            answer = as_answer(error)
             # After a response has begun, returning is enough: the server closes the connection and the client sees a
             # cut.
             if not started:

@@ -36,7 +36,7 @@ class BodyLimit:
             return await self._app(scope, receive, send)
         for name, value in scope["headers"]:
             if name == b"content-length" and int(value) > self._max_bytes:
-                raise self._refusal()
+                raise body_too_large(self._max_bytes)
         num_bytes = 0
 
         async def counted() -> Message:
@@ -44,14 +44,15 @@ class BodyLimit:
             message = await receive()
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._max_bytes:
-                raise self._refusal()
+                raise body_too_large(self._max_bytes)
             return message
 
         await self._app(scope, counted, send)
 
-    def _refusal(self) -> RequestError:
-        message = f"the body is larger than {self._max_bytes} bytes; send less at a time"
-        return RequestError("body_too_large", message, status=413)
+
+def body_too_large(max_bytes: int) -> RequestError:
+    """The error 413 of a body over `max_bytes`."""
+    return RequestError("body_too_large", f"the body is larger than {max_bytes} bytes; send less at a time", status=413)
 
 
 MAX_BUCKETS: Final = 65_536

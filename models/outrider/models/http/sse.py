@@ -14,11 +14,12 @@ from starlette.types import Receive, Scope, Send
 KEEP_ALIVE: Final = b":\n\n"
 """A comment: readers skip it, proxies keep the connection, and a vanished client is noticed."""
 
-_HEADERS: Final = [
+HEADERS: Final = [
     (b"content-type", b"text/event-stream"),
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),  # nginx would hold events back
 ]
+"""Of every event stream's response."""
 
 
 class Reader(Protocol):
@@ -61,7 +62,7 @@ class EventStream(Response):
         self._keep_alive_s = keep_alive_s
         self.status_code = 200
         self.background = None
-        self.raw_headers = list(_HEADERS)
+        self.raw_headers = list(HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""

@@ -1,0 +1,198 @@
+"""Streams the events of one session: open, then commits as the engine makes them, then the end.
+
+Commits go out many thousand times a second over all sessions, so they take the shortest way: the mailbox calls
+`SessionStream` once per wake-up, which calls the server's `send`, past the layers that the response's start went
+through. No task is switched unless the client reads more slowly than its events come. `completions` streams through
+`sse.EventStream`, the plain twin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, Final
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from outrider.cloud.api.bridge import Delivery, Mailbox
+from outrider.cloud.api.metrics import CommitTimer
+from outrider.cloud.seam import CommitEvent, EndEvent
+from outrider.models.faults import log_fault
+from outrider.models.http import sse
+from outrider.models.http.errors import error_body, internal_error
+from outrider.models.protocol import SessionEnd, SessionOpen, Usage
+
+SERVER_SEND: Final = "outrider.send"
+"""Key of the ASGI scope that holds the server's own `send`, below all layers."""
+
+
+class SessionStream(Response):
+    """The response of one session.
+
+    on_close: called once, however the stream ends. After `keep_alive_s` without a write a comment is sent.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        opened: SessionOpen,
+        mailbox: Mailbox,
+        timer: CommitTimer,
+        on_close: Callable[[], None],
+        *,
+        keep_alive_s: float,
+    ) -> None:
+        self._opened = opened
+        self._mailbox = mailbox
+        self._timer = timer
+        self._on_close = on_close
+        self._keep_alive_s = keep_alive_s
+        self._backlog = b""  # to send once the client has read more
+        self._has_ended = False
+        self._keep_alive: asyncio.TimerHandle | None = None
+        self._sending: asyncio.Task[None] | None = None  # a write that waits for the client
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = list(sse.HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._send: Send = scope.get(SERVER_SEND, send)
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._send({"type": "http.response.body", "body": sse.encode(self._opened), "more_body": True})
+            self._written_s = self._loop.time()
+            self._arm(self._keep_alive_s)
+            self._mailbox.listen(self._on_events)
+            # Also ends when the response is complete. The request's body has been read.
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        finally:
+            self._mailbox.close()
+            if self._keep_alive is not None:
+                self._keep_alive.cancel()
+            if self._sending is not None:
+                self._sending.cancel()
+            self._on_close()
+
+    def _on_events(self, items: list[Delivery]) -> None:
+        chunk = b""
+        for _, event in items:
+            if isinstance(event, EndEvent):
+                chunk += sse.encode(_end(event))
+                self._has_ended = True
+                break
+            self._timer.committed()
+            chunk += encode_commit(event)
+        self._write(chunk)
+
+    def _write(self, chunk: bytes) -> None:
+        """Sends now, or after what waits for the client."""
+        if self._sending is not None:
+            self._backlog += chunk
+            return
+        self._written_s = self._loop.time()
+        sending = self._body(chunk)
+        try:
+            wait = sending.send(None)
+        except StopIteration:
+            return
+        except Exception as error:  # the connection is in an unknown state: the server closes it
+            self._give_up(error)
+        else:
+            self._sending = self._loop.create_task(self._send_rest(_Begun(sending, wait)))
+
+    def _body(self, chunk: bytes) -> Coroutine[Any, Any, None]:
+        message = {"type": "http.response.body", "body": chunk, "more_body": not self._has_ended}
+        return self._send(message)  # type: ignore[return-value]  # every server's is a coroutine function
+
+    async def _send_rest(self, begun: _Begun) -> None:
+        """Finishes a write that has begun, then sends what has come meanwhile."""
+        try:
+            await begun
+            while self._backlog:
+                chunk, self._backlog = self._backlog, b""
+                await self._body(chunk)
+        except Exception as error:
+            self._give_up(error)
+        else:
+            self._sending = None
+
+    def _give_up(self, error: Exception) -> None:
+        log_fault(error)
+        assert self._task is not None
+        self._task.cancel()  # `__call__`; the server then closes the connection
+
+    def _arm(self, delay_s: float) -> None:
+        self._keep_alive = self._loop.call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        left_s = self._written_s + self._keep_alive_s - self._loop.time()
+        if left_s <= 0.0:
+            if self._sending is None and not self._has_ended:
+                self._write(sse.KEEP_ALIVE)
+            left_s = self._keep_alive_s
+        self._arm(left_s)
+
+
+class _Begun:
+    """The rest of a coroutine that was run up to its first wait, for a task to await.
+
+    Python 3.12 has `asyncio.eager_task_factory` for this.
+    """
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], wait: Any) -> None:
+        self._coroutine = coroutine
+        self._wait = wait
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        try:
+            wait = self._wait
+            while True:
+                try:
+                    value = yield wait
+                except BaseException as error:
+                    wait = self._coroutine.throw(error)
+                else:
+                    wait = self._coroutine.send(value)
+        except StopIteration:
+            pass
+
+
+def _end(event: EndEvent) -> SessionEnd:
+    assert event.reason != "once"  # no session asks for it
+    error = error_body(event.error or internal_error()) if event.reason == "error" else None
+    return SessionEnd(reason=event.reason, usage=session_usage(event), error=error)
+
+
+def session_usage(event: EndEvent) -> Usage:
+    """The wire form of what a sequence took."""
+    usage = event.usage
+    return Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        target_passes=usage.target_passes,
+        accepted_prediction_tokens=usage.accepted_tokens,
+        rejected_prediction_tokens=usage.rejected_tokens,
+        cached_prompt_tokens=usage.cached_prompt_tokens,
+        waited_ms=round(usage.waited_s * 1000.0, 3),
+    )
+
+
+def encode_commit(event: CommitEvent) -> bytes:
+    """`protocol.Commit` as an event. Written by hand: this runs once per sequence and step.
+
+    Most events are commits. So they carry no `type` (an event without one is a commit), and no `accepted` or `proposed`
+    when nothing was proposed.
+    """
+    tokens = ",".join(map(str, event.tokens))
+    if event.proposed:
+        return (
+            f'data: {{"base":{event.base},"tokens":[{tokens}],'
+            f'"accepted":{event.accepted},"proposed":{event.proposed}}}\n\n'
+        ).encode()
+    return f'data: {{"base":{event.base},"tokens":[{tokens}]}}\n\n'.encode()

@@ -1,0 +1,345 @@
+"""Tests the budgets of draft messages, and the event stream's way around tasks when a client reads slowly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Message
+from tests.serving import FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
+
+from outrider.cloud.api.bridge import Bridge
+from outrider.cloud.api.draft_budget import DraftBudget, DraftLimits
+from outrider.cloud.api.metrics import CommitTimer, Tally
+from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.api.stream import SERVER_SEND, SessionStream
+from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
+from outrider.models.http.security import KeyRing
+from outrider.models.protocol import SessionEvent, SessionOpen
+
+PROMPT = [5, 17, 99, 3]
+ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# -- the buckets -------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_spends_its_burst_and_then_its_rate() -> None:
+    """After the burst, messages are taken as the bucket fills; other sessions have their own."""
+    clock = Clock()
+    budget = DraftBudget(DraftLimits(session_per_s=10.0, session_burst=3.0), clock)
+    assert [budget.spend("a", b"") for _ in range(5)] == [None, None, None, "session", "session"]
+    assert budget.spend("b", b"") is None
+    clock.now += 0.15
+    assert [budget.spend("a", b""), budget.spend("a", b"")] == [None, "session"]
+    clock.now += 1e6
+    assert [budget.spend("a", b"") for _ in range(4)] == [None, None, None, "session"]
+
+
+def test_sessions_of_one_owner_share_a_budget() -> None:
+    """A message that the owner's bucket refuses takes nothing from the session's."""
+    clock = Clock()
+    limits = DraftLimits(session_per_s=0.0, session_burst=2.0, owner_per_s=1.0, owner_burst=3.0)
+    budget = DraftBudget(limits, clock)
+    assert [budget.spend(name, b"x") for name in "abcd"] == [None, None, None, "owner"]
+    assert budget.spend("e", b"y") is None
+    clock.now += 2.0
+    assert [budget.spend("d", b"x") for _ in range(3)] == [None, None, "session"]
+
+
+def test_forgotten_buckets_are_full_ones() -> None:
+    """However many sessions come and go, few buckets are kept, and those that are not full among them."""
+    clock = Clock()
+    budget = DraftBudget(DraftLimits(session_per_s=1.0, session_burst=1.0, owner_burst=1e9), clock)
+    assert budget.spend("spent", b"") is None
+    clock.now += 0.5
+    for index in range(5000):
+        clock.now += 1e-5
+        budget.spend(f"session {index}", b"")
+    assert budget.spend("spent", b"") == "session"
+    clock.now += 10.0
+    for index in range(20_000):
+        clock.now += 0.01
+        budget.spend(f"other {index}", b"")
+    assert budget.num_buckets < 4096
+
+
+def test_the_defaults_hold_for_honest_agents() -> None:
+    """A device at steps of 2 ms posts once per step; 256 devices of one owner at steps of 32 ms do too."""
+    clock = Clock()
+    budget = DraftBudget(DraftLimits(), clock)
+    for _ in range(2000):
+        clock.now += 0.002
+        assert budget.spend("fast", b"x") is None
+    for _ in range(100):
+        clock.now += 0.032
+        assert {budget.spend(f"device {index}", b"y") for index in range(256)} == {None}
+
+
+# -- the endpoint ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def held_server(**limits: float) -> Iterator[tuple[FakeServer, StepGate]]:
+    """A server with two keys whose engine stands until the gate is opened."""
+    gate = StepGate()
+    settings = ServerSettings(keys=KeyRing([ALICE, BOB]), draft_limits=DraftLimits(**limits))
+    with serve_fake(settings, gate=gate) as server:
+        yield server, gate
+
+
+def drafts_path(events: Iterator[SessionEvent]) -> str:
+    """Where a session's drafts go, from its first event."""
+    opened = next(events)
+    assert isinstance(opened, SessionOpen)
+    return f"/v1/sessions/{opened.session}/drafts"
+
+
+def as_user(server: FakeServer, key: str) -> httpx.Client:
+    return httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {key}"})
+
+
+def test_a_flood_is_dropped_late_and_unread_and_the_text_stays() -> None:
+    """429 after the delay, counted, whatever the body is; other owners' drafts are taken; the text is the same."""
+    body = {"prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
+    draft = {"base": 0, "paths": [target_tokens(PROMPT, 4)]}
+    with (
+        held_server(session_per_s=0.0, session_burst=2.0, delay_s=0.05) as (server, gate),
+        as_user(server, ALICE) as alice,
+        as_user(server, BOB) as bob,
+        alice.stream("POST", "/v1/sessions", json=body) as flooded,
+        bob.stream("POST", "/v1/sessions", json=body) as calm,
+    ):
+        events, other_events = read_events(flooded), read_events(calm)
+        path = drafts_path(events)
+        assert [alice.post(path, json=draft).status_code for _ in range(2)] == [204, 204]
+        late = alice.post(path, content=b"not even JSON")
+        assert (late.status_code, late.json()["error"]["code"]) == (429, "rate_limited")
+        assert late.headers["retry-after"] == "1"
+        assert late.elapsed.total_seconds() >= 0.05
+        other = drafts_path(other_events)
+        assert bob.post(other, json=draft).status_code == 204
+        metrics = alice.get("/metrics").text
+        assert 'outrider_drafts_dropped_total{budget="session"} 1.0' in metrics
+        route = 'method="POST",route="/v1/sessions/{session_id}/drafts",status="429"'
+        assert f"outrider_http_requests_total{{{route}}} 1.0" in metrics
+        gate.open()
+        tokens = [token for event in events for token in getattr(event, "tokens", [])]
+        assert tokens == target_tokens(PROMPT, 8)
+
+
+def test_an_owners_sessions_add_up() -> None:
+    """A second session gives its owner no second budget."""
+    body = {"prompt": PROMPT, "max_tokens": 8}
+    draft = {"base": 0, "paths": [[1, 2]]}
+    with (
+        held_server(session_burst=2.0, owner_per_s=0.0, owner_burst=3.0, delay_s=0.0) as (server, gate),
+        as_user(server, ALICE) as client,
+        client.stream("POST", "/v1/sessions", json=body) as first,
+        client.stream("POST", "/v1/sessions", json=body) as second,
+    ):
+        events = [read_events(first), read_events(second)]
+        paths = [drafts_path(each) for each in events]
+        statuses = [client.post(paths[index % 2], json=draft).status_code for index in range(5)]
+        assert statuses == [204, 204, 204, 429, 429]
+        assert 'outrider_drafts_dropped_total{budget="owner"} 2.0' in client.get("/metrics").text
+        gate.open()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"), [({}, 401), ({"Authorization": "Bearer wrong-key-wrong-key"}, 401), (None, 404)]
+)
+def test_the_checks_stand_before_the_budget(headers: dict[str, str] | None, status: int) -> None:
+    """Nobody spends a session's budget without its owner's key."""
+    draft = {"base": 0, "paths": [[1, 2]]}
+    with (
+        held_server(session_per_s=0.0, session_burst=1.0) as (server, gate),
+        as_user(server, ALICE) as alice,
+        alice.stream("POST", "/v1/sessions", json={"prompt": PROMPT, "max_tokens": 4}) as stream,
+        httpx.Client(base_url=server.url) as stranger,
+    ):
+        events = read_events(stream)  # the stream closes with it
+        path = drafts_path(events)
+        used = {"Authorization": f"Bearer {BOB}"} if headers is None else headers
+        assert [stranger.post(path, json=draft, headers=used).status_code for _ in range(3)] == [status] * 3
+        assert alice.post(path, json=draft).status_code == 204
+        gate.open()
+
+
+# -- the stream --------------------------------------------------------------------------------------------------------
+
+
+class SlowConnection:
+    """A server's `send` that waits while the client does not read, as uvicorn's does."""
+
+    def __init__(self) -> None:
+        self.can_write = asyncio.Event()
+        self.left = asyncio.Event()
+        self.is_broken = False
+        self.written: list[Message] = []
+
+    async def send(self, message: Message) -> None:
+        await self.can_write.wait()
+        if self.is_broken:
+            raise OSError("the connection is broken")
+        self.written.append(message)
+
+    async def receive(self) -> Message:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.written)
+
+
+async def settle() -> None:
+    """Lets everything run that can."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class Streaming:
+    """A SessionStream over a SlowConnection, with a sink that stands for the engine."""
+
+    def __init__(self, keep_alive_s: float = 60.0) -> None:
+        self.connection = SlowConnection()
+        self.num_closed = 0
+        mailbox = Bridge().mailbox()
+        self.sink = mailbox.sink()
+        timer = CommitTimer(Tally((1.0,)), Tally((1.0,)), 0.0)
+        stream = SessionStream(
+            SessionOpen(session="s", model="m"), mailbox, timer, self._close, keep_alive_s=keep_alive_s
+        )
+        scope: dict[str, Any] = {"type": "http", SERVER_SEND: self.connection.send}
+        self.task = asyncio.create_task(stream(scope, self.connection.receive, self.connection.send))
+
+    def _close(self) -> None:
+        self.num_closed += 1
+
+    def commit(self, *tokens: int) -> None:
+        for token in tokens:
+            self.sink(CommitEvent(token, (token,), 0, 0))
+
+
+def test_events_that_a_client_does_not_read_wait_in_order() -> None:
+    """While a write waits, later events collect; they follow in order, and the end closes the response."""
+
+    async def run() -> None:
+        streaming = Streaming()
+        connection = streaming.connection
+        streaming.commit(0)
+        connection.can_write.set()
+        await settle()
+        assert b'"tokens":[0]' in connection.body
+        connection.can_write.clear()
+        num_before = len(connection.written)
+        for token in range(1, 6):
+            streaming.commit(token)
+            await settle()
+        streaming.sink(EndEvent("length", SequenceUsage()))
+        await settle()
+        assert len(connection.written) == num_before
+        connection.can_write.set()
+        await settle()
+        positions = [connection.body.index(b'"tokens":[%d]' % token) for token in range(6)]
+        assert positions == sorted(positions)
+        assert b'"reason":"length"' in connection.body
+        assert [message.get("more_body") for message in connection.written[1:]][-1] is False
+        connection.left.set()
+        await streaming.task
+        assert streaming.num_closed == 1
+
+    asyncio.run(run())
+
+
+def test_a_wake_up_is_one_write() -> None:
+    """Events that arrive together leave together."""
+
+    async def run() -> None:
+        streaming = Streaming()
+        streaming.connection.can_write.set()
+        await settle()
+        num_before = len(streaming.connection.written)
+        streaming.commit(0, 1, 2)
+        await settle()
+        assert len(streaming.connection.written) == num_before + 1
+        assert streaming.connection.body.count(b'"tokens"') == 3
+        streaming.connection.left.set()
+        await streaming.task
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_while_a_write_waits_ends_the_session() -> None:
+    """Nothing goes on waiting, and later events are dropped."""
+
+    async def run() -> None:
+        streaming = Streaming()
+        streaming.connection.can_write.set()
+        await settle()
+        streaming.connection.can_write.clear()
+        streaming.commit(0, 1)
+        await settle()
+        streaming.connection.left.set()
+        await streaming.task
+        streaming.commit(2)
+        await settle()
+        assert streaming.num_closed == 1
+        assert len(asyncio.all_tasks()) == 1  # this one
+
+    asyncio.run(run())
+
+
+def test_a_connection_that_fails_ends_the_session() -> None:
+    """An error of the server's `send` is logged, and the stream is closed."""
+
+    async def run() -> None:
+        streaming = Streaming()
+        streaming.connection.can_write.set()
+        await settle()
+        streaming.connection.is_broken = True
+        streaming.commit(0)
+        await asyncio.wait([streaming.task])
+        assert streaming.num_closed == 1
+
+    asyncio.run(run())
+
+
+def test_silence_is_broken_by_comments() -> None:
+    """A stream without commits sends keep-alives."""
+
+    async def run() -> None:
+        streaming = Streaming(keep_alive_s=0.001)
+        streaming.connection.can_write.set()
+        while streaming.connection.body.count(b":\n\n") < 2:
+            await asyncio.sleep(0.001)
+        streaming.connection.left.set()
+        await streaming.task
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_is_slow_gets_the_whole_text() -> None:
+    """Over a real connection: a session whose events nobody reads for a while."""
+    with serve_fake() as server, httpx.Client(base_url=server.url) as client:
+        body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True}
+        with client.stream("POST", "/v1/sessions", json=body) as response:
+            server.wait_until(lambda: server.core.engine.stats().running == 0 and not server.core.engine.stats().queued)
+            tokens = [token for event in read_events(response) for token in getattr(event, "tokens", [])]
+        assert len(tokens) == 300
+        assert run_session(client, body).tokens == tokens
