@@ -20,6 +20,7 @@ from tests.hostile_bodies import CHAT, COMPLETIONS, DRAFTS, HOSTILE_BODIES, MAX_
 from tests.serving import FakeServer, StepGate, fake_tokenizer, read_events, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api import verify as verify_module
+from outrider.cloud.api.drafts import MAX_DRAFT_BYTES
 from outrider.cloud.api.encoding import Workers
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.verify import VerifyEnvelope
@@ -89,7 +90,8 @@ def test_a_hostile_body_gets_one_error(
     monkeypatch.setattr(Tokenizer, "encode", encode)
     headers = {"content-type": "application/json"}
     path = body.path.format(session=session)
-    answer = httpx.post(server.url + path, content=body.make(MAX_BYTES), headers=headers, timeout=60)
+    max_bytes = MAX_DRAFT_BYTES if body.path == DRAFTS else MAX_BYTES
+    answer = httpx.post(server.url + path, content=body.make(max_bytes), headers=headers, timeout=60)
     assert (answer.status_code // 100, answer.json()["error"]["code"]) == (4, body.code)
     assert sum(collected) <= 2 and not tokenized
     assert len(answer.content) < 1000

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.types import Message
-from tests.serving import FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
+from tests.serving import JSON, FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.bridge import Bridge
 from outrider.cloud.api.draft_budget import DraftBudget, DraftLimits
@@ -127,7 +127,7 @@ def test_a_flood_is_dropped_late_and_unread_and_the_text_stays() -> None:
         events, other_events = read_events(flooded), read_events(calm)
         path = drafts_path(events)
         assert [alice.post(path, json=draft).status_code for _ in range(2)] == [204, 204]
-        late = alice.post(path, content=b"not even JSON")
+        late = alice.post(path, content=b"not even JSON", headers=JSON)
         assert (late.status_code, late.json()["error"]["code"]) == (429, "rate_limited")
         assert late.headers["retry-after"] == "1"
         assert late.elapsed.total_seconds() >= 0.05
