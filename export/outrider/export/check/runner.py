@@ -27,7 +27,7 @@ from outrider.models.manifest import Agreement, Parity, Timing
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
 
-_FAR_CACHE_BYTES: Final = 1 << 30
+_CHECK_CACHE_BYTES: Final = 1 << 30
 
 
 class RowsRuntime(SequenceRuntime, Protocol):
@@ -150,9 +150,8 @@ def _opened(
             with closing(open_draft(path, options)) as draft:
                 yield SequenceSteps(draft), draft
             return
-        # Beyond a window there are more tokens than the cache would hold of a large model by default.
-        kv_cache_bytes = _FAR_CACHE_BYTES if truth.reference.far is not None else 0
-        with closing(open_target(path, options, kv_cache_bytes=kv_cache_bytes)) as target:
+        # The check runs more tokens than the default cache would hold of a large model.
+        with closing(open_target(path, options, kv_cache_bytes=_CHECK_CACHE_BYTES)) as target:
             yield BatchSteps(target), target
     except (BundleError, ModelFault) as error:
         said = str(error).replace(f"{path.parent}{os.sep}", "")  # a directory that will be gone
@@ -210,11 +209,16 @@ class SequenceSteps:
 
 
 class BatchSteps:
-    """Steps on a `BatchRuntime`. Its blocks are used from the last to the first, as their order must not matter."""
+    """Steps on a `BatchRuntime`. Its blocks are used from the last to the first, as their order must not matter.
+
+    A neighbour has the blocks from the first on.
+    """
 
     def __init__(self, runtime: BatchRuntime) -> None:
         self._runtime = runtime
         self._length = 0
+        self._neighbour_length = 0
+        self._neighbour_position = 0
 
     @property
     def max_positions(self) -> int:
@@ -223,11 +227,41 @@ class BatchSteps:
 
     def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         """Appends tokens in one step; the logits after the last `num_rows`, [num_rows, vocab_size]."""
+        return self._runtime.forward([self._append(tokens, num_rows)])
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of the model, whatever the cache holds."""
+        return self._runtime.limits.max_positions
+
+    @property
+    def max_neighbour(self) -> int:
+        """Tokens that the cache can hold of a neighbour beside 64 of the first sequence."""
+        size = self._runtime.block_size
+        return (self._runtime.num_blocks + -64 // size) * size
+
+    def begin_neighbour(self, first_position: int) -> None:
+        """Empties the neighbour; its first token will have this position."""
+        self._neighbour_length, self._neighbour_position = 0, first_position
+
+    def run_both(
+        self, tokens: Sequence[int], neighbour: Sequence[int], num_rows: int, num_neighbour_rows: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Appends tokens to both in one step; the logits after the last rows of each. `tokens` may be empty."""
+        batch = [self._append(tokens, num_rows)] if tokens else []
+        past, self._neighbour_length = self._neighbour_length, self._neighbour_length + len(neighbour)
+        blocks = range(-(-self._neighbour_length // self._runtime.block_size))
+        first = self._neighbour_position + past
+        positions = range(first, first + len(neighbour))
+        batch.append(SequenceSlice(neighbour, past, blocks, num_neighbour_rows, positions))
+        logits = self._runtime.forward(batch)
+        return logits[:num_rows], logits[num_rows:]
+
+    def _append(self, tokens: Sequence[int], num_rows: int) -> SequenceSlice:
         past, self._length = self._length, self._length + len(tokens)
         num_blocks = -(-self._length // self._runtime.block_size)
         last = self._runtime.num_blocks - 1
-        blocks = range(last, last - num_blocks, -1)
-        return self._runtime.forward([SequenceSlice(tokens, past, blocks, num_rows)])
+        return SequenceSlice(tokens, past, range(last, last - num_blocks, -1), num_rows)
 
     def truncate(self, length: int) -> None:
         """Forgets everything from position `length` on."""
