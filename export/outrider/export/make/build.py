@@ -18,11 +18,13 @@ from outrider.export.check.parity import PARITY_TEXT, QUANTIZED
 from outrider.export.check.source_logits import LoadedSource, Truth, held_out_texts
 from outrider.export.convert.openvino_ir import IR_NAME, convert_to_ir, finish_ir
 from outrider.export.convert.safetensors_cast import cast_weights
+from outrider.export.convert.weight_check import require_close_weights
 from outrider.export.disk import require_room
 from outrider.export.make.sizes import converted_bytes, finished_bytes, truth_bytes
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import Progress, StageEvent
 from outrider.export.recipes import ExportOptions
+from outrider.export.source.family_facts import is_mixture
 from outrider.export.source.model_source import SourceModel
 from outrider.models.manifest import Quantization, Source
 
@@ -147,7 +149,11 @@ def _build_openvino(job: Job) -> Quantization | None:
         return Quantization(tool=_tool("nncf"), scheme="w8a8", granularity="row, activations per tensor")
     if options.resolved_precision not in ("fp32", "fp16"):
         job.tell("quantize")
-    return finish_ir(ir, job.directory, job.source.name, options.resolved_precision, options.device)
+    quantization = finish_ir(ir, job.directory, job.source.name, options.resolved_precision, options.device)
+    if quantization is not None and is_mixture(job.source.config):
+        xml = f"{IR_NAME}.xml"
+        require_close_weights(ir / xml, job.directory / xml, options.resolved_precision)
+    return quantization
 
 
 def _compile_ahead(job: Job) -> None:
