@@ -139,7 +139,7 @@ MIXTURES: Final = {
     "bf16": Thresholds(None, 2e-2, 0.85, 0.03),
     "int8": Thresholds(None, 5e-2, 0.75, 0.03),
     "w8a8": Thresholds(None, 0.1, 0.65, 0.15),
-    "int4": Thresholds(None, 0.6, 0.25, 0.03),
+    "int4": Thresholds(None, 0.6, 0.15, 0.03),
 }
 
 

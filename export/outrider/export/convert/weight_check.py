@@ -32,8 +32,10 @@ def require_close_weights(exact: Path, quantized: Path, precision: str) -> None:
         import openvino
 
         core = openvino.Core()
-        found = dict(_matrices(core.read_model(quantized)))
-        for name, node in _matrices(core.read_model(exact)):
+        # Both are kept: a node does not keep its model, and without it has no readers.
+        exact_model, quantized_model = core.read_model(exact), core.read_model(quantized)
+        found = dict(_matrices(quantized_model))
+        for name, node in _matrices(exact_model):
             if name not in found:
                 raise ExportError(
                     f"the quantized model has no matrix {name}; nothing was written: try --precision fp32"
