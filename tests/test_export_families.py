@@ -96,7 +96,7 @@ def test_soft_capping_that_nobody_knew_of_is_refused_by_the_check(
 ) -> None:
     """With plain attention Gemma 2 cannot be paged; with fused attention its logits are wrong."""
     monkeypatch.setattr("outrider.export.make.pipeline.require_runtime", lambda *arguments: None)
-    with pytest.raises(ExportError, match=r"cannot run the exported model: \w+\.xml cannot use paged attention"):
+    with pytest.raises(ExportError, match=r"cannot run the exported model: gemma2 cannot use paged attention"):
         stage(tiny_source("gemma2"), tmp_path / "out", tmp_path / "a", "target", "fp32")
 
     def fuse(model: Any) -> None:

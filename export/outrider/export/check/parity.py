@@ -132,8 +132,8 @@ THRESHOLDS: Final = {
 
 # Of mixtures of experts: rounding lets some tokens choose other experts, which changes their logits by 0.4 to 0.65 in
 # INT8 and 0.2 to 0.4 in BF16 whatever is right. Measured on tiny random models of three families (docs/numerics.md).
-# Worst KL and agreement over all rows: BF16 0.005, 0.93; INT8 0.02, 0.86; INT4 0.32, 0.23. That the graph is right shows
-# unquantized, in FP32's bounds; that its weights are, `convert.weight_check` finds.
+# Worst KL and agreement over all rows: BF16 0.005, 0.93; INT8 0.02, 0.86; INT4 0.32, 0.23. That the graph is right is
+# checked unquantized, in FP32's bounds; that its weights are, by `convert.weight_check`.
 MIXTURES: Final = {
     "fp16": Thresholds(None, 5e-3, 0.90, 0.01),
     "bf16": Thresholds(None, 2e-2, 0.85, 0.03),
