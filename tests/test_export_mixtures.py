@@ -32,7 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 64, "head_dim": 16},
 }
-COMMON = {
+COMMON: dict[str, Any] = {
     "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 512, "initializer_range": 0.15,
     "tie_word_embeddings": False,
 }  # fmt: skip
@@ -137,7 +137,7 @@ def test_a_broken_expert_is_refused(stage: str, mixtral: Path, tmp_path: Path, m
             path.replace(directory / path.name)
         broken.rmdir()
 
-    real_convert, real_finish = build.convert_to_ir, build.finish_ir
+    real_convert, real_finish = convert_to_ir, finish_ir
 
     def convert(model: Any, directory: Path, label: str) -> None:
         real_convert(model, directory, label)

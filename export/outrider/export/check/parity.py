@@ -397,7 +397,8 @@ def _require_parity(parity: Parity, precision: str, advice: Advice) -> None:
     rows = sum(stage.rows for stage in parity.stages)
     agreement = sum(stage.argmax_agreement * stage.rows for stage in parity.stages) / rows
     worst = max(stage.max_delta / stage.scale for stage in parity.stages)
-    if parity.max_relative_delta is None:
+    largest = parity.max_relative_delta
+    if largest is None:
         mean_kl = sum(stage.mean_kl * stage.rows for stage in parity.stages) / rows
         if mean_kl > parity.max_mean_kl:
             raise ParityFailure(
@@ -405,12 +406,14 @@ def _require_parity(parity: Parity, precision: str, advice: Advice) -> None:
                 f"{parity.max_mean_kl:g} for {precision}); nothing was written: {advice.finer}",
                 worst,
             )
-    for stage in parity.stages if parity.max_relative_delta is not None else ():
+    for stage in parity.stages:
         relative = stage.max_delta / stage.scale
-        if relative > parity.max_relative_delta or stage.mean_kl > parity.max_mean_kl:
+        if largest is None:
+            break
+        if relative > largest or stage.mean_kl > parity.max_mean_kl:
             raise ParityFailure(
                 f"parity check failed, {stage.name}: largest difference {stage.max_delta:.3g} on logits up "
-                f"to {stage.scale:.3g} ({relative:.2g} relative, at most {parity.max_relative_delta:g} for "
+                f"to {stage.scale:.3g} ({relative:.2g} relative, at most {largest:g} for "
                 f"{precision}), mean KL {stage.mean_kl:.3g} (at most {parity.max_mean_kl:g}); nothing was "
                 f"written. The converter or the runtime is wrong for this model: {advice.finer}",
                 worst,
