@@ -406,18 +406,17 @@ def _require_parity(parity: Parity, precision: str, advice: Advice) -> None:
                 f"{parity.max_mean_kl:g} for {precision}); nothing was written: {advice.finer}",
                 worst,
             )
-    for stage in parity.stages:
-        relative = stage.max_delta / stage.scale
-        if largest is None:
-            break
-        if relative > largest or stage.mean_kl > parity.max_mean_kl:
-            raise ParityFailure(
-                f"parity check failed, {stage.name}: largest difference {stage.max_delta:.3g} on logits up "
-                f"to {stage.scale:.3g} ({relative:.2g} relative, at most {largest:g} for "
-                f"{precision}), mean KL {stage.mean_kl:.3g} (at most {parity.max_mean_kl:g}); nothing was "
-                f"written. The converter or the runtime is wrong for this model: {advice.finer}",
-                worst,
-            )
+    else:
+        for stage in parity.stages:
+            relative = stage.max_delta / stage.scale
+            if relative > largest or stage.mean_kl > parity.max_mean_kl:
+                raise ParityFailure(
+                    f"parity check failed, {stage.name}: largest difference {stage.max_delta:.3g} on logits up "
+                    f"to {stage.scale:.3g} ({relative:.2g} relative, at most {largest:g} for "
+                    f"{precision}), mean KL {stage.mean_kl:.3g} (at most {parity.max_mean_kl:g}); nothing was "
+                    f"written. The converter or the runtime is wrong for this model: {advice.finer}",
+                    worst,
+                )
     if parity.own_delta > parity.max_own_delta:
         raise ParityFailure(
             f"parity check failed: the export's steps differ by {parity.own_delta:.2g} from its own prefill of the "
