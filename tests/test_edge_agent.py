@@ -39,9 +39,9 @@ VOCAB = fake_tokenizer().size
 SETTINGS = [SamplingParams(), SamplingParams(0.8, seed=11), SamplingParams(0.8, top_p=0.9, top_k=40, seed=12)]
 
 
-def truth(request: GenerationRequest) -> tuple[int, ...]:
+def truth(request: GenerationRequest, vocab_size: int = VOCAB) -> tuple[int, ...]:
     """Target-only text by the plainest loop."""
-    runtime, tokens = FakeSequenceRuntime(vocab_size=VOCAB), list(request.prompt)
+    runtime, tokens = FakeSequenceRuntime(vocab_size=vocab_size), list(request.prompt)
     logits = runtime.extend(tokens)
     while len(tokens) < len(request.prompt) + request.max_tokens:
         tokens.append(pick(logits, request.params, len(tokens)))
@@ -349,6 +349,21 @@ def test_a_draft_at_its_longest_sequence_leaves_the_rest_to_the_target(server: F
     short = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, max_positions=30))
     result = run(generate([server.url], request, short))
     assert result.tokens == truth(request) and result.draft_error is None
+
+
+@pytest.mark.parametrize("mode", [Mode.STREAM, Mode.STOP_AND_WAIT])
+@pytest.mark.parametrize(("draft_size", "target_size"), [(VOCAB, VOCAB + 64), (VOCAB + 64, VOCAB)])
+def test_a_pair_that_is_padded_differently_gives_the_targets_text(
+    draft_size: int, target_size: int, mode: Mode, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The draft pauses after an id beyond its table, and never sends one beyond the target's."""
+    request = asking(seed=12)
+    draft = ModelDrafter(FakeSequenceRuntime(vocab_size=draft_size), VOCAB)
+    with serve_fake(runtime=FakeBatchRuntime(vocab_size=target_size)) as wide:
+        result = run(generate([wide.url], request, draft, mode=mode, depth=FixedDepth(4)))
+    expected = truth(request, target_size)
+    assert result.tokens == expected and result.draft_error is None and not caplog.records
+    assert (max(expected) >= draft_size) == (target_size > draft_size)
 
 
 def test_a_cancelled_generation_frees_the_server() -> None:

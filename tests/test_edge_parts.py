@@ -292,6 +292,21 @@ def test_a_run_sends_its_answer_whole_and_lets_no_token_wait_long(
     assert woken == woken_at
 
 
+def test_a_draft_pauses_after_a_token_that_it_does_not_have() -> None:
+    """A target that is padded further may pick one; the draft goes on where that token is rewound."""
+    drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=300), 12)
+    drafter.begin([1, 2, 3], SamplingParams())
+    assert drafter.propose() is not None
+    drafter.extend([300])
+    assert drafter.propose() is None and drafter.propose() is None and drafter.length == 5
+    drafter.extend([4])
+    assert drafter.propose() is None
+    drafter.rewind(4)
+    assert drafter.propose() is not None
+    drafter.begin([1, 310, 3], SamplingParams())
+    assert drafter.propose() is None
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_padding_of_the_drafts_embedding_is_never_proposed(temperature: float) -> None:
     """Draft and target may be padded differently: the target may not have an id that no tokenizer knows."""

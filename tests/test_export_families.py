@@ -57,11 +57,11 @@ def test_openvino_runs_it_rightly(family: str, tiny_source: Callable[[str], Path
     exact = stage(source, tmp_path / "target", tmp_path / "store", "target", "fp32")
     assert exact.runtime == "OpenVinoPagedRuntime"
     assert max(stage.max_delta / stage.scale for stage in exact.stages) < 1e-5
-    assert len(exact.stages) == (8 if family in SLIDING else 4)
+    assert len(exact.stages) == (9 if family in SLIDING else 5)
     if family not in ALSO_INT8:
         return
     quantized = stage(source, tmp_path / "draft", tmp_path / "store", "draft", "int8")
-    assert quantized.runtime == "OpenVinoSequenceRuntime" and len(quantized.stages) == len(exact.stages)
+    assert quantized.runtime == "OpenVinoSequenceRuntime" and len(quantized.stages) == len(exact.stages) - 1
     assert max(stage.max_delta / stage.scale for stage in quantized.stages) > 1e-3
 
 
@@ -69,7 +69,7 @@ def test_torch_runs_gemma_2_rightly(tiny_source: Callable[[str], Path], tmp_path
     """Soft-capping and windows included; other families are in test_runtimes_parity."""
     parity = stage(tiny_source("gemma2"), tmp_path / "target", tmp_path / "store", "target", "fp32", "torch")
     assert max(stage.max_delta / stage.scale for stage in parity.stages) < 1e-5
-    assert len(parity.stages) == 8
+    assert len(parity.stages) == 9
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_soft_capping_that_nobody_knew_of_is_refused_by_the_check(
 ) -> None:
     """With plain attention Gemma 2 cannot be paged; with fused attention its logits are wrong."""
     monkeypatch.setattr("outrider.export.make.pipeline.require_runtime", lambda *arguments: None)
-    with pytest.raises(ExportError, match=r"cannot run the exported model: \w+\.xml cannot use paged attention"):
+    with pytest.raises(ExportError, match=r"cannot run the exported model: gemma2 cannot use paged attention"):
         stage(tiny_source("gemma2"), tmp_path / "out", tmp_path / "a", "target", "fp32")
 
     def fuse(model: Any) -> None:

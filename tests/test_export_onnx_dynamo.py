@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from outrider.export.convert.onnx_attention import Recording, recording_attentio
 from outrider.export.convert.onnx_blocks import read_dequantized
 from outrider.export.convert.onnx_dynamo import export_with_dynamo
 from outrider.export.convert.onnx_quantize import quantize_weights
+from outrider.export.make import build
+from outrider.export.recipes import ExportOptions
 from outrider.export.source.tiny import make_tiny_model
 from outrider.models.errors import ExportError
 from outrider.models.runtimes.base import RuntimeOptions
@@ -228,6 +231,25 @@ def test_a_graph_needs_its_data(graph: Callable[[str], Path], tmp_path: Path) ->
     shutil.copyfile(graph("bloom") / "model.onnx", tmp_path / "model.onnx")
     with pytest.raises(ExportError, match=r"quantizing model\.onnx failed"):
         quantize_weights(tmp_path / "model.onnx", tmp_path, 8)
+
+
+def test_a_stored_graph_that_a_killed_export_has_linked_is_quantized(
+    graph: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """onnx reads no file with several links; what the killed export left is not changed."""
+    stored, left, out = (tmp_path / name for name in ("stored", "left", "out"))
+    shutil.copytree(graph("gpt_neox"), stored)
+    for directory in (left, out):
+        directory.mkdir()
+    build.place_files(stored, left)
+    before = {path.name: path.read_bytes() for path in left.iterdir()}
+    assert (stored / "model.onnx.data").stat().st_nlink == 2
+    monkeypatch.setattr(build, "_onnx_graph", lambda job: stored)
+    options = ExportOptions("draft", "int8", "onnxruntime")
+    job: Any = SimpleNamespace(options=options, directory=out, tell=lambda stage: None)
+    assert build._build_onnx(job) is not None and (out / "model.onnx.data").is_file()
+    assert {path.name: path.read_bytes() for path in left.iterdir()} == before
+    assert sorted(path.name for path in stored.iterdir()) == sorted(before)
 
 
 def test_rows_are_computed_as_asked(graph: Callable[[str], Path]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -173,3 +174,77 @@ def test_sequences_that_end_at_the_window_are_not_checked_beyond_it(far_referenc
         check_parity(Exact(WINDOW + 1), far_reference, "fp32", "Short")
     with pytest.raises(ExportError, match="needs 64 positions, the export has 63"):
         check_parity(Exact(63), far_reference, "fp32", "Short")
+
+
+class Batched(Exact):
+    """A target: a neighbour beside the sequence; `blur` moves rows of either, knowing both positions' ends."""
+
+    num_positions = 512
+    max_neighbour = 448
+
+    def __init__(self, blur: Callable[[int, int, bool], float] = lambda own, other, is_neighbour: 0.0) -> None:
+        super().__init__()
+        self.blur = blur
+        self.neighbour: list[int] = []
+        self.first_position = 0
+        self.last_positions: list[int] = []
+
+    def begin_neighbour(self, first_position: int) -> None:
+        self.neighbour, self.first_position = [], first_position
+
+    def run_both(
+        self, tokens: Sequence[int], neighbour: Sequence[int], num_rows: int, num_neighbour_rows: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        self.tokens += tokens
+        self.neighbour += neighbour
+        own, other = len(self.tokens), self.first_position + len(self.neighbour)
+        self.last_positions.append(other - 1)
+        rows = source(self.tokens, num_rows) if tokens else np.zeros((0, VOCAB), np.float32)
+        return (
+            rows + np.float32(self.blur(own, other, False)),
+            source(self.neighbour, num_neighbour_rows) + np.float32(self.blur(other, own if tokens else 0, True)),
+        )
+
+
+def test_a_target_is_run_beside_a_longer_sequence(reference: ParityReference, far_reference: ParityReference) -> None:
+    """To the last position, or across the original length; behind a window anew in every step."""
+    steps = Batched()
+    parity = check_parity(steps, reference, "fp32", "Batched")
+    assert (parity.stages[-1].name, parity.stages[-1].rows) == ("batch with a longer sequence", 64)
+    assert parity.own_delta == 0 and steps.last_positions[-1] == 511 and steps.last_positions[0] == 495
+    steps = Batched()
+    check_parity(steps, replace(reference, original=300), "fp32", "Batched")
+    assert steps.last_positions[0] < 300 < steps.last_positions[8] < steps.last_positions[-1]
+    assert len(check_parity(Batched(), far_reference, "fp32", "Batched").stages) == 9
+
+
+@pytest.mark.parametrize(
+    ("blur", "message"),
+    [
+        (lambda own, other, is_neighbour: 9.0 * (own + 100 < other), "failed, batch with a longer sequence:"),
+        (lambda own, other, is_neighbour: 1.0 * (is_neighbour and other > 0), "differ by .* from its own prefill"),
+        (
+            lambda own, other, is_neighbour: np.inf if is_neighbour else 0.0,
+            "failed, batch with a longer sequence: .*not finite",
+        ),
+    ],
+)
+def test_a_sequence_that_changes_with_its_neighbour_fails(
+    blur: Callable[[int, int, bool], float], message: str, reference: ParityReference
+) -> None:
+    """Either of the two, by a difference or by what is not finite."""
+    with pytest.raises(ParityFailure, match=message):
+        check_parity(Batched(blur), reference, "fp32", "Batched")
+
+
+def test_an_original_length_is_crossed_by_single_steps(tokenizer: Tokenizer) -> None:
+    """A reference survives being kept in a file; one that is too long for real sequences is left to batches."""
+    made = make_reference(tokenizer, source, None, 90)
+    kept = ParityReference.from_arrays(made.to_arrays())
+    assert kept.original == 90 and kept.crossing is not None and kept.far is None
+    assert kept.crossing.prefill < 90 < kept.crossing.prefill + 8
+    parity = check_parity(Exact(), kept, "fp32", "Exact")
+    assert [stage.rows for stage in parity.stages] == [48, 8, 8, 6, 1, 8, 8, 6]
+    assert parity.stages[4].name == "prefill, across the original length of 90"
+    assert len(check_parity(Exact(80), kept, "fp32", "Short").stages) == 4
+    assert make_reference(tokenizer, source, None, 32768).crossing is None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from tests.tiny_models import make_unknown
 
 from outrider.export.make.pipeline import export_model
@@ -39,6 +40,12 @@ def tiny_source(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
         return made[family]
 
     return make
+
+
+SIZES: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 32768,
+    "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 320,
+}  # fmt: skip
 
 
 def altered(source: Path, target: Path, **config: Any) -> Path:
@@ -93,11 +100,7 @@ def test_a_window_is_checked_beyond_or_ends_the_sequence(
     config: dict[str, Any], window: int | None, positions: int, tmp_path: Path
 ) -> None:
     """Up to 1024 tokens the first, above the second; a window that no layer uses is none."""
-    common = {
-        "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 32768, "num_attention_heads": 4,
-        "num_hidden_layers": 2, "num_key_value_heads": 2, "vocab_size": 320,
-    }  # fmt: skip
-    shape = read_shape(tmp_path, common | config)
+    shape = read_shape(tmp_path, SIZES | config)
     assert (shape.checked_window, shape.max_positions) == (window, positions)
 
 
@@ -250,6 +253,69 @@ def test_what_no_runtime_does_rightly_is_refused(
     """Also where it is said for one kind of layer only."""
     with pytest.raises(ExportError, match=message):
         read_source(altered(tiny_source("llama"), tmp_path / "model", **config))
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "message"),
+    [
+        (
+            "config.json",
+            {"eos_token_id": 400},
+            r"config\.json eos_token_id is 400, outside .* of 320; expected 0 to 319",
+        ),
+        ("config.json", {"eos_token_id": [1, 320]}, r"config\.json eos_token_id\[1\] is 320, outside"),
+        ("config.json", {"bos_token_id": 999}, "bos_token_id is 999, outside"),
+        ("config.json", {"pad_token_id": 320}, "pad_token_id is 320, outside"),
+        ("config.json", {"decoder_start_token_id": 320}, "decoder_start_token_id is 320, outside"),
+        ("config.json", {"eos_token_id": "2"}, "eos_token_id is '2'; expected token ids or null"),
+        ("config.json", {"eos_token_id": [True]}, r"eos_token_id is \[True\]; expected token ids or null"),
+        ("config.json", {"bos_token_id": -1}, "bos_token_id is -1; expected token ids or null"),
+        ("config.json", {"pad_token_id": 1.5}, r"pad_token_id is 1\.5; expected token ids or null"),
+        (
+            "generation_config.json",
+            {"eos_token_id": [2, 400]},
+            r"generation_config\.json eos_token_id\[1\] is 400, out",
+        ),
+        ("generation_config.json", [], r"generation_config\.json holds no JSON object"),
+    ],
+)
+def test_token_ids_outside_the_vocabulary_are_refused_before_work(
+    file: str, fields: Any, message: str, tiny_source: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Of every special token, in both files; -1 for padding is an old way to write none."""
+    path = altered(tiny_source("llama"), tmp_path / "model", pad_token_id=-1)
+    assert read_source(path).tokenizer.eos_token_ids == (0,)
+    before = json.loads((path / file).read_text(encoding="utf-8"))
+    content = before | fields if isinstance(fields, dict) else fields
+    (path / file).write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(ExportError, match=message):
+        read_source(path)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("mamba", "mamba2", "falcon_mamba", "jamba", "zamba2", "bamba", "recurrent_gemma", "rwkv"),
+        *("lfm2", "minimax", "qwen3_next", "granitemoehybrid", "nemotron_h", "falcon_h1"),
+    ],
+)
+def test_a_running_state_is_refused_by_its_name(family: str, tmp_path: Path) -> None:
+    """State-space, recurrent and hybrid models: nothing can take a rejected token out of their state."""
+    fields = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]} if family == "lfm2" else {}
+    transformers.AutoConfig.for_model(family, **fields).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    with pytest.raises(ExportError, match=rf"'{family}' model, which keeps a running state.*; choose a model whose"):
+        read_shape(tmp_path, config)
+
+
+def test_feed_forward_sizes_of_each_layer_are_read(tmp_path: Path) -> None:
+    """Gemma 3n lists them; the largest is reported."""
+    config = transformers.Gemma3nTextConfig(num_hidden_layers=20, intermediate_size=[64, 128] * 10)
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert read_shape(tmp_path, written).intermediate_size == 128
+    with pytest.raises(ExportError, match=r"intermediate_size is 'x'; expected a positive whole number"):
+        read_shape(tmp_path, {**SIZES, "intermediate_size": [64, "x"]})
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3_text"])

@@ -18,7 +18,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 """The families in the tests of the runtimes; test_export_families exports all of `outrider.export.source.tiny`."""
 
 
-def make_unknown(directory: Path, model_type: str, **fields: Any) -> Path:
+def make_unknown(directory: Path, model_type: str, *, seed: int = 0, **fields: Any) -> Path:
     """A complete tiny source of a family that `outrider.export.source.family_facts` does not know."""
     import torch
     import transformers
@@ -28,7 +28,7 @@ def make_unknown(directory: Path, model_type: str, **fields: Any) -> Path:
     config = transformers.AutoConfig.for_model(
         model_type, vocab_size=size, bos_token_id=None, eos_token_id=None, pad_token_id=None, **(sizes | fields)
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
     return directory
 

@@ -10,6 +10,7 @@ import contextlib
 import io
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Final
@@ -20,6 +21,10 @@ from outrider.models.telemetry import disable_openvino_telemetry
 
 _LOGGERS: Final = ("transformers", "optimum", "nncf", "huggingface_hub", "openvino", "torch.onnx")
 _KEPT_LINES: Final = 12
+_KEPT_CHARACTERS: Final = 1500
+_ANSI: Final = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+# torch.onnx writes pages of advice about its own flags, then its causes, the first one first.
+_TORCH_SUMMARY: Final = re.compile(r"## Exception summary\s+(?:<class '(?P<kind>[\w.]+)'>: )?(?P<cause>[^\n]+)")
 
 
 @contextlib.contextmanager
@@ -47,13 +52,28 @@ def quiet_upstream(what: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         raise missing_extra(error, what) from None
     except Exception as error:
-        said = "\n".join(heard.getvalue().replace("\r", "\n").splitlines()[-_KEPT_LINES:])
+        said = "\n".join(_plain(heard.getvalue()).replace("\r", "\n").splitlines()[-_KEPT_LINES:])
         raise ExportError(
-            f"{what} failed: {type(error).__name__}: {error}" + (f"\nits last output:\n{said}" if said else "")
+            f"{what} failed: {_cause(error)}" + (f"\nits last output:\n{said}" if said else "")
         ) from error
     finally:
         for name, level in levels.items():
             logging.getLogger(name).setLevel(level)
+
+
+def _plain(text: str) -> str:
+    """`text` without colours."""
+    return _ANSI.sub("", text)
+
+
+def _cause(error: Exception) -> str:
+    """An upstream error's kind and message: the first cause where torch.onnx lists several; not more than a page."""
+    kind, message = type(error).__name__, _plain(str(error))
+    if found := _TORCH_SUMMARY.search(message):
+        return f"{(found['kind'] or kind).rpartition('.')[2]}: {found['cause'].strip()}"
+    lines = "\n".join(message.splitlines()[:_KEPT_LINES])
+    short = lines[:_KEPT_CHARACTERS].rstrip()
+    return f"{kind}: {short}" + (" ..." if len(short) < len(message.rstrip()) else "")
 
 
 @contextlib.contextmanager

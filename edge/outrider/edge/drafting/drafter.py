@@ -100,14 +100,20 @@ class ModelDrafter:
         self._tokens.extend(tokens)
 
     def propose(self) -> Proposal | None:
-        """One model call; None at the model's longest sequence."""
-        position = len(self._tokens)
-        if position >= self._runtime.limits.max_positions:
+        """One model call; None at the model's longest sequence, and after a token that its embedding does not have.
+
+        A target that is padded further than the draft may pick an id of its padding.
+        """
+        position, limits = len(self._tokens), self._runtime.limits
+        if position >= limits.max_positions:
             return None
         if self._runtime.length == position:
             # The logits after the last token are gone; run that token again.
             self._runtime.truncate(position - 1)
-        logits = self._runtime.extend(self._tokens[self._runtime.length :])[: self._num_ids]
+        new = self._tokens[self._runtime.length :]
+        if max(new) >= limits.vocab_size:
+            return None
+        logits = self._runtime.extend(new)[: self._num_ids]
         token = pick(logits, self._params, position)
         self._tokens.append(token)
         return Proposal(token, self._probability(logits, token, self._params.temperature))

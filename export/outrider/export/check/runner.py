@@ -7,27 +7,29 @@ parity check drives.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.export.check.advice import Advice, advise
 from outrider.export.check.agreement import measure_agreement
 from outrider.export.check.parity import Steps, check_parity, rounded
 from outrider.export.check.source_logits import Truth
 from outrider.export.check.timing import StepTimes, machine, time_draft, time_target, timing_prompt
 from outrider.export.recipes import ExportOptions
-from outrider.models.errors import BundleError, ExportError, ModelFault, ParityFailure
+from outrider.export.source.family_facts import is_mixture
+from outrider.models.errors import BundleError, ExportError, ModelFault, ParityFailure, RuntimeUnavailable
 from outrider.models.machine_load import MachineLoad
 from outrider.models.manifest import Agreement, Parity, Timing
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
 
-_FAR_CACHE_BYTES: Final = 1 << 30
+_CHECK_CACHE_BYTES: Final = 1 << 30
 
 
 class RowsRuntime(SequenceRuntime, Protocol):
@@ -115,16 +117,25 @@ class Examined:
     timing: Timing
 
 
-def check_export(directory: Path, options: ExportOptions, truth: Truth, *, num_ids: int) -> Examined:
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The model under check. name: for messages. num_ids: ids that its tokenizer knows. config: its config.json."""
+
+    name: str
+    num_ids: int
+    config: Mapping[str, Any]
+
+
+def check_export(directory: Path, options: ExportOptions, truth: Truth, model: Checked) -> Examined:
     """Checks the files in `directory`, then measures agreement and times; loads the model once.
 
-    num_ids: ids that the tokenizer knows. Raises ExportError if they fail the check, or the runtime refuses them.
+    Raises ExportError if they fail the check, or the runtime refuses them.
     """
-    with _opened(directory, options, truth) as (steps, runtime):
-        return _examine(steps, runtime, options, truth, num_ids)
+    with _opened(directory, options, model) as (steps, runtime):
+        return _examine(steps, runtime, options, truth, model)
 
 
-def check_twin(directory: Path, options: ExportOptions, truth: Truth) -> None:
+def check_twin(directory: Path, options: ExportOptions, truth: Truth, model: Checked) -> None:
     """Checks the same graph unquantized, in the runtime that will run it quantized.
 
     Raises ExportError as `check_export` does.
@@ -133,16 +144,20 @@ def check_twin(directory: Path, options: ExportOptions, truth: Truth) -> None:
     # An NPU computes in FP16 and a GPU may; the NPU's path has its cache in FP16 where it is emulated too, and ONNX
     # Runtime's graph for CUDA is in FP16 wherever it runs.
     computes_fp32 = place.device == "CPU" and (options.device, options.resolved_runtime) != ("gpu", "onnxruntime")
-    with _opened(directory, options, truth) as (steps, runtime):
+    elsewhere = advise(options, model.config).elsewhere
+    advice = Advice(elsewhere, elsewhere)  # the graph is wrong in any precision
+    with _opened(directory, options, model) as (steps, runtime):
         try:
-            check_parity(steps, truth.reference, "fp32" if computes_fp32 else "fp16", type(runtime).__name__)
+            precision = "fp32" if computes_fp32 else "fp16"
+            mixture = is_mixture(model.config)
+            check_parity(steps, truth.reference, precision, type(runtime).__name__, advice, is_mixture=mixture)
         except ParityFailure as error:
             raise ParityFailure(f"already before quantization: {error}", error.relative_delta) from None
 
 
 @contextmanager
 def _opened(
-    directory: Path, options: ExportOptions, truth: Truth
+    directory: Path, options: ExportOptions, model: Checked
 ) -> Iterator[tuple[SequenceSteps | BatchSteps, RowsRuntime | BatchRuntime]]:
     path = model_file(directory, options)
     try:
@@ -150,24 +165,33 @@ def _opened(
             with closing(open_draft(path, options)) as draft:
                 yield SequenceSteps(draft), draft
             return
-        # Beyond a window there are more tokens than the cache would hold of a large model by default.
-        kv_cache_bytes = _FAR_CACHE_BYTES if truth.reference.far is not None else 0
-        with closing(open_target(path, options, kv_cache_bytes=kv_cache_bytes)) as target:
+        # The check runs more tokens than the default cache would hold of a large model.
+        with closing(open_target(path, options, kv_cache_bytes=_CHECK_CACHE_BYTES)) as target:
             yield BatchSteps(target), target
-    except (BundleError, ModelFault) as error:
-        said = str(error).replace(f"{path.parent}{os.sep}", "")  # a directory that will be gone
+    except (BundleError, ModelFault, RuntimeUnavailable) as error:
+        # Without the names of directories that will be gone.
+        said = str(error).replace(str(path), model.name).replace(f"{directory}{os.sep}", "").replace(str(directory), "")
+        if isinstance(error, RuntimeUnavailable) and where_to_check(options).is_real:
+            raise RuntimeUnavailable(said) from error
         raise ExportError(
-            f"{options.resolved_runtime} cannot run the exported model: {said}; nothing was written. Try another "
-            "--runtime"
+            f"{options.resolved_runtime} cannot run the exported model: {said}; nothing was written: "
+            f"{advise(options, model.config).elsewhere}"
         ) from error
 
 
 def _examine(
-    steps: Steps, runtime: RowsRuntime | BatchRuntime, options: ExportOptions, truth: Truth, num_ids: int
+    steps: Steps, runtime: RowsRuntime | BatchRuntime, options: ExportOptions, truth: Truth, model: Checked
 ) -> Examined:
-    place = where_to_check(options)
-    parity = check_parity(steps, truth.reference, options.resolved_precision, type(runtime).__name__)
-    agreement = measure_agreement(steps, truth.texts, truth.logits, num_ids=num_ids)
+    place, advice = where_to_check(options), advise(options, model.config)
+    parity = check_parity(
+        steps,
+        truth.reference,
+        options.resolved_precision,
+        type(runtime).__name__,
+        advice,
+        is_mixture=is_mixture(model.config),
+    )
+    agreement = measure_agreement(steps, truth.texts, truth.logits, num_ids=model.num_ids)
     prompt = timing_prompt(truth.reference.near.main, steps.max_positions)
     with MachineLoad() as load:
         times = time_target(runtime, prompt) if isinstance(runtime, BatchRuntime) else time_draft(runtime, prompt)
@@ -210,11 +234,16 @@ class SequenceSteps:
 
 
 class BatchSteps:
-    """Steps on a `BatchRuntime`. Its blocks are used from the last to the first, as their order must not matter."""
+    """Steps on a `BatchRuntime`. Its blocks are used from the last to the first, as their order must not matter.
+
+    A neighbour has the blocks from the first on.
+    """
 
     def __init__(self, runtime: BatchRuntime) -> None:
         self._runtime = runtime
         self._length = 0
+        self._neighbour_length = 0
+        self._neighbour_position = 0
 
     @property
     def max_positions(self) -> int:
@@ -223,11 +252,41 @@ class BatchSteps:
 
     def run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         """Appends tokens in one step; the logits after the last `num_rows`, [num_rows, vocab_size]."""
+        return self._runtime.forward([self._append(tokens, num_rows)])
+
+    @property
+    def num_positions(self) -> int:
+        """Positions of the model, whatever the cache holds."""
+        return self._runtime.limits.max_positions
+
+    @property
+    def max_neighbour(self) -> int:
+        """Tokens that the cache can hold of a neighbour beside 64 of the first sequence."""
+        size = self._runtime.block_size
+        return (self._runtime.num_blocks + -64 // size) * size
+
+    def begin_neighbour(self, first_position: int) -> None:
+        """Empties the neighbour; its first token will have this position."""
+        self._neighbour_length, self._neighbour_position = 0, first_position
+
+    def run_both(
+        self, tokens: Sequence[int], neighbour: Sequence[int], num_rows: int, num_neighbour_rows: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Appends tokens to both in one step; the logits after the last rows of each. `tokens` may be empty."""
+        batch = [self._append(tokens, num_rows)] if tokens else []
+        past, self._neighbour_length = self._neighbour_length, self._neighbour_length + len(neighbour)
+        blocks = range(-(-self._neighbour_length // self._runtime.block_size))
+        first = self._neighbour_position + past
+        positions = range(first, first + len(neighbour))
+        batch.append(SequenceSlice(neighbour, past, blocks, num_neighbour_rows, positions))
+        logits = self._runtime.forward(batch)
+        return logits[:num_rows], logits[num_rows:]
+
+    def _append(self, tokens: Sequence[int], num_rows: int) -> SequenceSlice:
         past, self._length = self._length, self._length + len(tokens)
         num_blocks = -(-self._length // self._runtime.block_size)
         last = self._runtime.num_blocks - 1
-        blocks = range(last, last - num_blocks, -1)
-        return self._runtime.forward([SequenceSlice(tokens, past, blocks, num_rows)])
+        return SequenceSlice(tokens, past, range(last, last - num_blocks, -1), num_rows)
 
     def truncate(self, length: int) -> None:
         """Forgets everything from position `length` on."""

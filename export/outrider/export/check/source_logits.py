@@ -77,7 +77,8 @@ class LoadedSource:
         """Runs the source over the texts of the check and over held-out ones."""
         logits_of = partial(source_logits, self.model())
         texts = held_out_texts(self._source)
-        reference = make_reference(self._source.tokenizer, logits_of, self._source.window)
+        source = self._source
+        reference = make_reference(source.tokenizer, logits_of, source.window, source.original_positions)
         return Truth(reference, texts, tuple(logits_of(text) for text in texts))
 
 

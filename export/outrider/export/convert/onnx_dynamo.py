@@ -89,7 +89,7 @@ def _export(model: Any) -> Any:
             dynamic_shapes=({1: dynamic}, {1: dynamic}, None, None, [({2: dynamic}, {2: dynamic})] * len(shapes)),
         )
     if program is None:
-        raise ExportError("torch.onnx.export returned no program; try another --runtime")
+        raise ExportError("torch.onnx.export returned no program; try --runtime openvino")
     _name_dimensions(program.model.graph)
     return program.model
 
@@ -102,6 +102,8 @@ def _find_shapes(model: Any) -> list[tuple[int, int]]:
     try:
         with torch.no_grad(), recording_attention(model, recording):
             model(input_ids=torch.zeros(1, 3, dtype=torch.long), use_cache=False)
+    except ExportError:
+        raise  # the layer calls attention through the interface, and the operator cannot express it
     except Exception as error:
         if recording.shapes:
             raise
@@ -109,9 +111,10 @@ def _find_shapes(model: Any) -> list[tuple[int, int]]:
         failure = error
     expected = model.config.num_hidden_layers
     if len(recording.shapes) != expected:
+        first = f" (first failure: {type(failure).__name__}: {failure})" if failure is not None else ""
         raise ExportError(
             f"{len(recording.shapes)} of the {expected} layers of {type(model).__name__} call attention through "
-            "transformers' attention interface; the others cannot be exported: try another --runtime"
+            f"transformers' attention interface; the others cannot be exported{first}: try --runtime openvino"
         ) from failure
     return recording.shapes
 

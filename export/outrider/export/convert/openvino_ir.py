@@ -19,6 +19,10 @@ _INT4_GROUP: Final = 64
 """Weights per scale. Divides the sizes of most models; where it does not, nncf takes a smaller group."""
 
 
+_ROUTERS: Final = r".*\.(?:gate|router|shared_expert_gate)(?:\.[a-z_]+)?/.*"
+"""Products that choose experts: small, and an error in them gives a token other experts. They stay unquantized."""
+
+
 def convert_to_ir(model: Any, directory: Path, name: str) -> None:
     """Writes the stateful FP32 IR of a transformers model to `directory`. The model may be spent afterwards."""
     with quiet_upstream(f"converting {name} to OpenVINO"):
@@ -104,10 +108,11 @@ def _compress(model: Any, precision: Precision, device: Device) -> Quantization:
         return Quantization(tool="outrider", scheme="int8 symmetric, scale absmax / 127", granularity="row")
     import nncf
 
+    routers = nncf.IgnoredScope(patterns=[_ROUTERS], validate=False)
     tool = f"nncf {importlib.metadata.version('nncf')}"
     if precision == "int8":
         # Asymmetric, one scale a row of each matrix: nncf's data-free default.
-        nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_ASYM)
+        nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_ASYM, ignored_scope=routers)
         return Quantization(tool=tool, scheme="int8 asymmetric", granularity="row")
     adjust = nncf.AdvancedCompressionParameters(group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST)
     nncf.compress_weights(
@@ -115,6 +120,7 @@ def _compress(model: Any, precision: Precision, device: Device) -> Quantization:
         mode=nncf.CompressWeightsMode.INT4_ASYM,
         group_size=_INT4_GROUP,
         ratio=1.0,
+        ignored_scope=routers,
         advanced_parameters=adjust,
     )
     return Quantization(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import secrets
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,13 @@ from outrider.export.check.parity import PARITY_TEXT, QUANTIZED
 from outrider.export.check.source_logits import LoadedSource, Truth, held_out_texts
 from outrider.export.convert.openvino_ir import IR_NAME, convert_to_ir, finish_ir
 from outrider.export.convert.safetensors_cast import cast_weights
+from outrider.export.convert.weight_check import require_close_weights
 from outrider.export.disk import require_room
 from outrider.export.make.sizes import converted_bytes, finished_bytes, truth_bytes
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import Progress, StageEvent
 from outrider.export.recipes import ExportOptions
+from outrider.export.source.family_facts import is_mixture
 from outrider.export.source.model_source import SourceModel
 from outrider.models.manifest import Quantization, Source
 
@@ -146,7 +149,11 @@ def _build_openvino(job: Job) -> Quantization | None:
         return Quantization(tool=_tool("nncf"), scheme="w8a8", granularity="row, activations per tensor")
     if options.resolved_precision not in ("fp32", "fp16"):
         job.tell("quantize")
-    return finish_ir(ir, job.directory, job.source.name, options.resolved_precision, options.device)
+    quantization = finish_ir(ir, job.directory, job.source.name, options.resolved_precision, options.device)
+    if quantization is not None and is_mixture(job.source.config):
+        xml = f"{IR_NAME}.xml"
+        require_close_weights(ir / xml, job.directory / xml, options.resolved_precision)
+    return quantization
 
 
 def _compile_ahead(job: Job) -> None:
@@ -170,6 +177,7 @@ def _build_onnx(job: Job) -> Quantization | None:
 
     assert precision in ("int8", "int4")
     job.tell("quantize")
+    separate_files(graph)
     quantize_weights(graph / "model.onnx", job.directory, 8 if precision == "int8" else 4)
     if (graph / CONFIG_FILE).is_file():
         shutil.copyfile(graph / CONFIG_FILE, job.directory / CONFIG_FILE)
@@ -223,6 +231,21 @@ def place_files(source: Path, destination: Path) -> None:
             os.link(path, target)
         except OSError:  # another disk, or one that has no links
             shutil.copyfile(path, target)
+
+
+def separate_files(directory: Path) -> None:
+    """Replaces files that have other names, by `place_files`, with copies: onnx reads none that has several links.
+
+    The other names are a running export's, or what a killed one left.
+    """
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and path.stat().st_nlink > 1:
+            copy = path.with_name(f"{path.name}.copy-{secrets.token_hex(8)}")
+            try:
+                shutil.copyfile(path, copy)
+                copy.replace(path)
+            finally:
+                copy.unlink(missing_ok=True)
 
 
 def _tool(package: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from outrider.export.check.runner import check_export, check_twin, model_file, where_to_check
+from outrider.export.check.runner import Checked, check_export, check_twin, model_file, where_to_check
 from outrider.export.check.source_logits import Truth
 from outrider.export.convert.safetensors_cast import config_for
 from outrider.export.disk import require_room, telling_of_full_disks
@@ -139,12 +139,13 @@ def stage_export(
         twin = build_twin(job)
         _copy_texts(built, writer.directory, options)
         progress(StageEvent(options.role, "check"))
+        model = Checked(source.name, source.tokenizer.size, source.config)
         try:
             if twin is not None:
                 _copy_texts(built, twin, options)
-                check_twin(twin, options, truth)
+                check_twin(twin, options, truth, model)
             shutil.rmtree(scratch)
-            examined = check_export(writer.directory, options, truth, num_ids=source.tokenizer.size)
+            examined = check_export(writer.directory, options, truth, model)
         except ExportError:
             store.release()  # a stored result may be the cause
             raise

@@ -37,6 +37,14 @@ _WINDOWS: Final = (
     "attention_chunk_size",
 )
 _WINDOWED_LAYERS: Final = ("sliding", "chunked", "local")
+_STATELESS_LAYERS: Final = ("attention", "dense", "sparse", "moe")
+"""Words in the kinds of layers that keep keys and values, or nothing."""
+
+_IS_STATEFUL: Final = "outrider_is_stateful"
+"""Key for transformers' own mark of models whose cache cannot be cut back; added to its reading of a configuration."""
+
+_MSCALE_FAMILIES: Final = ("phimoe",)
+"""Families whose every rotary scaling depends on the longest position of a step, whatever its type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +53,8 @@ class ModelShape:
 
     family: its model_type. positions: its longest sequence. window: positions that its windowed layers attend, the
     present one included; None where every layer attends everything. is_tied: whether input and output embeddings
-    are one tensor.
+    are one tensor. original_positions: positions before rotary scaling, where some models change their frequencies;
+    None where the model has none.
     """
 
     family: str
@@ -59,6 +68,7 @@ class ModelShape:
     positions: int
     window: int | None
     is_tied: bool
+    original_positions: int | None = None
 
     @property
     def checked_window(self) -> int | None:
@@ -79,17 +89,24 @@ def read_shape(path: Path, config: Mapping[str, Any]) -> ModelShape:
     """The shape of the model in directory `path`, whose config.json is `config`.
 
     Known families are read from `config` alone; for others, and for what a config leaves to defaults, transformers is
-    asked. Raises ExportError for a model that is not a decoder, is unknown to transformers, or has invalid sizes.
+    asked, as it is for rotary scaling, whose type it may replace. Raises ExportError for a model that is not a
+    decoder, is unknown to transformers, keeps a state that cannot be cut back, has rotary scaling that changes with
+    the longest text, or has invalid sizes.
     """
     if config.get("is_encoder_decoder"):
         raise ExportError(f"{path} is an encoder-decoder; expected a decoder")
     text = config.get("text_config") or config
+    _require_steady_rope(path, text)
     family = FAMILIES.get(str(text.get("model_type")))
-    if family is None or any(key not in text for key in family.needs):
-        text = _with_defaults(path)
+    if family is None or any(key not in text for key in family.needs) or _is_scaled(text):
+        written, text = text, _with_defaults(path)
+        _require_steady_rope(path, text, written)
+        _require_keys_and_values(path, text)
     else:
         text = {**family.defaults, **text}
     hidden, heads = _size(path, text, _HIDDEN), _size(path, text, _HEADS)
+    positions = _size(path, text, _POSITIONS, ALIBI_POSITIONS)
+    original = _original_positions(path, text)
     head_size = text.get("head_dim") or hidden // heads
     return ModelShape(
         family=str(text["model_type"]),
@@ -98,19 +115,87 @@ def read_shape(path: Path, config: Mapping[str, Any]) -> ModelShape:
         heads=heads,
         kv_heads=_size(path, text, _KV_HEADS, heads),
         head_size=_size(path, {"head_dim": head_size}, ("head_dim",)),
-        intermediate_size=_size(path, text, _FEED_FORWARD, 4 * hidden),
+        intermediate_size=_feed_forward(path, text, 4 * hidden),
         vocab_size=_size(path, text, ("vocab_size",)),
-        positions=_size(path, text, _POSITIONS, ALIBI_POSITIONS),
+        positions=positions,
         window=_window(path, text),
         is_tied=bool(text.get("tie_word_embeddings", False)),
+        original_positions=original if original is not None and original < positions else None,
     )
+
+
+def _ropes(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The rotary parameters: one for all layers, or one for each kind of layer."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+
+
+def _rope_kinds(config: Mapping[str, Any]) -> list[str]:
+    kinds = (part.get("rope_type", part.get("type")) for part in _ropes(config))
+    return [str(kind) for kind in kinds if kind not in (None, "default")]
+
+
+def _is_scaled(config: Mapping[str, Any]) -> bool:
+    return bool(_rope_kinds(config))
+
+
+def _require_steady_rope(path: Path, config: Mapping[str, Any], written: Mapping[str, Any] | None = None) -> None:
+    """Raises ExportError for rotary scaling whose frequencies depend on the longest position of a step.
+
+    In a batch they would depend on other sequences. transformers' rule (`dynamic_rope_update`) is on the type after
+    its configuration classes have replaced it: Phi-3's "su" and "yarn" become "longrope". written: config.json as it
+    is, where `config` is transformers' reading of it.
+    """
+    changing = [
+        kind
+        for kind in _rope_kinds(config)
+        if "dynamic" in kind or kind == "longrope" or config.get("model_type") in _MSCALE_FAMILIES
+    ]
+    if not changing:
+        return
+    spelled = [kind for kind in _rope_kinds(written or {}) if kind not in changing]
+    origin = f" (config.json says {spelled[0]}, which transformers reads as {changing[0]})" if spelled else ""
+    original = _original_positions(path, config)
+    shorter = f" and max_position_embeddings to {original}" if original else ""
+    raise ExportError(
+        f"{path} has {changing[0]} rotary scaling{origin}, which changes with the length of the text, so that cached "
+        f"and fresh results differ, and so do sequences in one batch; set rope_scaling to null{shorter}, for a "
+        "shorter context"
+    )
+
+
+def _original_positions(path: Path, config: Mapping[str, Any]) -> int | None:
+    """The smallest positions before rotary scaling that the configuration names; None for none."""
+    name = "original_max_position_embeddings"
+    parts = [part for part in (*_ropes(config), config) if part.get(name) is not None]
+    return min((_size(path, part, (name,)) for part in parts), default=None)
+
+
+def _require_keys_and_values(path: Path, config: Mapping[str, Any]) -> None:
+    """Raises ExportError for layers that keep a running state: a rejected token cannot be taken out of one."""
+    kinds = config.get("layer_types") or config.get("layers_block_type") or config.get("block_types") or ()
+    states = [
+        str(kind)
+        for kind in (kinds if isinstance(kinds, list | tuple) else ())
+        if kind == "linear_attention" or not any(word in str(kind) for word in _STATELESS_LAYERS)
+    ]
+    if states or config.get(_IS_STATEFUL):
+        layers = f" ({states[0]} layers)" if states else ""
+        raise ExportError(
+            f"{path} is a {config.get('model_type')!r} model, which keeps a running state{layers}: rejected tokens "
+            "cannot be taken out of it, so no runtime can speculate with it; choose a model whose layers all keep keys "
+            "and values (attention)"
+        )
 
 
 def _with_defaults(path: Path) -> dict[str, Any]:
     """The decoder's configuration as transformers understands it; its aliases under the names that we look for."""
     with quiet_upstream(f"reading the configuration of {path.name}"):
         import transformers
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        from transformers.models.auto.modeling_auto import (
+            MODEL_FOR_CAUSAL_LM_MAPPING,
+            MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        )
 
         try:
             config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -122,9 +207,11 @@ def _with_defaults(path: Path) -> dict[str, Any]:
         if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             raise ExportError(f"{path} is a {config.model_type!r} model, which generates no text; expected a decoder")
         text = config.get_text_config(decoder=True)
+        kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         aliases = (*_LAYERS[:1], *_HIDDEN[:1], *_HEADS[:1], *_KV_HEADS[:1], *_FEED_FORWARD[:1], *_POSITIONS[:1])
         found = {name: getattr(text, name, None) for name in (*aliases, "head_dim", "vocab_size")}
-        return {**text.to_dict(), **{name: value for name, value in found.items() if value is not None}}
+        known = {name: value for name, value in found.items() if value is not None}
+        return {**text.to_dict(), **known, _IS_STATEFUL: getattr(kind, "_is_stateful", False)}
 
 
 def _size(path: Path, config: Mapping[str, Any], names: tuple[str, ...], default: int | None = None) -> int:
@@ -138,6 +225,15 @@ def _size(path: Path, config: Mapping[str, Any], names: tuple[str, ...], default
     if default is None:
         raise ExportError(f"{path}: config.json has no {names[0]}; expected the configuration of a decoder")
     return default
+
+
+def _feed_forward(path: Path, config: Mapping[str, Any], default: int) -> int:
+    """The feed-forward size; the largest where each layer has its own (Gemma 3n)."""
+    name = _FEED_FORWARD[0]
+    sizes = config.get(name)
+    if isinstance(sizes, list) and sizes:
+        return max(_size(path, {name: size}, (name,)) for size in sizes)
+    return _size(path, config, _FEED_FORWARD, default)
 
 
 def _window(path: Path, config: Mapping[str, Any]) -> int | None:

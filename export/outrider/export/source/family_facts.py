@@ -123,3 +123,13 @@ def runtime_obstacle(config: Mapping[str, Any], runtime: str, device: str) -> st
     if runtime == "torch" and family == "gpt_neo":
         return "its attention is its own, outside transformers' attention interface; use openvino"
     return None
+
+
+_NUM_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def is_mixture(config: Mapping[str, Any]) -> bool:
+    """Whether a model's layers choose experts for each token, by its config.json."""
+    text = config.get("text_config") or config
+    counts = [text.get(name) for name in _NUM_EXPERTS]
+    return any(isinstance(count, int) and count > 1 for count in counts)

@@ -1,7 +1,7 @@
 """Reads the source of an export, a Hugging Face directory or hub id, without loading its weights.
 
 Refuses before any work what cannot be exported correctly: pickled weights, incomplete files or files that do not belong
-together, attention that changes with length, weights that are quantized already.
+together, token ids outside the vocabulary, weights that are quantized already, and what `read_shape` refuses.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ def _reference_root() -> Path | None:
 REFERENCE_ROOT: Final = _reference_root()
 """Where the reference pair is; None where the distribution outrider-reference is not installed."""
 
-_CHANGING_ROPE: Final = ("dynamic", "longrope")
+_TOKEN_IDS: Final = ("eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 @dataclass(frozen=True, slots=True)
 class SourceModel:
     """A directory that can be exported. weight_files are its safetensors, sorted; config is config.json.
 
-    window: the sliding window that the check must go beyond, None for none. notes: what the user should know about
-    this export, a sentence each.
+    window: the sliding window that the check must go beyond, None for none. original_positions: those before rotary
+    scaling, which the check must cross, None for none. notes: what the user should know about this export, a sentence
+    each.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class SourceModel:
     architecture: Architecture
     window: int | None = None
     notes: tuple[str, ...] = ()
+    original_positions: int | None = None
 
     def describe(self) -> Source:
         """Name, revision and the hash of configuration and weights; reads every byte of the weights."""
@@ -76,6 +78,7 @@ def read_source(model: str | Path, revision: str | None = None) -> SourceModel:
     path = resolve_model(model, revision)
     config = _read_config(path)
     _check_config(path, config)
+    token_ids = _read_token_ids(path, config)
     weight_files = find_weight_files(path)
     shape = read_shape(path, config)
     name, commit = _name(path)
@@ -85,6 +88,7 @@ def read_source(model: str | Path, revision: str | None = None) -> SourceModel:
             f"{path}: the tokenizer has {tokenizer.size} ids, the model only {shape.vocab_size}: they do not "
             "belong together; get both from one place"
         )
+    _require_in_vocabulary(path, token_ids, shape.vocab_size)
     parameters = check_weights(path, weight_files, shape, config)
     return SourceModel(
         path,
@@ -96,22 +100,30 @@ def read_source(model: str | Path, revision: str | None = None) -> SourceModel:
         _architecture(shape, tokenizer.size, parameters),
         shape.checked_window,
         _notes(shape),
+        shape.original_positions,
     )
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = _read_json_object(path / "config.json")
     except FileNotFoundError:
         raise ExportError(f"{path} has no config.json; expected a Hugging Face model directory") from None
-    except (ValueError, RecursionError) as error:
-        raise ExportError(f"{path / 'config.json'} is not JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ExportError(f"{path / 'config.json'} holds no JSON object; expected a model's configuration")
     if config.get("text_config") is None:  # null is the same as none
         config.pop("text_config", None)
     _require_object(path, config, "text_config")
     return config
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    """A configuration file. Raises FileNotFoundError, and ExportError for what is no JSON object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ExportError(f"{path} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ExportError(f"{path} holds no JSON object; expected a model's configuration")
+    return found
 
 
 def _require_object(path: Path, config: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -131,14 +143,38 @@ def _check_config(path: Path, config: Mapping[str, Any]) -> None:
     text = config.get("text_config") or config
     if config.get("quantization_config") or text.get("quantization_config"):
         raise ExportError(f"{path} is quantized already; export the original model in FP32, FP16 or BF16")
-    rope = _require_object(path, text, "rope_scaling") or _require_object(path, text, "rope_parameters")
-    # One for all layers, or one for each kind of layer.
-    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        kind = part.get("rope_type", part.get("type"))
-        if kind in _CHANGING_ROPE:
+    for name in ("rope_scaling", "rope_parameters"):
+        _require_object(path, text, name)
+
+
+def _read_token_ids(path: Path, config: Mapping[str, Any]) -> dict[str, int]:
+    """The special tokens' ids by where they are written; raises ExportError for what is no id."""
+    places: dict[str, Mapping[str, Any]] = {
+        "config.json": config,
+        "text_config of config.json": config.get("text_config", {}),
+    }
+    if (path / "generation_config.json").is_file():
+        places["generation_config.json"] = _read_json_object(path / "generation_config.json")
+    found: dict[str, int] = {}
+    for place, fields in places.items():
+        for name in _TOKEN_IDS:
+            value = fields.get(name)
+            for index, token in enumerate(value if isinstance(value, list) else [value]):
+                # -1 is an old way to write that there is no padding.
+                if token is None or (name == "pad_token_id" and token == -1):
+                    continue
+                if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                    raise ExportError(f"{path}: in {place} {name} is {value!r}; expected token ids or null")
+                found[f"{place} {name}[{index}]" if isinstance(value, list) else f"{place} {name}"] = token
+    return found
+
+
+def _require_in_vocabulary(path: Path, token_ids: Mapping[str, int], vocab_size: int) -> None:
+    for place, token in token_ids.items():
+        if token >= vocab_size:
             raise ExportError(
-                f"{path} has {kind} rotary scaling, which changes with the length of the text, so that cached and "
-                "fresh results differ; set rope_scaling to null, for a shorter context"
+                f"{path}: {place} is {token}, outside the model's vocabulary of {vocab_size}; expected 0 to "
+                f"{vocab_size - 1}: correct the file"
             )
 
 

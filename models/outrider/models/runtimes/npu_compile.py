@@ -112,8 +112,10 @@ def compile_for_npu(xml: Path, shapes: StaticShapes, options: RuntimeOptions) ->
     try:
         return compile_ir(core, xml, shapes, options)
     except RuntimeError as error:
+        # On the CPU nothing of the NPU's driver runs: the plugin cannot take the model.
+        advice = "" if options.emulate_npu else "; update the NPU's driver"
         raise RuntimeUnavailable(
-            f"OpenVINO cannot compile {xml} for the NPU: {failure_reason(error)}; update the NPU's driver"
+            f"OpenVINO cannot compile {xml} for the NPU: {failure_reason(error)}{advice}"
         ) from error
 
 

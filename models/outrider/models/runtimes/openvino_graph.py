@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 MODEL_FILE: Final = "openvino_model.xml"
 KV_PRECISIONS: Final = ("auto", "f32", "f16", "bf16", "u8")
+_NO_REASON: Final = re.compile(r"\W*\w*(?:map|vector|optional|variant)\w*::\S*(?: .*)?|std::.*|basic_string.*")
 # Only these may come between the LM head's MatMul and the result: each works row by row, so it commutes with the choice
 # of rows (soft-capping, scaling, a change of type).
 _ROW_WISE: Final = frozenset({"Add", "Convert", "Divide", "Multiply", "Subtract", "Tanh"})
@@ -123,7 +125,9 @@ def find_ir(path: Path) -> Path:
 def failure_reason(error: RuntimeError) -> str:
     """The last line of OpenVINO's message: the others name its own sources."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    reason = lines[-1] if lines else type(error).__name__
+    # The C++ library's own words for a key that is missing in a table of OpenVINO's.
+    return f"an error of OpenVINO's own ({reason})" if _NO_REASON.fullmatch(reason) else reason
 
 
 def _properties(options: RuntimeOptions) -> dict[str, str]:

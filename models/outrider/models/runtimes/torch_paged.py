@@ -296,7 +296,4 @@ def _max_positions(config: Any, options: RuntimeOptions) -> int:
 
 
 def _unfit(path: Path, why: str) -> str:
-    return (
-        f"the model in {path} does not use transformers' attention interface as the torch runtime needs it ({why}); "
-        "export it for openvino"
-    )
+    return f"the model in {path} does not use transformers' attention interface as the torch runtime needs it: {why}"

@@ -1,0 +1,115 @@
+"""What depends on the longest text: rotary scaling that changes with it is refused, and would be found by the check."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.tiny_models import make_unknown
+
+from outrider.export.check import parity
+from outrider.export.make.pipeline import stage_export
+from outrider.export.make.stage_store import StageStore
+from outrider.export.progress import silent
+from outrider.export.recipes import ExportOptions
+from outrider.export.source import config_reader
+from outrider.export.source.model_source import read_source
+from outrider.export.source.tiny import make_tiny_source
+from outrider.models.errors import ExportError, ParityFailure
+
+TORCH = ExportOptions("target", "fp32", "torch", num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def phi3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_source("phi3", tmp_path_factory.mktemp("sources") / "phi3")
+
+
+@pytest.fixture
+def scaled(phi3: Path, tmp_path: Path) -> Callable[..., Path]:
+    """`scaled("su", 128)`: Phi-3 with rotary scaling of that type beyond 128 positions, and no window."""
+
+    def make(kind: str, original: int, window: int | None = None, **rope: Any) -> Path:
+        directory = shutil.copytree(phi3, tmp_path / f"{kind}-{original}")
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        del config["rope_parameters"]
+        config |= {"original_max_position_embeddings": original, "sliding_window": window}
+        factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+        config["rope_scaling"] = {"type": kind, "original_max_position_embeddings": original} | factors | rope
+        (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return directory
+
+    return make
+
+
+@pytest.mark.parametrize("kind", ["longrope", "yarn", "su"])
+def test_longrope_is_refused_however_it_is_spelled(kind: str, scaled: Callable[..., Path]) -> None:
+    """transformers reads "su" and "yarn" of Phi-3 as "longrope"; the message names both and what to do."""
+    path = scaled(kind, 128)
+    origin = "" if kind == "longrope" else rf" \(config.json says {kind}, which transformers reads as longrope\)"
+    with pytest.raises(
+        ExportError, match=rf"has longrope rotary scaling{origin}, .*null and max_position_embeddings to 128, for a"
+    ):
+        read_source(path)
+
+
+def test_every_scaling_of_phimoe_depends_on_the_longest_position(tmp_path: Path) -> None:
+    """Its factor for cosines is chosen by the longest position of a step, whatever the type."""
+    path = make_unknown(tmp_path / "phimoe", "phimoe", num_key_value_heads=2, num_local_experts=2)
+    assert read_source(path).architecture.name == "phimoe"
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    config["rope_parameters"] = {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64,
+        "short_mscale": 1.0, "long_mscale": 1.2,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ExportError, match=r"has yarn rotary scaling, which changes with the length of the text"):
+        read_source(path)
+
+
+def test_scaling_that_is_the_same_for_every_length_is_exported_and_crossed(tmp_path: Path) -> None:
+    """YaRN of a Llama: its frequencies are constant, so its original length is crossed without a difference."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    path = make_tiny_source("llama", tmp_path / "llama", rope_parameters=rope)
+    source = read_source(path)
+    assert source.original_positions == 128
+    with stage_export(source, tmp_path / "out", TORCH, silent, StageStore(tmp_path / "store")) as staged:
+        stages = staged.manifest.report.parity.stages
+    assert [stage.rows for stage in stages] == [48, 8, 8, 6, 1, 8, 8, 6, 64]
+    assert stages[-2].name == "step after rollback, across the original length of 128"
+    assert stages[-1].name == "batch with a longer sequence"
+    assert max(stage.max_delta / stage.scale for stage in stages) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("original", "longest_crossed", "window", "where"),
+    [
+        (128, 1024, None, "prefill, across the original length of 128"),
+        (400, 0, None, "batch with a longer sequence"),  # as where the original length is too long to run
+        (400, 0, 32, "batch with a longer sequence"),
+    ],
+)
+def test_longrope_that_nobody_knew_of_is_found_by_the_check(
+    original: int,
+    longest_crossed: int,
+    window: int | None,
+    where: str,
+    scaled: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the refusal switched off: a short sequence is computed with the long one's frequencies."""
+    monkeypatch.setattr(config_reader, "_require_steady_rope", lambda *arguments: None)
+    monkeypatch.setattr(parity, "LONGEST_CROSSED", longest_crossed)
+    source = read_source(scaled("yarn", original, window))
+    store = StageStore(tmp_path / "store")
+    with (
+        pytest.raises(ParityFailure, match=f"parity check failed, {where}:") as failure,
+        stage_export(source, tmp_path / "out", TORCH, silent, store),
+    ):
+        pass
+    assert failure.value.relative_delta > 0.4
