@@ -25,8 +25,8 @@ from tests.serving import FakeServer, StepGate, read_events, run_session, serve_
 from tests.test_bundle import make_manifest
 from typer.testing import CliRunner
 
-from outrider.cloud.api.stream import encode_commit
 from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.api.stream import encode_commit
 from outrider.cloud.seam import CommitEvent
 from outrider.cloud.server import exporter
 from outrider.cloud.server import main as cli
