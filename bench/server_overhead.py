@@ -1,6 +1,6 @@
 """Measures the server's CPU time per session and step: scheduling, verification, HTTP; the model is emulated.
 
-    python bench/server_overhead.py [--sessions 1 16 64 256] [--step-ms 30] [--json PATH]
+    python -m bench.server_overhead [--sessions 1 16 64 256] [--step-ms 30] [--json PATH]
 
 The server runs as its own process. Its runtime sleeps a step's time and looks its picks up, so neither the model nor
 the picks take CPU time. Each session has a stream, and a connection on which it answers every commit with one post of
