@@ -186,6 +186,7 @@ class DraftLag:
         self._longest: deque[int] = deque(maxlen=self._RECENT)  # of each answer, with later additions
         self._sent: dict[int, float] = {}  # commits not answered yet: base -> when it was sent
         self._answered: tuple[int, float, int] = (-1, 0.0, 0)  # base, when, longest path so far
+        self._lags: list[float | None] = []  # as `seconds_until` last computed them; empty: out of date
         self._hits = 2.0
         self._waits = 2.0
         if expected_ms is not None:
@@ -202,6 +203,7 @@ class DraftLag:
         """Records a draft that knows of `base` committed tokens and guesses `length` more."""
         sent = self._sent.pop(base, None)
         if sent is not None:
+            self._lags = []
             if self._first and self.answer_rate < ENOUGH_ANSWERS:
                 # Waiting has stopped. Would this draft have been in time? Otherwise one hiccup would end all waiting.
                 self.waited(now - sent <= longest_wait(median(self._first)))
@@ -212,6 +214,7 @@ class DraftLag:
             for older in [b for b in self._sent if b < base]:
                 del self._sent[older]
         elif base == self._answered[0] and length > self._answered[2]:
+            self._lags = []
             self._token_s.append((now - self._answered[1]) / (length - self._answered[2]))
             self._longest[-1] = length
             self._answered = (base, now, length)
@@ -231,6 +234,11 @@ class DraftLag:
 
         None while unknown, and for more tokens than the device has lately drafted at once.
         """
+        if len(self._lags) < most:
+            self._lags = self._measured_lags(most)
+        return self._lags[:most]
+
+    def _measured_lags(self, most: int) -> list[float | None]:
         if not self._first:
             return [None] * most
         first_s, size = median(self._first), median(self._size)

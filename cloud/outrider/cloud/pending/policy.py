@@ -95,8 +95,8 @@ def rate_streaming(alpha: float, k: int, step_s: float, extra_s: float, lag_s: f
     full = alpha ** (k + 1)
     expected, passes = (1 - full) / (1 - alpha), 1 / (1 - full)
     blind_steps = max(1, math.ceil(lag_s / step_s))
-    blind = sum(alpha**-i for i in range(1, blind_steps + 1)) if blind_steps <= 64 else math.inf
-    if blind == math.inf or blind > 1e6:
+    blind = (alpha**-blind_steps - 1) / (1 - alpha) if blind_steps <= 64 else math.inf
+    if blind > 1e6:
         return 1 / step_s
     return (blind + passes * expected) / (blind * step_s + passes * (step_s + extra_s * k))
 
@@ -121,6 +121,11 @@ def plan_wait(
     known = [(k, lag) for k, lag in enumerate(lags, start=1) if lag is not None]
     if not known or answer_rate < ENOUGH_ANSWERS:
         return NO_WAIT
+    first = known[0][1]
+    # A cycle's tokens are 1 / (1 - a) in all. Where even one pass after the shortest wait yields them more slowly than
+    # plain steps come, nothing else needs to be computed.
+    if not saves_passes and (first + step_s) > crowding * step_s / (1 - alpha):
+        return NO_WAIT
 
     def waiting(k: int, lag: float) -> float:
         return rate_waiting(alpha, k, step_s, extra_s, lag, crowding)
@@ -129,6 +134,5 @@ def plan_wait(
     if saves_passes:
         return Wait(k, lag) if alpha > 0.2 else NO_WAIT
     rate = answer_rate * waiting(k, lag) + (1 - answer_rate) / max(step_s + lag, crowding * step_s)
-    first = known[0][1]
     streaming = max(rate_streaming(alpha, j, step_s, extra_s, first, crowding) for j in range(len(lags) + 1))
     return Wait(k, lag) if rate > streaming else NO_WAIT
