@@ -40,18 +40,22 @@ class AcceptanceEstimator:
 
     def observe(self, pending: Sequence[int], committed: Sequence[int]) -> None:
         """Compares the likeliest pending path, as it was before the step, with the tokens committed."""
-        for i, (guess, truth) in enumerate(zip(pending, committed, strict=False)):
-            if i >= len(self._accepted):
-                return
+        num_tested = min(len(pending), len(committed), len(self._accepted))
+        num_right = 0
+        while num_right < num_tested and pending[num_right] == committed[num_right]:
+            num_right += 1
+        own: AcceptanceEstimator | None = self
+        while own is not None:
+            own._count(num_right, min(num_right + 1, num_tested))
+            own = own._parent
+
+    def _count(self, num_right: int, num_tested: int) -> None:
+        for i in range(num_tested):
             accepted, tested = self._accepted[i], self._tested[i]
-            self._accepted[i] = _MEMORY * accepted + (guess == truth)
+            self._accepted[i] = _MEMORY * accepted + (i < num_right)
             self._tested[i] = _MEMORY * tested + 1.0
             self._all_accepted += self._accepted[i] - accepted
             self._all_tested += self._tested[i] - tested
-            if guess != truth:
-                break
-        if self._parent is not None:
-            self._parent.observe(pending, committed)
 
     @property
     def rate(self) -> float:

@@ -21,11 +21,12 @@ class _Node:
 class DraftTrie:
     """The device's guesses of what follows the last committed token."""
 
-    __slots__ = ("_num_nodes", "_root")
+    __slots__ = ("_likeliest", "_num_nodes", "_root")
 
     def __init__(self) -> None:
         self._root = _Node()
         self._num_nodes = 0  # upper bound: dropped branches count until the trie is empty
+        self._likeliest: tuple[int, list[int]] = (0, [])  # of which limit, the path: asked for twice a step
 
     def __bool__(self) -> bool:
         return bool(self._root.children)
@@ -35,6 +36,7 @@ class DraftTrie:
 
         At MAX_NODES nodes the rest of the path is dropped, which is always allowed.
         """
+        self._likeliest = (0, [])
         node = self._root
         for token in path:
             child = node.children.get(token)
@@ -51,22 +53,28 @@ class DraftTrie:
         """Commits one token: its subtree stays pending."""
         child = self._root.children.get(token)
         if child is None:
-            self.clear()
+            if self._root.children:
+                self.clear()
         else:
+            self._likeliest = (0, [])
             self._root = child
             if not child.children:
                 self._num_nodes = 0
 
     def likeliest(self, limit: int) -> list[int]:
         """The likeliest path, at most `limit` tokens."""
-        path: list[int] = []
-        node = self._root
-        while node.best >= 0 and len(path) < limit:
-            path.append(node.best)
-            node = node.children[node.best]
-        return path
+        known, path = self._likeliest
+        if limit > known:
+            path = []
+            node = self._root
+            while node.best >= 0 and len(path) < limit:
+                path.append(node.best)
+                node = node.children[node.best]
+            self._likeliest = (limit, path)
+        return path[:limit]
 
     def clear(self) -> None:
         """Drops everything."""
+        self._likeliest = (0, [])
         self._root = _Node()
         self._num_nodes = 0
