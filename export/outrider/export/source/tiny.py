@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from outrider.export.quiet import quiet_upstream
+from outrider.models.errors import ExportError
 
 WINDOW: Final = 32
 """The sliding window of the families that have one: short, so that little text is beyond it."""
+
+_LARGEST: Final = 2_000_000
 
 # Text for tiny tokenizers: prose, code, digits, accents, an emoji; merges cross byte boundaries.
 SAMPLE_TEXT: Final = (
@@ -57,9 +60,99 @@ _FIELDS: Final[dict[str, dict[str, Any]]] = {
     "phi3": {**_GROUPED, "sliding_window": WINDOW},
 }
 
+# For all other families: values by name, of the names that the family's configuration has.
+_SMALL: Final[dict[str, Any]] = {
+    "adapter_rank": 8,
+    "attention_chunk_size": WINDOW,
+    "attention_head_dim": 16,
+    "attention_head_size": 16,
+    "attention_heads": 4,
+    "attention_hidden_size": 64,
+    "attention_window_size": WINDOW,
+    "d_head": 16,
+    "d_inner": 128,
+    "d_model": 64,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 128,
+    "decoder_layers": 2,
+    "dff": 128,
+    "dim_ff": 128,
+    "dim_head": 16,
+    "emb_dim": 64,
+    "embedding_initializer_range": 0.15,
+    "embedding_size": 64,
+    "embed_init_std": 0.15,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "encoder_layers": 2,
+    "expert_ffn_hidden_size": 32,
+    "ffn_dim": 128,
+    "ffn_hidden_size": 128,
+    "first_k_dense_replace": 1,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "initializer_range": 0.15,
+    "init_std": 0.15,
+    "input_embedding_size": 64,
+    "intermediate_size": 128,
+    "is_decoder": True,
+    "kv_lora_rank": 16,
+    "layer_types": None,
+    "linear_key_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
+    "lru_width": 64,
+    "mamba_chunk_size": 16,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_head_dim": 16,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "max_position_embeddings": 512,
+    "max_seq_len": 512,
+    "moe_intermediate_size": 32,
+    "moe_num_experts": 4,
+    "moe_topk": 2,
+    "n_ctx": 512,
+    "n_embd": 64,
+    "n_group": 1,
+    "n_head": 4,
+    "n_heads": 4,
+    "n_inner": 128,
+    "n_layer": 2,
+    "n_layers": 2,
+    "n_positions": 512,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_attention_heads": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_global_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "num_layers": 2,
+    "num_local_experts": 4,
+    "output_embedding_size": 64,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "query_pre_attn_scalar": 16,
+    "rotary_dim": 8,
+    "shared_expert_intermediate_size": 32,
+    "shared_intermediate_size": 32,
+    "sliding_window": WINDOW,
+    "topk_group": 1,
+    "v_head_dim": 24,
+    "word_embed_proj_dim": 64,
+}
+_OWN: Final[dict[str, dict[str, Any]]] = {}
+"""Values that a family needs besides, or otherwise."""
+
 
 def make_tiny_model(family: str, directory: Path, *, vocab_size: int = 96, seed: int = 0, **overrides: Any) -> Path:
-    """Writes a random FP32 model of `family` (one of FAMILIES) to `directory`, and returns it.
+    """Writes a random FP32 model of `family` (a model_type of transformers) to `directory`, and returns it.
 
     Defaults: 2 layers, hidden 64, 4 query heads of 16, 2 key/value heads where the family has fewer, embeddings tied
     where the family ties them, 512 positions; where it slides, a window of WINDOW in every layer (Mistral, Phi-3) or in
@@ -71,13 +164,18 @@ def make_tiny_model(family: str, directory: Path, *, vocab_size: int = 96, seed:
         import transformers
 
         kind = type(transformers.AutoConfig.for_model(family))
-        fields = _COMMON | {"vocab_size": vocab_size} | _FIELDS[family] | overrides
-        layers = range(fields["num_hidden_layers"])
+        known = _FIELDS.get(family)
+        fields = {"vocab_size": vocab_size} | (_shrunk(family, kind) if known is None else _COMMON | known) | overrides
+        layers = range(fields.get("num_hidden_layers", 2))
         if family == "gemma3_text":
             fields.setdefault("layer_types", [("sliding_attention", "full_attention")[i % 2] for i in layers])
         if family == "gpt_neo":
             fields.setdefault("attention_types", [[[("global", "local")[i % 2]], 1] for i in layers])
         config = kind(**{kind.attribute_map.get(name, name): value for name, value in fields.items()})
+        with torch.device("meta"):
+            size = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).num_parameters()
+        if size > _LARGEST:
+            raise ExportError(f"a {family} model of {size:,} parameters is not tiny; expected at most {_LARGEST:,}")
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -88,6 +186,13 @@ def make_tiny_model(family: str, directory: Path, *, vocab_size: int = 96, seed:
         directory.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(directory)
     return directory
+
+
+def _shrunk(family: str, kind: Any) -> dict[str, Any]:
+    """The fields of a small configuration of a family that has none of its own here."""
+    named = kind().to_dict()
+    tokens = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {name: value for name, value in _SMALL.items() if name in named} | tokens | _OWN.get(family, {})
 
 
 def make_tiny_tokenizer(

@@ -2,14 +2,21 @@
 
 All new tokens of a step go through the model as one packed row, so no layer computes padding. Only attention separates
 sequences: it writes the new keys and values to their slots, then sequences with the same number of new tokens attend
-together, their contexts padded to the longest. Layers may attend a sliding window, or cap their logits (Gemma 2).
-Supports architectures that use transformers' attention interface, as most do; others (Bloom, GPT-Neo) are detected when
-the model is loaded, and refused. Not run on CUDA hardware.
+together, their contexts padded to the longest. Layers may attend a sliding window, cap their logits (Gemma 2), have
+sinks (GPT-OSS), or keys and values of different sizes (multi-head latent attention).
+
+This needs transformers' attention interface, which most families use. A family with attention of its own (GPT-J,
+Falcon, Nemotron) runs each group of sequences as a batch, with transformers' `Cache` over the same slots. Models that
+fit neither (recurrent layers; Bloom and GPT-Neo, which make masks by themselves) are detected when they are loaded, and
+refused. Not run on CUDA hardware.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -59,16 +66,57 @@ class _Group:
 
 
 @dataclass(frozen=True, slots=True)
-class _AttentionPlan:
-    """What every layer's attention needs in one step; `cache` is [layers, 2, slots, kv_heads, head_size].
+class _LayerCache:
+    """One layer's keys and values, [slots, kv_heads, size]; the two sizes differ in multi-head latent attention."""
 
-    attended: the layers that have attended so far.
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Stores the new tokens' key and value, [G, kv_heads, n, size] with G * n slots."""
+        self.keys[slots] = key.transpose(1, 2).flatten(0, 1).to(self.keys.dtype)
+        self.values[slots] = value.transpose(1, 2).flatten(0, 1).to(self.values.dtype)
+
+    def read(self, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values at `slots` [G, C]: [G, kv_heads, C, size] each."""
+        return self.keys[slots].transpose(1, 2).to(dtype), self.values[slots].transpose(1, 2).to(dtype)
+
+
+_SlotShape = tuple[tuple[int, int], tuple[int, int]]
+"""(kv_heads, size) of a layer's keys and of its values."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionPlan:
+    """What every layer's attention needs in one step.
+
+    layers: the cache by layer; None for the first token of all, which only finds out `shapes`. attended: the layers
+    that have attended so far.
     """
 
-    cache: torch.Tensor
+    layers: dict[int, _LayerCache] | None
     new_slots: torch.Tensor
     groups: list[_Group]
     attended: set[int] = field(default_factory=set)
+    shapes: dict[int, _SlotShape] = field(default_factory=dict)
+
+    def note(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Records that `layer` attends with new keys and values, [G, kv_heads, n, size]."""
+        self.attended.add(layer)
+        self.shapes[layer] = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
+
+
+# Not an argument: not every family passes on what it does not know.
+_PLAN: Final[ContextVar[_AttentionPlan]] = ContextVar("outrider_attention_plan")
+
+
+@contextlib.contextmanager
+def _carried_out(plan: _AttentionPlan) -> Iterator[None]:
+    token = _PLAN.set(plan)
+    try:
+        yield
+    finally:
+        _PLAN.reset(token)
 
 
 def _attend(
@@ -78,47 +126,88 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    scaling: float,
-    plan: _AttentionPlan,
+    scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, heads, T, head_size], key and value [1, kv_heads, T, head_size]."""
-    if options.get("s_aux") is not None:
-        raise ModelFault("this architecture's attention has sinks (s_aux), which the torch runtime does not support")
-    plan.attended.add(module.layer_idx)
-    keys, values = plan.cache[module.layer_idx]
-    keys[plan.new_slots] = key[0].transpose(0, 1).to(keys.dtype)
-    values[plan.new_slots] = value[0].transpose(0, 1).to(values.dtype)
-    packed = query[0].transpose(0, 1)  # [T, heads, head_size]
-    attended = torch.empty_like(packed)
+    """transformers' attention interface: query [1, heads, T, key size], key and value [1, kv_heads, T, size]."""
+    if attention_mask is not None:
+        raise ModelFault("this architecture makes attention masks of its own, which the torch runtime does not support")
+    plan = _PLAN.get()
+    plan.note(module.layer_idx, key, value)
+    repeats = query.shape[1] // value.shape[1]
+    if plan.layers is None:  # one token, which attends itself
+        return value.repeat_interleave(repeats, dim=1).transpose(1, 2), None
+    layer = plan.layers[module.layer_idx]
+    layer.write(plan.new_slots, key, value)
+    packed = query[0].transpose(0, 1)  # [T, heads, key size]
+    attended = packed.new_empty((*packed.shape[:2], value.shape[3]))
     for group in plan.groups:
         queries = packed[group.rows].reshape(group.num_sequences, -1, *packed.shape[1:])
         operands = (
             queries.transpose(1, 2),
-            keys[group.slots].transpose(1, 2).to(query.dtype),
-            values[group.slots].transpose(1, 2).to(query.dtype),
+            *layer.read(group.slots, query.dtype),
             group.mask_within(sliding_window),
         )
-        result = (
-            torch.nn.functional.scaled_dot_product_attention(*operands, scale=scaling, enable_gqa=True)
-            if softcap is None
-            else _capped_attention(*operands, scaling, softcap)
-        )
+        if softcap is None and s_aux is None:
+            result = torch.nn.functional.scaled_dot_product_attention(*operands, scale=scaling, enable_gqa=True)
+        else:
+            result = _plain_attention(*operands, scaling or packed.shape[2] ** -0.5, softcap, s_aux)
         attended[group.rows] = result.transpose(1, 2).flatten(0, 1)
     return attended[None], None
 
 
-def _capped_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scaling: float, softcap: float
+def _plain_attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with logits capped by softcap * tanh(logits / softcap): [G, heads, n, head_size]."""
+    """Attention that fused kernels lack: [G, heads, n, value size].
+
+    softcap: caps the logits, softcap * tanh(logits / softcap). sinks: [heads], one more logit a row, which takes its
+    share of the weights and has no value.
+    """
     repeats = queries.shape[1] // keys.shape[1]
     logits = (queries @ keys.repeat_interleave(repeats, dim=1).transpose(2, 3)).float() * scaling
-    capped = softcap * torch.tanh(logits / softcap)
-    weights = capped.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(values.dtype)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        column = sinks.float().reshape(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, column], dim=-1)
+    weights = logits.softmax(dim=-1)[..., : keys.shape[2]].to(values.dtype)
     return weights @ values.repeat_interleave(repeats, dim=1)
+
+
+class _GroupCache(transformers.Cache):  # type: ignore[misc]  # transformers has no types
+    """transformers' cache over the slots of one group, for attention that does not go through the interface."""
+
+    def __init__(self, plan: _AttentionPlan, group: _Group, new_slots: torch.Tensor) -> None:
+        super().__init__(layers=[])
+        self._plan = plan
+        self._group = group
+        self._new_slots = new_slots
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores the new keys and values, [G, kv_heads, n, size]; returns those of the whole contexts."""
+        self._plan.note(layer_idx, key_states, value_states)
+        if self._plan.layers is None:
+            return key_states, value_states
+        layer = self._plan.layers[layer_idx]
+        layer.write(self._new_slots, key_states, value_states)
+        return layer.read(self._group.slots, key_states.dtype)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """The longest context before the step; positions and masks are given, so nothing else depends on it."""
+        return int(self._group.slots.shape[1] - self._group.positions.shape[1])
 
 
 class TorchPagedRuntime:
@@ -136,36 +225,62 @@ class TorchPagedRuntime:
         cache_dtype = dtype if options.kv_precision == "auto" else _dtype("kv_precision", options.kv_precision)
         if options.num_threads and self._device.type == "cpu":
             torch.set_num_threads(options.num_threads)
-        transformers.AttentionInterface.register(_ATTENTION, _attend)
-        try:
-            model = load_causal_lm(path, dtype, _ATTENTION)
-        except KeyError as error:  # some families look the name up in a table of their own
-            raise BundleError(_unfit(path, "it has its own table of attention functions")) from error
-        self._model: Any = model.to(self._device).eval()
-        config: Any = model.config.get_text_config()
-        self._limits = ModelLimits(config.vocab_size, 1)  # until _require_interface has run one token
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        slot = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads, head_size)
-        block_bytes = 2 * config.num_hidden_layers * BLOCK_SIZE * int(np.prod(slot)) * cache_dtype.itemsize
+        self._layers: dict[int, _LayerCache] | None = None  # until the model has run one token
+        shapes = self._load(dtype)
+        config: Any = self._model.config.get_text_config()
+        elements = sum(heads * size for shape in shapes.values() for heads, size in shape)
+        block_bytes = BLOCK_SIZE * elements * cache_dtype.itemsize
         self._num_blocks: int = options.kv_cache_bytes // block_bytes
         if self._num_blocks < 1:
             raise ConfigError(
                 f"kv_cache_bytes is {options.kv_cache_bytes}; one block of this model takes {block_bytes}"
             )
-        self._cache = torch.zeros(
-            (config.num_hidden_layers, 2, self._num_blocks * BLOCK_SIZE, *slot), dtype=cache_dtype, device=self._device
-        )
-        self._require_interface(path)
-        self._limits = ModelLimits(config.vocab_size, _max_positions(model.config, options))
 
-    def _require_interface(self, path: Path) -> None:
-        """Runs one token to check that every layer attends through `_attend`: a layer that does not has no cache."""
+        def zeros(slot: tuple[int, int]) -> torch.Tensor:
+            return torch.zeros((self._num_blocks * BLOCK_SIZE, *slot), dtype=cache_dtype, device=self._device)
+
+        self._layers = {layer: _LayerCache(zeros(keys), zeros(values)) for layer, (keys, values) in shapes.items()}
+        self._limits = ModelLimits(config.vocab_size, _max_positions(self._model.config, options))
+
+    def _load(self, dtype: torch.dtype) -> dict[int, _SlotShape]:
+        """Loads the model so that every layer attends over our cache, through the interface or through `Cache`.
+
+        Returns the shapes of each layer's slots. Raises BundleError if neither way reaches every layer.
+        """
+        transformers.AttentionInterface.register(_ATTENTION, _attend)
+        self._is_packed = True
         try:
-            self._logits([SequenceSlice([0], 0, [0], 1)])
+            return self._try_load(dtype, _ATTENTION)
+        except BundleError as error:
+            self._is_packed = False
+            try:
+                return self._try_load(dtype, "eager")
+            except BundleError:
+                raise error from None
+
+    def _try_load(self, dtype: torch.dtype, attention: str) -> dict[int, _SlotShape]:
+        """Loads the model and runs one token, which finds out which layers attend, and with what."""
+        try:
+            model = load_causal_lm(self._path, dtype, attention)
+        except KeyError as error:  # some families look the name up in a table of their own
+            raise BundleError(_unfit(self._path, "it has its own table of attention functions")) from error
+        self._model: Any = model.to(self._device).eval()
+        self._arguments = set(inspect.signature(model.forward).parameters)
+        config: Any = model.config.get_text_config()
+        if not self._is_packed and _slides(config):
+            raise BundleError(_unfit(self._path, "its attention slides, outside the interface"))
+        first = lay_out([SequenceSlice([0], 0, [0], 1)], vocab_size=1, max_positions=1, block_size=1, num_blocks=1)
+        try:
+            _, plan = self._run(first)
         except ModelFault as error:
             raise BundleError(str(error)) from error
         except Exception as error:  # an architecture may raise anything for unknown arguments
-            raise BundleError(_unfit(path, f"{type(error).__name__}: {error}")) from error
+            raise BundleError(_unfit(self._path, f"{type(error).__name__}: {error}")) from error
+        if len(plan.attended) != config.num_hidden_layers:
+            raise BundleError(
+                _unfit(self._path, f"{len(plan.attended)} of {config.num_hidden_layers} layers attend through it")
+            )
+        return plan.shapes
 
     @property
     def limits(self) -> ModelLimits:
@@ -197,7 +312,6 @@ class TorchPagedRuntime:
         logits = self._logits(batch)
         return pick_rows(logits, params, positions) if len(logits) else []
 
-    @torch.inference_mode()
     def _logits(self, batch: Sequence[SequenceSlice]) -> torch.Tensor:
         step = lay_out(
             batch,
@@ -206,23 +320,67 @@ class TorchPagedRuntime:
             block_size=BLOCK_SIZE,
             num_blocks=self._num_blocks,
         )
+        logits, plan = self._run(step)
+        assert self._layers is not None
+        if plan.attended != set(self._layers):
+            raise ModelFault(
+                _unfit(self._path, f"{len(plan.attended)} of {len(self._layers)} layers attend through it")
+            )
+        return logits
+
+    @torch.inference_mode()
+    def _run(self, step: RaggedStep) -> tuple[torch.Tensor, _AttentionPlan]:
+        """The logits of the step's rows, [R, vocab_size] float32, and what the layers noted."""
         num_new = np.diff(step.subsequence_begins)
         plan = _AttentionPlan(
-            cache=self._cache,
+            layers=self._layers,
             new_slots=self._tensor(step.slots(BLOCK_SIZE, step.past_lens, num_new)),
             groups=self._groups(step, num_new),
         )
-        output = self._model(
-            input_ids=self._tensor(step.input_ids)[None],
-            position_ids=self._tensor(step.position_ids)[None],
-            use_cache=False,
-            logits_to_keep=self._tensor(step.logit_rows),
-            plan=plan,
-        )
-        if len(plan.attended) != len(self._cache):
-            raise ModelFault(_unfit(self._path, f"{len(plan.attended)} of {len(self._cache)} layers attend through it"))
-        logits: torch.Tensor = output.logits[0].float()
-        return logits
+        if self._is_packed:
+            return self._run_packed(step, plan), plan
+        return self._run_grouped(step, plan), plan
+
+    def _run_packed(self, step: RaggedStep, plan: _AttentionPlan) -> torch.Tensor:
+        rows = self._tensor(step.logit_rows)
+        with _carried_out(plan):
+            return self._forward(rows, input_ids=step.input_ids[None], position_ids=step.position_ids[None])
+
+    def _run_grouped(self, step: RaggedStep, plan: _AttentionPlan) -> torch.Tensor:
+        """Runs each group as a batch of its own."""
+        pieces, places = [], []
+        wanted = np.zeros(len(step.input_ids), np.bool_)
+        wanted[step.logit_rows] = True
+        for group in plan.groups:
+            rows = group.rows.cpu().numpy()
+            chosen = np.flatnonzero(wanted[rows])
+            mask = torch.zeros(group.mask.shape, dtype=self._model.dtype, device=self._device)
+            pieces.append(
+                self._forward(
+                    self._tensor(chosen),
+                    input_ids=step.input_ids[rows].reshape(group.num_sequences, -1),
+                    position_ids=step.position_ids[rows].reshape(group.num_sequences, -1),
+                    attention_mask=mask.masked_fill(~group.mask, torch.finfo(mask.dtype).min),
+                    past_key_values=_GroupCache(plan, group, plan.new_slots[group.rows]),
+                    use_cache=True,
+                )
+            )
+            places.append(rows[chosen])
+        order = np.argsort(np.concatenate(places), kind="stable")  # the rows of a step are in the order of its tokens
+        return torch.cat(pieces)[self._tensor(order)]
+
+    def _forward(self, rows: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        """Runs the model; the logits of `rows` of its tokens, all sequences one after the other: [R, vocab_size]."""
+        given = {
+            name: self._tensor(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()
+        }
+        given.setdefault("use_cache", False)
+        is_one = given["input_ids"].shape[0] == 1
+        if is_one and "logits_to_keep" in self._arguments:
+            given["logits_to_keep"] = rows
+        logits: torch.Tensor = self._model(**given).logits
+        flat = logits.flatten(0, 1)
+        return (flat if "logits_to_keep" in given else flat[rows]).float()
 
     def _groups(self, step: RaggedStep, num_new: NDArray[np.integer]) -> list[_Group]:
         contexts = step.past_lens + num_new
@@ -266,7 +424,7 @@ class TorchPagedRuntime:
     def close(self) -> None:
         """Releases model and cache; safe to call twice."""
         self._model = None
-        self._cache = torch.empty(0)
+        self._layers = {}
 
 
 def _device(name: str) -> torch.device:
@@ -292,6 +450,13 @@ def _max_positions(config: Any, options: RuntimeOptions) -> int:
     if not own:
         raise ConfigError("the model's config.json does not give max_position_embeddings; set max_positions")
     return min(int(own), options.max_positions or int(own))
+
+
+def _slides(config: Any) -> bool:
+    """Whether some layers attend a window: a mask from outside would replace theirs."""
+    return any("sliding" in str(kind) for kind in getattr(config, "layer_types", None) or ()) or bool(
+        getattr(config, "sliding_window", None)
+    )
 
 
 def _unfit(path: Path, why: str) -> str:
