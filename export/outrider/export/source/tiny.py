@@ -147,7 +147,48 @@ _SMALL: Final[dict[str, Any]] = {
     "v_head_dim": 24,
     "word_embed_proj_dim": 64,
 }
-_OWN: Final[dict[str, dict[str, Any]]] = {}
+# Multi-head latent attention: as many key/value heads as heads; what is rotated is the configuration's head.
+_LATENT: Final = {"num_key_value_heads": 4, "head_dim": 8}
+# Positions begin behind the padding's id.
+_PADDED: Final = {"pad_token_id": 1, "max_position_embeddings": 514}
+_PER_LAYER: Final = {"vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 8}
+_OWN: Final[dict[str, dict[str, Any]]] = {
+    "camembert": _PADDED,
+    "cohere": {"logit_scale": 1.0},
+    "cohere2": {"logit_scale": 1.0},
+    "cwm": {"bos_token_id": 0},
+    "data2vec-text": _PADDED,
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "ernie4_5_moe": {"moe_k": 2, "moe_layer_end_index": 1},
+    "gemma3n_text": {
+        **_PER_LAYER,
+        "altup_num_inputs": 2,
+        "laurel_rank": 8,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gemma4_text": {**_PER_LAYER, "global_head_dim": 32},
+    "glm4_moe_lite": _LATENT,
+    "glm_moe_dsa": {**_LATENT, "index_head_dim": 16, "index_n_heads": 2, "index_topk": 512},
+    "longcat_flash": {**_LATENT, "zero_expert_num": 2},
+    "modernbert-decoder": {
+        "bos_token_id": 0,
+        "pad_token_id": 0,
+        "cls_token_id": 0,
+        "sep_token_id": 0,
+        "local_attention": 2 * WINDOW,
+    },
+    "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 32], "attn_layers": ["local", "lsh"]},
+    "roberta": _PADDED,
+    "roberta-prelayernorm": _PADDED,
+    "roc_bert": {"pronunciation_embed_dim": 16, "shape_embed_dim": 16, "shape_vocab_size": 64},
+    "xlm-roberta": _PADDED,
+    "xlm-roberta-xl": _PADDED,
+    "xmod": {**_PADDED, "default_language": "en_XX"},
+    "youtu": _LATENT,
+}
 """Values that a family needs besides, or otherwise."""
 
 
@@ -191,8 +232,12 @@ def make_tiny_model(family: str, directory: Path, *, vocab_size: int = 96, seed:
 def _shrunk(family: str, kind: Any) -> dict[str, Any]:
     """The fields of a small configuration of a family that has none of its own here."""
     named = kind().to_dict()
-    tokens = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return {name: value for name, value in _SMALL.items() if name in named} | tokens | _OWN.get(family, {})
+    fields = {name: value for name, value in _SMALL.items() if name in named}
+    fields |= {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}  # 0 is the tiny tokenizer's
+    if kinds := list(dict.fromkeys(named.get("layer_types") or ())):  # one layer of each kind, two at least
+        fields["layer_types"] = (kinds * 2)[: max(2, len(kinds))]
+        fields["num_hidden_layers"] = len(fields["layer_types"])
+    return fields | _OWN.get(family, {})
 
 
 def make_tiny_tokenizer(

@@ -34,6 +34,7 @@ from outrider.models.sampling import SamplingParams
 from outrider.models.sampling_torch import pick_rows
 
 BLOCK_SIZE: Final = 32
+_PROBE_TOKENS: Final = 3
 _DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _ATTENTION: Final = "outrider_paged"
 
@@ -90,7 +91,7 @@ _SlotShape = tuple[tuple[int, int], tuple[int, int]]
 class _AttentionPlan:
     """What every layer's attention needs in one step.
 
-    layers: the cache by layer; None for the first token of all, which only finds out `shapes`. attended: the layers
+    layers: the cache by layer; None for the first step of all, which only finds out `shapes`. attended: the layers
     that have attended so far.
     """
 
@@ -138,7 +139,7 @@ def _attend(
     plan = _PLAN.get()
     plan.note(module.layer_idx, key, value)
     repeats = query.shape[1] // value.shape[1]
-    if plan.layers is None:  # one token, which attends itself
+    if plan.layers is None:  # the logits of this step are of no use
         return value.repeat_interleave(repeats, dim=1).transpose(1, 2), None
     layer = plan.layers[module.layer_idx]
     layer.write(plan.new_slots, key, value)
@@ -198,6 +199,8 @@ class _GroupCache(transformers.Cache):  # type: ignore[misc]  # transformers has
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores the new keys and values, [G, kv_heads, n, size]; returns those of the whole contexts."""
+        if key_states.shape[2] != self._group.positions.shape[1]:
+            raise ModelFault("this architecture adds tokens of its own, which the torch runtime does not support")
         self._plan.note(layer_idx, key_states, value_states)
         if self._plan.layers is None:
             return key_states, value_states
@@ -225,7 +228,7 @@ class TorchPagedRuntime:
         cache_dtype = dtype if options.kv_precision == "auto" else _dtype("kv_precision", options.kv_precision)
         if options.num_threads and self._device.type == "cpu":
             torch.set_num_threads(options.num_threads)
-        self._layers: dict[int, _LayerCache] | None = None  # until the model has run one token
+        self._layers: dict[int, _LayerCache] | None = None  # until the model has run some tokens
         shapes = self._load(dtype)
         config: Any = self._model.config.get_text_config()
         elements = sum(heads * size for shape in shapes.values() for heads, size in shape)
@@ -259,7 +262,7 @@ class TorchPagedRuntime:
                 raise error from None
 
     def _try_load(self, dtype: torch.dtype, attention: str) -> dict[int, _SlotShape]:
-        """Loads the model and runs one token, which finds out which layers attend, and with what."""
+        """Loads the model and runs some tokens, which finds out which layers attend, and with what."""
         try:
             model = load_causal_lm(self._path, dtype, attention)
         except KeyError as error:  # some families look the name up in a table of their own
@@ -269,7 +272,14 @@ class TorchPagedRuntime:
         config: Any = model.config.get_text_config()
         if not self._is_packed and _slides(config):
             raise BundleError(_unfit(self._path, "its attention slides, outside the interface"))
-        first = lay_out([SequenceSlice([0], 0, [0], 1)], vocab_size=1, max_positions=1, block_size=1, num_blocks=1)
+        tokens = [0] * _PROBE_TOKENS
+        first = lay_out(
+            [SequenceSlice(tokens, 0, [0], 1)],
+            vocab_size=1,
+            max_positions=_PROBE_TOKENS,
+            block_size=_PROBE_TOKENS,
+            num_blocks=1,
+        )
         try:
             _, plan = self._run(first)
         except ModelFault as error:
