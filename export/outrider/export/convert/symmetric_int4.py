@@ -1,6 +1,6 @@
 """Quantizes weights to symmetric INT4, which Intel's guide prefers on an NPU (docs/exporting.md cites it).
 
-128 weights of a row share a scale; a matrix whose width 128 does not divide has one scale a row, the guide's other
+128 weights of a row share a scale; a matrix whose rows are not several groups has one scale a row, the guide's other
 choice. Embeddings and the LM head are symmetric INT8. nncf chooses the integers of INT4; its scales are FP16.
 """
 
@@ -25,7 +25,8 @@ def compress_int4_symmetric(model: Any) -> Quantization:
 
     widths = dict(_products(model))
     kept = {_head(model), *_lookups(model)}
-    in_groups = {name for name, width in widths.items() if width % GROUP == 0} - kept
+    # One group is a row, and written as a group it crashes the plugin (2026.4.1).
+    in_groups = {name for name, width in widths.items() if width % GROUP == 0 and width > GROUP} - kept
     in_rows = set(widths) - in_groups - kept
     for names, group_size in ((in_groups, GROUP), (in_rows, -1)):
         if names:
@@ -45,7 +46,7 @@ def compress_int4_symmetric(model: Any) -> Quantization:
     model.set_rt_info("int4_sym", ["nncf", "weight_compression", "mode"])
     granularity = f"group of {GROUP}" if in_groups else "row"
     if in_groups and in_rows:
-        granularity += ", row where it does not divide the width"
+        granularity += ", row where a row is not several groups"
     return Quantization(
         tool=f"nncf {importlib.metadata.version('nncf')}",
         scheme="int4 symmetric, embeddings and head int8 symmetric",

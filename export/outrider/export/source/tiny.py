@@ -7,6 +7,7 @@ on first use.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -192,6 +193,37 @@ _OWN: Final[dict[str, dict[str, Any]]] = {
 """Values that a family needs besides, or otherwise."""
 
 
+@dataclass(frozen=True, slots=True)
+class TinyFamilies:
+    """What transformers lists as language models. names: of those to build; left_out: why not, of the others."""
+
+    names: tuple[str, ...]
+    left_out: dict[str, str]
+
+
+def list_tiny_families() -> TinyFamilies:
+    """Every model_type of transformers' causal language models, with the well-known ones first."""
+    with quiet_upstream("listing the families of transformers"):
+        import transformers
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        left_out = {}
+        for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+            if name in NO_TINY_MODEL:
+                left_out[name] = NO_TINY_MODEL[name]
+                continue
+            config = transformers.AutoConfig.for_model(name)
+            text = config.get_text_config(decoder=True)
+            if config.is_encoder_decoder:
+                left_out[name] = "an encoder-decoder"
+            elif text is not config:
+                left_out[name] = f"takes more than text; its decoder is {text.model_type}"
+            elif config.model_type != name:
+                left_out[name] = f"the same as {config.model_type}"
+        names = [name for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if name not in left_out]
+    return TinyFamilies(tuple(names), left_out)
+
+
 def make_tiny_model(family: str, directory: Path, *, vocab_size: int = 96, seed: int = 0, **overrides: Any) -> Path:
     """Writes a random FP32 model of `family` (a model_type of transformers) to `directory`, and returns it.
 
@@ -227,6 +259,47 @@ def make_tiny_model(family: str, directory: Path, *, vocab_size: int = 96, seed:
         directory.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(directory)
     return directory
+
+
+_RECURRENT: Final = "keeps a recurrent state, which cannot be cut back to a position after a rejected draft"
+NO_TINY_MODEL: Final[dict[str, str]] = {
+    **dict.fromkeys(
+        (
+            "bamba",
+            "falcon_h1",
+            "falcon_mamba",
+            "granitemoehybrid",
+            "jamba",
+            "lfm2",
+            "lfm2_moe",
+            "mamba",
+            "mamba2",
+            "minimax",
+            "nemotron_h",
+            "olmo_hybrid",
+            "qwen3_5_moe_text",
+            "qwen3_5_text",
+            "qwen3_next",
+            "recurrent_gemma",
+            "rwkv",
+            "xlstm",
+            "zamba",
+            "zamba2",
+        ),
+        _RECURRENT,
+    ),
+    "big_bird": "attends blocks of a whole text, not one token after the other",
+    "blt": "several models for bytes and patches of bytes",
+    "dbrx": "transformers cannot build its own default configuration: its attention lacks rope_theta",
+    "git": "takes pictures, which cannot be left out",
+    "moshi": "speaks: its text decoder has one id more for audio than its configuration says",
+    "musicgen": "makes music",
+    "musicgen_melody": "makes music",
+    "reformer": "attends by hashes of a whole text, not one token after the other",
+    "xlm": "made for filling gaps; not causal without a language id and a mask",
+    "xlnet": "made for any order of tokens; its longest sequence is not bounded (-1)",
+}
+"""Why families that transformers lists as causal language models are not measured."""
 
 
 def _shrunk(family: str, kind: Any) -> dict[str, Any]:
