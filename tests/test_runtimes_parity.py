@@ -31,6 +31,8 @@ Truth = Callable[[list[int]], NDArray[np.float32]]
 # OpenVINO's other families are exported and checked in test_export_families.
 CASES = [("openvino", family) for family in FAMILIES]
 CASES += [("torch", family) for family in (*FAMILIES, "gemma2", "gemma3_text", "gpt_neox", "mistral", "phi3")]
+# Sinks; keys and values of different sizes; what the family does not pass on; attention of its own.
+CASES += [("torch", family) for family in ("gpt_oss", "deepseek_v3", "stablelm", "gptj", "falcon", "nemotron")]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)

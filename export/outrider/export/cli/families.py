@@ -43,18 +43,17 @@ def families(
     ] = False,
     write: Annotated[
         Path | None,
-        typer.Option(metavar="DOC", help="With --measure: store the result, and write the table to this document."),
+        typer.Option(metavar="DOC", help="Write the table to this document; with --measure also store the result."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the cells as JSON.")] = False,
 ) -> None:
     """Show which families of models work in which runtime and precision, with the measured error."""
-    if (write is not None or resume) and not measures:
-        raise ConfigError(f"--{'resume' if resume else 'write'} is for measuring; add --measure")
+    if resume and not measures:
+        raise ConfigError("--resume is for measuring; add --measure")
     stored = load_measured()
     if measures:
         table = _measured_now(_chosen(family), resumes=resume, is_quiet=as_json)
-        if write is not None:
-            _store(table if family is None else stored.updated(table), write)
+        stored = table if family is None else stored.updated(table)
     else:
         table = stored
         if unknown := sorted(set(family or ()) - set(table.rows()) - set(table.left_out)):
@@ -63,6 +62,8 @@ def families(
                 "outrider-export families for the names of those that were"
             )
         table = table.only(family) if family else table
+    if write is not None:
+        _store(stored, write)
     if as_json:
         typer.echo(table.to_json(), nl=False)
     elif family:
@@ -125,8 +126,9 @@ def _show_all(console: Console, table: SupportTable) -> None:
             grid.add_row(family, *(_marked(cell) for cell in cells))
     console.print(grid)
     refused = [family for family, row in rows.items() if not works_somewhere(row)]
-    console.print(f"No path takes {', '.join(refused)}.", style="dim", highlight=False)
-    console.print(f"Not measured: {', '.join(table.left_out)}.", style="dim", highlight=False)
+    for title, names in (("No path takes", refused), ("Not measured:", table.left_out)):
+        if names:
+            console.print(f"{title} {', '.join(names)}.", style="dim", highlight=False)
     console.print("More of one: outrider-export families --family NAME", highlight=False)
 
 

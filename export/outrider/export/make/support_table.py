@@ -121,7 +121,7 @@ def _in_general(cell: Cell) -> str:
     words = " ".join(re.sub(r"\x1b?\[[0-9;]*m", "", cell.words).split())
     if cell.outcome == "wrong":
         return words.split(":")[0] if "before" not in words else ":".join(words.split(":")[:2])
-    words = re.sub(r"\b\.?[\w.-]*\.partial-\w+/?", "", words)
+    words = re.sub(r" ?\.?[\w.-]*\.partial-\w+/?", "", words)
     words = re.sub(rf"(?<![\w-]){re.escape(cell.family)}(?![\w-])", "*family*", words)
     words = re.sub(r"\b\w+(ForCausalLM|LMHeadModel|Decoder|LMHead)\b", "*Family*", words)
     return words if len(words) <= _LONGEST_NOTE else words[: _LONGEST_NOTE - 3].rsplit(" ", 1)[0] + " ..."

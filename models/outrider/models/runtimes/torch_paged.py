@@ -135,12 +135,12 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, heads, T, key size], key and value [1, kv_heads, T, size]."""
     if attention_mask is not None:
-        raise ModelFault("this architecture makes attention masks of its own, which the torch runtime does not support")
+        raise ModelFault("it makes attention masks of its own")
     plan = _PLAN.get()
     plan.note(module.layer_idx, key, value)
     repeats = query.shape[1] // value.shape[1]
     if plan.layers is None:  # the logits of this step are of no use
-        return value.repeat_interleave(repeats, dim=1).transpose(1, 2), None
+        return value.repeat_interleave(repeats, dim=1).transpose(1, 2).contiguous(), None
     layer = plan.layers[module.layer_idx]
     layer.write(plan.new_slots, key, value)
     packed = query[0].transpose(0, 1)  # [T, heads, key size]
@@ -200,7 +200,7 @@ class _GroupCache(transformers.Cache):  # type: ignore[misc]  # transformers has
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores the new keys and values, [G, kv_heads, n, size]; returns those of the whole contexts."""
         if key_states.shape[2] != self._group.positions.shape[1]:
-            raise ModelFault("this architecture adds tokens of its own, which the torch runtime does not support")
+            raise ModelFault("it adds tokens of its own")
         self._plan.note(layer_idx, key_states, value_states)
         if self._plan.layers is None:
             return key_states, value_states
@@ -211,6 +211,10 @@ class _GroupCache(transformers.Cache):  # type: ignore[misc]  # transformers has
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The longest context before the step; positions and masks are given, so nothing else depends on it."""
         return int(self._group.slots.shape[1] - self._group.positions.shape[1])
+
+
+class _Unfit(Exception):
+    """A model that this runtime cannot run in the way tried."""
 
 
 class TorchPagedRuntime:
@@ -254,24 +258,25 @@ class TorchPagedRuntime:
         self._is_packed = True
         try:
             return self._try_load(dtype, _ATTENTION)
-        except BundleError as error:
+        except _Unfit as through_interface:
             self._is_packed = False
             try:
                 return self._try_load(dtype, "eager")
-            except BundleError:
-                raise error from None
+            except _Unfit as through_cache:
+                why = f"{through_interface}; with its own attention: {through_cache}"
+                raise BundleError(_unfit(self._path, why)) from through_interface
 
     def _try_load(self, dtype: torch.dtype, attention: str) -> dict[int, _SlotShape]:
-        """Loads the model and runs some tokens, which finds out which layers attend, and with what."""
+        """Loads the model and runs some tokens, which finds out which layers attend, and with what; else `_Unfit`."""
         try:
             model = load_causal_lm(self._path, dtype, attention)
         except KeyError as error:  # some families look the name up in a table of their own
-            raise BundleError(_unfit(self._path, "it has its own table of attention functions")) from error
+            raise _Unfit("it has its own table of attention functions") from error
         self._model: Any = model.to(self._device).eval()
         self._arguments = set(inspect.signature(model.forward).parameters)
         config: Any = model.config.get_text_config()
         if not self._is_packed and _slides(config):
-            raise BundleError(_unfit(self._path, "its attention slides, outside the interface"))
+            raise _Unfit("it may slide, which our masks would replace")
         tokens = [0] * _PROBE_TOKENS
         first = lay_out(
             [SequenceSlice(tokens, 0, [0], 1)],
@@ -283,13 +288,11 @@ class TorchPagedRuntime:
         try:
             _, plan = self._run(first)
         except ModelFault as error:
-            raise BundleError(str(error)) from error
+            raise _Unfit(str(error)) from error
         except Exception as error:  # an architecture may raise anything for unknown arguments
-            raise BundleError(_unfit(self._path, f"{type(error).__name__}: {error}")) from error
+            raise _Unfit(f"{type(error).__name__}: {error}") from error
         if len(plan.attended) != config.num_hidden_layers:
-            raise BundleError(
-                _unfit(self._path, f"{len(plan.attended)} of {config.num_hidden_layers} layers attend through it")
-            )
+            raise _Unfit(f"{len(plan.attended)} of {config.num_hidden_layers} layers attend through it")
         return plan.shapes
 
     @property
@@ -463,10 +466,10 @@ def _max_positions(config: Any, options: RuntimeOptions) -> int:
 
 
 def _slides(config: Any) -> bool:
-    """Whether some layers attend a window: a mask from outside would replace theirs."""
-    return any("sliding" in str(kind) for kind in getattr(config, "layer_types", None) or ()) or bool(
-        getattr(config, "sliding_window", None)
-    )
+    """Whether some layers attend a window: a mask from outside would replace theirs, or be one too many."""
+    kinds = str([getattr(config, name, None) for name in ("layer_types", "attention_layers", "attention_types")])
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return any(word in kinds for word in ("sliding", "chunked", "local")) or any(windows)
 
 
 def _unfit(path: Path, why: str) -> str:
