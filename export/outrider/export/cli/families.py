@@ -24,6 +24,7 @@ from outrider.export.make.support_table import (
     wide_ways,
     works_somewhere,
 )
+from outrider.export.source.family_facts import FAMILIES
 from outrider.models.errors import ConfigError
 from outrider.models.places import default_cache_dir
 
@@ -81,7 +82,7 @@ def _chosen(family: list[str] | None) -> list[str]:
         raise ConfigError(
             f"transformers has no language models of the family {unknown[0]!r}; expected a model_type such as llama"
         )
-    return family or sorted(known)
+    return family or sorted(known, key=lambda name: (name not in FAMILIES, name))
 
 
 def _measured_now(chosen: list[str], *, resumes: bool, is_quiet: bool) -> SupportTable:

@@ -79,9 +79,9 @@ class SupportTable(BaseModel):
     left_out: dict[str, str] = {}
 
     def rows(self) -> dict[str, dict[str, Cell]]:
-        """By family, the cell of each way."""
+        """By family, in the order of names, the cell of each way."""
         rows: dict[str, dict[str, Cell]] = {}
-        for cell in self.cells:
+        for cell in sorted(self.cells, key=lambda cell: cell.family):  # stable: ways keep their order
             rows.setdefault(cell.family, {})[cell.way] = cell
         return rows
 
@@ -94,8 +94,9 @@ class SupportTable(BaseModel):
         """This table with the families of `newer` in place of its own."""
         again = {cell.family for cell in newer.cells} | set(newer.left_out)
         kept = self.only([family for family in (*self.rows(), *self.left_out) if family not in again])
-        cells = sorted((*kept.cells, *newer.cells), key=lambda cell: cell.family)  # stable: ways keep their order
-        return SupportTable(cells=tuple(cells), left_out=dict(sorted((kept.left_out | newer.left_out).items())))
+        return SupportTable(
+            cells=(*kept.cells, *newer.cells), left_out=dict(sorted((kept.left_out | newer.left_out).items()))
+        )
 
     def to_json(self) -> str:
         """The text of `support_table.json`."""

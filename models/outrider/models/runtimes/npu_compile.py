@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 _KV_PRECISIONS: Final = ("auto", "f16", "f32")
 _LOWEST: Final = -65504.0
 """Added to the logits of what is not attended: the lowest finite FP16."""
-_CANNOT_FOLD: Final = "undeclared parameters"
 
 
 def compiled_shapes(shapes: StaticShapes) -> StaticShapes:
@@ -144,13 +143,17 @@ def compile_ir(core: Any, xml: Path, shapes: StaticShapes, options: RuntimeOptio
     try:
         return core.compile_model(model, _device(options), properties)
     except RuntimeError as error:
-        if _CANNOT_FOLD not in str(error) or "NPUW_FOLD" in properties:
+        if "NPUW_FOLD" in properties:
             raise
-    # Folding makes inputs of the scales of INT8 weights, and loses those of products over two axes (GPT-2's `Conv1D`).
-    logger.info("%s: compiling without folding, which fails for its quantized weights", xml)
-    model = core.read_model(xml)
-    _use_finite_masks(model)
-    return core.compile_model(model, _device(options), properties | {"NPUW_FOLD": "NO"})
+        # Folding makes inputs of the scales of quantized weights, and loses or mistypes those of products over two axes
+        # (GPT-2's `Conv1D`).
+        logger.info("%s: compiling again without folding (%s)", xml, failure_reason(error))
+        model = core.read_model(xml)
+        _use_finite_masks(model)
+        try:
+            return core.compile_model(model, _device(options), properties | {"NPUW_FOLD": "NO"})
+        except RuntimeError:
+            raise error from None
 
 
 def _use_finite_masks(model: Any) -> None:
