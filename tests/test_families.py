@@ -117,7 +117,7 @@ def test_families_share_notes_that_differ_in_names_only() -> None:
         for name in ("opt", "phi")
     ]  # fmt: skip
     assert [families.in_short(cell, legend) for cell in cells] == ["[1]", "[1]"]
-    assert legend.notes == ["torch cannot run it: the model in fails (*Family*): *family* has no optional x"]
+    assert legend.notes == ["torch cannot run it: the model fails (*Family*): *family* has no optional x"]
 
 
 def test_the_command_shows_the_table_and_refuses_what_it_has_no_model_of() -> None:

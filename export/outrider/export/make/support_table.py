@@ -22,7 +22,7 @@ from outrider.export.make.pipeline import stage_export
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import silent
 from outrider.export.recipes import RECIPES, ExportOptions
-from outrider.export.source.family_facts import FAMILIES
+from outrider.export.source.family_facts import FAMILIES, NO_PATH
 from outrider.export.source.model_source import read_source
 from outrider.export.source.tiny import list_tiny_families, make_tiny_source
 from outrider.models.errors import OutriderError, ParityFailure
@@ -122,7 +122,8 @@ def _in_general(cell: Cell) -> str:
     words = " ".join(re.sub(r"\x1b?\[[0-9;]*m", "", cell.words).split())
     if cell.outcome == "wrong":
         return words.split(":")[0] if "before" not in words else ":".join(words.split(":")[:2])
-    words = re.sub(r" ?\.?[\w.-]*\.partial-\w+/?", "", words)
+    words = re.sub(r" (Please refer to|This is step \d/\d|Next steps:).*", "", words)
+    words = re.sub(r"( in)? ?\.?[\w.-]*\.partial-\w+/?", "", words)
     words = re.sub(rf"(?<![\w-]){re.escape(cell.family)}(?![\w-])", "*family*", words)
     words = re.sub(r"\b\w+(ForCausalLM|LMHeadModel|Decoder|LMHead)\b", "*Family*", words)
     return words if len(words) <= _LONGEST_NOTE else words[: _LONGEST_NOTE - 3].rsplit(" ", 1)[0] + " ..."
@@ -305,7 +306,8 @@ def as_markdown(table: SupportTable) -> str:
     for family, row in rows.items():
         if family not in working:
             marks = "; ".join(f"{way.split(' ', 1)[1]} {in_short(row[way], legend)}" for way in wide if way in row)
-            lines.append(f"* {family}: {marks}")
+            lines.append(f"* {family}: {NO_PATH[family]}; " * (family in NO_PATH) or f"* {family}: ")
+            lines[-1] += marks
     lines += ["", "Without a tiny model:", ""]
     reasons: dict[str, list[str]] = {}
     for family, reason in table.left_out.items():
