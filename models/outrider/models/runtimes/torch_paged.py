@@ -2,8 +2,10 @@
 
 All new tokens of a step go through the model as one packed row, so no layer computes padding. Only attention separates
 sequences: it writes the new keys and values to their slots, then sequences with the same number of new tokens attend
-together, their contexts padded to the longest. Layers may attend a sliding window, cap their logits (Gemma 2), have
-sinks (GPT-OSS), or keys and values of different sizes (multi-head latent attention).
+together, their contexts padded to the longest. Padding reads a slot that stays zero: a masked key or value that is not
+finite would still reach the sum (0 * NaN is NaN), and every other slot may hold what a fault left. Layers may attend a
+sliding window, cap their logits (Gemma 2), have sinks (GPT-OSS), or keys and values of different sizes (multi-head
+latent attention).
 
 This needs transformers' attention interface, which most families use. A family with attention of its own (GPT-J,
 Falcon, Nemotron) runs each group of sequences as a batch, with transformers' `Cache` over the same slots. Models that
@@ -13,11 +15,8 @@ refused. Not run on CUDA hardware.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +28,15 @@ from numpy.typing import NDArray
 from outrider.models.errors import BundleError, ConfigError, ModelFault, RuntimeUnavailable
 from outrider.models.runtimes.base import PROMISED_POSITIONS, ModelLimits, RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
+from outrider.models.runtimes.torch_attention import (
+    AttentionPlan,
+    Group,
+    GroupCache,
+    LayerCache,
+    SlotShape,
+    attend,
+    carried_out,
+)
 from outrider.models.runtimes.torch_reference import load_causal_lm
 from outrider.models.sampling import SamplingParams
 from outrider.models.sampling_torch import pick_rows
@@ -37,180 +45,6 @@ BLOCK_SIZE: Final = 32
 _PROBE_TOKENS: Final = 3
 _DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _ATTENTION: Final = "outrider_paged"
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """G sequences with n new tokens each, contexts padded to C.
-
-    rows: [G * n] their indices among the packed tokens. slots: [G, C]. mask: [G, 1, n, C] bool, true where attended.
-    positions: [G, n] of the new tokens; slot_positions: [G, C].
-    windowed: masks by the size of the sliding window, made when a layer first needs one.
-    """
-
-    num_sequences: int
-    rows: torch.Tensor
-    slots: torch.Tensor
-    mask: torch.Tensor
-    positions: torch.Tensor
-    slot_positions: torch.Tensor
-    windowed: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def mask_within(self, window: int | None) -> torch.Tensor:
-        """`mask`, limited to positions less than `window` back."""
-        if window is None:
-            return self.mask
-        if window not in self.windowed:
-            distances = self.positions[:, None, :, None] - self.slot_positions[:, None, None, :]
-            self.windowed[window] = self.mask & (distances < window)
-        return self.windowed[window]
-
-
-@dataclass(frozen=True, slots=True)
-class _LayerCache:
-    """One layer's keys and values, [slots, kv_heads, size]; the two sizes differ in multi-head latent attention."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-    def write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Stores the new tokens' key and value, [G, kv_heads, n, size] with G * n slots."""
-        self.keys[slots] = key.transpose(1, 2).flatten(0, 1).to(self.keys.dtype)
-        self.values[slots] = value.transpose(1, 2).flatten(0, 1).to(self.values.dtype)
-
-    def read(self, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at `slots` [G, C]: [G, kv_heads, C, size] each."""
-        return self.keys[slots].transpose(1, 2).to(dtype), self.values[slots].transpose(1, 2).to(dtype)
-
-
-_SlotShape = tuple[tuple[int, int], tuple[int, int]]
-"""(kv_heads, size) of a layer's keys and of its values."""
-
-
-@dataclass(frozen=True, slots=True)
-class _AttentionPlan:
-    """What every layer's attention needs in one step.
-
-    layers: the cache by layer; None for the first step of all, which only finds out `shapes`. attended: the layers
-    that have attended so far.
-    """
-
-    layers: dict[int, _LayerCache] | None
-    new_slots: torch.Tensor
-    groups: list[_Group]
-    attended: set[int] = field(default_factory=set)
-    shapes: dict[int, _SlotShape] = field(default_factory=dict)
-
-    def note(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Records that `layer` attends with new keys and values, [G, kv_heads, n, size]."""
-        self.attended.add(layer)
-        self.shapes[layer] = ((key.shape[1], key.shape[3]), (value.shape[1], value.shape[3]))
-
-
-# Not an argument: not every family passes on what it does not know.
-_PLAN: Final[ContextVar[_AttentionPlan]] = ContextVar("outrider_attention_plan")
-
-
-@contextlib.contextmanager
-def _carried_out(plan: _AttentionPlan) -> Iterator[None]:
-    token = _PLAN.set(plan)
-    try:
-        yield
-    finally:
-        _PLAN.reset(token)
-
-
-def _attend(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, heads, T, key size], key and value [1, kv_heads, T, size]."""
-    if attention_mask is not None:
-        raise ModelFault("it makes attention masks of its own")
-    plan = _PLAN.get()
-    plan.note(module.layer_idx, key, value)
-    repeats = query.shape[1] // value.shape[1]
-    if plan.layers is None:  # the logits of this step are of no use
-        return value.repeat_interleave(repeats, dim=1).transpose(1, 2).contiguous(), None
-    layer = plan.layers[module.layer_idx]
-    layer.write(plan.new_slots, key, value)
-    packed = query[0].transpose(0, 1)  # [T, heads, key size]
-    attended = packed.new_empty((*packed.shape[:2], value.shape[3]))
-    for group in plan.groups:
-        queries = packed[group.rows].reshape(group.num_sequences, -1, *packed.shape[1:])
-        operands = (
-            queries.transpose(1, 2),
-            *layer.read(group.slots, query.dtype),
-            group.mask_within(sliding_window),
-        )
-        if softcap is None and s_aux is None:
-            result = torch.nn.functional.scaled_dot_product_attention(*operands, scale=scaling, enable_gqa=True)
-        else:
-            result = _plain_attention(*operands, scaling or packed.shape[2] ** -0.5, softcap, s_aux)
-        attended[group.rows] = result.transpose(1, 2).flatten(0, 1)
-    return attended[None], None
-
-
-def _plain_attention(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention that fused kernels lack: [G, heads, n, value size].
-
-    softcap: caps the logits, softcap * tanh(logits / softcap). sinks: [heads], one more logit a row, which takes its
-    share of the weights and has no value.
-    """
-    repeats = queries.shape[1] // keys.shape[1]
-    logits = (queries @ keys.repeat_interleave(repeats, dim=1).transpose(2, 3)).float() * scaling
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~mask, -torch.inf)
-    if sinks is not None:
-        column = sinks.float().reshape(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-        logits = torch.cat([logits, column], dim=-1)
-    weights = logits.softmax(dim=-1)[..., : keys.shape[2]].to(values.dtype)
-    return weights @ values.repeat_interleave(repeats, dim=1)
-
-
-class _GroupCache(transformers.Cache):  # type: ignore[misc]  # transformers has no types
-    """transformers' cache over the slots of one group, for attention that does not go through the interface."""
-
-    def __init__(self, plan: _AttentionPlan, group: _Group, new_slots: torch.Tensor) -> None:
-        super().__init__(layers=[])
-        self._plan = plan
-        self._group = group
-        self._new_slots = new_slots
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores the new keys and values, [G, kv_heads, n, size]; returns those of the whole contexts."""
-        if key_states.shape[2] != self._group.positions.shape[1]:
-            raise ModelFault("it adds tokens of its own")
-        self._plan.note(layer_idx, key_states, value_states)
-        if self._plan.layers is None:
-            return key_states, value_states
-        layer = self._plan.layers[layer_idx]
-        layer.write(self._new_slots, key_states, value_states)
-        return layer.read(self._group.slots, key_states.dtype)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The longest context before the step; positions and masks are given, so nothing else depends on it."""
-        return int(self._group.slots.shape[1] - self._group.positions.shape[1])
 
 
 class _Unfit(Exception):
@@ -232,7 +66,8 @@ class TorchPagedRuntime:
         cache_dtype = dtype if options.kv_precision == "auto" else _dtype("kv_precision", options.kv_precision)
         if options.num_threads and self._device.type == "cpu":
             torch.set_num_threads(options.num_threads)
-        self._layers: dict[int, _LayerCache] | None = None  # until the model has run some tokens
+        self._layers: dict[int, LayerCache] | None = None  # until the model has run some tokens
+        self._padding_slot = 0
         shapes = self._load(dtype)
         config: Any = self._model.config.get_text_config()
         elements = sum(heads * size for shape in shapes.values() for heads, size in shape)
@@ -243,18 +78,20 @@ class TorchPagedRuntime:
                 f"kv_cache_bytes is {options.kv_cache_bytes}; one block of this model takes {block_bytes}"
             )
 
-        def zeros(slot: tuple[int, int]) -> torch.Tensor:
-            return torch.zeros((self._num_blocks * BLOCK_SIZE, *slot), dtype=cache_dtype, device=self._device)
+        self._padding_slot = self._num_blocks * BLOCK_SIZE  # behind the last block, so that no block table names it
 
-        self._layers = {layer: _LayerCache(zeros(keys), zeros(values)) for layer, (keys, values) in shapes.items()}
+        def zeros(slot: tuple[int, int]) -> torch.Tensor:
+            return torch.zeros((self._padding_slot + 1, *slot), dtype=cache_dtype, device=self._device)
+
+        self._layers = {layer: LayerCache(zeros(keys), zeros(values)) for layer, (keys, values) in shapes.items()}
         self._limits = ModelLimits(config.vocab_size, _max_positions(self._model.config, options))
 
-    def _load(self, dtype: torch.dtype) -> dict[int, _SlotShape]:
+    def _load(self, dtype: torch.dtype) -> dict[int, SlotShape]:
         """Loads the model so that every layer attends over our cache, through the interface or through `Cache`.
 
         Returns the shapes of each layer's slots. Raises BundleError if neither way reaches every layer.
         """
-        transformers.AttentionInterface.register(_ATTENTION, _attend)
+        transformers.AttentionInterface.register(_ATTENTION, attend)
         self._is_packed = True
         try:
             return self._try_load(dtype, _ATTENTION)
@@ -266,7 +103,7 @@ class TorchPagedRuntime:
                 why = f"{through_interface}; with its own attention: {through_cache}"
                 raise BundleError(_unfit(self._path, why)) from through_interface
 
-    def _try_load(self, dtype: torch.dtype, attention: str) -> dict[int, _SlotShape]:
+    def _try_load(self, dtype: torch.dtype, attention: str) -> dict[int, SlotShape]:
         """Loads the model and runs some tokens, which finds out which layers attend, and with what; else `_Unfit`."""
         try:
             model = load_causal_lm(self._path, dtype, attention)
@@ -342,10 +179,10 @@ class TorchPagedRuntime:
         return logits
 
     @torch.inference_mode()
-    def _run(self, step: RaggedStep) -> tuple[torch.Tensor, _AttentionPlan]:
+    def _run(self, step: RaggedStep) -> tuple[torch.Tensor, AttentionPlan]:
         """The logits of the step's rows, [R, vocab_size] float32, and what the layers noted."""
         num_new = np.diff(step.subsequence_begins)
-        plan = _AttentionPlan(
+        plan = AttentionPlan(
             layers=self._layers,
             new_slots=self._tensor(step.slots(BLOCK_SIZE, step.past_lens, num_new)),
             groups=self._groups(step, num_new),
@@ -354,12 +191,12 @@ class TorchPagedRuntime:
             return self._run_packed(step, plan), plan
         return self._run_grouped(step, plan), plan
 
-    def _run_packed(self, step: RaggedStep, plan: _AttentionPlan) -> torch.Tensor:
+    def _run_packed(self, step: RaggedStep, plan: AttentionPlan) -> torch.Tensor:
         rows = self._tensor(step.logit_rows)
-        with _carried_out(plan):
+        with carried_out(plan):
             return self._forward(rows, input_ids=step.input_ids[None], position_ids=step.position_ids[None])
 
-    def _run_grouped(self, step: RaggedStep, plan: _AttentionPlan) -> torch.Tensor:
+    def _run_grouped(self, step: RaggedStep, plan: AttentionPlan) -> torch.Tensor:
         """Runs each group as a batch of its own."""
         pieces, places = [], []
         wanted = np.zeros(len(step.input_ids), np.bool_)
@@ -374,7 +211,7 @@ class TorchPagedRuntime:
                     input_ids=step.input_ids[rows].reshape(group.num_sequences, -1),
                     position_ids=step.position_ids[rows].reshape(group.num_sequences, -1),
                     attention_mask=mask.masked_fill(~group.mask, torch.finfo(mask.dtype).min),
-                    past_key_values=_GroupCache(plan, group, plan.new_slots[group.rows]),
+                    past_key_values=GroupCache(plan, group, plan.new_slots[group.rows]),
                     use_cache=True,
                 )
             )
@@ -395,7 +232,7 @@ class TorchPagedRuntime:
         flat = logits.flatten(0, 1)
         return (flat if "logits_to_keep" in given else flat[rows]).float()
 
-    def _groups(self, step: RaggedStep, num_new: NDArray[np.integer]) -> list[_Group]:
+    def _groups(self, step: RaggedStep, num_new: NDArray[np.integer]) -> list[Group]:
         contexts = step.past_lens + num_new
         flat_slots = step.slots(BLOCK_SIZE, np.zeros_like(contexts), contexts)
         starts = begins(contexts)
@@ -403,7 +240,7 @@ class TorchPagedRuntime:
         for n in np.unique(num_new):
             members = np.flatnonzero(num_new == n)
             longest = int(contexts[members].max())
-            slots = np.zeros((members.size, longest), np.int64)
+            slots = np.full((members.size, longest), self._padding_slot)
             mask = np.zeros((members.size, 1, n, longest), np.bool_)
             positions = np.zeros((members.size, n), np.int64)
             slot_positions = np.tile(np.arange(longest), (members.size, 1))
@@ -420,7 +257,7 @@ class TorchPagedRuntime:
                 )
             rows = (step.subsequence_begins[members][:, None] + np.arange(n)).reshape(-1)
             groups.append(
-                _Group(
+                Group(
                     num_sequences=members.size,
                     rows=self._tensor(rows),
                     slots=self._tensor(slots),
