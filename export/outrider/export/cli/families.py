@@ -15,10 +15,9 @@ from rich.table import Table
 from outrider.export.make.support_table import (
     MEASURED,
     Cell,
-    Legend,
     SupportTable,
     as_markdown,
-    in_short,
+    in_one_line,
     load_measured,
     measure,
     wide_ways,
@@ -144,11 +143,16 @@ def _marked(cell: Cell | None) -> str:
 def _show_families(console: Console, table: SupportTable) -> None:
     """A line for each way of each family, and the reasons of those that do not work."""
     for family, row in table.rows().items():
-        legend = Legend()
+        notes: list[str] = []
         console.print(f"[bold]{escape(family)}[/]: largest logit error of a tiny random model, relative to FP32")
         for way, cell in row.items():
-            console.print(f"  {way:32s} [{_STYLES[cell.outcome]}]{escape(in_short(cell, legend))}[/]", highlight=False)
-        for number, words in enumerate(legend.notes, 1):
-            console.print(Padding(f"[dim]\\[{number}][/dim] {escape(words)}", (0, 0, 0, 2)), highlight=False)
+            shown = f"{cell.error:.1g}"
+            if cell.outcome != "works":
+                words = escape(in_one_line(cell.words))
+                notes += [words] if words not in notes else []
+                shown = f"{'WRONG ' if cell.outcome == 'wrong' else ''}\\[{notes.index(words) + 1}]"
+            console.print(f"  {way:32s} [{_STYLES[cell.outcome]}]{shown}[/]", highlight=False)
+        for number, words in enumerate(notes, 1):
+            console.print(Padding(f"[dim]\\[{number}][/dim] {words}", (0, 0, 0, 2)), highlight=False)
     for family, reason in table.left_out.items():
         console.print(f"[bold]{escape(family)}[/]: not measured: {escape(reason)}", highlight=False)

@@ -117,9 +117,14 @@ class Legend:
         return self.notes.index(words) + 1
 
 
+def in_one_line(words: str) -> str:
+    """A message without line breaks and colours."""
+    return " ".join(re.sub(r"\x1b?\[[0-9;]*m", "", words).split())
+
+
 def _in_general(cell: Cell) -> str:
     """A cell's message without what is particular to the family: names, numbers of a failed check, advice."""
-    words = " ".join(re.sub(r"\x1b?\[[0-9;]*m", "", cell.words).split())
+    words = in_one_line(cell.words)
     if cell.outcome == "wrong":
         return words.split(":")[0] if "before" not in words else ":".join(words.split(":")[:2])
     words = re.sub(r" (Please refer to|This is step \d/\d|Next steps:).*", "", words)
