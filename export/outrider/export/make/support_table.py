@@ -311,8 +311,8 @@ def as_markdown(table: SupportTable) -> str:
     for family, row in rows.items():
         if family not in working:
             marks = "; ".join(f"{way.split(' ', 1)[1]} {in_short(row[way], legend)}" for way in wide if way in row)
-            lines.append(f"* {family}: {NO_PATH[family]}; " * (family in NO_PATH) or f"* {family}: ")
-            lines[-1] += marks
+            cause = f"{NO_PATH[family]}; " if family in NO_PATH else ""
+            lines.append(f"* {family}: {cause}{marks}")
     lines += ["", "Without a tiny model:", ""]
     reasons: dict[str, list[str]] = {}
     for family, reason in table.left_out.items():
