@@ -72,6 +72,15 @@ def test_torch_runs_gemma_2_rightly(tiny_source: Callable[[str], Path], tmp_path
     assert len(parity.stages) == 9
 
 
+@pytest.mark.parametrize("family", ["gptj", "nemotron", "deepseek_v2"])
+def test_torch_runs_attention_of_other_kinds_rightly(
+    family: str, tiny_source: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Outside the interface, or with keys and values of different sizes; more of them are in test_runtimes_parity."""
+    parity = stage(tiny_source(family), tmp_path / "target", tmp_path / "store", "target", "fp32", "torch")
+    assert max(stage.max_delta / stage.scale for stage in parity.stages) < 1e-5
+
+
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [

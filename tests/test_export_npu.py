@@ -1,4 +1,4 @@
-"""Exports for an NPU: symmetric INT8 weights, and where they are taken."""
+"""Exports for an NPU: symmetric INT8 and INT4 weights, and where they are taken."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from openvino import opset13 as ops
 from safetensors.numpy import load_file
 from tests.conftest import TINY_VOCAB
+from tests.tiny_models import export_openvino, make_tiny_model
 
 from outrider.export.convert import symmetric
 from outrider.export.convert.ahead_of_time import compile_ahead
@@ -29,10 +30,12 @@ from outrider.export.convert.symmetric import (
     quantize_symmetric,
     read_dequantized,
 )
+from outrider.export.convert.symmetric_int4 import GROUP, compress_int4_symmetric
 from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
+from outrider.export.source.tiny import make_tiny_source
 from outrider.models.errors import BundleError, ExportError, RuntimeUnavailable
-from outrider.models.manifest import StaticShapes
+from outrider.models.manifest import Quantization, StaticShapes
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.openvino_graph import load_paged_model
 from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime
@@ -219,6 +222,98 @@ def test_int8_of_another_make_is_not_read_as_symmetric(tiny_ir: Callable[..., Pa
     """nncf's own keep their scale in FP16, so their integers mean something else."""
     with pytest.raises(ExportError, match="expected symmetric INT8 weights"):
         read_dequantized(tiny_ir("llama", int8=True) / XML)
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of two groups, and of 320 weights, which 128 does not divide."""
+    directory = tmp_path_factory.mktemp("wide")
+    return make_tiny_model(
+        "llama", directory, vocab_size=TINY_VOCAB, hidden_size=256, intermediate_size=320, initializer_range=0.06
+    )
+
+
+@pytest.fixture(scope="module")
+def int4(wide_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Quantization]:
+    directory = tmp_path_factory.mktemp("int4")
+    model = ov.Core().read_model(export_openvino(wide_model, tmp_path_factory.mktemp("wide-ir")) / XML)
+    quantization = compress_int4_symmetric(model)
+    save_ir(model, directory)
+    shutil.copyfile(wide_model / "config.json", directory / "config.json")
+    return directory, quantization
+
+
+def stored_weights(ir: Path) -> dict[str, tuple[ov.Node, NDArray[np.float32]]]:
+    """By its name in transformers, each matrix's constant and what the runtime makes of it."""
+    found = {}
+    for node in ov.Core().read_model(ir / XML).get_ordered_ops():
+        port = {"MatMul": 1, "Gather": 0}.get(node.get_type_name())
+        name = node.get_friendly_name().split("/")[0].removeprefix("__module.") + ".weight"
+        if port is None or not name.startswith(("model.layers", "model.embed", "lm_head")):
+            continue
+        constant = node.input_value(port)
+        while constant.get_node().get_input_size():
+            constant = constant.get_node().input_value(0)
+        if constant.get_node().get_type_name() == "Constant":
+            compiled = ov.Core().compile_model(ov.Model([node.input_value(port)], [], "weight"), "CPU")
+            found[name] = (constant.get_node(), compiled([])[0].astype(np.float32))
+    return found
+
+
+def test_int4_is_symmetric_in_groups_or_rows(int4: tuple[Path, Quantization], wide_model: Path) -> None:
+    """Layers in groups of 128, in rows where 128 does not divide them; embeddings and head INT8; nothing is FP32.
+
+    nncf's scale is the group's largest weight / 8: one as large with the other sign is a whole step off.
+    """
+    ir, quantization = int4
+    assert quantization.scheme == "int4 symmetric, embeddings and head int8 symmetric"
+    assert quantization.granularity == "group of 128, row where a row is not several groups"
+    source = load_file(wide_model / "model.safetensors")
+    weights = stored_weights(ir)
+    assert set(weights) == {name for name, tensor in source.items() if tensor.ndim == 2}
+    for name, (constant, stored) in weights.items():
+        exact = source[name].astype(np.float64)
+        kind, shape = constant.get_output_element_type(0).get_type_name(), list(constant.get_output_shape(0))
+        if "layers" not in name:
+            assert kind == "i8"
+            continue
+        group = GROUP if exact.shape[1] % GROUP == 0 else exact.shape[1]
+        assert kind == "i4"
+        assert shape == (list(exact.shape) if group != GROUP else [len(exact), exact.shape[1] // GROUP, GROUP]), name
+        grouped = exact.reshape(len(exact), -1, group)
+        step = np.abs(grouped).max(axis=2, keepdims=True) / 8
+        assert (np.abs(stored.reshape(grouped.shape) - grouped) <= step * (1 + 2.0**-7)).all(), name
+    told = ov.Core().read_model(ir / XML).get_rt_info(["nncf", "weight_compression"])
+    assert (told["group_size"], told["mode"]) == ("128", "int4_sym")
+
+
+def test_the_npus_path_computes_with_int4_weights(int4: tuple[Path, Quantization], wide_model: Path) -> None:
+    """Prompt, cached steps and rollback, against transformers with the dequantized weights."""
+    model = load_causal_lm(wide_model, torch.float32, "sdpa")
+    weights = {name: torch.from_numpy(stored) for name, (_, stored) in stored_weights(int4[0]).items()}
+    assert not model.load_state_dict(weights, strict=False).unexpected_keys
+    other = [*TOKENS[:50], *TOKENS[:10]]
+    with torch.inference_mode():
+        truth = model(torch.tensor([TOKENS, other]), use_cache=False).logits.numpy()
+    runtime = OpenVinoNpuRuntime(int4[0], NPU)
+    found = [runtime.extend_rows(TOKENS[:40]), runtime.extend_rows(TOKENS[40:])]
+    runtime.truncate(50)
+    found.append(runtime.extend_rows(other[50:]))
+    runtime.close()
+    assert np.abs(np.concatenate(found) - np.concatenate([truth[0], truth[1, 50:]])).max() < 0.02
+
+
+def test_an_int4_export_is_checked_like_the_others(tmp_path: Path) -> None:
+    """The parity check passes; the manifest says how the weights are stored and that no NPU ran it."""
+    source = make_tiny_source("llama", tmp_path / "llama")
+    options = ExportOptions(
+        "draft", "int4", device="npu", num_threads=1, static_shapes=StaticShapes(prompt_len=64, response_len=64)
+    )
+    manifest = export_model(source, tmp_path / "out", options).manifest
+    assert manifest.precision == "int4" and manifest.quantization is not None
+    assert manifest.quantization.granularity == "row"  # of 64 and 128 weights
+    assert "not run on hardware" in manifest.report.parity.checked_on
+    assert len(manifest.report.parity.stages) == 4
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,8 @@ def test_padding_reads_no_slot_of_another_sequence(runtime: TorchPagedRuntime, n
     clean = runtime.forward(batch)
     own = range(short_blocks[0] * BLOCK_SIZE, short_blocks[0] * BLOCK_SIZE + len(SHORT))
     others = [slot for slot in range(runtime.num_blocks * BLOCK_SIZE) if slot not in own]
-    runtime._cache[:, :, others] = torch.nan
+    for layer in runtime._layers.values():
+        layer.keys[others] = layer.values[others] = torch.nan
     found = runtime.forward(batch)
     assert np.isnan(found[0]).all()
     np.testing.assert_array_equal(found[1], clean[1])
@@ -58,13 +59,13 @@ def test_one_row_of_logits_vouches_for_every_token_before_it(
     runtime.forward([SequenceSlice(LONG[:-1], 0, blocks, 0)])
     row = SequenceSlice(LONG[-1:], len(LONG) - 1, blocks, 1)
     assert np.isfinite(runtime.forward([row])).all()
-    for layer in range(len(runtime._cache)):
-        for half, bad in [(0, torch.nan), (1, torch.nan), (1, torch.inf)]:
+    for number, layer in runtime._layers.items():
+        for tensor, bad in [(layer.keys, torch.nan), (layer.values, torch.nan), (layer.values, torch.inf)]:
             for slot in (0, BLOCK_SIZE, len(LONG) - 2):
-                entry = runtime._cache[layer, half, slot, 0]
+                entry = tensor[slot, 0]
                 good = entry.clone()
                 entry[1] = bad
-                assert not np.isfinite(runtime.forward([row]).max()), (layer, half, bad, slot)
+                assert not np.isfinite(runtime.forward([row]).max()), (number, bad, slot)
                 entry.copy_(good)
     assert np.isfinite(runtime.forward([row])).all()
     runtime.close()

@@ -196,6 +196,35 @@ def test_a_random_walk(runtime: OpenVinoNpuRuntime, truth: Truth) -> None:
     assert num_checked > 40 and runtime.length == len(kept)
 
 
+@pytest.mark.parametrize("other", ["olmo2", "opt"])
+def test_padding_before_a_prompt_leaves_no_trace(
+    other: str, tiny_ir: Callable[..., Path], tiny_model: Callable[[str], Path]
+) -> None:
+    """Families whose masks are true and false: padded rows attend nothing, and must not become NaN."""
+    truth = truth_of(tiny_model(other))
+    runtime = OpenVinoNpuRuntime(tiny_ir(other), OPTIONS)
+    assert_close(runtime.extend_rows(FIRST[:40]), truth(FIRST[:40]))
+    assert_close(runtime.extend(FIRST[40:41]), truth(FIRST[:41])[-1])
+    assert_close(runtime.extend_rows(FIRST[41:47]), truth(FIRST[:47])[-6:])
+    runtime.truncate(43)
+    assert_close(runtime.extend_rows(SECOND[:5]), truth(FIRST[:43] + SECOND[:5])[-5:])
+    runtime.close()
+
+
+def test_quantized_weights_that_cannot_be_folded(tiny_ir: Callable[..., Path]) -> None:
+    """GPT-2 multiplies over two axes, where the plugin's folding loses the scales; logits are those of the CPU's."""
+    ir = tiny_ir("gpt2", int8=True)
+    usual = open_sequence_runtime(
+        "openvino", ir, RuntimeOptions(num_threads=1, properties={"DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"})
+    )
+    runtime = OpenVinoNpuRuntime(ir, OPTIONS)
+    for begin, end in ((0, 40), (40, 41), (41, 47)):
+        difference = runtime.extend(FIRST[begin:end]) - usual.extend(FIRST[begin:end])
+        assert np.abs(difference).max() < 3 * TOLERANCE  # the scales are f16 too
+    runtime.close()
+    usual.close()
+
+
 def test_a_rollback_runs_nothing(runtime: OpenVinoNpuRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rollback touches no tensor and the next step is one run; two, once, after a cut right behind a prompt."""
     counted = CountingRequest(runtime._request)

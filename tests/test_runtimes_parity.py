@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tests.conftest import TINY_VOCAB
 from tests.tiny_models import FAMILIES
 
+from outrider.models.errors import BundleError
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import BatchRuntime, PickingRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
@@ -31,6 +32,8 @@ Truth = Callable[[list[int]], NDArray[np.float32]]
 # OpenVINO's other families are exported and checked in test_export_families.
 CASES = [("openvino", family) for family in FAMILIES]
 CASES += [("torch", family) for family in (*FAMILIES, "gemma2", "gemma3_text", "gpt_neox", "mistral", "phi3")]
+# Sinks; keys and values of different sizes; a family that does not pass arguments on; attention of its own.
+CASES += [("torch", family) for family in ("gpt_oss", "deepseek_v3", "stablelm", "falcon")]
 
 
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
@@ -161,6 +164,25 @@ def test_tree_mask_beside_a_causal_sequence(runtime: BatchRuntime, truth: Truth)
     assert_close(logits[:4], truth(SECOND[:24])[-4:])
     assert_close(logits[[4, 5, 7]], truth([*FIRST[:50], a, b, d])[-3:])
     assert_close(logits[[4, 6, 8]], truth([*FIRST[:50], a, c, e])[-3:])
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [
+        ("bloom", "0 of 2 layers attend through it; with its own attention: "),
+        ("gpt_neo", "own table of attention functions; with its own attention: it may slide"),
+        ("ctrl", "0 of 2 layers attend through it; with its own attention: RuntimeError"),
+        ("cpmant", "with its own attention: it adds tokens of its own"),
+        ("doge", "it makes attention masks of its own"),
+        ("qwen3_next", "1 of 2 layers attend through it; with its own attention: "),
+    ],
+)
+def test_what_torch_cannot_run_is_refused_when_it_is_loaded(
+    family: str, reason: str, tiny_model: Callable[[str], Path]
+) -> None:
+    """Before a step, with the reason of each of the two ways of attending."""
+    with pytest.raises(BundleError, match=reason):
+        open_batch_runtime("torch", tiny_model(family), OPTIONS)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

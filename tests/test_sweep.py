@@ -142,7 +142,11 @@ def test_a_sweep_is_of_all_that_fits_the_device() -> None:
     }
     assert len(recipes_for(ExportOptions("draft", "int8"))) == 2
     assert len(recipes_for(ExportOptions("draft", runtime="onnxruntime"))) == 3
-    assert {options.precision for options in recipes_for(ExportOptions("draft", device="npu"))} == {"int8", "w8a8"}
+    assert {options.precision for options in recipes_for(ExportOptions("draft", device="npu"))} == {
+        "int8",
+        "int4",
+        "w8a8",
+    }
 
 
 def test_drafts_timed_on_a_busy_machine_are_named(like: Manifest) -> None:

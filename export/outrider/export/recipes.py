@@ -15,7 +15,7 @@ from outrider.models.runtimes.base import RuntimeOptions
 
 RuntimeName = Literal["openvino", "onnxruntime", "torch"]
 RECIPES: Final[dict[tuple[Role, Device, RuntimeName], tuple[Precision, ...]]] = {
-    ("draft", "npu", "openvino"): ("int8", "w8a8"),
+    ("draft", "npu", "openvino"): ("int8", "int4", "w8a8"),
     ("draft", "cpu", "openvino"): ("int8", "int4", "fp32"),
     ("draft", "cpu", "onnxruntime"): ("int8", "int4", "fp32"),
     ("draft", "gpu", "openvino"): ("int4", "fp16"),

@@ -1,31 +1,46 @@
 """Measures which families of models can be exported in which way.
 
-A tiny random model of each family is exported in every way, and the pipeline's numerical check gives the result.
-`support_table.json` beside this module holds the last measurement, docs/families.md shows it, and
-`outrider-export families --measure` repeats it.
+A tiny random model of each family is exported, and the pipeline's numerical check gives the result: every family that
+transformers can build in the ways of `wide_ways`, the well-known ones (FAMILIES) in all ways. `support_table.json`
+beside this module holds the last measurement, docs/families.md shows it, and `outrider-export families --measure`
+repeats it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict
 
 from outrider.export.make.pipeline import stage_export
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import silent
 from outrider.export.recipes import RECIPES, ExportOptions
+from outrider.export.source.family_facts import FAMILIES, NO_PATH
 from outrider.export.source.model_source import read_source
-from outrider.export.source.tiny import make_tiny_source
+from outrider.export.source.tiny import list_tiny_families, make_tiny_source
 from outrider.models.errors import OutriderError, ParityFailure
 from outrider.models.manifest import Precision, Role, StaticShapes
 
 MEASURED: Final = Path(__file__).with_name("support_table.json")
 OUTCOMES: Final = ("works", "wrong", "refused")
+# A quantized export's graph is checked unquantized first: a draft that works in INT8 works in FP32.
+_WIDE: Final = (
+    ("draft", "npu", "openvino", "int8"),
+    ("draft", "cpu", "openvino", "int8"),
+    ("draft", "cpu", "onnxruntime", "int8"),
+    ("draft", "cpu", "onnxruntime", "fp32"),
+    ("target", "cpu", "openvino", "fp32"),
+    ("target", "cpu", "torch", "fp32"),
+)
+_LONGEST_NOTE: Final = 300
+_MAX_TRIES: Final = 2
 
 Outcome = Literal["works", "wrong", "refused"]
 
@@ -55,17 +70,68 @@ class Cell(BaseModel):
         return f"{self.role} {self.device} {self.runtime} {self.precision}"
 
 
+class SupportTable(BaseModel):
+    """A measurement. left_out: why there is no tiny model of a family that transformers lists."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    cells: tuple[Cell, ...]
+    left_out: dict[str, str] = {}
+
+    def rows(self) -> dict[str, dict[str, Cell]]:
+        """By family, in the order of names, the cell of each way."""
+        rows: dict[str, dict[str, Cell]] = {}
+        for cell in sorted(self.cells, key=lambda cell: cell.family):  # stable: ways keep their order
+            rows.setdefault(cell.family, {})[cell.way] = cell
+        return rows
+
+    def only(self, families: Sequence[str]) -> SupportTable:
+        """The part of these families."""
+        cells = tuple(cell for cell in self.cells if cell.family in families)
+        return SupportTable(cells=cells, left_out={k: v for k, v in self.left_out.items() if k in families})
+
+    def updated(self, newer: SupportTable) -> SupportTable:
+        """This table with the families of `newer` in place of its own."""
+        again = {cell.family for cell in newer.cells} | set(newer.left_out)
+        kept = self.only([family for family in (*self.rows(), *self.left_out) if family not in again])
+        return SupportTable(
+            cells=(*kept.cells, *newer.cells), left_out=dict(sorted((kept.left_out | newer.left_out).items()))
+        )
+
+    def to_json(self) -> str:
+        """The text of `support_table.json`."""
+        return json.dumps(self.model_dump(), indent=1) + "\n"
+
+
 @dataclass(frozen=True, slots=True)
 class Legend:
     """Messages that cells refer to by number, in the order of their first use."""
 
-    notes: list[str]
+    notes: list[str] = field(default_factory=list)
 
-    def mark(self, words: str) -> int:
-        """The number of a note, from 1."""
+    def mark(self, cell: Cell) -> int:
+        """The number of a cell's note, from 1; families share a note that differs in their names only."""
+        words = _in_general(cell)
         if words not in self.notes:
             self.notes.append(words)
         return self.notes.index(words) + 1
+
+
+def in_one_line(words: str) -> str:
+    """A message without line breaks and colours."""
+    return " ".join(re.sub(r"\x1b?\[[0-9;]*m", "", words).split())
+
+
+def _in_general(cell: Cell) -> str:
+    """A cell's message without what is particular to the family: names, numbers of a failed check, advice."""
+    words = in_one_line(cell.words)
+    if cell.outcome == "wrong":
+        return words.split(":")[0] if "before" not in words else ":".join(words.split(":")[:2])
+    words = re.sub(r" (Please refer to|This is step \d/\d|Next steps:).*", "", words)
+    words = re.sub(r"( in)? ?\.?[\w.-]*\.partial-\w+/?", "", words)
+    words = re.sub(rf"(?<![\w-]){re.escape(cell.family)}(?![\w-])", "*family*", words)
+    words = re.sub(r"\b\w+(ForCausalLM|LMHeadModel|Decoder|LMHead)\b", "*Family*", words)
+    return words if len(words) <= _LONGEST_NOTE else words[: _LONGEST_NOTE - 3].rsplit(" ", 1)[0] + " ..."
 
 
 def ways() -> Iterator[ExportOptions]:
@@ -76,29 +142,93 @@ def ways() -> Iterator[ExportOptions]:
             yield ExportOptions(role, precision, runtime, num_threads=1, device=device, static_shapes=shapes)
 
 
+def wide_ways() -> Iterator[ExportOptions]:
+    """The ways in which every family is measured: each path once, so that all families take about an hour."""
+    return (o for o in ways() if (o.role, o.device, o.resolved_runtime, o.resolved_precision) in _WIDE)
+
+
+def ways_of(family: str) -> tuple[ExportOptions, ...]:
+    """The ways in which `family` is measured."""
+    return tuple(ways() if family in FAMILIES else wide_ways())
+
+
 def measure(
-    families: Sequence[str], work: Path, on_cell: Callable[[Cell], None] = lambda cell: None
-) -> tuple[Cell, ...]:
-    """Exports a tiny model of each family every way, in `work`; `on_cell` is called with each result.
+    families: Sequence[str],
+    work: Path,
+    on_cell: Callable[[Cell], None] = lambda cell: None,
+    journal: Path | None = None,
+) -> SupportTable:
+    """Exports a tiny model of each family, in `work`; `on_cell` is called with each result.
 
-    Raises ExportError for a family without a tiny model.
+    journal: a file that every result is added to, and that results are taken from: an interrupted measurement goes on.
     """
-    cells: list[Cell] = []
+    listed = list_tiny_families()
+    done = _Journal(journal)
+    left_out: dict[str, str] = {}
     for family in families:
+        options_left = [o for o in ways_of(family) if done.find(family, o) is None]
+        if family in listed.left_out or family not in listed.names:
+            left_out[family] = listed.left_out.get(family, "transformers has no such family of language models")
+            continue
+        if not options_left:
+            continue
         source = work / family
-        make_tiny_source(family, source)
+        try:
+            make_tiny_source(family, source)
+        except OutriderError as error:
+            left_out[family] = " ".join(str(error).split())[:_LONGEST_NOTE]
+            continue
         store = StageStore(work / "stages")
-        for options in ways():
-            cells.append(_measure_one(family, source, options, work / "bundle", store))
-            on_cell(cells[-1])
+        for options in options_left:
+            on_cell(done.run(family, options, partial(_measure_one, family, source, options, work, store)))
         store.release()
-    return tuple(cells)
+    cells = (done.find(family, options) for family in families for options in ways_of(family))
+    return SupportTable(cells=tuple(cell for cell in cells if cell is not None), left_out=left_out)
 
 
-def _measure_one(family: str, source: Path, options: ExportOptions, place: Path, store: StageStore) -> Cell:
+class _Journal:
+    """Results by family and way, in a file of lines. A line also says what begins: it may end the process."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._cells: dict[tuple[str, str], Cell] = {}
+        self._begun: dict[tuple[str, str], int] = {}
+        for line in path.read_text(encoding="utf-8").splitlines() if path is not None and path.is_file() else ():
+            entry = json.loads(line)
+            key = (entry["family"], entry["way"])
+            if "cell" in entry:
+                self._cells[key] = Cell(**entry["cell"])
+            else:
+                self._begun[key] = self._begun.get(key, 0) + 1
+
+    def find(self, family: str, options: ExportOptions) -> Cell | None:
+        return self._cells.get((family, _way(options)))
+
+    def run(self, family: str, options: ExportOptions, measure_it: Callable[[], Cell]) -> Cell:
+        key = (family, _way(options))
+        if self._begun.get(key, 0) >= _MAX_TRIES:
+            cell = _cell(family, options, "refused", 0.0, "it ends the process: a library crashes")
+        else:
+            self._write({"family": family, "way": key[1]})
+            cell = measure_it()
+        self._cells[key] = cell
+        self._write({"family": family, "way": key[1], "cell": cell.model_dump()})
+        return cell
+
+    def _write(self, entry: Mapping[str, object]) -> None:
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+
+
+def _way(options: ExportOptions) -> str:
+    return f"{options.role} {options.device} {options.resolved_runtime} {options.resolved_precision}"
+
+
+def _measure_one(family: str, source: Path, options: ExportOptions, work: Path, store: StageStore) -> Cell:
     outcome: Outcome
     try:
-        with stage_export(read_source(source), place, options, silent, store) as staged:
+        with stage_export(read_source(source), work / "bundle", options, silent, store) as staged:
             parity = staged.manifest.report.parity
             error = max(stage.max_delta / stage.scale for stage in parity.stages)
             outcome, words = "works", parity.checked_on
@@ -106,6 +236,12 @@ def _measure_one(family: str, source: Path, options: ExportOptions, place: Path,
         outcome, error, words = "wrong", failure.relative_delta, str(failure)
     except OutriderError as refusal:
         outcome, error, words = "refused", 0.0, str(refusal)
+    except Exception as crash:  # a mistake of ours, which must not end the measurement of the others
+        outcome, error, words = "refused", 0.0, f"the exporter crashes: {type(crash).__name__}: {crash}"
+    return _cell(family, options, outcome, error, words.replace(str(source), family).replace(f"{source.parent}/", ""))
+
+
+def _cell(family: str, options: ExportOptions, outcome: Outcome, error: float, words: str) -> Cell:
     return Cell(
         family=family,
         role=options.role,
@@ -114,72 +250,90 @@ def _measure_one(family: str, source: Path, options: ExportOptions, place: Path,
         precision=options.resolved_precision,
         outcome=outcome,
         error=float(f"{error:.2g}"),
-        words=words.replace(str(source), family).replace(str(source.parent) + "/", ""),
+        words=words,
     )
 
 
-def load_measured() -> tuple[Cell, ...]:
+def load_measured() -> SupportTable:
     """The measurement stored with this version of Outrider."""
-    cells = TypeAdapter(tuple[Cell, ...]).validate_json(MEASURED.read_bytes())
-    assert cells, f"{MEASURED} holds no measurement"
-    return cells
-
-
-def to_json(cells: Iterable[Cell]) -> str:
-    """The text of `support_table.json`."""
-    return json.dumps([cell.model_dump() for cell in cells], indent=1) + "\n"
-
-
-def grid(cells: Sequence[Cell]) -> tuple[list[str], dict[str, dict[str, Cell]]]:
-    """The columns in order, and by family the cell of each."""
-    columns = list(dict.fromkeys(cell.way for cell in cells))
-    rows: dict[str, dict[str, Cell]] = {}
-    for cell in cells:
-        rows.setdefault(cell.family, {})[cell.way] = cell
-    return columns, rows
+    table = SupportTable.model_validate_json(MEASURED.read_bytes())
+    assert table.cells, f"{MEASURED} holds no measurement"
+    return table
 
 
 def in_short(cell: Cell, legend: Legend) -> str:
-    """A cell of the table: the error where it works, otherwise the outcome and the number of its note."""
+    """A cell of the table: the error where it works, otherwise the number of its note."""
     if cell.outcome == "works":
         return f"{cell.error:.1g}"
-    number = legend.mark(cell.words)
-    return f"{'WRONG ' if cell.outcome == 'wrong' else 'refused'} [{number}]".replace("  ", " ")
+    return f"{'WRONG ' if cell.outcome == 'wrong' else ''}[{legend.mark(cell)}]"
 
 
-def as_markdown(cells: Sequence[Cell]) -> str:
+def works_somewhere(row: Mapping[str, Cell]) -> bool:
+    """Whether some path takes the family."""
+    return any(cell.outcome == "works" for cell in row.values())
+
+
+_HEAD: Final = """\
+# Families
+
+Each cell: the largest logit error of a tiny random model, relative to FP32, in prefill, cached steps, multi-token steps
+and steps after a rollback, in the runtime that will run it. Random models are the hardest case for quantization: a
+trained model has smaller errors.
+
+* **[n]**: it cannot be exported; the note says why.
+* **WRONG [n]**: it computes other logits than its source, so the check refuses the export; the note says in which kind
+  of step.
+
+The first table has every family that transformers {version} can build a tiny model of and that some path takes. A
+quantized export's graph is checked unquantized first, so what works in INT8 works in FP32. The other tables have all
+ways for ten well-known families. INT4 of a random model is mostly noise, which could hide an error of the graph: its
+steps are also compared with its own prefill.
+
+Where a device was not in the machine, the list below says what ran in its place. Generated by `outrider-export families
+--measure --write docs/families.md`. A family that is not listed is exported and checked like any other, and refused if
+the check fails.
+"""
+
+
+def as_markdown(table: SupportTable) -> str:
     """The document docs/families.md."""
-    columns, rows = grid(cells)
-    legend = Legend([])
-    lines = [
-        "# Families",
-        "",
-        "Each cell: the largest logit error of a tiny random model, relative to FP32, in prefill, cached steps,",
-        "multi-token steps and steps after a rollback, in the runtime that will run it. Random models are the hardest",
-        "case for quantization: a trained model has smaller errors.",
-        "",
-        "* *WRONG*: it computes other logits than its source, so the check refuses the export; the note says in which",
-        "  kind of step, and by how much.",
-        "* *refused*: it cannot be exported; the note says why.",
-        "",
-        "Where a device was not in the machine, the list below says what ran in its place. INT4 of a random model is",
-        "mostly noise, which could hide an error of the graph: the graph of a quantized export is checked unquantized",
-        "first, and its steps against its own prefill.",
-        "",
-        "Generated by `outrider-export families --measure --write`. A family that is not listed is exported and",
-        "checked like any other, and refused if the check fails.",
-        "",
-    ]
-    for role in dict.fromkeys(cell.role for cell in cells):
-        mine = [column for column in columns if column.startswith(role)]
-        lines += [f"## {role.capitalize()}s", ""]
-        lines.append("| family | " + " | ".join(column.removeprefix(f"{role} ") for column in mine) + " |")
-        lines.append("|---" * (len(mine) + 1) + "|")
-        for family, row in rows.items():
-            lines.append(f"| {family} | " + " | ".join(in_short(row[column], legend) for column in mine) + " |")
-        lines.append("")
-    places = {cell.way: cell.words for cell in cells if cell.outcome == "works" and cell.words != "CPU"}
-    lines += ["## Where it ran", ""]
-    lines += [f"* {way}: {words}" for way, words in places.items()] + ["", "## Notes", ""]
-    lines += [f"{number}. {' '.join(words.split())}" for number, words in enumerate(legend.notes, 1)]
+    legend = Legend()
+    rows = table.rows()
+    wide = [_way(options) for options in wide_ways()]
+    working = {family: row for family, row in rows.items() if works_somewhere(row)}
+    lines = [_HEAD.format(version=_transformers_version()), f"## {len(working)} families", ""]
+    lines += _markdown_rows(wide, working, legend)
+    for role in ("draft", "target"):
+        columns = [way for way in map(_way, ways()) if way.startswith(role)]
+        known = {family: rows[family] for family in FAMILIES if family in rows}
+        lines += [f"## All {role}s of well-known families", "", *_markdown_rows(columns, known, legend)]
+    lines += ["## Families that no path takes", ""]
+    for family, row in rows.items():
+        if family not in working:
+            marks = "; ".join(f"{way.split(' ', 1)[1]} {in_short(row[way], legend)}" for way in wide if way in row)
+            cause = f"{NO_PATH[family]}; " if family in NO_PATH else ""
+            lines.append(f"* {family}: {cause}{marks}")
+    lines += ["", "Without a tiny model:", ""]
+    reasons: dict[str, list[str]] = {}
+    for family, reason in table.left_out.items():
+        reasons.setdefault(reason, []).append(family)
+    lines += [f"* {', '.join(families)}: {reason}" for reason, families in reasons.items()]
+    places = {cell.way: cell.words for cell in table.cells if cell.outcome == "works" and cell.words != "CPU"}
+    lines += ["", "## Where it ran", ""]
+    lines += [f"* {way}: {words}" for way, words in sorted(places.items())] + ["", "## Notes", ""]
+    lines += [f"{number}. {words}" for number, words in enumerate(legend.notes, 1)]
     return "\n".join(lines) + "\n"
+
+
+def _markdown_rows(columns: Sequence[str], rows: Mapping[str, Mapping[str, Cell]], legend: Legend) -> list[str]:
+    lines = ["| family | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for family, row in rows.items():
+        shown = (in_short(row[way], legend) if way in row else "" for way in columns)
+        lines.append(f"| {family} | " + " | ".join(shown) + " |")
+    return [*lines, ""]
+
+
+def _transformers_version() -> str:
+    import importlib.metadata
+
+    return importlib.metadata.version("transformers")

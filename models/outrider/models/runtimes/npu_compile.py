@@ -1,7 +1,8 @@
 """Compiles a stateful IR for the NPU plugin's language-model path, on an NPU or emulated on the CPU.
 
 Knows shapes, properties and devices; `openvino_npu` uses the compiled model. Refuses what the plugin (2026.4.1) gets
-silently wrong, a cache in u8 or i8, and what `openvino_npu` cannot drive, a model without positions.
+silently wrong, a cache in u8 or i8, and what `openvino_npu` cannot drive, a model without positions. Works around two
+of its faults: masks of true and false, and weights of matrix products over two axes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import openvino as ov
+from openvino import opset13 as ops
 
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.manifest import StaticShapes
@@ -21,6 +24,8 @@ from outrider.models.runtimes.openvino_graph import failure_reason
 logger = logging.getLogger(__name__)
 
 _KV_PRECISIONS: Final = ("auto", "f16", "f32")
+_LOWEST: Final = -65504.0
+"""Added to the logits of what is not attended: the lowest finite FP16."""
 
 
 def compiled_shapes(shapes: StaticShapes) -> StaticShapes:
@@ -136,7 +141,38 @@ def compile_ir(core: Any, xml: Path, shapes: StaticShapes, options: RuntimeOptio
             f"{xml} has no input {', '.join(sorted(missing))}, which the NPU's path needs to recognize a cached step; "
             "export models without positions, such as Bloom, for the CPU (--device cpu)"
         )
-    return core.compile_model(model, _device(options), properties)
+    _use_finite_masks(model)
+    try:
+        return core.compile_model(model, _device(options), properties)
+    except RuntimeError as error:
+        if "NPUW_FOLD" in properties:
+            raise
+        # Folding makes inputs of the scales of quantized weights, and loses or mistypes those of products over two axes
+        # (GPT-2's `Conv1D`).
+        logger.info("%s: compiling again without folding (%s)", xml, failure_reason(error))
+        model = core.read_model(xml)
+        _use_finite_masks(model)
+        try:
+            return core.compile_model(model, _device(options), properties | {"NPUW_FOLD": "NO"})
+        except RuntimeError:
+            raise error from None
+
+
+def _use_finite_masks(model: Any) -> None:
+    """Replaces, in place, attention masks of true and false by masks of 0 and the lowest finite number.
+
+    The plugin pads a prompt in front and makes minus infinity of false: a padded row attends nothing, its softmax is
+    NaN, and 0 * NaN reaches every row of the next layer. Most families are converted with finite masks; OLMo 2 and OPT,
+    among others, are not.
+    """
+    for node in model.get_ordered_ops():
+        if node.get_type_name() != "ScaledDotProductAttention" or node.get_input_size() < 4:
+            continue
+        mask, dtype = node.input_value(3), node.input_value(0).get_element_type()
+        if mask.get_element_type() == ov.Type.boolean:
+            zero, lowest = (ops.convert(ops.constant(value, dtype=np.float32), dtype) for value in (0.0, _LOWEST))
+            node.input(3).replace_source_output(ops.select(mask, zero, lowest).output(0))
+    model.validate_nodes_and_infer_types()
 
 
 def _device(options: RuntimeOptions) -> str:

@@ -4,14 +4,19 @@ All new tokens of a step go through the model as one packed row, so no layer com
 sequences: it writes the new keys and values to their slots, then sequences with the same number of new tokens attend
 together, their contexts padded to the longest. Padding reads a slot that stays zero: a masked key or value that is not
 finite would still reach the sum (0 * NaN is NaN), and every other slot may hold what a fault left. Layers may attend a
-sliding window, or cap their logits (Gemma 2). Supports architectures that use transformers' attention interface, as
-most do; others (Bloom, GPT-Neo) are detected when the model is loaded, and refused. Not run on CUDA hardware.
+sliding window, cap their logits (Gemma 2), have sinks (GPT-OSS), or keys and values of different sizes (multi-head
+latent attention).
+
+This needs transformers' attention interface, which most families use. A family with attention of its own (GPT-J,
+Falcon, Nemotron) runs each group of sequences as a batch, with transformers' `Cache` over the same slots. Models that
+fit neither (recurrent layers; Bloom and GPT-Neo, which make masks by themselves) are detected when they are loaded, and
+refused. Not run on CUDA hardware.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,103 +28,27 @@ from numpy.typing import NDArray
 from outrider.models.errors import BundleError, ConfigError, ModelFault, RuntimeUnavailable
 from outrider.models.runtimes.base import PROMISED_POSITIONS, ModelLimits, RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
+from outrider.models.runtimes.torch_attention import (
+    AttentionPlan,
+    Group,
+    GroupCache,
+    LayerCache,
+    SlotShape,
+    attend,
+    carried_out,
+)
 from outrider.models.runtimes.torch_reference import load_causal_lm
 from outrider.models.sampling import SamplingParams
 from outrider.models.sampling_torch import pick_rows
 
 BLOCK_SIZE: Final = 32
+_PROBE_TOKENS: Final = 3
 _DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _ATTENTION: Final = "outrider_paged"
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """G sequences with n new tokens each, contexts padded to C.
-
-    rows: [G * n] their indices among the packed tokens. slots: [G, C]. mask: [G, 1, n, C] bool, true where attended.
-    positions: [G, n] of the new tokens; slot_positions: [G, C].
-    windowed: masks by the size of the sliding window, made when a layer first needs one.
-    """
-
-    num_sequences: int
-    rows: torch.Tensor
-    slots: torch.Tensor
-    mask: torch.Tensor
-    positions: torch.Tensor
-    slot_positions: torch.Tensor
-    windowed: dict[int, torch.Tensor] = field(default_factory=dict)
-
-    def mask_within(self, window: int | None) -> torch.Tensor:
-        """`mask`, limited to positions less than `window` back."""
-        if window is None:
-            return self.mask
-        if window not in self.windowed:
-            distances = self.positions[:, None, :, None] - self.slot_positions[:, None, None, :]
-            self.windowed[window] = self.mask & (distances < window)
-        return self.windowed[window]
-
-
-@dataclass(frozen=True, slots=True)
-class _AttentionPlan:
-    """What every layer's attention needs in one step; `cache` is [layers, 2, slots + 1, kv_heads, head_size].
-
-    attended: the layers that have attended so far.
-    """
-
-    cache: torch.Tensor
-    new_slots: torch.Tensor
-    groups: list[_Group]
-    attended: set[int] = field(default_factory=set)
-
-
-def _attend(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float,
-    plan: _AttentionPlan,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, heads, T, head_size], key and value [1, kv_heads, T, head_size]."""
-    if options.get("s_aux") is not None:
-        raise ModelFault("this architecture's attention has sinks (s_aux), which the torch runtime does not support")
-    plan.attended.add(module.layer_idx)
-    keys, values = plan.cache[module.layer_idx]
-    keys[plan.new_slots] = key[0].transpose(0, 1).to(keys.dtype)
-    values[plan.new_slots] = value[0].transpose(0, 1).to(values.dtype)
-    packed = query[0].transpose(0, 1)  # [T, heads, head_size]
-    attended = torch.empty_like(packed)
-    for group in plan.groups:
-        queries = packed[group.rows].reshape(group.num_sequences, -1, *packed.shape[1:])
-        operands = (
-            queries.transpose(1, 2),
-            keys[group.slots].transpose(1, 2).to(query.dtype),
-            values[group.slots].transpose(1, 2).to(query.dtype),
-            group.mask_within(sliding_window),
-        )
-        result = (
-            torch.nn.functional.scaled_dot_product_attention(*operands, scale=scaling, enable_gqa=True)
-            if softcap is None
-            else _capped_attention(*operands, scaling, softcap)
-        )
-        attended[group.rows] = result.transpose(1, 2).flatten(0, 1)
-    return attended[None], None
-
-
-def _capped_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scaling: float, softcap: float
-) -> torch.Tensor:
-    """Attention with logits capped by softcap * tanh(logits / softcap): [G, heads, n, head_size]."""
-    repeats = queries.shape[1] // keys.shape[1]
-    logits = (queries @ keys.repeat_interleave(repeats, dim=1).transpose(2, 3)).float() * scaling
-    capped = softcap * torch.tanh(logits / softcap)
-    weights = capped.masked_fill(~mask, -torch.inf).softmax(dim=-1).to(values.dtype)
-    return weights @ values.repeat_interleave(repeats, dim=1)
+class _Unfit(Exception):
+    """A model that this runtime cannot run in the way tried."""
 
 
 class TorchPagedRuntime:
@@ -137,36 +66,71 @@ class TorchPagedRuntime:
         cache_dtype = dtype if options.kv_precision == "auto" else _dtype("kv_precision", options.kv_precision)
         if options.num_threads and self._device.type == "cpu":
             torch.set_num_threads(options.num_threads)
-        transformers.AttentionInterface.register(_ATTENTION, _attend)
-        try:
-            model = load_causal_lm(path, dtype, _ATTENTION)
-        except KeyError as error:  # some families look the name up in a table of their own
-            raise BundleError(_unfit(path, "it has its own table of attention functions")) from error
-        self._model: Any = model.to(self._device).eval()
-        config: Any = model.config.get_text_config()
-        self._limits = ModelLimits(config.vocab_size, 1)  # until _require_interface has run one token
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        slot = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads, head_size)
-        block_bytes = 2 * config.num_hidden_layers * BLOCK_SIZE * int(np.prod(slot)) * cache_dtype.itemsize
+        self._layers: dict[int, LayerCache] | None = None  # until the model has run some tokens
+        self._padding_slot = 0
+        shapes = self._load(dtype)
+        config: Any = self._model.config.get_text_config()
+        elements = sum(heads * size for shape in shapes.values() for heads, size in shape)
+        block_bytes = BLOCK_SIZE * elements * cache_dtype.itemsize
         self._num_blocks: int = options.kv_cache_bytes // block_bytes
         if self._num_blocks < 1:
             raise ConfigError(
                 f"kv_cache_bytes is {options.kv_cache_bytes}; one block of this model takes {block_bytes}"
             )
-        self._padding_slot = self._num_blocks * BLOCK_SIZE  # behind the last block, so that no block table names it
-        shape = (config.num_hidden_layers, 2, self._padding_slot + 1, *slot)
-        self._cache = torch.zeros(shape, dtype=cache_dtype, device=self._device)
-        self._require_interface(path)
-        self._limits = ModelLimits(config.vocab_size, _max_positions(model.config, options))
 
-    def _require_interface(self, path: Path) -> None:
-        """Runs one token to check that every layer attends through `_attend`: a layer that does not has no cache."""
+        self._padding_slot = self._num_blocks * BLOCK_SIZE  # behind the last block, so that no block table names it
+
+        def zeros(slot: tuple[int, int]) -> torch.Tensor:
+            return torch.zeros((self._padding_slot + 1, *slot), dtype=cache_dtype, device=self._device)
+
+        self._layers = {layer: LayerCache(zeros(keys), zeros(values)) for layer, (keys, values) in shapes.items()}
+        self._limits = ModelLimits(config.vocab_size, _max_positions(self._model.config, options))
+
+    def _load(self, dtype: torch.dtype) -> dict[int, SlotShape]:
+        """Loads the model so that every layer attends over our cache, through the interface or through `Cache`.
+
+        Returns the shapes of each layer's slots. Raises BundleError if neither way reaches every layer.
+        """
+        transformers.AttentionInterface.register(_ATTENTION, attend)
+        self._is_packed = True
         try:
-            self._logits([SequenceSlice([0], 0, [0], 1)])
+            return self._try_load(dtype, _ATTENTION)
+        except _Unfit as through_interface:
+            self._is_packed = False
+            try:
+                return self._try_load(dtype, "eager")
+            except _Unfit as through_cache:
+                why = f"{through_interface}; with its own attention: {through_cache}"
+                raise BundleError(_unfit(self._path, why)) from through_interface
+
+    def _try_load(self, dtype: torch.dtype, attention: str) -> dict[int, SlotShape]:
+        """Loads the model and runs some tokens, which finds out which layers attend, and with what; else `_Unfit`."""
+        try:
+            model = load_causal_lm(self._path, dtype, attention)
+        except KeyError as error:  # some families look the name up in a table of their own
+            raise _Unfit("it has its own table of attention functions") from error
+        self._model: Any = model.to(self._device).eval()
+        self._arguments = set(inspect.signature(model.forward).parameters)
+        config: Any = model.config.get_text_config()
+        if not self._is_packed and _slides(config):
+            raise _Unfit("it may slide, which our masks would replace")
+        tokens = [0] * _PROBE_TOKENS
+        first = lay_out(
+            [SequenceSlice(tokens, 0, [0], 1)],
+            vocab_size=1,
+            max_positions=_PROBE_TOKENS,
+            block_size=_PROBE_TOKENS,
+            num_blocks=1,
+        )
+        try:
+            _, plan = self._run(first)
         except ModelFault as error:
-            raise BundleError(str(error)) from error
+            raise _Unfit(str(error)) from error
         except Exception as error:  # an architecture may raise anything for unknown arguments
-            raise BundleError(_unfit(path, f"{type(error).__name__}: {error}")) from error
+            raise _Unfit(f"{type(error).__name__}: {error}") from error
+        if len(plan.attended) != config.num_hidden_layers:
+            raise _Unfit(f"{len(plan.attended)} of {config.num_hidden_layers} layers attend through it")
+        return plan.shapes
 
     @property
     def limits(self) -> ModelLimits:
@@ -198,7 +162,6 @@ class TorchPagedRuntime:
         logits = self._logits(batch)
         return pick_rows(logits, params, positions) if len(logits) else []
 
-    @torch.inference_mode()
     def _logits(self, batch: Sequence[SequenceSlice]) -> torch.Tensor:
         step = lay_out(
             batch,
@@ -207,25 +170,69 @@ class TorchPagedRuntime:
             block_size=BLOCK_SIZE,
             num_blocks=self._num_blocks,
         )
+        logits, plan = self._run(step)
+        assert self._layers is not None
+        if plan.attended != set(self._layers):
+            raise ModelFault(
+                _unfit(self._path, f"{len(plan.attended)} of {len(self._layers)} layers attend through it")
+            )
+        return logits
+
+    @torch.inference_mode()
+    def _run(self, step: RaggedStep) -> tuple[torch.Tensor, AttentionPlan]:
+        """The logits of the step's rows, [R, vocab_size] float32, and what the layers noted."""
         num_new = np.diff(step.subsequence_begins)
-        plan = _AttentionPlan(
-            cache=self._cache,
+        plan = AttentionPlan(
+            layers=self._layers,
             new_slots=self._tensor(step.slots(BLOCK_SIZE, step.past_lens, num_new)),
             groups=self._groups(step, num_new),
         )
-        output = self._model(
-            input_ids=self._tensor(step.input_ids)[None],
-            position_ids=self._tensor(step.position_ids)[None],
-            use_cache=False,
-            logits_to_keep=self._tensor(step.logit_rows),
-            plan=plan,
-        )
-        if len(plan.attended) != len(self._cache):
-            raise ModelFault(_unfit(self._path, f"{len(plan.attended)} of {len(self._cache)} layers attend through it"))
-        logits: torch.Tensor = output.logits[0].float()
-        return logits
+        if self._is_packed:
+            return self._run_packed(step, plan), plan
+        return self._run_grouped(step, plan), plan
 
-    def _groups(self, step: RaggedStep, num_new: NDArray[np.integer]) -> list[_Group]:
+    def _run_packed(self, step: RaggedStep, plan: AttentionPlan) -> torch.Tensor:
+        rows = self._tensor(step.logit_rows)
+        with carried_out(plan):
+            return self._forward(rows, input_ids=step.input_ids[None], position_ids=step.position_ids[None])
+
+    def _run_grouped(self, step: RaggedStep, plan: AttentionPlan) -> torch.Tensor:
+        """Runs each group as a batch of its own."""
+        pieces, places = [], []
+        wanted = np.zeros(len(step.input_ids), np.bool_)
+        wanted[step.logit_rows] = True
+        for group in plan.groups:
+            rows = group.rows.cpu().numpy()
+            chosen = np.flatnonzero(wanted[rows])
+            mask = torch.zeros(group.mask.shape, dtype=self._model.dtype, device=self._device)
+            pieces.append(
+                self._forward(
+                    self._tensor(chosen),
+                    input_ids=step.input_ids[rows].reshape(group.num_sequences, -1),
+                    position_ids=step.position_ids[rows].reshape(group.num_sequences, -1),
+                    attention_mask=mask.masked_fill(~group.mask, torch.finfo(mask.dtype).min),
+                    past_key_values=GroupCache(plan, group, plan.new_slots[group.rows]),
+                    use_cache=True,
+                )
+            )
+            places.append(rows[chosen])
+        order = np.argsort(np.concatenate(places), kind="stable")  # the rows of a step are in the order of its tokens
+        return torch.cat(pieces)[self._tensor(order)]
+
+    def _forward(self, rows: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        """Runs the model; the logits of `rows` of its tokens, all sequences one after the other: [R, vocab_size]."""
+        given = {
+            name: self._tensor(value) if isinstance(value, np.ndarray) else value for name, value in arguments.items()
+        }
+        given.setdefault("use_cache", False)
+        is_one = given["input_ids"].shape[0] == 1
+        if is_one and "logits_to_keep" in self._arguments:
+            given["logits_to_keep"] = rows
+        logits: torch.Tensor = self._model(**given).logits
+        flat = logits.flatten(0, 1)
+        return (flat if "logits_to_keep" in given else flat[rows]).float()
+
+    def _groups(self, step: RaggedStep, num_new: NDArray[np.integer]) -> list[Group]:
         contexts = step.past_lens + num_new
         flat_slots = step.slots(BLOCK_SIZE, np.zeros_like(contexts), contexts)
         starts = begins(contexts)
@@ -250,7 +257,7 @@ class TorchPagedRuntime:
                 )
             rows = (step.subsequence_begins[members][:, None] + np.arange(n)).reshape(-1)
             groups.append(
-                _Group(
+                Group(
                     num_sequences=members.size,
                     rows=self._tensor(rows),
                     slots=self._tensor(slots),
@@ -267,7 +274,7 @@ class TorchPagedRuntime:
     def close(self) -> None:
         """Releases model and cache; safe to call twice."""
         self._model = None
-        self._cache = torch.empty(0)
+        self._layers = {}
 
 
 def _device(name: str) -> torch.device:
@@ -293,6 +300,13 @@ def _max_positions(config: Any, options: RuntimeOptions) -> int:
     if not own:
         raise ConfigError("the model's config.json does not give max_position_embeddings; set max_positions")
     return min(int(own), options.max_positions or int(own))
+
+
+def _slides(config: Any) -> bool:
+    """Whether some layers attend a window: a mask from outside would replace theirs, or be one too many."""
+    kinds = str([getattr(config, name, None) for name in ("layer_types", "attention_layers", "attention_types")])
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return any(word in kinds for word in ("sliding", "chunked", "local")) or any(windows)
 
 
 def _unfit(path: Path, why: str) -> str:
