@@ -40,6 +40,7 @@ def test_padding_reads_no_slot_of_another_sequence(runtime: TorchPagedRuntime, n
     clean = runtime.forward(batch)
     own = range(short_blocks[0] * BLOCK_SIZE, short_blocks[0] * BLOCK_SIZE + len(SHORT))
     others = [slot for slot in range(runtime.num_blocks * BLOCK_SIZE) if slot not in own]
+    assert runtime._layers is not None
     for layer in runtime._layers.values():
         layer.keys[others] = layer.values[others] = torch.nan
     found = runtime.forward(batch)
@@ -59,6 +60,7 @@ def test_one_row_of_logits_vouches_for_every_token_before_it(
     runtime.forward([SequenceSlice(LONG[:-1], 0, blocks, 0)])
     row = SequenceSlice(LONG[-1:], len(LONG) - 1, blocks, 1)
     assert np.isfinite(runtime.forward([row])).all()
+    assert runtime._layers is not None
     for number, layer in runtime._layers.items():
         for tensor, bad in [(layer.keys, torch.nan), (layer.values, torch.nan), (layer.values, torch.inf)]:
             for slot in (0, BLOCK_SIZE, len(LONG) - 2):
