@@ -308,7 +308,7 @@ class Engine:
         if reason:
             self._finish(sequence, reason)
         else:
-            self._drafting.committed(sequence.drafts, pending, tokens, now, crowding=self._scheduler.crowding)
+            self._drafting.committed(sequence.drafts, pending, tokens, now, crowding=self._scheduler.crowding(sequence))
 
     def _end_reason(self, sequence: SequenceState) -> SequenceEndReason | None:
         if sequence.tokens[-1] in sequence.request.stop_ids:
