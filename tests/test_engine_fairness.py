@@ -402,6 +402,54 @@ def test_as_many_prefixes_are_held_as_one_call_can_have() -> None:
     harness.assert_all_returned()
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_every_item_of_a_verify_call_gets_its_whole_draft_verified(is_held: bool) -> None:
+    """32 items with 64 correct tokens each do not fit a step of 256: they take several, beside another's session."""
+    harness = Harness(config=EngineConfig(max_running=33, step_tokens=256), num_blocks=4096)
+    prompts = [prompt_of(i) for i in range(32)]
+    names = [parked_name(harness, prompt, ALICE) if is_held else None for prompt in prompts]
+    truths = [plain(prompt, SAMPLED, 66) for prompt in prompts]
+    mine = plain(prompt_of(99), SAMPLED, 40)
+    session_id, session = harness.submit(prompt_of(99), 40, patience_ms=0.0, owner=BOB)
+    harness.engine.step()
+    items = [
+        harness.submit(() if name else prompt, 99, once=True, draft=t[n : 64 + n], prefix_hash=name, owner=ALICE)[1]
+        for prompt, name, t in zip(prompts, names, truths, strict=True)
+        for n in [int(is_held)]
+    ]
+    while not all(item.end for item in items):
+        if session.end is None and len(session.tokens) < 40:
+            harness.engine.draft(session_id, len(session.tokens), [mine[len(session.tokens) :]])
+        harness.engine.step()
+    assert [item.commits[0].accepted for item in items] == [64] * 32
+    assert session.tokens == mine[: len(session.tokens)]
+    assert all(commit.accepted > 0 for commit in session.commits[1:-1])
+    harness.assert_all_returned()
+
+
+def test_verify_items_without_room_do_not_keep_places_from_sessions_of_their_owner() -> None:
+    """A loop of 20 items of 64 tokens, of which a step has room for one: the owner's session gets its turns."""
+    harness = Harness(config=EngineConfig(max_running=8, step_tokens=256), num_blocks=8192)
+    _, session = harness.submit(prompt_of(0), 100, patience_ms=0.0)
+    items: list[Collector] = []
+    for _ in range(60):
+        while sum(item.end is None for item in items) < 20:
+            items.append(harness.submit(prompt_of(1 + len(items)), 99, once=True, draft=[5] * 64)[1])
+        harness.engine.step()
+    assert len(session.tokens) >= 60 * 8 // 21
+    assert sum(item.end is not None for item in items) >= 40
+
+
+def test_a_sequence_that_gave_way_does_not_count_its_own_blocks_as_cached() -> None:
+    """Two prompts that share nothing take turns in a small cache: nothing of them was cached when they came."""
+    harness = Harness(num_blocks=20)
+    texts = [harness.submit(prompt_of(i, 30), 40)[1] for i in range(2)]
+    harness.run()
+    assert harness.engine.stats().totals.preempted > 0
+    assert [c.end.usage.cached_prompt_tokens for c in texts if c.end] == [0, 0]
+    assert harness.engine.stats().totals.prefix_hit_tokens == 0
+
+
 # -- estimates -------------------------------------------------------------------------------------------------------
 
 

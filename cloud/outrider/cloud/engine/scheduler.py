@@ -10,6 +10,8 @@ Knows blocks and drafts, but neither the model nor the picks.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -128,7 +130,9 @@ class Scheduler:
         self.num_queued -= 1
         self.running.append(sequence)
         sequence.turn_began = None
-        self._totals.prefix_hit_tokens += sequence.usage.cached_prompt_tokens
+        if not sequence.generated:  # what it finds of its own after it gave way was not cached when it came
+            sequence.usage.cached_prompt_tokens = min(sequence.computed, sequence.usage.prompt_tokens)
+            self._totals.prefix_hit_tokens += sequence.usage.cached_prompt_tokens
         return True
 
     def _givers_to(self, candidate: SequenceState) -> list[SequenceState]:
@@ -192,6 +196,9 @@ class Scheduler:
         for sequence in self.running:
             sequence.drafts.has_company = len(self.running) > 1
         ready = [s for s in self.running if not self._is_waiting(s, now)]
+        late = self._items_without_room(ready)
+        if late:
+            ready = [s for s in ready if s not in late]
         self._level = self._owners.level(self._config.max_running)
         ready = self._owners.take_places(ready, self._config.max_running)
         decoding = [s for s in ready if s.num_missing == 1]
@@ -223,6 +230,33 @@ class Scheduler:
                     sequence.turn_began = self._step
         self._owners.took_part(taking_part)
         return shares
+
+    def _items_without_room(self, ready: Sequence[SequenceState]) -> set[SequenceState]:
+        """The /v1/verify items that leave this step to others, because an item's whole draft is verified in its pass.
+
+        Owners take turns, and so do each owner's items; the first is never left out. Sessions' drafts and prompts keep
+        their parts of the room.
+        """
+        items = [s for s in ready if s.drafts.num_own and s.num_missing == 1]
+        if not items:
+            return set()
+        items.sort(key=lambda s: s.turn)
+        has_prompts = any(s.num_missing > 1 for s in ready)
+        has_sessions = any(s.drafts.num_own is None for s in ready)
+        room = max(0, self._config.token_budget - self._config.max_running) // (1 + has_prompts + has_sessions)
+        ranks: Counter[bytes] = Counter()  # of each owner's next item
+        order: list[tuple[int, SequenceState]] = []
+        for item in items:
+            order.append((ranks[item.request.owner], item))
+            ranks[item.request.owner] += 1
+        late: set[SequenceState] = set()
+        for index, (_, item) in enumerate(sorted(order, key=lambda entry: entry[0])):
+            num_drafted = item.num_wanted - 1
+            if index > 0 and num_drafted > room:
+                late.add(item)
+            else:
+                room = max(0, room - num_drafted)
+        return late
 
     def _part_of(self, sequence: SequenceState, chosen: list[int], room: int) -> tuple[list[int], list[int]]:
         """The tokens to run and the drafted ones after them.
