@@ -31,7 +31,7 @@ def steps_to_first_token(harness: Harness, collector: Collector, most: int = 500
     for count in range(most):
         if collector.tokens:
             return count
-        harness.clock.now += harness.engine.step() or 0.0
+        harness.step()
     raise AssertionError(f"no token in {most} steps")
 
 
@@ -65,7 +65,7 @@ def test_hints_of_a_minute_do_not_keep_a_newcomer_out(policy: Policy) -> None:
         for i in range(33):
             harness.submit(prompt_of(i), 200, draft_lag_ms=draft_lag_ms)
         for _ in range(40):
-            harness.clock.now += harness.engine.step() or 0.0
+            harness.step()
         arrived = harness.clock.now
         _, newcomer = harness.submit(prompt_of(99), 5)
         steps_to_first_token(harness, newcomer)
@@ -258,6 +258,35 @@ def test_a_short_prompt_does_not_wait_behind_another_owners_long_ones() -> None:
     harness.engine.step()
     _, short = harness.submit(prompt_of(99, 20), 3, owner=BOB)
     assert steps_to_first_token(harness, short) <= 3
+
+
+def test_a_wait_for_a_device_does_not_cost_the_context() -> None:
+    """Six sessions that wait 100 ms now and then, blocks for three: none computes its context anew for each wait."""
+    config = EngineConfig(max_running=8, policy=Policy.VERIFY)
+    harness = Harness(config=config, num_blocks=100, block_size=4, step_s=lambda num_tokens: 0.020)
+    harness.engine.calibrate()
+    prompts = [prompt_of(i, 100) for i in range(6)]
+    truths = [plain(prompt, SAMPLED, 60) for prompt in prompts]
+    sessions = [harness.submit(prompt, 60, draft_lag_ms=100.0) for prompt in prompts]
+    answers: dict[int, tuple[int, float]] = {}  # by session: base, and when its device answers
+    while harness.engine.has_work:
+        for (sequence_id, collector), truth in zip(sessions, truths, strict=True):
+            base = len(collector.tokens)
+            if collector.end is None and base > answers.get(sequence_id, (0, 0.0))[0]:
+                answers[sequence_id] = base, harness.clock.now + 0.1
+            if collector.end is None and answers.get(sequence_id) and harness.clock.now >= answers[sequence_id][1]:
+                harness.engine.draft(sequence_id, base, [truth[base : base + 3] + [0]])
+                answers[sequence_id] = base, float("inf")
+            if collector.end is not None:
+                answers.pop(sequence_id, None)
+        due = min((when for _, when in answers.values()), default=float("inf"))
+        delay = harness.engine.step() or 0.0
+        harness.clock.now = min(harness.clock.now + delay, max(due, harness.clock.now))
+    assert [c.tokens for _, c in sessions] == truths
+    totals = harness.engine.stats().totals
+    assert totals.waited_s > 1.0
+    assert totals.step_tokens < 3 * 6 * 160
+    harness.assert_all_returned()
 
 
 @pytest.mark.parametrize("owner", [ALICE, BOB])
@@ -533,7 +562,7 @@ def test_sharing_never_changes_a_text_and_loses_nothing(data: st.DataObject) -> 
     texts: list[tuple[int, Collector, list[int]]] = []
     for index in range(data.draw(st.integers(1, 7))):
         for _ in range(data.draw(st.integers(0, 40))):
-            harness.clock.now += harness.engine.step() or 0.0
+            harness.step()
         prompt = prompt_of(index, data.draw(st.sampled_from([3, 20])))
         owner = data.draw(st.sampled_from([ALICE, BOB, b"carol"]))
         once = data.draw(st.booleans())

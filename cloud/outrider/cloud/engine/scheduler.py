@@ -152,10 +152,11 @@ class Scheduler:
         return [*(s for s in reversed(self._holders) if s is not candidate), *eligible]
 
     def _had_turn(self, sequence: SequenceState) -> bool:
-        """Whether it may lose its blocks: it has committed since it got them, and kept them for a while or waits."""
-        if sequence.turn_began is None:
-            return False
-        return sequence.drafts.wait is not NO_WAIT or self._step - sequence.turn_began >= _TURN_STEPS
+        """Whether it may lose its blocks: it has committed since it got them, and kept them for a while.
+
+        One that waits for its device keeps them as long: every answer would else cost its whole context once more.
+        """
+        return sequence.turn_began is not None and self._step - sequence.turn_began >= _TURN_STEPS
 
     def _precedence(self, sequence: SequenceState) -> tuple[int, int]:
         """The higher, the sooner it gives way: sequences of the largest owner, then those with the longest turn."""
