@@ -275,7 +275,7 @@ def test_a_wait_for_a_device_does_not_cost_the_context() -> None:
             if collector.end is None and base > answers.get(sequence_id, (0, 0.0))[0]:
                 answers[sequence_id] = base, harness.clock.now + 0.1
             if collector.end is None and answers.get(sequence_id) and harness.clock.now >= answers[sequence_id][1]:
-                harness.engine.draft(sequence_id, base, [truth[base : base + 3] + [0]])
+                harness.engine.draft(sequence_id, base, [[*truth[base : base + 3], 0]])
                 answers[sequence_id] = base, float("inf")
             if collector.end is not None:
                 answers.pop(sequence_id, None)
