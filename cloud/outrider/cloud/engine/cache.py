@@ -68,7 +68,6 @@ class SequenceCache:
         sequence.blocks = self.pool.match(hashes)
         sequence.hashes = hashes[: len(sequence.blocks)]
         sequence.computed = len(sequence.blocks) * size
-        sequence.usage.cached_prompt_tokens = min(sequence.computed, sequence.usage.prompt_tokens)
 
     def register_full_blocks(self, sequence: SequenceState) -> None:
         """Registers full blocks by hash once all their tokens are committed and computed: they never change again.

@@ -127,7 +127,7 @@ class Engine:
         if held:
             sequence.blocks, sequence.hashes = list(held.blocks), list(held.hashes)
             sequence.chain = list(held.hashes)
-            sequence.computed = sequence.usage.cached_prompt_tokens = min(held.computed, len(sequence.tokens) - 1)
+            sequence.computed = min(held.computed, len(sequence.tokens) - 1)
         return sequence
 
     def _require_room(self, owner: bytes) -> None:
@@ -308,7 +308,7 @@ class Engine:
         if reason:
             self._finish(sequence, reason)
         else:
-            self._drafting.committed(sequence.drafts, pending, tokens, now, crowding=self._scheduler.crowding)
+            self._drafting.committed(sequence.drafts, pending, tokens, now, crowding=self._scheduler.crowding(sequence))
 
     def _end_reason(self, sequence: SequenceState) -> SequenceEndReason | None:
         if sequence.tokens[-1] in sequence.request.stop_ids:
