@@ -366,6 +366,22 @@ def test_a_full_queue_refuses_the_owner_that_filled_it() -> None:
     harness.submit(prompt_of(50), owner=b"carol")
 
 
+def test_the_queue_is_bounded_over_all_owners_and_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Owners that never come twice, and prompts that fill many caches, are refused before they fill the memory."""
+    harness = Harness(config=EngineConfig(max_queue=10, max_running=1))
+    for i in range(21):
+        harness.submit(prompt_of(i), owner=b"%d" % i)
+    with pytest.raises(RequestError, match="queued already"):
+        harness.submit(prompt_of(30), owner=b"new")
+    monkeypatch.setattr("outrider.cloud.engine.engine._MIN_QUEUED_TOKENS", 0)
+    harness = Harness(config=EngineConfig(max_running=1), num_blocks=16, block_size=4)
+    for i in range(9):
+        harness.submit(prompt_of(i, 60), owner=ALICE)
+    with pytest.raises(RequestError, match="queued already"):
+        harness.submit(prompt_of(20, 60), owner=ALICE)
+    harness.submit(prompt_of(21, 60), owner=BOB)
+
+
 def test_a_step_has_room_for_drafts_however_many_sequences_run() -> None:
     """At 256 places every sequence's draft can be verified in one step."""
     config = EngineConfig(max_running=256)

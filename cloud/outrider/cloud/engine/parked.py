@@ -7,6 +7,7 @@ need the blocks, the owner that holds most prefixes loses its oldest first.
 from __future__ import annotations
 
 import threading
+from array import array
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Final
@@ -26,7 +27,7 @@ class ParkedPrefix:
 
     owner: bytes
     name: str
-    tokens: tuple[int, ...]
+    tokens: array[int]
     blocks: tuple[int, ...]
     computed: int
     hashes: tuple[bytes, ...]

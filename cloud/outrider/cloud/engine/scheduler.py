@@ -156,7 +156,10 @@ class Scheduler:
 
         One that waits for its device keeps them as long: every answer would else cost its whole context once more.
         """
-        return sequence.turn_began is not None and self._step - sequence.turn_began >= _TURN_STEPS
+        if sequence.turn_began is None:
+            return False
+        steps_to_recompute = len(sequence.tokens) // self._config.token_budget
+        return self._step - sequence.turn_began >= max(_TURN_STEPS, 2 * steps_to_recompute)
 
     def _precedence(self, sequence: SequenceState) -> tuple[int, int]:
         """The higher, the sooner it gives way: sequences of the largest owner, then those with the longest turn."""

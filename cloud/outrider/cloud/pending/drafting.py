@@ -52,7 +52,7 @@ class Drafting:
 
     def _start_wait(self, drafts: PendingDrafts, now: float, crowding: float) -> None:
         allowed = drafts.patience_ms
-        if allowed == 0 or self._max_draft == 0 or drafts.num_left <= 1:
+        if allowed == 0 or self._max_draft == 0 or drafts.num_left <= 1 or not drafts.lag.is_known:
             return
         step_s, extra_s = self.curve.step_and_extra()
         most = min(self._max_draft, _MAX_WAITED_FOR, drafts.num_left - 1)

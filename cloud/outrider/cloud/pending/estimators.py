@@ -237,6 +237,11 @@ class DraftLag:
         """Share of waits that a draft ended."""
         return self._hits / self._waits
 
+    @property
+    def is_known(self) -> bool:
+        """Whether anything is known of how the device answers."""
+        return bool(self._first)
+
     def seconds_until(self, most: int) -> list[float | None]:
         """Seconds from a commit until 1, 2, ... `most` drafted tokens that know of it arrive.
 
