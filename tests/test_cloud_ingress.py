@@ -423,6 +423,34 @@ def test_a_pipeline_behind_a_stream_waits_in_the_network() -> None:
         assert is_well(server)
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        post("/v1/sessions", json.dumps(SESSION).encode()),
+        post("/v1/completions", json.dumps({"prompt": PROMPT, "max_tokens": 8, "stream": True}).encode()),
+    ],
+    ids=["session", "completion"],
+)
+def test_a_client_that_leaves_with_a_pipeline_frees_everything(first: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """The stream that runs learns of it, too, not only the last of the requests that wait behind it. Nothing is read
+    while they wait, so a keep-alive finds the client gone.
+    """
+    gate = StepGate()  # no step ends, so only the client's leaving can free anything
+    with serve_fake(ServerSettings(keep_alive_s=0.05), gate=gate, limits=ENOUGH) as server:
+        with Raw(server) as raw:
+            raw.send(first)
+            server.wait_until(lambda: server.core.slots.num_taken == 1)
+            (protocol,) = server.server.server_state.connections
+            assert isinstance(protocol, BoundedProtocol)
+            raw.send(LIVE * 3)
+            server.wait_until(lambda: len(protocol.pipeline) == 3)
+        server.wait_until(lambda: server.core.slots.num_taken == len(server.core.sessions) == 0)
+        server.wait_until(lambda: not server.server.server_state.tasks)
+        gate.open()
+        assert is_well(server)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 # Answers
 
 

@@ -32,7 +32,7 @@ from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.client import ClientOptions, CloudClient, longest_silence_s
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
-from outrider.edge.link.errors import ProtocolBroken
+from outrider.edge.link.errors import EndpointLost, ProtocolBroken
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
@@ -304,6 +304,27 @@ def test_of_an_errors_body_only_the_beginning_is_read(mode: Mode, status: int) -
     with raw_server(long) as hostile, pytest.raises((RequestError, CloudError)) as refused:
         run([hostile.url], mode)
     assert len(str(refused.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ("draining", "draining: the server is shutting down"),
+        ("failed", "failed: the server's engine cannot work"),
+        ("ready", "HTTP 503 that is not an Outrider answer"),
+    ],
+)
+def test_a_server_that_is_not_ready_is_named_so(state: str, expected: str) -> None:
+    """Its readiness is an answer of the protocol, with status 503."""
+    body = json.dumps({"status": state, "model": "m"}).encode()
+    head = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: %d\r\n\r\n" % len(body)
+
+    async def ask(url: str) -> None:
+        async with CloudClient(url) as client:
+            await client.ready()
+
+    with raw_server(writes(head + body)) as server, pytest.raises(EndpointLost, match=expected):
+        asyncio.run(ask(server.url))
 
 
 def test_an_answer_that_never_begins_is_no_hang() -> None:
