@@ -660,6 +660,7 @@ def test_hosts_and_origins_can_be_allowed(web: httpx.Client) -> None:
     [
         ({}, True, "localhost", "server.example"),
         ({"host": "server.example"}, True, "server.example:8000", "other.example"),
+        ({"host": "server.example"}, True, "192.0.2.1:8000", "192.0.2.2"),
         ({"host": "server.example", "allowed_host": ["api.example"]}, True, "server.example", "other.example"),
         ({"host": "0.0.0.0", "allowed_host": ["api.example"]}, True, "api.example", "other.example"),
         ({"host": "::"}, True, "any.example", None),
@@ -670,8 +671,11 @@ def test_hosts_and_origins_can_be_allowed(web: httpx.Client) -> None:
 def test_the_options_decide_which_hosts_may_call(
     options: dict[str, Any], is_keyless: bool, allowed: str, refused: str | None
 ) -> None:
-    """A wildcard address without keys takes any host: that is what --insecure-no-keys says."""
-    pages = _page_policy(ServeOptions(bundle="x", **options), is_keyless=is_keyless)
+    """A wildcard address without keys takes any host: that is what --insecure-no-keys says. A name of --host may be
+    called, and the address that it stands for.
+    """
+    address = options.get("host", "127.0.0.1").replace("server.example", "192.0.2.1")
+    pages = _page_policy(ServeOptions(bundle="x", **options), address, is_keyless=is_keyless)
     pages.require_host(allowed.encode())
     if refused is not None:
         with pytest.raises(RequestError, match=r"--allowed-host"):
