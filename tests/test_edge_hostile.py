@@ -205,6 +205,10 @@ def server() -> Iterator[FakeServer]:
 
 BOMB = gzip.compress(b"a" * (1 << 20))
 DIGITS = b"1" * 5000
+USAGE = (
+    b'{"prompt_tokens":4,"completion_tokens":0,"target_passes":0,"accepted_prediction_tokens":0,'
+    b'"rejected_prediction_tokens":0,"waited_ms":1e999}'
+)
 BROKEN_STREAMS: dict[str, tuple[Reply, str]] = {
     "a line without end": (writes(opening() + b"data: ", b"x"), "more than 262144 bytes"),
     "a comment without end": (writes(opening() + b":", b"x"), "more than 262144 bytes"),
@@ -237,6 +241,10 @@ BROKEN_STREAMS: dict[str, tuple[Reply, str]] = {
     "times that are none": (
         writes(STREAM + b'data: {"session":"s","model":"m","type":"open","step_ms":NaN}\n\n'),
         "nan",
+    ),
+    "a wait without end": (
+        writes(opening() + b'data: {"type":"end","reason":"length","usage":' + USAGE + b"}\n\n"),
+        "waited_ms is inf; expected a number",
     ),
     "a redirect": (
         writes(b"HTTP/1.1 307 \r\nlocation: http://elsewhere/\r\n\r\n"),
