@@ -167,8 +167,11 @@ def test_one_address_that_now_leads_to_another_target_is_refused_at_once(mode: M
         (_, a_url), b = begun(stack, cut), other(stack, "fake")
         swapping = Swapping([a_url, b.url])
         cut.callback(swapping.urls.pop, 0)
-        with pytest.raises(TargetMismatch, match=r"began with fake .* at http://one; fake .* at http://one serves"):
-            asyncio.run(generate([CloudClient("http://one", transport=swapping)], mode, [], seen, cut))
+        with pytest.raises(
+            TargetMismatch,
+            match=r"began with fake .* at http://one\.localhost; fake .* at http://one\.localhost serves",
+        ):
+            asyncio.run(generate([CloudClient("http://one.localhost", transport=swapping)], mode, [], seen, cut))
     assert seen == target_tokens(PROMPT, len(seen))
 
 
