@@ -32,7 +32,7 @@ from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.client import ClientOptions, CloudClient, longest_silence_s
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
-from outrider.edge.link.errors import ProtocolBroken
+from outrider.edge.link.errors import EndpointLost, ProtocolBroken
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
@@ -205,6 +205,10 @@ def server() -> Iterator[FakeServer]:
 
 BOMB = gzip.compress(b"a" * (1 << 20))
 DIGITS = b"1" * 5000
+USAGE = (
+    b'{"prompt_tokens":4,"completion_tokens":0,"target_passes":0,"accepted_prediction_tokens":0,'
+    b'"rejected_prediction_tokens":0,"waited_ms":1e999}'
+)
 BROKEN_STREAMS: dict[str, tuple[Reply, str]] = {
     "a line without end": (writes(opening() + b"data: ", b"x"), "more than 262144 bytes"),
     "a comment without end": (writes(opening() + b":", b"x"), "more than 262144 bytes"),
@@ -237,6 +241,10 @@ BROKEN_STREAMS: dict[str, tuple[Reply, str]] = {
     "times that are none": (
         writes(STREAM + b'data: {"session":"s","model":"m","type":"open","step_ms":NaN}\n\n'),
         "nan",
+    ),
+    "a wait without end": (
+        writes(opening() + b'data: {"type":"end","reason":"length","usage":' + USAGE + b"}\n\n"),
+        "waited_ms is inf; expected a number",
     ),
     "a redirect": (
         writes(b"HTTP/1.1 307 \r\nlocation: http://elsewhere/\r\n\r\n"),
@@ -304,6 +312,27 @@ def test_of_an_errors_body_only_the_beginning_is_read(mode: Mode, status: int) -
     with raw_server(long) as hostile, pytest.raises((RequestError, CloudError)) as refused:
         run([hostile.url], mode)
     assert len(str(refused.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ("draining", "draining: the server is shutting down"),
+        ("failed", "failed: the server's engine cannot work"),
+        ("ready", "HTTP 503 that is not an Outrider answer"),
+    ],
+)
+def test_a_server_that_is_not_ready_is_named_so(state: str, expected: str) -> None:
+    """Its readiness is an answer of the protocol, with status 503."""
+    body = json.dumps({"status": state, "model": "m"}).encode()
+    head = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: %d\r\n\r\n" % len(body)
+
+    async def ask(url: str) -> None:
+        async with CloudClient(url) as client:
+            await client.ready()
+
+    with raw_server(writes(head + body)) as server, pytest.raises(EndpointLost, match=expected):
+        asyncio.run(ask(server.url))
 
 
 def test_an_answer_that_never_begins_is_no_hang() -> None:

@@ -37,7 +37,8 @@ MAX_DRAFT_BYTES: Final = 64 << 10
 """Ten times the longest message that is valid: parsing a longer one would only delay every stream."""
 
 _START: Final = {"type": "http.response.start", "status": 204, "headers": []}
-_STALE: Final = {"type": "http.response.start", "status": 409, "headers": []}
+# Without the length it would be sent in chunks, which takes more bytes.
+_STALE: Final = {"type": "http.response.start", "status": 409, "headers": [(b"content-length", b"0")]}
 _BODY: Final = {"type": "http.response.body", "body": b""}
 _STATUS: Final = "outrider.drafts.status"
 """Key of the ASGI scope that holds the status of an answer already sent."""

@@ -33,6 +33,8 @@ class SessionCheck:
             raise ProtocolBroken(self._url, f"its stream begins with {event.type!r}; expected 'open'")
         elif isinstance(event, Commit):
             self._take_commit(event, self._open.vocab_size)
+        elif not math.isfinite(event.usage.waited_ms):
+            raise ProtocolBroken(self._url, f"waited_ms is {event.usage.waited_ms}; expected a number")
 
     def _take_open(self, event: SessionOpen) -> None:
         if self._open is not None:
