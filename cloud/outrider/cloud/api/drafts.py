@@ -64,9 +64,8 @@ class DraftsEndpoint:
         """ASGI. Answers every error, as `ErrorBoundary` does for the other routes."""
         started_s = time.perf_counter()
         try:
-            for name, value in scope["headers"]:
-                if name == b"content-length" and int(value) > self._max_bytes:
-                    raise body_too_large(self._max_bytes)
+            if (_announced(scope) or 0) > self._max_bytes:
+                raise body_too_large(self._max_bytes)
             await self._gated(scope, receive, send)
         except (asyncio.CancelledError, ClientDisconnect):
             return  # the server is closing, or the client left while its body was read
@@ -85,7 +84,7 @@ class DraftsEndpoint:
         session_id = scope["path"][len(_PREFIX) : -len(_SUFFIX)]
         owner = scope.get(OWNER, ANYBODY)
         session = core.sessions.find(session_id, owner)
-        spent = self._budget.spend(session_id, owner)
+        spent = self._budget.spend(session_id, owner, _announced(scope) or self._max_bytes)
         if spent is not None:
             core.metrics.num_dropped[spent] += 1
             await asyncio.sleep(self._delay_s)
@@ -117,6 +116,11 @@ class DraftsEndpoint:
                 raise body_too_large(self._max_bytes)
             if not message.get("more_body"):
                 return body
+
+
+def _announced(scope: Scope) -> int | None:
+    """Bytes of the body by its Content-Length; None where it has none."""
+    return next((int(value) for name, value in scope["headers"] if name == b"content-length"), None)
 
 
 def _prefers_minimal(scope: Scope) -> bool:

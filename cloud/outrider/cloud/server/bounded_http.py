@@ -129,8 +129,12 @@ class BoundedProtocol(HttpToolsProtocol):
         """Gives the connection's place back, and ends the request that runs, also while others wait behind it."""
         self._table.forget(self)
         self._ticket.release()
+        last = self.cycle
         super().connection_lost(exc)
+        if last is not None:
+            last.body = bytearray()  # a request that is over is part of a cycle, and may wait long for the collector
         for cycle in self._earlier:
+            cycle.body = bytearray()
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
