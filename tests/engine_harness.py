@@ -121,10 +121,15 @@ class Harness:
         )
         return self.engine.submit(request, collector), collector
 
+    def step(self) -> None:
+        """Runs one step; a wait for a draft passes on the clock."""
+        delay = self.engine.step()  # first: `now += step()` would lose the time that the step itself takes
+        self.clock.now += delay or 0.0
+
     def run_steps(self, count: int) -> None:
         """Runs `count` steps; waits for drafts pass on the clock."""
         for _ in range(count):
-            self.clock.now += self.engine.step() or 0.0
+            self.step()
 
     def run(self, *, until_idle: bool = True, max_steps: int = 5_000) -> None:
         """Runs steps until nothing is left; waits for drafts pass on the clock."""

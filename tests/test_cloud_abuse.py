@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import httpx
@@ -16,8 +18,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from starlette.requests import Request
 from tests.hostile_bodies import CHAT, COMPLETIONS, DRAFTS, HOSTILE_BODIES, MAX_BYTES, SESSIONS, VERIFY, HostileBody
-from tests.serving import FakeServer, StepGate, fake_tokenizer, read_events, run_session, serve_fake, target_tokens
+from tests.serving import (
+    JSON,
+    FakeServer,
+    StepGate,
+    fake_tokenizer,
+    read_events,
+    run_session,
+    serve_fake,
+    target_tokens,
+)
 
 from outrider.cloud.api import verify as verify_module
 from outrider.cloud.api.drafts import MAX_DRAFT_BYTES
@@ -29,7 +41,15 @@ from outrider.models.http import openai
 from outrider.models.http import requests as requests_module
 from outrider.models.http.errors import from_validation
 from outrider.models.http.limits import Slots
-from outrider.models.http.requests import LARGE_BODY_BYTES, MAX_JSON_PARTS, Bodies, load, parse
+from outrider.models.http.requests import (
+    LARGE_BODY_BYTES,
+    MAX_BODIES,
+    MAX_JSON_PARTS,
+    MAX_OWN_BODIES,
+    Bodies,
+    load,
+    parse,
+)
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import DraftRequest, SessionOpen, SessionRequest, VerifyAnswer
 from outrider.models.tokenizer import Tokenizer
@@ -320,7 +340,7 @@ def test_large_bodies_leave_the_loop_time_between_them(monkeypatch: pytest.Monke
         order.append(body[:1])
 
     async def run() -> None:
-        bodies = Bodies()
+        bodies = Bodies(1 << 20)
         large = 2 * LARGE_BODY_BYTES
 
         async def read(owner: bytes, body: bytes) -> None:
@@ -335,6 +355,63 @@ def test_large_bodies_leave_the_loop_time_between_them(monkeypatch: pytest.Monke
     monkeypatch.setattr(requests_module, "parse", note)
     asyncio.run(run())
     assert order == [b"1", b"5", b"4", b"2", b"3"]
+
+
+def test_bodies_that_wait_are_bounded() -> None:
+    """Of one owner and in all; what is counted is let go."""
+    body = b" " * 1000
+
+    def is_refused(owner: bytes) -> bool:
+        with pytest.raises(RequestError) as refused, bodies.hold(owner, b"1"):
+            pass
+        return (refused.value.code, refused.value.status) == ("too_many_bytes", 503)
+
+    bodies = Bodies(len(body))
+    owners = [str(number).encode() for number in range(MAX_BODIES // MAX_OWN_BODIES)]
+    with ExitStack() as held:
+        for owner in owners:
+            for _ in range(MAX_OWN_BODIES):
+                held.enter_context(bodies.hold(owner, body))
+            assert is_refused(owner)
+        assert is_refused(b"another")
+    assert bodies.num_held_bytes == 0
+    with bodies.hold(b"another", body):
+        assert bodies.num_held_bytes == len(body)
+
+
+def test_calls_that_wait_hold_few_bytes() -> None:
+    """Calls to verify that wait for slots are within the bound on bytes; the others are served, and freed."""
+    settings = ServerSettings(max_sessions=1, max_body_bytes=1000)
+    gate = StepGate()
+    body = json.dumps({"items": [ITEM]}).ljust(900).encode()
+    with serve_fake(settings, gate=gate) as server, ThreadPoolExecutor(64) as pool:
+        bodies, most = server.core.bodies, MAX_OWN_BODIES * 1000 // 900
+
+        def call() -> int:
+            return httpx.post(server.url + VERIFY, content=body, headers=JSON, timeout=60, verify=False).status_code
+
+        waiting = [pool.submit(call) for _ in range(most)]
+        server.wait_until(lambda: bodies.num_held_bytes == most * 900)
+        assert call() == 503
+        gate.open()
+        assert [each.result() for each in waiting] == [200] * most
+        server.wait_until(lambda: is_idle(server))
+        assert bodies.num_held_bytes == 0
+
+
+def test_a_stream_does_not_keep_its_body() -> None:
+    """A megabyte of blanks around a short prompt is gone once it is parsed."""
+    gate = StepGate()
+    body = json.dumps({"prompt": [1], "max_tokens": 4}).ljust(1 << 20).encode()
+    with (
+        serve_fake(gate=gate) as server,
+        httpx.Client(base_url=server.url) as client,
+        client.stream("POST", SESSIONS, content=body, headers=JSON) as response,
+    ):
+        assert isinstance(next(read_events(response)), SessionOpen)
+        kept = [each for each in gc.get_objects() if isinstance(each, Request) and hasattr(each, "_body")]
+        assert [each for each in kept if len(each._body) == len(body)] == []
+        gate.open()
 
 
 # -- slots and /v1/verify ----------------------------------------------------------------------------------------------

@@ -50,6 +50,17 @@ def test_a_session_spends_its_burst_and_then_its_rate() -> None:
     assert [budget.spend("a", b"") for _ in range(4)] == [None, None, None, "session"]
 
 
+def test_a_long_message_counts_as_several() -> None:
+    """5 KB take 20 messages' worth; the bucket fills up from below 0."""
+    clock = Clock()
+    budget = DraftBudget(DraftLimits(session_per_s=10.0, session_burst=10.0), clock)
+    assert [budget.spend("a", b"", 5_000) for _ in range(2)] == [None, "session"]
+    clock.now += 1.0
+    assert budget.spend("a", b"", 1) == "session"
+    clock.now += 0.2
+    assert [budget.spend("a", b"", 100), budget.spend("a", b"", 100)] == [None, None]
+
+
 def test_sessions_of_one_owner_share_a_budget() -> None:
     """A message that the owner's bucket refuses takes nothing from the session's."""
     clock = Clock()

@@ -423,6 +423,34 @@ def test_a_pipeline_behind_a_stream_waits_in_the_network() -> None:
         assert is_well(server)
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        post("/v1/sessions", json.dumps(SESSION).encode()),
+        post("/v1/completions", json.dumps({"prompt": PROMPT, "max_tokens": 8, "stream": True}).encode()),
+    ],
+    ids=["session", "completion"],
+)
+def test_a_client_that_leaves_with_a_pipeline_frees_everything(first: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    """The stream that runs learns of it, too, not only the last of the requests that wait behind it. Nothing is read
+    while they wait, so a keep-alive finds the client gone.
+    """
+    gate = StepGate()  # no step ends, so only the client's leaving can free anything
+    with serve_fake(ServerSettings(keep_alive_s=0.05), gate=gate, limits=ENOUGH) as server:
+        with Raw(server) as raw:
+            raw.send(first)
+            server.wait_until(lambda: server.core.slots.num_taken == 1)
+            (protocol,) = server.server.server_state.connections
+            assert isinstance(protocol, BoundedProtocol)
+            raw.send(LIVE * 3)
+            server.wait_until(lambda: len(protocol.pipeline) == 3)
+        server.wait_until(lambda: server.core.slots.num_taken == len(server.core.sessions) == 0)
+        server.wait_until(lambda: not server.server.server_state.tasks)
+        gate.open()
+        assert is_well(server)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 # Answers
 
 
@@ -632,6 +660,7 @@ def test_hosts_and_origins_can_be_allowed(web: httpx.Client) -> None:
     [
         ({}, True, "localhost", "server.example"),
         ({"host": "server.example"}, True, "server.example:8000", "other.example"),
+        ({"host": "server.example"}, True, "192.0.2.1:8000", "192.0.2.2"),
         ({"host": "server.example", "allowed_host": ["api.example"]}, True, "server.example", "other.example"),
         ({"host": "0.0.0.0", "allowed_host": ["api.example"]}, True, "api.example", "other.example"),
         ({"host": "::"}, True, "any.example", None),
@@ -642,8 +671,11 @@ def test_hosts_and_origins_can_be_allowed(web: httpx.Client) -> None:
 def test_the_options_decide_which_hosts_may_call(
     options: dict[str, Any], is_keyless: bool, allowed: str, refused: str | None
 ) -> None:
-    """A wildcard address without keys takes any host: that is what --insecure-no-keys says."""
-    pages = _page_policy(ServeOptions(bundle="x", **options), is_keyless=is_keyless)
+    """A wildcard address without keys takes any host: that is what --insecure-no-keys says. A name of --host may be
+    called, and the address that it stands for.
+    """
+    address = options.get("host", "127.0.0.1").replace("server.example", "192.0.2.1")
+    pages = _page_policy(ServeOptions(bundle="x", **options), address, is_keyless=is_keyless)
     pages.require_host(allowed.encode())
     if refused is not None:
         with pytest.raises(RequestError, match=r"--allowed-host"):

@@ -218,6 +218,9 @@ def test_health_is_answered_under_its_usual_names() -> None:
         for alias, path in ALIASES.items():
             assert client.get(alias).json() == client.get(path).json() and client.get(alias).status_code == 200
             assert path in documented and alias not in documented
+            for name in (alias, path):
+                head = client.head(name)
+                assert (head.status_code, head.content) == (200, b"")
         assert client.get("/v1/model").status_code == 401
 
 

@@ -132,6 +132,7 @@ def test_refused_drafts_do_not_change_the_session() -> None:
             assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), draft
         stale = client.post(url, json={"base": 0, "paths": [wrong]}, headers={"Prefer": "return=minimal"})
         assert (stale.status_code, stale.content) == (409, b"")
+        assert stale.headers["content-length"] == "0" and "transfer-encoding" not in stale.headers
         assert client.post(url, content=b'{"base":3,', headers=JSON).json()["error"]["code"] == "malformed_json"
         gate.open()
         for event in events:

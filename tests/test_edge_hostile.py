@@ -32,7 +32,7 @@ from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.client import ClientOptions, CloudClient, longest_silence_s
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
-from outrider.edge.link.errors import ProtocolBroken
+from outrider.edge.link.errors import EndpointLost, ProtocolBroken
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
@@ -205,6 +205,10 @@ def server() -> Iterator[FakeServer]:
 
 BOMB = gzip.compress(b"a" * (1 << 20))
 DIGITS = b"1" * 5000
+USAGE = (
+    b'{"prompt_tokens":4,"completion_tokens":0,"target_passes":0,"accepted_prediction_tokens":0,'
+    b'"rejected_prediction_tokens":0,"waited_ms":1e999}'
+)
 BROKEN_STREAMS: dict[str, tuple[Reply, str]] = {
     "a line without end": (writes(opening() + b"data: ", b"x"), "more than 262144 bytes"),
     "a comment without end": (writes(opening() + b":", b"x"), "more than 262144 bytes"),
@@ -215,7 +219,7 @@ BROKEN_STREAMS: dict[str, tuple[Reply, str]] = {
     "nesting": (writes(opening() + b"data: " + b"[" * 200_000 + b"\n\n"), "not an event"),
     "a negative id": (writes(opening() + event(base=0, tokens=[-1])), "id is -1; expected 0 to 299"),
     "an id beyond the vocabulary": (writes(opening() + event(base=0, tokens=[300])), "id is 300; expected 0 to 299"),
-    "an id of 32 bits": (writes(opening(vocab_size=None) + event(base=0, tokens=[2**31])), "expected 0 to 2147483647"),
+    "an id of 25 bits": (writes(opening(vocab_size=None) + event(base=0, tokens=[2**24])), "expected 0 to 16777215"),
     "a vocabulary of 99 bits": (writes(opening(vocab_size=2**99) + event(base=0, tokens=[2**70])), "more than 63 bits"),
     "an id of 5000 digits": (writes(opening() + b'data: {"base":0,"tokens":[' + DIGITS + b"]}\n\n"), "not an event"),
     "a base that leaves a gap": (writes(opening() + event(base=3, tokens=[1])), "base is 3; expected 0"),
@@ -238,6 +242,10 @@ BROKEN_STREAMS: dict[str, tuple[Reply, str]] = {
         writes(STREAM + b'data: {"session":"s","model":"m","type":"open","step_ms":NaN}\n\n'),
         "nan",
     ),
+    "a wait without end": (
+        writes(opening() + b'data: {"type":"end","reason":"length","usage":' + USAGE + b"}\n\n"),
+        "waited_ms is inf; expected a number",
+    ),
     "a redirect": (
         writes(b"HTTP/1.1 307 \r\nlocation: http://elsewhere/\r\n\r\n"),
         "it redirects to http://elsewhere/",
@@ -253,7 +261,7 @@ BROKEN_ANSWERS: dict[str, tuple[Reply, str]] = {
     "no result": (writes(OK + b'content-length: 14\r\n\r\n{"results":[]}'), "0 results answer 1 items"),
     "too many tokens": (writes(answer(tokens=[1] * 9)), "9 tokens answer 2 drafted ones; expected 1 to 3"),
     "no token": (writes(answer(tokens=[])), "0 tokens answer 2 drafted ones"),
-    "a negative id": (writes(answer(tokens=[-1])), "id is -1; expected 0 to 2147483647"),
+    "a negative id": (writes(answer(tokens=[-1])), "id is -1; expected 0 to 16777215"),
     "an id of 5000 digits": (writes(OK + b'\r\n{"results":[{"tokens":[' + DIGITS + b"]}]}"), "number out of range"),
     "accepted beyond tokens": (writes(answer(tokens=[1], accepted=2)), "2 of 2 drafted tokens were accepted in 1"),
     "negative accepted": (writes(answer(tokens=[1], accepted=-1)), "-1 of 2 drafted tokens"),
@@ -304,6 +312,27 @@ def test_of_an_errors_body_only_the_beginning_is_read(mode: Mode, status: int) -
     with raw_server(long) as hostile, pytest.raises((RequestError, CloudError)) as refused:
         run([hostile.url], mode)
     assert len(str(refused.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ("draining", "draining: the server is shutting down"),
+        ("failed", "failed: the server's engine cannot work"),
+        ("ready", "HTTP 503 that is not an Outrider answer"),
+    ],
+)
+def test_a_server_that_is_not_ready_is_named_so(state: str, expected: str) -> None:
+    """Its readiness is an answer of the protocol, with status 503."""
+    body = json.dumps({"status": state, "model": "m"}).encode()
+    head = b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: %d\r\n\r\n" % len(body)
+
+    async def ask(url: str) -> None:
+        async with CloudClient(url) as client:
+            await client.ready()
+
+    with raw_server(writes(head + body)) as server, pytest.raises(EndpointLost, match=expected):
+        asyncio.run(ask(server.url))
 
 
 def test_an_answer_that_never_begins_is_no_hang() -> None:

@@ -108,6 +108,32 @@ def test_a_replica_behind_another_target_is_found(mode: Mode) -> None:
     assert sum("serves another target" in trouble for trouble in troubles) == 1
 
 
+class Hiding(httpx.AsyncHTTPTransport):
+    """A gateway that passes on `/v1` only, and answers the rest with `status`."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__()
+        self.status = status
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path.startswith("/v1/"):
+            return await super().handle_async_request(request)
+        return httpx.Response(self.status)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("status", [403, 404])
+def test_a_replica_that_hides_its_readiness_goes_on_with_a_text(mode: Mode, status: int) -> None:
+    """Its answers show its target, too."""
+    seen = list[int]()
+    with ExitStack() as stack:
+        cut = stack.enter_context(ExitStack())
+        (_, a_url), b = begun(stack, cut), stack.enter_context(serve_fake())
+        clients = [CloudClient(a_url), CloudClient(b.url, transport=Hiding(status))]
+        result = asyncio.run(generate(clients, mode, [], seen, cut))
+    assert result.tokens == tuple(seen) == tuple(target_tokens(PROMPT, 60))
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_text_that_has_not_begun_may_go_anywhere(mode: Mode) -> None:
     """The first endpoint is not there; nothing of it is in the text."""
@@ -141,8 +167,11 @@ def test_one_address_that_now_leads_to_another_target_is_refused_at_once(mode: M
         (_, a_url), b = begun(stack, cut), other(stack, "fake")
         swapping = Swapping([a_url, b.url])
         cut.callback(swapping.urls.pop, 0)
-        with pytest.raises(TargetMismatch, match=r"began with fake .* at http://one; fake .* at http://one serves"):
-            asyncio.run(generate([CloudClient("http://one", transport=swapping)], mode, [], seen, cut))
+        with pytest.raises(
+            TargetMismatch,
+            match=r"began with fake .* at http://one\.localhost; fake .* at http://one\.localhost serves",
+        ):
+            asyncio.run(generate([CloudClient("http://one.localhost", transport=swapping)], mode, [], seen, cut))
     assert seen == target_tokens(PROMPT, len(seen))
 
 

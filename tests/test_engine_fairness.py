@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
 
 from outrider.cloud.engine import EngineConfig, Policy
-from outrider.cloud.engine.owners import split_evenly
-from outrider.cloud.pending.estimators import StepSize, StepTimeCurve
-from outrider.cloud.pending.policy import NO_WAIT, plan_wait
+from outrider.cloud.engine.owners import even_level, split_evenly
+from outrider.cloud.engine.sequence_state import SequenceState
+from outrider.cloud.pending.drafting import Drafting
+from outrider.cloud.pending.drafts import PendingDrafts
+from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize, StepTimeCurve
+from outrider.cloud.pending.policy import NO_WAIT, Wait, plan_wait
 from outrider.models.errors import RequestError
 
 ALICE, BOB = b"alice", b"bob"
@@ -28,7 +31,7 @@ def steps_to_first_token(harness: Harness, collector: Collector, most: int = 500
     for count in range(most):
         if collector.tokens:
             return count
-        harness.clock.now += harness.engine.step() or 0.0
+        harness.step()
     raise AssertionError(f"no token in {most} steps")
 
 
@@ -62,7 +65,7 @@ def test_hints_of_a_minute_do_not_keep_a_newcomer_out(policy: Policy) -> None:
         for i in range(33):
             harness.submit(prompt_of(i), 200, draft_lag_ms=draft_lag_ms)
         for _ in range(40):
-            harness.clock.now += harness.engine.step() or 0.0
+            harness.step()
         arrived = harness.clock.now
         _, newcomer = harness.submit(prompt_of(99), 5)
         steps_to_first_token(harness, newcomer)
@@ -132,6 +135,68 @@ def test_more_owners_than_places_take_turns() -> None:
     assert min(gained[1:]) >= 38
 
 
+def test_a_flood_of_short_requests_of_other_owners_does_not_stop_a_long_text() -> None:
+    """Two places, and six owners that come anew with a request of one token whenever they are done."""
+    harness = Harness(config=EngineConfig(max_running=2), num_blocks=4096)
+    _, long = harness.submit(prompt_of(0), 400, owner=ALICE)
+    flood: dict[int, Collector] = {}
+    for num in range(300):
+        for i in range(6):
+            if i not in flood or flood[i].end is not None:
+                flood[i] = harness.submit(prompt_of(1 + 6 * num + i), 1, owner=b"%d" % i)[1]
+        harness.engine.step()
+    assert len(long.tokens) >= 300 * 2 // 7
+
+
+def test_what_was_used_while_there_was_enough_costs_no_turns_later() -> None:
+    """Eight sessions ran beside one, with a place for each. When ten owners come, all twelve advance alike."""
+    harness = Harness(config=EngineConfig(max_running=10), num_blocks=4096)
+    many = [harness.submit(prompt_of(i), 480, owner=ALICE)[1] for i in range(8)]
+    one = harness.submit(prompt_of(8), 480, owner=BOB)[1]
+    for _ in range(200):
+        harness.engine.step()
+    before = sum(len(c.tokens) for c in many), len(one.tokens)
+    others = [harness.submit(prompt_of(20 + i), 480, owner=b"%d" % i)[1] for i in range(10)]
+    for _ in range(120):
+        harness.engine.step()
+    after = sum(len(c.tokens) for c in many), len(one.tokens)
+    gained = [*(len(c.tokens) for c in others), *(a - b for a, b in zip(after, before, strict=True))]
+    assert max(gained) - min(gained) <= 2
+    assert sum(gained) == 120 * 10
+
+
+def test_a_session_that_waits_does_not_hold_up_those_that_ran_meanwhile() -> None:
+    """One session ran 200 steps while another of its owner waited; beside six new ones it still gets its turns."""
+    harness = Harness(config=EngineConfig(max_running=4), num_blocks=4096)
+    harness.engine.calibrate()
+    _, long = harness.submit(prompt_of(0), 480, patience_ms=0.0)
+    waiting_id, _ = harness.submit(prompt_of(1), 480)
+    harness.engine.step()
+    drafts = harness.engine._sequences[waiting_id].drafts
+    drafts.wait, drafts.wait_started, drafts.wait_deadline = Wait(1, 60.0), harness.clock.now, harness.clock.now + 60.0
+    for _ in range(200):
+        harness.engine.step()
+    before = len(long.tokens)
+    new = [harness.submit(prompt_of(20 + i), 480, patience_ms=0.0)[1] for i in range(6)]
+    for _ in range(70):
+        harness.engine.step()
+    gained = [len(long.tokens) - before, *(len(c.tokens) for c in new)]
+    assert max(gained) - min(gained) <= 2
+
+
+def test_prompts_take_turns_where_a_step_has_fewer_tokens_than_owners() -> None:
+    """Four prompt tokens a step, and eight owners with short prompts, always new ones: a long prompt gets its part."""
+    harness = Harness(config=EngineConfig(max_running=16, step_tokens=4), num_blocks=4096)
+    _, long = harness.submit(prompt_of(0, 100), 4, owner=ALICE)
+    flood: dict[int, Collector] = {}
+    for num in range(100 * 9 // 4 + 10):
+        for i in range(8):
+            if i not in flood or flood[i].end is not None:
+                flood[i] = harness.submit(prompt_of(1 + 8 * num + i, 4), 1, owner=b"%d" % i)[1]
+        harness.engine.step()
+    assert long.tokens
+
+
 def test_a_session_that_waits_leaves_its_place() -> None:
     """One place: while the first session waits for its device, the second runs."""
     harness = Harness(config=EngineConfig(max_running=1, policy=Policy.VERIFY))
@@ -160,6 +225,28 @@ def test_waiting_is_weighed_against_the_places_that_others_can_use() -> None:
     assert plan(400 / 32)
 
 
+def test_another_owners_many_sessions_do_not_make_mine_wait() -> None:
+    """Waiting 200 ms pays where places are scarce, but an owner's own place is not scarce because another has 300."""
+    harness = Harness(config=EngineConfig(max_running=8), num_blocks=20_000, step_s=lambda num_tokens: 0.020)
+    harness.engine.calibrate()
+    _, mine = harness.submit(prompt_of(0), 60, draft_lag_ms=200.0, owner=BOB)
+    for i in range(300):
+        harness.submit(prompt_of(1 + i), 400, patience_ms=0.0, owner=ALICE)
+    for _ in range(60):
+        harness.engine.step()
+    assert mine.tokens == plain(prompt_of(0), SAMPLED, 60)
+    assert mine.end is not None and mine.end.usage.waited_s == 0.0
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=8), st.integers(1, 60))
+@settings(max_examples=300, deadline=None)
+def test_the_even_level_uses_up_what_is_there(wanted: list[int], total: int) -> None:
+    """Cut to the level, the demands add up to the total; where it suffices for all there is no level."""
+    level = even_level(wanted, total)
+    assert sum(min(want, level) for want in wanted) == pytest.approx(min(total, sum(wanted)))
+    assert (level == float("inf")) == (sum(wanted) <= total)
+
+
 # -- prompts, blocks, queue ------------------------------------------------------------------------------------------
 
 
@@ -171,6 +258,35 @@ def test_a_short_prompt_does_not_wait_behind_another_owners_long_ones() -> None:
     harness.engine.step()
     _, short = harness.submit(prompt_of(99, 20), 3, owner=BOB)
     assert steps_to_first_token(harness, short) <= 3
+
+
+def test_a_wait_for_a_device_does_not_cost_the_context() -> None:
+    """Six sessions that wait 100 ms now and then, blocks for three: none computes its context anew for each wait."""
+    config = EngineConfig(max_running=8, policy=Policy.VERIFY)
+    harness = Harness(config=config, num_blocks=100, block_size=4, step_s=lambda num_tokens: 0.020)
+    harness.engine.calibrate()
+    prompts = [prompt_of(i, 100) for i in range(6)]
+    truths = [plain(prompt, SAMPLED, 60) for prompt in prompts]
+    sessions = [harness.submit(prompt, 60, draft_lag_ms=100.0) for prompt in prompts]
+    answers: dict[int, tuple[int, float]] = {}  # by session: base, and when its device answers
+    while harness.engine.has_work:
+        for (sequence_id, collector), truth in zip(sessions, truths, strict=True):
+            base = len(collector.tokens)
+            if collector.end is None and base > answers.get(sequence_id, (0, 0.0))[0]:
+                answers[sequence_id] = base, harness.clock.now + 0.1
+            if collector.end is None and answers.get(sequence_id) and harness.clock.now >= answers[sequence_id][1]:
+                harness.engine.draft(sequence_id, base, [[*truth[base : base + 3], 0]])
+                answers[sequence_id] = base, float("inf")
+            if collector.end is not None:
+                answers.pop(sequence_id, None)
+        due = min((when for _, when in answers.values()), default=float("inf"))
+        delay = harness.engine.step() or 0.0
+        harness.clock.now = min(harness.clock.now + delay, max(due, harness.clock.now))
+    assert [c.tokens for _, c in sessions] == truths
+    totals = harness.engine.stats().totals
+    assert totals.waited_s > 1.0
+    assert totals.step_tokens < 3 * 6 * 160
+    harness.assert_all_returned()
 
 
 @pytest.mark.parametrize("owner", [ALICE, BOB])
@@ -211,6 +327,31 @@ def test_a_large_prompt_is_not_overtaken_for_ever() -> None:
     assert large.tokens == plain(prompt_of(999, 200), SAMPLED, 8)
 
 
+def test_a_step_looks_at_few_of_those_that_have_no_room() -> None:
+    """With 300 owners queued for blocks that are all in use, a step tries 16 of them; all are served in the end."""
+    harness = Harness(config=EngineConfig(max_running=8), num_blocks=32, block_size=4)
+    texts = [harness.submit(prompt_of(i, 10), 5, owner=b"%d" % i)[1] for i in range(300)]
+    scheduler, num_tried = harness.engine._scheduler, 0
+    admit = scheduler._admit
+
+    def counted(sequence: SequenceState) -> bool:
+        nonlocal num_tried
+        is_admitted = admit(sequence)
+        num_tried += not is_admitted
+        return is_admitted
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "_admit", counted)
+        for _ in range(5):
+            before = num_tried
+            harness.engine.step()
+            assert num_tried - before <= 16
+        assert num_tried > 0
+    harness.run()
+    assert all(len(c.tokens) == 5 for c in texts)
+    harness.assert_all_returned()
+
+
 def test_a_full_queue_refuses_the_owner_that_filled_it() -> None:
     """An owner with less than its share of the queue is still let in."""
     harness = Harness(config=EngineConfig(max_queue=10, max_running=1))
@@ -223,6 +364,22 @@ def test_a_full_queue_refuses_the_owner_that_filled_it() -> None:
     with pytest.raises(RequestError, match="queued already"):
         harness.submit(prompt_of(40), owner=BOB)
     harness.submit(prompt_of(50), owner=b"carol")
+
+
+def test_the_queue_is_bounded_over_all_owners_and_by_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Owners that never come twice, and prompts that fill many caches, are refused before they fill the memory."""
+    harness = Harness(config=EngineConfig(max_queue=10, max_running=1))
+    for i in range(21):
+        harness.submit(prompt_of(i), owner=b"%d" % i)
+    with pytest.raises(RequestError, match="queued already"):
+        harness.submit(prompt_of(30), owner=b"new")
+    monkeypatch.setattr("outrider.cloud.engine.engine._MIN_QUEUED_TOKENS", 0)
+    harness = Harness(config=EngineConfig(max_running=1), num_blocks=16, block_size=4)
+    for i in range(9):
+        harness.submit(prompt_of(i, 60), owner=ALICE)
+    with pytest.raises(RequestError, match="queued already"):
+        harness.submit(prompt_of(20, 60), owner=ALICE)
+    harness.submit(prompt_of(21, 60), owner=BOB)
 
 
 def test_a_step_has_room_for_drafts_however_many_sequences_run() -> None:
@@ -290,6 +447,54 @@ def test_as_many_prefixes_are_held_as_one_call_can_have() -> None:
     harness.assert_all_returned()
 
 
+@pytest.mark.parametrize("is_held", [False, True])
+def test_every_item_of_a_verify_call_gets_its_whole_draft_verified(is_held: bool) -> None:
+    """32 items with 64 correct tokens each do not fit a step of 256: they take several, beside another's session."""
+    harness = Harness(config=EngineConfig(max_running=33, step_tokens=256), num_blocks=4096)
+    prompts = [prompt_of(i) for i in range(32)]
+    names = [parked_name(harness, prompt, ALICE) if is_held else None for prompt in prompts]
+    truths = [plain(prompt, SAMPLED, 66) for prompt in prompts]
+    mine = plain(prompt_of(99), SAMPLED, 40)
+    session_id, session = harness.submit(prompt_of(99), 40, patience_ms=0.0, owner=BOB)
+    harness.engine.step()
+    items = [
+        harness.submit(() if name else prompt, 99, once=True, draft=t[n : 64 + n], prefix_hash=name, owner=ALICE)[1]
+        for prompt, name, t in zip(prompts, names, truths, strict=True)
+        for n in [int(is_held)]
+    ]
+    while not all(item.end for item in items):
+        if session.end is None and len(session.tokens) < 40:
+            harness.engine.draft(session_id, len(session.tokens), [mine[len(session.tokens) :]])
+        harness.engine.step()
+    assert [item.commits[0].accepted for item in items] == [64] * 32
+    assert session.tokens == mine[: len(session.tokens)]
+    assert all(commit.accepted > 0 for commit in session.commits[1:-1])
+    harness.assert_all_returned()
+
+
+def test_verify_items_without_room_do_not_keep_places_from_sessions_of_their_owner() -> None:
+    """A loop of 20 items of 64 tokens, of which a step has room for one: the owner's session gets its turns."""
+    harness = Harness(config=EngineConfig(max_running=8, step_tokens=256), num_blocks=8192)
+    _, session = harness.submit(prompt_of(0), 100, patience_ms=0.0)
+    items: list[Collector] = []
+    for _ in range(60):
+        while sum(item.end is None for item in items) < 20:
+            items.append(harness.submit(prompt_of(1 + len(items)), 99, once=True, draft=[5] * 64)[1])
+        harness.engine.step()
+    assert len(session.tokens) >= 60 * 8 // 21
+    assert sum(item.end is not None for item in items) >= 40
+
+
+def test_a_sequence_that_gave_way_does_not_count_its_own_blocks_as_cached() -> None:
+    """Two prompts that share nothing take turns in a small cache: nothing of them was cached when they came."""
+    harness = Harness(num_blocks=20)
+    texts = [harness.submit(prompt_of(i, 30), 40)[1] for i in range(2)]
+    harness.run()
+    assert harness.engine.stats().totals.preempted > 0
+    assert [c.end.usage.cached_prompt_tokens for c in texts if c.end] == [0, 0]
+    assert harness.engine.stats().totals.prefix_hit_tokens == 0
+
+
 # -- estimates -------------------------------------------------------------------------------------------------------
 
 
@@ -305,6 +510,34 @@ def test_the_curve_learns_what_a_long_context_costs() -> None:
         times = curve.seconds(5, fixed, past)
         assert times[0] == pytest.approx(0.041 + 20e-6 * past, rel=0.03)
         assert times[4] == pytest.approx(0.045 + 20e-6 * 5 * past, rel=0.03)
+
+
+@pytest.mark.parametrize("num_wrong", [0, 100])
+def test_a_device_whose_answers_are_late_is_learned_from(num_wrong: int) -> None:
+    """Other sessions' wrong drafts make a new one expect nothing. Its own late answers, all correct, tell better."""
+    drafting = Drafting(8, Policy.VERIFY)
+    for _ in range(num_wrong):
+        drafting.acceptance.observe([1], [2])
+    drafts = PendingDrafts([], 100, AcceptanceEstimator(8, drafting.acceptance))
+    drafting.curve.observe(StepSize.of(1, 10), 0.020)
+    for base in range(1, 40):
+        drafts.committed.append(base)
+        drafting.committed(drafts, [], [base], 0.020 * base, crowding=1.0)
+        if base > 5:
+            drafting.merge(drafts, base - 5, [list(range(base - 4, base + 1))], 0.020 * base + 0.001)
+    assert drafts.acceptance.rate > 0.9
+    assert drafts.wait != NO_WAIT
+
+
+def test_under_policy_verify_the_likeliest_drafts_of_all_are_verified() -> None:
+    """Where a step has no room for all that is likely, no session goes without because others came before it."""
+    drafting = Drafting(8, Policy.VERIFY)
+    sessions = [PendingDrafts([], 100, AcceptanceEstimator(8)) for _ in range(6)]
+    for drafts in sessions:
+        drafts.trie.merge(range(8), prefer=True)
+        drafts.acceptance.observe(range(8), range(8))
+    chosen = drafting.choose(sessions, 12, StepSize(6, 0), 0.0)
+    assert [len(chosen[drafts]) for drafts in sessions] == [2] * 6
 
 
 def test_drafts_beside_a_prompt_are_priced_as_part_of_its_step() -> None:
@@ -345,7 +578,7 @@ def test_sharing_never_changes_a_text_and_loses_nothing(data: st.DataObject) -> 
     texts: list[tuple[int, Collector, list[int]]] = []
     for index in range(data.draw(st.integers(1, 7))):
         for _ in range(data.draw(st.integers(0, 40))):
-            harness.clock.now += harness.engine.step() or 0.0
+            harness.step()
         prompt = prompt_of(index, data.draw(st.sampled_from([3, 20])))
         owner = data.draw(st.sampled_from([ALICE, BOB, b"carol"]))
         once = data.draw(st.booleans())

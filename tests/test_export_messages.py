@@ -62,10 +62,10 @@ def test_advice_is_a_way_that_is_there_and_not_known_to_fail(
 
 def test_a_model_that_the_torch_runtime_cannot_run_is_named_by_its_name(tmp_path: Path) -> None:
     """Not by the directory that it was built in; the advice is the exporter's."""
-    path = make_unknown(tmp_path / "codegen", "codegen", n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=256)
+    path = make_unknown(tmp_path / "openai-gpt", "openai-gpt", n_embd=64, n_layer=2, n_head=4, n_positions=256)
     said = refusal(path, tmp_path / "t-torch", ExportOptions("target", "fp32", "torch"))
     assert "partial" not in said and str(tmp_path) not in said
-    assert re.search(r"torch cannot run the exported model: the model in codegen does not use", said)
+    assert re.search(r"torch cannot run the exported model: the model in openai-gpt does not use", said)
     assert said.endswith("nothing was written: try --runtime openvino")
 
 

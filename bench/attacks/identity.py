@@ -22,7 +22,7 @@ _PROMPT: Final = "def walk(path):"
 _TEXT: Final = ("--mode", "cloud-only", "--temperature", "0", "--ignore-eos", "--max-tokens", "500", "--", _PROMPT)
 BEGUN: Final = 150
 """Bytes of text after which a server is killed or stopped; the whole is some thousands."""
-NOTICED_S: Final = 16.0
+NOTICED_S: Final = 16.5
 CAP_S: Final = 25.0
 
 

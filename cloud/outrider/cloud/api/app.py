@@ -7,11 +7,12 @@ in front of them, with a gate of its own.
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.metadata import version
 from typing import Final
 
 from fastapi import FastAPI
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.completions import completion_routes
 from outrider.cloud.api.draft_budget import DraftBudget
@@ -66,20 +67,16 @@ def create_app(engine: ServingEngine, model: ServedModel, settings: ServerSettin
     install_handlers(app)
     install_openapi(app, needs_key=bool(len(settings.keys)), open_paths=(*PROBE_PATHS, *OPEN_PATHS))
 
-    def gate(inner: ASGIApp) -> Gate:
-        return Gate(
-            inner,
-            keys=settings.keys,
-            limiter=limiter,
-            pages=pages,
-            open_paths=OPEN_PATHS,
-            probe_paths=PROBE_PATHS,
-            costly_paths=COSTLY_PATHS,
-        )
-
-    limiter = RateLimiter(settings.rate_per_s)
-    pages = settings.pages or PagePolicy(is_keyless=not len(settings.keys))
-    app.drafts = DraftsEndpoint(core, gate, DraftBudget(settings.draft_limits))
+    gate = partial(
+        Gate,
+        keys=settings.keys,
+        limiter=RateLimiter(settings.rate_per_s),
+        pages=settings.pages or PagePolicy(is_keyless=not len(settings.keys)),
+        open_paths=OPEN_PATHS,
+        probe_paths=PROBE_PATHS,
+        costly_paths=COSTLY_PATHS,
+    )
+    app.drafts = DraftsEndpoint(core, partial(gate, takes_json=True), DraftBudget(settings.draft_limits))
     # Added from the inside out.
     app.add_middleware(gate)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)

@@ -17,7 +17,7 @@ from outrider.cloud.seam import GenerateRequest, SequenceUsage
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, sse
 from outrider.models.http.errors import FieldError, error_body
-from outrider.models.http.requests import owner_of, sampling_of
+from outrider.models.http.requests import owner_of, read_body, sampling_of
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
 from outrider.models.http.sse import closed_on_disconnect
 from outrider.models.protocol import ErrorAnswer
@@ -36,7 +36,7 @@ def completion_routes(core: Core) -> APIRouter:
         """Continues each prompt; `n` is 1, so choice i belongs to prompt i. `stream` sends server-sent events."""
         arrived_s = time.monotonic()
         owner = owner_of(request)
-        body = await core.bodies.parse(owner, openai.CompletionRequest, await request.body())
+        body = await core.bodies.parse(owner, openai.CompletionRequest, await read_body(request.receive))
         prompts = body.prompts()
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -50,7 +50,7 @@ def completion_routes(core: Core) -> APIRouter:
         """Answers a conversation, through the model's chat template. `stream` sends server-sent events."""
         arrived_s = time.monotonic()
         owner = owner_of(request)
-        body = await core.bodies.parse(owner, openai.ChatRequest, await request.body())
+        body = await core.bodies.parse(owner, openai.ChatRequest, await read_body(request.receive))
         if not core.model.tokenizer.has_chat_template:
             raise RequestError(
                 "no_chat_template",

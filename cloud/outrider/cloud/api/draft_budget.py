@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 _FEW = 1024
+UNIT_BYTES = 256
+"""More than most messages of a device have; parsing and merging take time by size."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
     """Messages per second of a session and of an owner, and how many may come at once; delay_s: how late the answer to
-    a dropped message comes.
+    a dropped message comes. A message counts as one for each UNIT_BYTES of its body that it has begun.
 
     A device posts once per commit, so 500 times a second at steps of 2 ms, and while it drafts ahead once per 4 ms. An
     owner's budget serves 256 sessions (`--max-sessions`) at steps of 32 ms; it is about half of what the event loop can
@@ -40,15 +42,19 @@ class DraftBudget:
         """Buckets in memory."""
         return len(self._sessions) + len(self._owners)
 
-    def spend(self, session_id: str, owner: bytes) -> Literal["session", "owner"] | None:
-        """Takes one message from both buckets and returns None; or takes none and names the bucket that is empty."""
+    def spend(self, session_id: str, owner: bytes, num_bytes: int = 0) -> Literal["session", "owner"] | None:
+        """Takes a message of `num_bytes` from both buckets and returns None; or names the bucket that is empty.
+
+        A long message may take more than there is: the bucket fills up from below 0 then.
+        """
         now = self._clock()
         if self._sessions.level(session_id, now) < 1.0:
             return "session"
         if self._owners.level(owner, now) < 1.0:
             return "owner"
-        self._sessions.take(session_id)
-        self._owners.take(owner)
+        cost = max(1, -(-num_bytes // UNIT_BYTES))
+        self._sessions.take(session_id, cost)
+        self._owners.take(owner, cost)
         return None
 
 
@@ -76,9 +82,9 @@ class _Buckets:
             bucket[1] = now
         return bucket[0]
 
-    def take(self, key: Hashable) -> None:
-        """Takes one message; call it after `level`."""
-        self._levels[key][0] -= 1.0
+    def take(self, key: Hashable, cost: int) -> None:
+        """Takes as much as `cost` messages; call it after `level`."""
+        self._levels[key][0] -= cost
 
     def _drop_full(self, now: float) -> None:
         self._levels = {

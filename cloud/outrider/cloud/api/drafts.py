@@ -37,7 +37,8 @@ MAX_DRAFT_BYTES: Final = 64 << 10
 """Ten times the longest message that is valid: parsing a longer one would only delay every stream."""
 
 _START: Final = {"type": "http.response.start", "status": 204, "headers": []}
-_STALE: Final = {"type": "http.response.start", "status": 409, "headers": []}
+# Without the length it would be sent in chunks, which takes more bytes.
+_STALE: Final = {"type": "http.response.start", "status": 409, "headers": [(b"content-length", b"0")]}
 _BODY: Final = {"type": "http.response.body", "body": b""}
 _STATUS: Final = "outrider.drafts.status"
 """Key of the ASGI scope that holds the status of an answer already sent."""
@@ -63,9 +64,8 @@ class DraftsEndpoint:
         """ASGI. Answers every error, as `ErrorBoundary` does for the other routes."""
         started_s = time.perf_counter()
         try:
-            for name, value in scope["headers"]:
-                if name == b"content-length" and int(value) > self._max_bytes:
-                    raise body_too_large(self._max_bytes)
+            if (_announced(scope) or 0) > self._max_bytes:
+                raise body_too_large(self._max_bytes)
             await self._gated(scope, receive, send)
         except (asyncio.CancelledError, ClientDisconnect):
             return  # the server is closing, or the client left while its body was read
@@ -84,7 +84,7 @@ class DraftsEndpoint:
         session_id = scope["path"][len(_PREFIX) : -len(_SUFFIX)]
         owner = scope.get(OWNER, ANYBODY)
         session = core.sessions.find(session_id, owner)
-        spent = self._budget.spend(session_id, owner)
+        spent = self._budget.spend(session_id, owner, _announced(scope) or self._max_bytes)
         if spent is not None:
             core.metrics.num_dropped[spent] += 1
             await asyncio.sleep(self._delay_s)
@@ -116,6 +116,11 @@ class DraftsEndpoint:
                 raise body_too_large(self._max_bytes)
             if not message.get("more_body"):
                 return body
+
+
+def _announced(scope: Scope) -> int | None:
+    """Bytes of the body by its Content-Length; None where it has none."""
+    return next((int(value) for name, value in scope["headers"] if name == b"content-length"), None)
 
 
 def _prefers_minimal(scope: Scope) -> bool:

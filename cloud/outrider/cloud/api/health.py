@@ -39,6 +39,11 @@ def health_routes(core: Core) -> APIRouter:
     """The routes that only look."""
     router = APIRouter(tags=["server"])
 
+    # Load balancers and uptime checks send HEAD too.
+    @router.head("/livez", include_in_schema=False)
+    @router.head("/healthz", include_in_schema=False)
+    @router.head("/health", include_in_schema=False)
+    @router.head("/health/live", include_in_schema=False)
     @router.get("/livez", include_in_schema=False)
     @router.get("/healthz", include_in_schema=False)
     @router.get("/health", include_in_schema=False)
@@ -47,6 +52,8 @@ def health_routes(core: Core) -> APIRouter:
         """200 as long as the process answers."""
         return LiveAnswer()
 
+    @router.head("/readyz", include_in_schema=False)
+    @router.head("/health/ready", include_in_schema=False)
     @router.get("/readyz", include_in_schema=False)
     @router.get("/health/ready", response_model=ReadyAnswer, responses={503: {"model": ReadyAnswer}})
     async def ready() -> Response:

@@ -23,9 +23,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.cloud.seam import EngineStats
 
-ROUTE: Final = "outrider.route"
-"""Key of the ASGI scope under which a route below the framework names itself."""
-
 _FAST_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _SLOW_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -192,5 +189,4 @@ class HttpMetrics:
 
 def _route(scope: Scope) -> str:
     """The route's pattern, never the path itself: each session would become a time series."""
-    own = scope.get(ROUTE)
-    return str(own or getattr(scope.get("route"), "path", "unmatched"))
+    return str(getattr(scope.get("route"), "path", "unmatched"))

@@ -15,7 +15,7 @@ from outrider.cloud.api.state import Core, Session
 from outrider.cloud.api.stream import SessionStream
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.http import sse
-from outrider.models.http.requests import owner_of, sampling_of
+from outrider.models.http.requests import owner_of, read_body, sampling_of
 from outrider.models.protocol import SessionOpen, SessionRequest
 
 _SESSION_ID_BYTES = 9
@@ -30,7 +30,7 @@ def session_routes(core: Core) -> APIRouter:
         """Opens a session and answers with its event stream: SessionOpen, then Commits, then SessionEnd."""
         arrived_s = time.monotonic()
         owner = owner_of(request)
-        body = await core.bodies.parse(owner, SessionRequest, await request.body())
+        body = await core.bodies.parse(owner, SessionRequest, await read_body(request.receive))
         core.require_tokenizer(body.tokenizer)
         generate = GenerateRequest(
             prompt=tuple(body.prompt),

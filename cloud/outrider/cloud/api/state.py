@@ -108,12 +108,13 @@ class Core:
     slots: Slots
     metrics: Metrics = field(init=False)
     bridge: Bridge = field(default_factory=Bridge)
-    bodies: Bodies = field(default_factory=Bodies)
+    bodies: Bodies = field(init=False)
     sessions: SessionTable = field(default_factory=SessionTable)
     is_draining: bool = False
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.engine.stats, lambda: len(self.sessions))
+        self.bodies = Bodies(self.settings.max_body_bytes)
 
     def stop_set(self, stop_ids: list[int] | None, ignore_eos: bool) -> frozenset[int]:
         """The ids after which a sequence ends. Raises RequestError 400 `token_out_of_range`."""

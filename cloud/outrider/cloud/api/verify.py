@@ -18,7 +18,7 @@ from outrider.cloud.api.state import Core
 from outrider.cloud.seam import CommitEvent, GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import error_body, from_validation, internal_error
-from outrider.models.http.requests import faults_of, owner_of, sampling_of
+from outrider.models.http.requests import faults_of, owner_of, read_body, sampling_of
 from outrider.models.http.sse import closed_on_disconnect
 from outrider.models.protocol import MAX_VERIFY_ITEMS, VerifyAnswer, VerifyItem, VerifyResult
 
@@ -53,13 +53,14 @@ def verify_routes(core: Core) -> APIRouter:
         whole answer has that status (a lone `prefix_not_held`: 409) and `error` beside `results`.
         """
         owner = owner_of(request)
-        body = await request.body()
+        body = await read_body(request.receive)
         batch = _Batch(core, owner)
-        try:
-            async with closed_on_disconnect(batch.mailbox, request.receive):
-                await batch.run(body)
-        finally:
-            batch.cancel()
+        with core.bodies.hold(owner, body):  # to the call's end: its items wait
+            try:
+                async with closed_on_disconnect(batch.mailbox, request.receive):
+                    await batch.run(body)
+            finally:
+                batch.cancel()
         if batch.mailbox.is_closed:
             return Response(status_code=499)  # the client has left
         return batch.answer()
@@ -101,7 +102,7 @@ class _Batch:
         await slots.wait(owner, max_waiting=MAX_WAITING_CALLS)
         num_held = 1  # a slot that has no sequence yet
         try:
-            envelope = await self._core.bodies.parse(owner, VerifyEnvelope, body)
+            envelope = await self._core.bodies.parse(owner, VerifyEnvelope, body, is_held=True)
             self._core.require_tokenizer(envelope.tokenizer)
             self._results = [VerifyResult()] * len(envelope.items)
             items = envelope.items

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from array import array
 
 from outrider.cloud.engine.parked import ParkedPrefix, ParkedPrefixes
 from outrider.cloud.engine.pool import BlockPool, chain_hash
@@ -68,7 +69,6 @@ class SequenceCache:
         sequence.blocks = self.pool.match(hashes)
         sequence.hashes = hashes[: len(sequence.blocks)]
         sequence.computed = len(sequence.blocks) * size
-        sequence.usage.cached_prompt_tokens = min(sequence.computed, sequence.usage.prompt_tokens)
 
     def register_full_blocks(self, sequence: SequenceState) -> None:
         """Registers full blocks by hash once all their tokens are committed and computed: they never change again.
@@ -118,7 +118,7 @@ class SequenceCache:
         # The rest is hashed behind a token that no model has, so that no name is the hash of a block.
         rest = [-1, *sequence.tokens[full * size :]]
         name = chain_hash(chain[-1] if chain else self._root(owner), rest).hex()
-        tokens, blocks, hashes = tuple(sequence.tokens), tuple(sequence.blocks), tuple(sequence.hashes)
+        tokens, blocks, hashes = array("i", sequence.tokens), tuple(sequence.blocks), tuple(sequence.hashes)
         self._parked.park(ParkedPrefix(owner, name, tokens, blocks, sequence.computed, hashes))
         return name
 

@@ -32,6 +32,10 @@ from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.faults import log_fault
 from outrider.models.runtimes.base import BatchRuntime, ModelLimits
 
+_CACHES_QUEUED = 8
+"""Prompts may fill the KV cache this many times: what waits longer than that is better sent to another server."""
+_MIN_QUEUED_TOKENS = 1 << 20
+
 
 class Engine:
     """Continuous batching, a block KV cache, chunked prefill, prefix sharing, preemption, verification of drafts."""
@@ -91,7 +95,7 @@ class Engine:
         Raises RequestError: `overloaded`, `empty_prompt`, `context_length_exceeded`, `token_out_of_range`,
         `prefix_not_held`.
         """
-        self._require_room(request.owner)
+        self._require_room(request)
         # A `reset` in between would let the old pool's blocks into the new one, or forget the sequence.
         with self._gate:
             held = self._cache.take_parked(request.owner, request.prefix_hash) if request.prefix_hash else None
@@ -127,17 +131,29 @@ class Engine:
         if held:
             sequence.blocks, sequence.hashes = list(held.blocks), list(held.hashes)
             sequence.chain = list(held.hashes)
-            sequence.computed = sequence.usage.cached_prompt_tokens = min(held.computed, len(sequence.tokens) - 1)
+            sequence.computed = min(held.computed, len(sequence.tokens) - 1)
         return sequence
 
-    def _require_room(self, owner: bytes) -> None:
-        """Raises RequestError `overloaded` if the queue is full and the owner has its share of it, or more."""
+    def _require_room(self, request: GenerateRequest) -> None:
+        """Raises RequestError `overloaded` if the queue is full, by requests or by tokens.
+
+        An owner with less than its share of it is still let in, up to twice the queue's length in all.
+        """
         # Also counts those that the engine has not looked at yet.
         num_waiting = len(self._sequences) - self._config.max_running
-        if num_waiting < self._config.max_queue:
+        if num_waiting < 0:
             return
-        owners = Counter(sequence.request.owner for sequence in list(self._sequences.values()))
-        if owners[owner] * (len(owners) + (owner not in owners)) >= self._config.max_queue:
+        tokens: Counter[bytes] = Counter()
+        requests: Counter[bytes] = Counter()
+        for sequence in list(self._sequences.values()):
+            tokens[sequence.request.owner] += len(sequence.tokens)
+            requests[sequence.request.owner] += 1
+        max_tokens = max(_MIN_QUEUED_TOKENS, _CACHES_QUEUED * self._runtime.num_blocks * self._runtime.block_size)
+        owner = request.owner
+        num_owners = len(requests) + (owner not in requests)
+        is_full = num_waiting >= self._config.max_queue and requests[owner] * num_owners >= self._config.max_queue
+        is_heavy = tokens.total() >= max_tokens and tokens[owner] * num_owners >= max_tokens
+        if is_full or is_heavy or num_waiting >= 2 * self._config.max_queue:
             raise RequestError("overloaded", f"{num_waiting} requests are queued already; try again later", status=503)
 
     def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
@@ -308,7 +324,7 @@ class Engine:
         if reason:
             self._finish(sequence, reason)
         else:
-            self._drafting.committed(sequence.drafts, pending, tokens, now, crowding=self._scheduler.crowding)
+            self._drafting.committed(sequence.drafts, pending, tokens, now, crowding=self._scheduler.crowding(sequence))
 
     def _end_reason(self, sequence: SequenceState) -> SequenceEndReason | None:
         if sequence.tokens[-1] in sequence.request.stop_ids:

@@ -1,13 +1,18 @@
-"""Divides the engine between its clients: who waits, who has blocks, who was served how often.
+"""Divides the engine between its clients: who waits, who has blocks, whose turn it is.
 
 An owner is a key or an address. Owners share evenly what is scarce, however many sequences each of them has; so do the
-sequences of one owner.
+sequences of one owner. What cannot be divided goes round: to whoever has gone without it for longest. A newcomer comes
+behind those that wait already, so that no flood of newcomers, and nothing that was used while there was enough, keeps
+anybody waiting for more than a round.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from outrider.cloud.engine.sequence_state import SequenceState
@@ -32,22 +37,33 @@ def split_evenly(wanted: Sequence[int], total: int) -> list[int]:
     return given
 
 
+def even_level(wanted: Sequence[int], total: int) -> float:
+    """What each may have at most, in fractions, so that even shares of `total` use it up; infinite if it suffices."""
+    left = float(total)
+    for rank, each in enumerate(sorted(wanted)):
+        level = left / (len(wanted) - rank)
+        if each > level:
+            return level
+        left -= each
+    return math.inf
+
+
 @dataclass(slots=True, eq=False)
 class Owner:
-    """One client: its sequences that wait for blocks, those that have them, and the steps that they took part in."""
+    """One client: its sequences that wait for blocks, and those that have them.
 
-    served: int
+    place_turn, token_turn: who goes first where places, or prompt tokens, cannot be divided evenly: the lowest.
+    """
+
+    place_turn: int
+    token_turn: int
     queue: deque[SequenceState] = field(default_factory=deque)
     running: dict[SequenceState, None] = field(default_factory=dict)
 
-    def first_served(self) -> int:
-        """Where a new sequence begins to count: level with the least served one, and no earlier.
-
-        Those that have not run yet do not count, or a flood of short requests would keep the others waiting for ever.
-        """
-        all_ = [*self.running, *self.queue]
-        ran = [s.served for s in all_ if s.served > s.came_at]
-        return min(ran or [s.came_at for s in all_], default=0)
+    @property
+    def num_sequences(self) -> int:
+        """With and without blocks."""
+        return len(self.running) + len(self.queue)
 
 
 class Owners:
@@ -55,6 +71,7 @@ class Owners:
 
     def __init__(self) -> None:
         self._owners: dict[bytes, Owner] = {}
+        self._turns = itertools.count()
 
     def __iter__(self) -> Iterator[Owner]:
         return iter(self._owners.values())
@@ -74,12 +91,11 @@ class Owners:
         return owner is not None and sequence in owner.running
 
     def add(self, sequence: SequenceState) -> None:
-        """Appends a new sequence to its owner's queue. A new owner counts as served like the least served one."""
+        """Appends a new sequence to its owner's queue."""
         owner = self._owners.get(sequence.request.owner)
         if owner is None:
-            owner = Owner(min((other.served for other in self), default=0))
-            self._owners[sequence.request.owner] = owner
-        sequence.served = sequence.came_at = owner.first_served()
+            owner = self._owners[sequence.request.owner] = Owner(next(self._turns), next(self._turns))
+        sequence.turn = next(self._turns)
         owner.queue.append(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
@@ -109,32 +125,57 @@ class Owners:
         else:
             owner.queue.append(sequence)
 
-    def queue_heads(self) -> list[SequenceState]:
-        """The head of each owner's queue: owners with the fewest sequences that have blocks first."""
-        waiting = [owner for owner in self if owner.queue]
-        waiting.sort(key=lambda owner: (len(owner.running), owner.served))
-        return [owner.queue[0] for owner in waiting]
+    def level(self, num_places: int) -> float:
+        """Places that an owner may have at most, were all its sequences ready; infinite if there are enough for all."""
+        return even_level([owner.num_sequences for owner in self], num_places)
+
+    def candidates(self, overdue_since: int) -> Iterator[SequenceState]:
+        """The heads of the owners' queues, until the caller has enough: what was queued before `overdue_since` first.
+
+        Then owners with the fewest sequences that have blocks, then who has waited longest. An owner whose head was
+        admitted meanwhile comes again with the next one.
+        """
+
+        def entry(index: int, owner: Owner) -> tuple[bool, int, int, int, Owner]:
+            queued_at = owner.queue[0].queued_at
+            return queued_at >= overdue_since, len(owner.running), queued_at, index, owner
+
+        heap = [entry(index, owner) for index, owner in enumerate(self) if owner.queue]
+        heapq.heapify(heap)
+        while heap:
+            *_, index, owner = heapq.heappop(heap)
+            if not owner.queue:
+                continue
+            head = owner.queue[0]
+            yield head
+            if owner.queue and owner.queue[0] is not head:
+                heapq.heappush(heap, entry(index, owner))
 
     def take_places(self, ready: Sequence[SequenceState], num_places: int) -> list[SequenceState]:
-        """Chooses who takes part in a step, in the order of `ready`, and counts it.
+        """Chooses who takes part in a step, in the order of `ready`.
 
-        Places are shared evenly by the owners that can use them; an owner's go to its least served sequences.
+        Places are shared evenly by the owners that can use them; an owner's go to those whose turn it is.
         """
         chosen = list(ready)
         if len(ready) > num_places:
             of_owner: dict[Owner, list[SequenceState]] = {}
             for sequence in ready:
                 of_owner.setdefault(self.of(sequence), []).append(sequence)
-            owners = sorted(of_owner, key=lambda owner: owner.served)
-            shares = split_evenly([len(of_owner[owner]) for owner in owners], num_places)
+            owners = sorted(of_owner, key=lambda owner: owner.place_turn)
+            wanted = [len(of_owner[owner]) for owner in owners]
+            shares = split_evenly(wanted, num_places)
             taking_part: set[SequenceState] = set()
             for owner, count in zip(owners, shares, strict=True):
-                taking_part.update(sorted(of_owner[owner], key=lambda s: s.served)[:count])
+                taking_part.update(sorted(of_owner[owner], key=lambda s: s.turn)[:count])
+            for owner in _favoured(owners, wanted, shares):
+                owner.place_turn = next(self._turns)
             chosen = [s for s in ready if s in taking_part]
-        for sequence in chosen:
-            sequence.served += 1
-            self.of(sequence).served += 1
         return chosen
+
+    def took_part(self, sequences: Iterable[SequenceState]) -> None:
+        """Puts sequences that ran tokens behind their owners' others, in the order that they had."""
+        for sequence in sorted(sequences, key=lambda s: s.turn):
+            sequence.turn = next(self._turns)
 
     def split_tokens(self, prompts: Sequence[SequenceState], total: int) -> dict[SequenceState, int]:
         """Divides a step's prompt tokens: evenly between owners.
@@ -143,10 +184,13 @@ class Owners:
         fewest tokens to run, so that the first token comes soon on average.
         """
         of_owner: dict[Owner, list[SequenceState]] = {}
-        for sequence in sorted(prompts, key=lambda s: s.served):
+        for sequence in sorted(prompts, key=lambda s: s.turn):
             of_owner.setdefault(self.of(sequence), []).append(sequence)
-        owners = sorted(of_owner, key=lambda owner: owner.served)
-        shares = split_evenly([sum(s.num_wanted for s in of_owner[owner]) for owner in owners], total)
+        owners = sorted(of_owner, key=lambda owner: owner.token_turn)
+        wanted = [sum(s.num_wanted for s in of_owner[owner]) for owner in owners]
+        shares = split_evenly(wanted, total)
+        for owner in _favoured(owners, wanted, shares):
+            owner.token_turn = next(self._turns)
         given: dict[SequenceState, int] = {}
         for owner, share in zip(owners, shares, strict=True):
             mine = of_owner[owner]
@@ -157,3 +201,9 @@ class Owners:
                 given[sequence] += more
                 share -= more
         return given
+
+
+def _favoured(owners: Sequence[Owner], wanted: Sequence[int], shares: Sequence[int]) -> list[Owner]:
+    """Those that got more than another that goes short; nobody where there is enough for all."""
+    least = min((share for share, want in zip(shares, wanted, strict=True) if share < want), default=math.inf)
+    return [owner for owner, share in zip(owners, shares, strict=True) if share > least]

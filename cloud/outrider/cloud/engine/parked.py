@@ -1,11 +1,13 @@
 """Keeps the caches of finished /v1/verify passes, by the hash of their tokens, for the call that continues them.
 
-Each owner has its own: nobody can use, or push out, what another client's calls left.
+Each owner has its own: nobody can use what another client's calls left, or push it out by leaving more. Where sequences
+need the blocks, the owner that holds most prefixes loses its oldest first.
 """
 
 from __future__ import annotations
 
 import threading
+from array import array
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from typing import Final
@@ -25,7 +27,7 @@ class ParkedPrefix:
 
     owner: bytes
     name: str
-    tokens: tuple[int, ...]
+    tokens: array[int]
     blocks: tuple[int, ...]
     computed: int
     hashes: tuple[bytes, ...]

@@ -10,6 +10,8 @@ Knows blocks and drafts, but neither the model nor the picks.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,6 +29,8 @@ _TURN_STEPS: Final = 32
 """Steps for which a sequence keeps its blocks once it has committed a token: computing them again must pay off."""
 _OVERDUE_STEPS: Final = 64
 """Steps after which a queued sequence is next, even if smaller ones would fit before it."""
+_MAX_REFUSED: Final = 16
+"""Queued sequences without room that a step looks at: looking at those of a thousand owners would cost 0.2 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +72,15 @@ class Scheduler:
         self._step = 0
         self.running: list[SequenceState] = []  # those that have blocks, oldest first
         self.num_queued = 0
+        self._level = float("inf")  # places that an owner may have at most
         self._holders: dict[SequenceState, None] = {}  # queued, with the blocks of a parked prefix that they continue
 
-    @property
-    def crowding(self) -> float:
-        """Sequences for each place; 1 as long as there are enough places."""
-        return max(1.0, (len(self.running) + self.num_queued) / self._config.max_running)
+    def crowding(self, sequence: SequenceState) -> float:
+        """Sequences of its owner for each place that the owner may have; 1 as long as there are enough places.
+
+        How many sequences another owner has makes no difference beyond that owner's share.
+        """
+        return max(1.0, self._owners.of(sequence).num_sequences / self._level)
 
     def add(self, sequence: SequenceState) -> None:
         """Queues a new sequence."""
@@ -97,17 +104,14 @@ class Scheduler:
     def admit(self) -> None:
         """Gives queued sequences blocks for their tokens and the next one: owners in turn, each owner's in order."""
         self._step += 1
-        refused: set[SequenceState] = set()
-        while self.num_queued:
-            candidates = [s for s in self._owners.queue_heads() if s not in refused]
-            overdue = [s for s in candidates if self._step - s.queued_at > _OVERDUE_STEPS]
-            candidate = next(iter(overdue or candidates), None)
-            if candidate is None:
-                return
+        if not self.num_queued:
+            return
+        overdue_since, num_refused = self._step - _OVERDUE_STEPS, 0
+        for candidate in self._owners.candidates(overdue_since):
             if not self._admit(candidate):
-                refused.add(candidate)
-                if overdue:
-                    return  # nobody overtakes it
+                num_refused += 1
+                if candidate.queued_at < overdue_since or num_refused == _MAX_REFUSED:
+                    return  # nobody overtakes one that is overdue
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Gives a queued sequence its blocks; others give way if that suffices. False if it has to wait."""
@@ -126,35 +130,40 @@ class Scheduler:
         self.num_queued -= 1
         self.running.append(sequence)
         sequence.turn_began = None
-        self._totals.prefix_hit_tokens += sequence.usage.cached_prompt_tokens
+        if not sequence.generated:  # what it finds of its own after it gave way was not cached when it came
+            sequence.usage.cached_prompt_tokens = min(sequence.computed, sequence.usage.prompt_tokens)
+            self._totals.prefix_hit_tokens += sequence.usage.cached_prompt_tokens
         return True
 
     def _givers_to(self, candidate: SequenceState) -> list[SequenceState]:
         """Who gives blocks to a queued sequence, in order.
 
         First those queued with blocks; then, of the sequences that had their turn, those of owners that have more
-        sequences in the cache, and the candidate's own owner's if they were served more often.
+        sequences in the cache, and those of the candidate's own owner.
         """
         own = self._owners.of(candidate)
         eligible = []
         for sequence in self.running:
             if self._had_turn(sequence):
                 owner = self._owners.of(sequence)
-                is_ahead = sequence.served > candidate.served
-                if is_ahead if owner is own else len(owner.running) > len(own.running):
+                if owner is own or len(owner.running) > len(own.running):
                     eligible.append(sequence)
         eligible.sort(key=self._precedence, reverse=True)
         return [*(s for s in reversed(self._holders) if s is not candidate), *eligible]
 
     def _had_turn(self, sequence: SequenceState) -> bool:
-        """Whether it may lose its blocks: it has committed since it got them, and kept them for a while or waits."""
+        """Whether it may lose its blocks: it has committed since it got them, and kept them for a while.
+
+        One that waits for its device keeps them as long: every answer would else cost its whole context once more.
+        """
         if sequence.turn_began is None:
             return False
-        return sequence.drafts.wait is not NO_WAIT or self._step - sequence.turn_began >= _TURN_STEPS
+        steps_to_recompute = len(sequence.tokens) // self._config.token_budget
+        return self._step - sequence.turn_began >= max(_TURN_STEPS, 2 * steps_to_recompute)
 
     def _precedence(self, sequence: SequenceState) -> tuple[int, int]:
-        """The higher, the sooner it gives way: sequences of the largest owner, then the most served."""
-        return len(self._owners.of(sequence).running), sequence.served
+        """The higher, the sooner it gives way: sequences of the largest owner, then those with the longest turn."""
+        return len(self._owners.of(sequence).running), self._step - (sequence.turn_began or 0)
 
     def _reserve(self, sequence: SequenceState, length: int, taking_part: set[SequenceState]) -> bool:
         """Reserves blocks for `length` tokens; others that do not take part give way. False if this one had to."""
@@ -191,6 +200,10 @@ class Scheduler:
         for sequence in self.running:
             sequence.drafts.has_company = len(self.running) > 1
         ready = [s for s in self.running if not self._is_waiting(s, now)]
+        late = self._items_without_room(ready)
+        if late:
+            ready = [s for s in ready if s not in late]
+        self._level = self._owners.level(self._config.max_running)
         ready = self._owners.take_places(ready, self._config.max_running)
         decoding = [s for s in ready if s.num_missing == 1]
         prompts = [s for s in ready if s.num_missing > 1]
@@ -219,7 +232,35 @@ class Scheduler:
                 shares.append(Share(sequence, [*new, *drafted], drafted, is_complete))
                 if is_complete and sequence.turn_began is None:
                     sequence.turn_began = self._step
+        self._owners.took_part(taking_part)
         return shares
+
+    def _items_without_room(self, ready: Sequence[SequenceState]) -> set[SequenceState]:
+        """The /v1/verify items that leave this step to others, because an item's whole draft is verified in its pass.
+
+        Owners take turns, and so do each owner's items; the first is never left out. Sessions' drafts and prompts keep
+        their parts of the room.
+        """
+        items = [s for s in ready if s.drafts.num_own and s.num_missing == 1]
+        if not items:
+            return set()
+        items.sort(key=lambda s: s.turn)
+        has_prompts = any(s.num_missing > 1 for s in ready)
+        has_sessions = any(s.drafts.num_own is None for s in ready)
+        room = max(0, self._config.token_budget - self._config.max_running) // (1 + has_prompts + has_sessions)
+        ranks: Counter[bytes] = Counter()  # of each owner's next item
+        order: list[tuple[int, SequenceState]] = []
+        for item in items:
+            order.append((ranks[item.request.owner], item))
+            ranks[item.request.owner] += 1
+        late: set[SequenceState] = set()
+        for index, (_, item) in enumerate(sorted(order, key=lambda entry: entry[0])):
+            num_drafted = item.num_wanted - 1
+            if index > 0 and num_drafted > room:
+                late.add(item)
+            else:
+                room = max(0, room - num_drafted)
+        return late
 
     def _part_of(self, sequence: SequenceState, chosen: list[int], room: int) -> tuple[list[int], list[int]]:
         """The tokens to run and the drafted ones after them.

@@ -15,7 +15,7 @@ class SequenceState:
     computed: how many of the tokens have valid keys and values in `blocks`; always under len(tokens).
     hashes: chain hash of each full block of committed tokens that was registered or matched.
     chain: chain hashes of its full blocks as far as they were ever needed; tokens do not change, so neither do these.
-    served: steps that it took part in, counted from `came_at`: where the owner's other sequences were then.
+    turn: who goes first of an owner's sequences: the lowest. It rises when the sequence runs tokens.
     queued_at, turn_began: the engine's step at which it was queued, and at which it first committed since it has
     blocks; None before.
     """
@@ -29,8 +29,7 @@ class SequenceState:
     hashes: list[bytes] = field(default_factory=list)
     chain: list[bytes] = field(default_factory=list)
     computed: int = 0
-    came_at: int = 0
-    served: int = 0
+    turn: int = 0
     queued_at: int = 0
     turn_began: int | None = None
     usage: SequenceUsage = field(default_factory=SequenceUsage)

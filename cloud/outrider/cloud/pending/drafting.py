@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize, StepTimeCurve
 from outrider.cloud.pending.policy import NO_WAIT, Policy, bounded, choose_drafts, longest_wait, plan_wait
@@ -26,9 +28,11 @@ class Drafting:
 
     def merge(self, drafts: PendingDrafts, base: int, paths: Sequence[Sequence[int]], arrived: float) -> None:
         """Adds what is consistent with the commits since `base`; the newest message's first path is the likeliest."""
-        drafts.lag.drafted(base, len(paths[0]), arrived)
+        is_answer = drafts.lag.drafted(base, len(paths[0]), arrived)
         is_newest = base >= drafts.newest_base
         overlap = len(drafts.committed) - base
+        if is_answer and overlap > 0:  # late, but it shows how well the device guesses: else no wait is ever tried
+            drafts.acceptance.observe(paths[0][:overlap], drafts.committed[base:])
         for path in reversed(paths):  # the likeliest last, so that it wins
             if len(path) > overlap and list(path[:overlap]) == drafts.committed[base:]:
                 drafts.trie.merge(path[overlap:], prefer=is_newest)
@@ -48,7 +52,7 @@ class Drafting:
 
     def _start_wait(self, drafts: PendingDrafts, now: float, crowding: float) -> None:
         allowed = drafts.patience_ms
-        if allowed == 0 or self._max_draft == 0 or drafts.num_left <= 1:
+        if allowed == 0 or self._max_draft == 0 or drafts.num_left <= 1 or not drafts.lag.is_known:
             return
         step_s, extra_s = self.curve.step_and_extra()
         most = min(self._max_draft, _MAX_WAITED_FOR, drafts.num_left - 1)
@@ -103,18 +107,12 @@ class Drafting:
         paths = [drafts.likeliest(self._max_draft) for drafts in others]
         survivals = [drafts.acceptance.survival(len(p)) for drafts, p in zip(others, paths, strict=True)]
         if self._policy is Policy.VERIFY:
-            counts = _all_likely(survivals, budget)
+            likely = [[p for p in row if p >= _LIKELY] for row in survivals]
+            most = min(budget, sum(map(len, likely)))
+            # As if drafts cost no time, so the likeliest of all, whosever they are.
+            counts = choose_drafts(likely, 1, len(decoding), np.ones(1 + most), most)
         else:
             most = min(budget, sum(map(len, paths)))
             step_s = self.curve.seconds(fixed.tokens + most, fixed, context)
             counts = choose_drafts(survivals, fixed.tokens, len(decoding), step_s, most)
         return chosen | {drafts: p[:n] for drafts, p, n in zip(others, paths, counts, strict=True)}
-
-
-def _all_likely(survivals: Sequence[Sequence[float]], budget: int) -> list[int]:
-    """For scarce passes: all that is likely, sequence by sequence, at most `budget` in all."""
-    counts = []
-    for row in survivals:
-        counts.append(min(sum(p >= _LIKELY for p in row), budget))
-        budget -= counts[-1]
-    return counts

@@ -203,8 +203,11 @@ class DraftLag:
         while len(self._sent) > 32:
             del self._sent[next(iter(self._sent))]
 
-    def drafted(self, base: int, length: int, now: float) -> None:
-        """Records a draft that knows of `base` committed tokens and guesses `length` more."""
+    def drafted(self, base: int, length: int, now: float) -> bool:
+        """Records a draft that knows of `base` committed tokens and guesses `length` more.
+
+        Returns whether it is the first answer to a commit that was recorded.
+        """
         sent = self._sent.pop(base, None)
         if sent is not None:
             self._lags = []
@@ -222,6 +225,7 @@ class DraftLag:
             self._token_s.append((now - self._answered[1]) / (length - self._answered[2]))
             self._longest[-1] = length
             self._answered = (base, now, length)
+        return sent is not None
 
     def waited(self, was_answered: bool) -> None:
         """Records a wait that ended, or would have ended, with a draft or without."""
@@ -232,6 +236,11 @@ class DraftLag:
     def answer_rate(self) -> float:
         """Share of waits that a draft ended."""
         return self._hits / self._waits
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything is known of how the device answers."""
+        return bool(self._first)
 
     def seconds_until(self, most: int) -> list[float | None]:
         """Seconds from a commit until 1, 2, ... `most` drafted tokens that know of it arrive.

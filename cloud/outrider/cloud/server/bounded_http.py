@@ -10,6 +10,7 @@ Leans on uvicorn's HttpToolsProtocol; pyproject.toml names the versions that wer
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sized
 from http import HTTPStatus
 from typing import Any, Final, cast
@@ -17,13 +18,14 @@ from typing import Any, Final, cast
 import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from outrider.cloud.server.connections import ConnectionTable, Ticket
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
 from outrider.models.http.errors import error_body
+from outrider.models.http.requests import too_many_bytes
 from outrider.models.protocol import ErrorAnswer
 
 USED: Final = (
@@ -106,6 +108,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._fed_bytes = 0
         self._body_bytes = 0
         self._is_holding = False
+        # Those before `cycle` that may lack their answer. uvicorn knows `cycle` only.
+        self._earlier: deque[RequestResponseCycle] = deque()
         # The clock of the phase: its start, None while nothing is awaited, and the body's bytes at that time.
         self._since_s: float | None = None
         self._since_bytes = 0
@@ -122,10 +126,18 @@ class BoundedProtocol(HttpToolsProtocol):
         self._table.watch(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Gives the connection's place back."""
+        """Gives the connection's place back, and ends the request that runs, also while others wait behind it."""
         self._table.forget(self)
         self._ticket.release()
+        last = self.cycle
         super().connection_lost(exc)
+        if last is not None:
+            last.body = bytearray()  # a request that is over is part of a cycle, and may wait long for the collector
+        for cycle in self._earlier:
+            cycle.body = bytearray()
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """Feeds the parser, slice by slice, and checks the bounds after each."""
@@ -173,7 +185,12 @@ class BoundedProtocol(HttpToolsProtocol):
             raise self._head_overrun()
         if self.timeout_keep_alive_task is not None:  # armed by an answer that ended since the first byte
             self._unset_keepalive_if_required()
+        before = self.cycle
         super().on_headers_complete()
+        if self.pipeline:
+            while self._earlier and self._earlier[0].response_complete:
+                self._earlier.popleft()
+            self._earlier.append(before)
         self._phase = _BODY
         self._fed_bytes = self._slice_bytes
         self._since_s = None
@@ -265,7 +282,7 @@ class BoundedProtocol(HttpToolsProtocol):
             ):
                 self._refuse("large headers", self._head_overrun().refusal)
             elif not self._hold(0 if self.cycle.response_complete else self._body_bytes):
-                self._refuse("large bodies at once", _too_many_bytes())
+                self._refuse("large bodies at once", too_many_bytes("unfinished"))
         elif self._fed_bytes > self._max_header_bytes or len(self.headers) > self._max_headers:
             self._refuse("large headers", self._head_overrun().refusal)
 
@@ -348,11 +365,3 @@ def _malformed() -> RequestError:
 
 def _too_slow(what: str) -> RequestError:
     return RequestError("request_timeout", f"the {what} did not arrive in time; send the request again", status=408)
-
-
-def _too_many_bytes() -> RequestError:
-    return RequestError(
-        "too_many_bytes",
-        "unfinished bodies, from this address or in all, hold as many bytes as the server takes; retry later",
-        status=503,
-    )

@@ -57,7 +57,7 @@ class ServeOptions:
         list[str],
         typer.Option(
             help="Origin whose pages may call, such as https://chat.example.com; repeatable. The server's own and "
-            "loopback's are always allowed. No CORS headers are sent."
+            "loopback's are always allowed. CORS headers are left to the proxy in front."
         ),
     ] = field(default_factory=list)
     runtime: Annotated[RuntimeName | None, typer.Option(help="What runs the model; default: the bundle's.")] = None

@@ -44,10 +44,10 @@ def serve(options: ServeOptions) -> None:
     configure_logging(options.log_format)
     keys = KeyRing.load(options.api_key_file)
     require_safe_host(options.host, keys, is_insecure_allowed=options.insecure_no_keys)
-    pages = _page_policy(options, is_keyless=not len(keys))
     tls = _tls(options)
     _require_writable(options.port_file)
     with open_socket(options.host, options.port) as sock:
+        pages = _page_policy(options, sock.getsockname()[0], is_keyless=not len(keys))
         is_reference = options.bundle == REFERENCE
         bundle = Bundle.open(export_reference_target() if is_reference else options.bundle)
         loading = _loading(bundle, options)
@@ -104,10 +104,11 @@ def serve(options: ServeOptions) -> None:
                 options.port_file.unlink(missing_ok=True)
 
 
-def _page_policy(options: ServeOptions, *, is_keyless: bool) -> PagePolicy:
+def _page_policy(options: ServeOptions, address: str, *, is_keyless: bool) -> PagePolicy:
+    """address: what --host stands for; the URL that is printed has it."""
     hosts = set(options.allowed_host)
-    if is_keyless and options.host not in _WILDCARDS:
-        hosts.add(options.host)
+    if is_keyless and address not in _WILDCARDS:
+        hosts |= {options.host, address}
     elif is_keyless and not hosts:
         hosts.add(ANY_HOST)  # nobody knows the names of all addresses
     return PagePolicy(is_keyless=is_keyless, allowed_hosts=hosts, allowed_origins=options.allowed_origin)

@@ -10,7 +10,8 @@ from typing import Final
 from outrider.edge.link.errors import ProtocolBroken
 from outrider.models.protocol import Commit, SessionEvent, SessionOpen, VerifyItem, VerifyResult
 
-MAX_TOKEN_ID: Final = 2**31 - 1
+MAX_TOKEN_ID: Final = 2**24 - 1
+"""No vocabulary is larger; what holds where a server does not state its own."""
 MAX_HASH_CHARS: Final = 64
 # A session's id becomes part of a path.
 _SESSION_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -33,6 +34,8 @@ class SessionCheck:
             raise ProtocolBroken(self._url, f"its stream begins with {event.type!r}; expected 'open'")
         elif isinstance(event, Commit):
             self._take_commit(event, self._open.vocab_size)
+        elif not math.isfinite(event.usage.waited_ms):
+            raise ProtocolBroken(self._url, f"waited_ms is {event.usage.waited_ms}; expected a number")
 
     def _take_open(self, event: SessionOpen) -> None:
         if self._open is not None:

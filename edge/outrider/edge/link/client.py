@@ -320,10 +320,7 @@ class CloudClient:
         self._headers_down += line + _header_bytes(response.headers)
 
     def _refusal(self, status: int, body: bytes) -> OutriderError:
-        try:
-            error = ErrorAnswer.model_validate_json(body).error
-        except ValidationError:
-            error = ErrorBody(code="http_error", message=f"HTTP {status} that is not an Outrider answer")
+        error = _reported(status, body)
         if status == 401:
             # The server's words name an HTTP header; users of the agent set a variable.
             needed = "does not accept this API key: correct" if self._has_key else "requires an API key: set"
@@ -335,6 +332,25 @@ class CloudClient:
             return kind.model_validate_json(body)
         except ValidationError as e:
             raise ProtocolBroken(self.url, f"its answer is not a {kind.__name__}: {short(e.errors()[0]['msg'])}") from e
+
+
+_NOT_READY: Final = {"draining": "the server is shutting down", "failed": "the server's engine cannot work"}
+
+
+def _reported(status: int, body: bytes) -> ErrorBody:
+    """The error that an answer reports."""
+    try:
+        return ErrorAnswer.model_validate_json(body).error
+    except ValidationError:
+        pass
+    if status == 503:
+        try:
+            state = ReadyAnswer.model_validate_json(body).status
+        except ValidationError:
+            state = "ready"
+        if state in _NOT_READY:
+            return ErrorBody(code=state, message=_NOT_READY[state])
+    return ErrorBody(code="http_error", message=f"HTTP {status} that is not an Outrider answer")
 
 
 def _header_bytes(headers: httpx.Headers) -> int:

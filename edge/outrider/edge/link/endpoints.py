@@ -18,7 +18,7 @@ from outrider.edge.link.client import CloudClient
 from outrider.edge.link.errors import EndpointLost, EndpointUnfit, refusal_error
 from outrider.edge.link.origin import Served, TextOrigin, mixed_targets
 from outrider.edge.results import ByteCounts
-from outrider.models.errors import CloudError, ConfigError, OutriderError
+from outrider.models.errors import CloudError, ConfigError, OutriderError, RequestError
 from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, SessionRequest
 
 Answer = TypeVar("Answer")
@@ -213,6 +213,8 @@ async def _require_fit(client: CloudClient, text: TextOrigin) -> None:
         if e.status != 404:
             raise
         return  # it shows no readiness here; what it answers shows its target
+    except RequestError:
+        return  # a gateway may refuse what is not below /v1
     text.require_same(served)
 
 

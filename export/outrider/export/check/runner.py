@@ -23,7 +23,14 @@ from outrider.export.check.source_logits import Truth
 from outrider.export.check.timing import StepTimes, machine, time_draft, time_target, timing_prompt
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.family_facts import is_mixture
-from outrider.models.errors import BundleError, ExportError, ModelFault, ParityFailure, RuntimeUnavailable
+from outrider.models.errors import (
+    BundleError,
+    ExportError,
+    ModelFault,
+    OutriderError,
+    ParityFailure,
+    RuntimeUnavailable,
+)
 from outrider.models.machine_load import MachineLoad
 from outrider.models.manifest import Agreement, Parity, Timing
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
@@ -173,10 +180,19 @@ def _opened(
         said = str(error).replace(str(path), model.name).replace(f"{directory}{os.sep}", "").replace(str(directory), "")
         if isinstance(error, RuntimeUnavailable) and where_to_check(options).is_real:
             raise RuntimeUnavailable(said) from error
-        raise ExportError(
-            f"{options.resolved_runtime} cannot run the exported model: {said}; nothing was written: "
-            f"{advise(options, model.config).elsewhere}"
-        ) from error
+        raise _cannot_run(options, model, said) from error
+    except OutriderError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:  # what a model's own code raises in a step
+        first_line = next(iter(str(error).splitlines()), "")
+        raise _cannot_run(options, model, f"{type(error).__name__}: {first_line}") from error
+
+
+def _cannot_run(options: ExportOptions, model: Checked, why: str) -> ExportError:
+    return ExportError(
+        f"{options.resolved_runtime} cannot run the exported model: {why}; nothing was written: "
+        f"{advise(options, model.config).elsewhere}"
+    )
 
 
 def _examine(

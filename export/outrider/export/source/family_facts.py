@@ -70,6 +70,10 @@ NO_PATH: Final[dict[str, str]] = {
     **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl", "xmod"), _SHIFTED),
     "cpmant": "it puts tokens of its own in front of a prompt",
     "ctrl": _FLAT_MASK,
+    "doge": "it makes a mask of its own from its values",
+    "gemma3n_text": "its configuration has an intermediate size for each layer, which is not understood",
+    "glm_moe_dsa": "its sparse attention keeps keys of its own",
+    "longcat_flash": "each of its layers has two attentions, which the check of the weights does not understand",
     "llama4_text": "it attends chunks, of which it does not tell the attention interface",
     "megatron-bert": _FLAT_MASK,
     "openai-gpt": "it has no cache of keys and values",
@@ -137,6 +141,8 @@ def runtime_obstacle(config: Mapping[str, Any], runtime: str, device: str) -> st
         return "its attention adds ALiBi by itself, outside transformers' attention interface; use openvino"
     if runtime == "torch" and family == "gpt_neo":
         return "its attention is its own, outside transformers' attention interface; use openvino"
+    if runtime == "torch" and text.get("index_topk"):
+        return "its sparse attention keeps keys of its own (index_topk), which cannot be cut back"
     return None
 
 

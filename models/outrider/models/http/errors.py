@@ -77,7 +77,8 @@ def from_validation(faults: Sequence[Any], *, prefix: str = "") -> RequestError:
     if where and where[0] == "body":
         where = where[1:]
     param = ".".join(([prefix] if prefix else []) + where)[:MAX_PARAM_CHARS] or "body"
-    return FieldError("invalid_parameter", f"{param}: {first['msg']}", param=param)
+    message = "expected an object" if first["type"] == "model_type" else first["msg"]
+    return FieldError("invalid_parameter", f"{param}: {message}", param=param)
 
 
 def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:

@@ -122,7 +122,7 @@ class Slots:
         if self._taken[owner] + count > self._max_each:
             raise RequestError(
                 "too_many_sessions",
-                f"{self._taken[owner]} sequences are open with this key and the request needs {count} more; at most "
+                f"this client has {self._taken[owner]} open sequences and the request needs {count} more; at most "
                 f"{self._max_each} may be open. End some first",
                 status=429,
             )
@@ -141,7 +141,7 @@ class Slots:
         if max_waiting is not None and len(queue) >= max_waiting:
             raise RequestError(
                 "too_many_sessions",
-                f"{len(queue)} calls with this key wait for a free sequence; at most {max_waiting} may. Retry when "
+                f"{len(queue)} calls of this client wait for a free sequence; at most {max_waiting} may. Retry when "
                 "some have ended",
                 status=429,
             )

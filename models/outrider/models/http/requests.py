@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
 from outrider.models.errors import RequestError, SamplingError
@@ -21,6 +23,9 @@ M = TypeVar("M", bound=BaseModel)
 
 LARGE_BODY_BYTES: Final = 1 << 16
 """Bodies up to this size are parsed at once."""
+MAX_OWN_BODIES: Final = 32
+MAX_BODIES: Final = 256
+"""So many bodies of the largest size may wait at a time, of one owner and in all."""
 MAX_JSON_PARTS: Final = 1 << 16
 """Most objects, lists and keys in a body, and most strings. `{}` is 2 bytes in a body and 64 or more as an object."""
 
@@ -46,17 +51,44 @@ def parse(message: type[M], body: bytes) -> M:
 class Bodies:
     """Parses bodies on the event loop: large ones in turn, with as long a break after each as it took.
 
-    A large body takes tens of milliseconds, in which no stream goes on: many together would take seconds.
+    A large body takes tens of milliseconds, in which no stream goes on: many together would take seconds. Those that
+    wait are bounded: every connection can send one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_body_bytes: int) -> None:
+        """max_body_bytes: of the largest body."""
         self.turns = Turns()
+        self._max_each = MAX_OWN_BODIES * max_body_bytes
+        self._max_total = MAX_BODIES * max_body_bytes
+        self._held: Counter[bytes] = Counter()
 
-    async def parse(self, owner: bytes, message: type[M], body: bytes) -> M:
-        """As the function `parse`, when its turn has come."""
+    @property
+    def num_held_bytes(self) -> int:
+        """Bytes of bodies that wait, of all owners."""
+        return self._held.total()
+
+    @contextmanager
+    def hold(self, owner: bytes, body: bytes) -> Iterator[None]:
+        """Counts a body that waits inside. Raises RequestError 503 `too_many_bytes` if too much waits already."""
+        size = len(body)
+        if self._held[owner] + size > self._max_each or self.num_held_bytes + size > self._max_total:
+            if not self._held[owner]:
+                del self._held[owner]
+            raise too_many_bytes("waiting")
+        self._held[owner] += size
+        try:
+            yield
+        finally:
+            self._held[owner] -= size
+            if not self._held[owner]:
+                del self._held[owner]
+
+    async def parse(self, owner: bytes, message: type[M], body: bytes, *, is_held: bool = False) -> M:
+        """As the function `parse`, when its turn has come. is_held: the body is counted already."""
         if len(body) <= LARGE_BODY_BYTES:
             return parse(message, body)
-        await self.turns.take(owner)
+        with nullcontext() if is_held else self.hold(owner, body):
+            await self.turns.take(owner)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
@@ -64,6 +96,15 @@ class Bodies:
         finally:
             now_s = loop.time()
             loop.call_at(2 * now_s - began_s, self.turns.release, owner)
+
+
+def too_many_bytes(state: str) -> RequestError:
+    """The error 503 where bodies in this state, "unfinished" or "waiting", hold too much memory."""
+    return RequestError(
+        "too_many_bytes",
+        f"{state} bodies, of this client or in all, hold as many bytes as the server takes; retry later",
+        status=503,
+    )
 
 
 def load(body: bytes) -> Any:
@@ -110,13 +151,12 @@ def sampling_of(make: Callable[[], SamplingParams]) -> SamplingParams:
 
 
 async def read_body(receive: Receive) -> bytes:
-    """A request's whole body."""
-    message = await receive()
-    body: bytes = message.get("body", b"")
-    if message.get("more_body"):
-        parts = [body]
-        while message.get("more_body"):
-            message = await receive()
-            parts.append(message.get("body", b""))
-        body = b"".join(parts)
-    return body
+    """A request's whole body. Raises ClientDisconnect. Starlette's `Request.body` would keep it as long as a stream."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(parts)

@@ -185,9 +185,11 @@ class Gate:
         open_paths: Collection[str],
         probe_paths: Collection[str],
         costly_paths: Collection[str],
+        takes_json: bool = False,
     ) -> None:
         """open_paths: need no key. probe_paths: neither a key nor a name that is allowed. costly_paths: their POSTs
-        count against the rate.
+        count against the rate, and must be JSON. takes_json: all POSTs must be; others are left to the router, which
+        knows that there is no such route.
         """
         self._app = app
         self._open_paths = frozenset(open_paths)
@@ -196,6 +198,7 @@ class Gate:
         self._keys = keys
         self._limiter = limiter
         self._pages = pages
+        self._takes_json = takes_json
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -223,8 +226,10 @@ class Gate:
             owner = client_network(scope["client"][0]).encode()
         scope[OWNER] = owner
         if method == "POST":
-            _require_json(found.get(b"content-type"))
-            if path in self._costly_paths:
+            is_costly = path in self._costly_paths
+            if is_costly or self._takes_json:
+                _require_json(found.get(b"content-type"))
+            if is_costly:
                 self._limiter.spend(owner)
 
 
