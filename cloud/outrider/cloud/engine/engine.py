@@ -215,7 +215,7 @@ class Engine:
             deadlines = (self._scheduler.next_deadline(started), self._health.seconds_to_probe())
             return min((seconds for seconds in deadlines if seconds is not None), default=None)
         ready = self._clock()
-        size = sum((share.size for share in shares), StepSize())
+        size = StepSize(sum(len(share.new) for share in shares), sum(share.num_attended for share in shares))
         passes, faults = self._totals.passes, self._totals.faults
         try:
             rows = self._runner.forward(shares)

@@ -51,9 +51,10 @@ class Share:
         return 1 + len(self.drafted) if self.is_complete else 0
 
     @property
-    def size(self) -> StepSize:
-        """What it adds to the step."""
-        return StepSize.of(len(self.new), self.sequence.computed)
+    def num_attended(self) -> int:
+        """Positions that its tokens attend to, in all."""
+        count = len(self.new)
+        return count * self.sequence.computed + count * (count + 1) // 2
 
     def as_slice(self) -> SequenceSlice:
         """The same for the runtime."""
@@ -210,7 +211,7 @@ class Scheduler:
         budget = max(0, self._config.token_budget - len(decoding))
         # However full a step is, prompts advance by a block: every sequence gets its first token.
         for_prompts = min(sum(s.num_wanted for s in prompts), max(budget - budget // 2, self._cache.pool.block_size))
-        fixed = sum((StepSize.of(1, s.computed) for s in decoding), StepSize())
+        fixed = StepSize(len(decoding), len(decoding) + sum(s.computed for s in decoding))
         if prompts:
             fixed += StepSize.of(for_prompts, sum(s.computed for s in prompts) // len(prompts))
         context = sum(s.computed for s in decoding) / max(1, len(decoding))
@@ -277,6 +278,8 @@ class Scheduler:
         return new, sequence.drafts.own_draft(room - missing) if len(new) == missing else []
 
     def _is_waiting(self, sequence: SequenceState, now: float) -> bool:
+        if sequence.drafts.wait is NO_WAIT:
+            return False
         is_waiting = self._drafting.is_waiting(sequence.drafts, now)
         self._totals.waited_s += sequence.drafts.waited_s - sequence.usage.waited_s
         sequence.usage.waited_s = sequence.drafts.waited_s

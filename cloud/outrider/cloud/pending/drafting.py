@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize, StepTimeCurve
-from outrider.cloud.pending.policy import NO_WAIT, Policy, bounded, choose_drafts, longest_wait, plan_wait
+from outrider.cloud.pending.policy import NO_WAIT, Policy, Wait, bounded, choose_drafts, longest_wait, plan_wait
 
 _MAX_WAITED_FOR = 8  # drafted tokens: more of them are never worth a longer wait
 _LIKELY = 0.05  # survival below which a drafted token is not verified even when only passes count
@@ -57,18 +58,18 @@ class Drafting:
         step_s, extra_s = self.curve.step_and_extra()
         most = min(self._max_draft, _MAX_WAITED_FOR, drafts.num_left - 1)
         lags = [bounded(lag, step_s) for lag in drafts.lag.seconds_until(most)]
+        alpha, answered, crowding = drafts.acceptance.rate, drafts.lag.answer_rate, max(1.0, crowding)
+        if self._policy is not Policy.AUTO:
+            crowding = 1.0
+        saves_passes = self._policy is Policy.VERIFY
         if drafts.has_company:
             # The others' steps go on meanwhile: it can join again only at the end of one of theirs.
-            lags = [None if lag is None else -(-lag // step_s) * step_s for lag in lags]
-        wait = plan_wait(
-            drafts.acceptance.rate,
-            step_s,
-            extra_s,
-            lags,
-            drafts.lag.answer_rate,
-            saves_passes=self._policy is Policy.VERIFY,
-            crowding=crowding if self._policy is Policy.AUTO else 1.0,
-        )
+            in_steps = tuple(None if lag is None else -(-lag // step_s) for lag in lags)
+            coarse = round(alpha, 2), round(extra_s / step_s, 2), in_steps, round(answered, 2), round(crowding, 1)
+            want = _plan_in_company(*coarse, saves_passes)
+            wait = Wait(want, (in_steps[want - 1] or 0.0) * step_s) if want else NO_WAIT
+        else:
+            wait = plan_wait(alpha, step_s, extra_s, lags, answered, saves_passes=saves_passes, crowding=crowding)
         if wait.want == 0 or (allowed is not None and wait.lag_s * 1e3 > allowed):
             return
         longest = longest_wait(wait.lag_s)
@@ -116,3 +117,20 @@ class Drafting:
             step_s = self.curve.seconds(fixed.tokens + most, fixed, context)
             counts = choose_drafts(survivals, fixed.tokens, len(decoding), step_s, most)
         return chosen | {drafts: p[:n] for drafts, p, n in zip(others, paths, counts, strict=True)}
+
+
+@lru_cache(maxsize=4096)
+def _plan_in_company(
+    alpha: float,
+    extra: float,
+    lags: tuple[float | None, ...],
+    answer_rate: float,
+    crowding: float,
+    saves_passes: bool,
+) -> int:
+    """How many drafted tokens to wait for, with times in units of a step; 0: do not wait.
+
+    Only ratios of times matter. Where many sequences run, their lags are whole steps, so few cases differ.
+    """
+    wait = plan_wait(alpha, 1.0, extra, lags, answer_rate, saves_passes=saves_passes, crowding=crowding)
+    return wait.want
