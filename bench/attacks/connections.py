@@ -1,4 +1,4 @@
-"""Attacks on the HTTP layer: huge headers, trickled ones, pipelined requests, answers that nobody reads."""
+"""Attacks on the HTTP layer: huge headers, trickled ones, pipelined requests, answers left unread."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """A piece of the body."""
         self._body_bytes += len(body)
         if self._body_bytes > self._limits.max_body_bytes and self.cycle.response_complete:
-            raise _Overrun("bodies that nobody reads")
+            raise _Overrun("bodies left unread")
         super().on_body(body)
 
     def on_message_complete(self) -> None:

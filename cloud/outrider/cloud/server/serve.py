@@ -110,7 +110,7 @@ def _page_policy(options: ServeOptions, address: str, *, is_keyless: bool) -> Pa
     if is_keyless and address not in _WILDCARDS:
         hosts |= {options.host, address}
     elif is_keyless and not hosts:
-        hosts.add(ANY_HOST)  # nobody knows the names of all addresses
+        hosts.add(ANY_HOST)  # the names of all its addresses are not known
     return PagePolicy(is_keyless=is_keyless, allowed_hosts=hosts, allowed_origins=options.allowed_origin)
 
 
