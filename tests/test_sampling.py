@@ -19,6 +19,7 @@ from outrider.models.sampling import (
     MAX_GUMBEL,
     MAX_SEED,
     SamplingParams,
+    candidates,
     gumbel,
     noise_bits,
     noise_key,
@@ -257,6 +258,38 @@ def test_pruning_never_changes_a_pick(logits: Logits, chosen: SamplingParams, po
     plain = SamplingParams(temperature=chosen.temperature, seed=chosen.seed)
     scores = logits.astype(np.float64) / plain.temperature + gumbel(plain.seed, position, np.arange(logits.size))
     assert pick(logits, plain, position) == int(scores.argmax())
+
+
+@given(rows(), params, st.integers(0, 1_000), st.integers(1, 8))
+@settings(max_examples=200, deadline=None)
+def test_candidates_are_the_best_scores_with_their_gaps(
+    logits: Logits, chosen: SamplingParams, position: int, count: int
+) -> None:
+    """Equals a sort of all scores; the first is the pick."""
+    _require_best_candidates(logits, chosen, position, count)
+
+
+@pytest.mark.parametrize("chosen", [SamplingParams(), SamplingParams(0.8, seed=3), SamplingParams(5.0, seed=4)])
+def test_candidates_of_a_large_vocabulary(chosen: SamplingParams) -> None:
+    """Pruning by blocks and by rare noise loses none, with equal logits too."""
+    rng = np.random.default_rng(5)
+    for spread in (0.1, 3.0, 10.0):
+        logits = (rng.normal(size=20_011) * spread).astype(np.float32)
+        _require_best_candidates(logits, chosen, 7, 6)
+        _require_best_candidates(np.round(logits), chosen, 7, 6)
+
+
+def _require_best_candidates(logits: Logits, chosen: SamplingParams, position: int, count: int) -> None:
+    ids = np.arange(logits.size) if chosen.is_greedy else survivors(logits, chosen)
+    scores = logits[ids].astype(np.float64)
+    if not chosen.is_greedy:
+        scores = scores / chosen.temperature + gumbel(chosen.seed, position, ids)
+    order = np.lexsort((ids, -scores))[: max(2, count)]
+    found = candidates(logits, chosen, position, count)
+    assert found.tokens == ids[order].tolist()
+    assert found.tokens[0] == pick(logits, chosen, position)
+    behind = (scores[order[0]] - scores[order]).tolist()
+    assert found.gaps == [behind[1] if len(behind) > 1 else math.inf, *behind[1:]]
 
 
 def test_greedy_takes_the_lowest_of_equal_ids() -> None:

@@ -30,7 +30,9 @@ from pydantic_core import from_json
 from outrider.models.acceptance import Rule
 from outrider.models.sampling import MAX_SEED, SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+TREES_SINCE = 2
+"""The version since which drafts may be trees (`tree_draft`); the path form stays."""
 MAX_PATHS = 8
 MAX_PATH_TOKENS = 64
 MAX_VERIFY_ITEMS = 256

@@ -40,6 +40,10 @@ _U32: Final = 0xFFFFFFFF
 MAX_SEED: Final = (1 << 63) - 1
 # No variate exceeds this, since u <= 1 - 2^-33.
 MAX_GUMBEL: Final = -math.log(-math.log1p(-(2.0**-33)))
+# One variate in 404 exceeds this one; it is found by comparing hashes, without logarithms.
+_RARE_GUMBEL: Final = 6.0
+_RARE_BITS: Final = np.uint32(math.floor(math.exp(-math.exp(-_RARE_GUMBEL)) * 2.0**32) - 1)
+_BLOCK: Final = 128  # logits of which one bounds the scores from below
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,11 @@ def noise_bits(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray
 
 def gumbel(seed: int, position: int, tokens: NDArray[np.integer]) -> NDArray[np.float64]:
     """g(seed, position, token) for each token id: float64, same shape as `tokens`."""
-    u = noise_bits(seed, position, tokens).astype(np.float64)
+    return _variates(noise_bits(seed, position, tokens))
+
+
+def _variates(bits: NDArray[np.uint32]) -> NDArray[np.float64]:
+    u = bits.astype(np.float64)
     u += 0.5
     u *= 2.0**-32
     np.log(u, out=u)
@@ -192,3 +200,73 @@ def pick(logits: NDArray[np.float32], params: SamplingParams, position: int) -> 
     scores /= params.temperature
     scores += gumbel(params.seed, position, ids)
     return int(ids[scores.argmax()])
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The tokens with the best scores, best first.
+
+    tokens: ids; at least one, and fewer than asked for where truncation leaves no more. gaps: by how much each score is
+    behind the best one, in units of the noise (greedy: of the logits); but gaps[0] is the lead of the best over the
+    second, infinite where there is no second.
+    """
+
+    tokens: list[int]
+    gaps: list[float]
+
+
+def candidates(logits: NDArray[np.float32], params: SamplingParams, position: int, count: int) -> Candidates:
+    """The `count` best tokens by the scores that `pick` compares, for one row of logits, [V] float32.
+
+    The first is `pick`'s token. A pure function. Raises ModelFault if the row's maximum is not finite.
+    """
+    best = int(logits.argmax())
+    if not math.isfinite(logits[best]):
+        raise ModelFault(
+            f"the model's logits at position {position} are not finite; check the export with a parity run"
+        )
+    count = max(2, count)  # the lead needs a second
+    if params.is_greedy:
+        ids = np.flatnonzero(logits >= _floor_of_best(logits, count))
+        scores = logits[ids].astype(np.float64)
+    elif params.top_k or params.top_p < 1.0 or params.min_p > 0.0:
+        ids = survivors(logits, params)
+        scores = logits[ids].astype(np.float64)
+        scores /= params.temperature
+        scores += gumbel(params.seed, position, ids)
+    else:
+        ids, scores = _contenders(logits, params, position, count)
+    if ids.size > count:
+        among = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
+        ids, scores = ids[among], scores[among]
+    order = np.lexsort((ids, -scores))[:count]
+    found = scores[order]
+    gaps = (found[0] - found).tolist()
+    gaps[0] = gaps[1] if len(gaps) > 1 else math.inf
+    return Candidates(ids[order].tolist(), gaps)
+
+
+def _floor_of_best(logits: NDArray[np.float32], count: int) -> float:
+    """A logit that at least `count` tokens reach, if there are so many: cheap, and not much under the count-th."""
+    whole = logits.size // _BLOCK * _BLOCK
+    highest = logits[:whole].reshape(-1, _BLOCK).max(axis=1) if whole >= 8 * _BLOCK else logits
+    kept = min(count, highest.size)
+    return float(np.partition(highest, -kept)[-kept])
+
+
+def _contenders(
+    logits: NDArray[np.float32], params: SamplingParams, position: int, count: int
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Ids, ascending, among which the `count` best are, and their scores; exact pruning, no truncation."""
+    high = np.flatnonzero(logits >= _floor_of_best(logits, count))
+    reached = logits[high].astype(np.float64)
+    reached /= params.temperature
+    reached += gumbel(params.seed, position, high)
+    # The count-th best score is at least this.
+    least = float(np.sort(reached)[-min(count, reached.size)])
+    ids = np.flatnonzero(logits >= (least - MAX_GUMBEL - 1e-3) * params.temperature)
+    bits = noise_bits(params.seed, position, ids)
+    scores = logits[ids].astype(np.float64)
+    scores /= params.temperature
+    kept = np.flatnonzero((bits >= _RARE_BITS) | (scores >= least - _RARE_GUMBEL - 1e-3))
+    return ids[kept], scores[kept] + _variates(bits[kept])

@@ -1,0 +1,31 @@
+"""Names the drafted tokens that a sequence verifies in a step: a line, or a part of its tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Drafted tokens, parents before their children, the likeliest path first.
+
+    parents: for each token the index of its parent in `tokens`; -1: it follows the last committed token. A line is
+    -1, 0, 1, ...
+    """
+
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] = ()
+
+    @classmethod
+    def line(cls, tokens: Sequence[int]) -> Chosen:
+        """One path."""
+        return cls(tokens, range(-1, len(tokens) - 1))
+
+    @property
+    def is_line(self) -> bool:
+        """Whether each token follows the one before it."""
+        return all(parent == index - 1 for index, parent in enumerate(self.parents))
+
+
+NOTHING = Chosen()

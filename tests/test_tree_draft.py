@@ -1,0 +1,69 @@
+"""The draft message that carries a tree: its bytes, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.models.errors import RequestError
+from outrider.models.protocol import MAX_COUNT
+from outrider.models.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TreeDraft, decode_tree, level_of
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> TreeDraft:
+    """Messages with parents in the same and in earlier messages."""
+    first = draw(st.integers(0, 1000))
+    size = draw(st.integers(1, 20))
+    parents = [
+        draw(st.one_of(st.just(ROOT), st.integers(0, first + i - 1))) if first + i else ROOT for i in range(size)
+    ]
+    tokens = draw(st.lists(st.integers(0, MAX_COUNT), min_size=size, max_size=size))
+    levels = draw(st.lists(st.integers(0, 15), min_size=size, max_size=size))
+    return TreeDraft(draw(st.integers(0, MAX_COUNT)), first, tokens, parents, levels)
+
+
+@given(messages())
+def test_a_message_survives_its_encoding(message: TreeDraft) -> None:
+    """decode(encode(x)) == x."""
+    assert decode_tree(message.encode()) == message
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_are_a_message_or_refused(body: bytes) -> None:
+    """No other error; what is accepted encodes to as few bytes or fewer."""
+    try:
+        message = decode_tree(body)
+    except RequestError as error:
+        assert error.code == "invalid_request"
+    else:
+        assert decode_tree(message.encode()) == message
+        assert len(message.encode()) <= len(body)
+
+
+def test_the_bytes_of_a_small_tree() -> None:
+    """The example of docs/protocol.md: three bytes a node."""
+    tree = TreeDraft(17, 40, [812, 331, 90, 5], [ROOT, 40, 40, ROOT], [13, 10, 7, 5])
+    assert tree.encode().hex(" ") == "11 28 d0 ac 06 a1 cb 02 72 5a 50 05"
+
+
+def test_what_no_device_sends_is_refused() -> None:
+    """With the reason."""
+    for body, reason in (
+        (b"", "ends within"),
+        (b"\x00\x00", "0 nodes"),
+        (b"\x00\x00\x00", "ends within"),
+        (b"\x00\x00\x01\x05", "parent 1 numbers before"),
+        (b"\x00\x20\x0f\x03\x05", "distance 3"),
+        (b"\xff\xff\xff\xff\xff\x01", "more than 31 bits"),
+        (b"\x00\x00" + b"\x00\x05" * (MAX_MESSAGE_NODES + 1), "513 nodes"),
+    ):
+        with pytest.raises(RequestError, match=reason):
+            decode_tree(body)
+
+
+def test_chances_are_rounded_to_the_nearest_level() -> None:
+    """Every chance of the table is its own level; 0 and 1 are its ends."""
+    assert [level_of(chance) for chance in CHANCES] == list(range(16))
+    assert (level_of(0.0), level_of(1.0), level_of(0.6)) == (0, 15, 10)
