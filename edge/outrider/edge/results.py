@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -109,10 +109,11 @@ class GenerationResult:
     tokens: those that the target committed. sources: who produced each. arrival_s: seconds from the request to each.
     num_passes: target passes that committed (the one that ends the prefill included).
     num_proposed: drafted tokens that the target ran. num_tested: those that it compared with its own choice (not those
-    after a rejected one); num_accepted: those that were equal. num_drafted: tokens drafted on the device; num_posts:
-    messages sent with them; num_failed_posts: messages lost. num_sessions: 1 plus the number of resumptions. depths:
-    (index of the token, depth) at each change. finish_reason: "stop", "length" or "context". draft_error: why drafting
-    ended early, if it did. waited_ms: time that the target waited for drafts.
+    after a rejected one); num_accepted: those that were equal. num_drafted: positions that the draft guessed at on the
+    device; num_sent: guesses sent; hits: tokens of the text that the device had guessed, by rank (0: the draft's own
+    pick; 8: prompt lookup's); num_posts: messages sent; num_failed_posts: messages lost. num_sessions: 1 plus the
+    number of resumptions. depths: (index of the token, depth) at each change. finish_reason: "stop", "length" or
+    "context". draft_error: why drafting ended early, if it did. waited_ms: time that the target waited for drafts.
     """
 
     mode: Mode
@@ -125,6 +126,8 @@ class GenerationResult:
     num_tested: int
     num_proposed: int
     num_drafted: int = 0
+    num_sent: int = 0
+    hits: Mapping[int, int] = field(default_factory=dict)
     num_posts: int = 0
     num_failed_posts: int = 0
     num_sessions: int = 1

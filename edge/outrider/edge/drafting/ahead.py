@@ -1,4 +1,4 @@
-"""Drafts ahead of the target: keeps the belief, extends it, and sends what is new.
+"""Drafts ahead of the target: keeps the belief, has it extended, and sends what is new.
 
 Knows no network: it takes commits and calls `send`. Runs on the event loop; `DraftWorker` does the drafting.
 """
@@ -8,25 +8,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from outrider.edge.drafting.belief import Belief, CommitOutcome
 from outrider.edge.drafting.depth import DepthController, DraftPlan
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.drafting.worker import DraftRun, DraftWorker
+from outrider.edge.drafting.price import SendPrice
+from outrider.edge.drafting.tree import Node
+from outrider.edge.drafting.worker import DraftWorker, TreeLimits
 from outrider.edge.results import GenerationRequest
 
 logger = logging.getLogger(__name__)
 
-# Called with the number of known tokens and all drafted tokens after them.
-Send = Callable[[int, Sequence[int]], None]
+MAX_SENT = 256  # nodes of a message
+
+# Called with the number of known tokens and the nodes to send, parents first; returns the bytes that were sent, 0 if
+# nothing can be sent now.
+Send = Callable[[int, Sequence[Node]], int]
 
 
 class DraftAhead:
     """The drafting side of one generation. Make it inside a running event loop; `aclose` it there.
 
-    drafter: None never drafts; then only the known tokens are kept.
+    drafter: None never drafts; then only the known tokens are kept. is_free: whether `send` would send now.
     """
 
     def __init__(
@@ -35,29 +42,41 @@ class DraftAhead:
         drafter: Drafter | None,
         depth: DepthController,
         send: Send,
+        is_free: Callable[[], bool],
         estimates: Estimates,
-        flush_s: float,
+        limits: TreeLimits,
+        price: SendPrice,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._request = request
         self._depth = depth
         self._send = send
+        self._is_free = is_free
         self._estimates = estimates
-        self._belief = Belief()
-        self._confidences: list[float] = []  # of the belief's drafted tokens
+        self._price = price
+        # A path is drafted as far as the plan says, however unlikely.
+        self._belief = Belief(estimates.calibration.chance, _LEAST_KEPT if limits.width > 1 else 0.0)
         self._worker = (
-            DraftWorker(drafter, request.prompt, request.params, depth.wants_more, self._flush, flush_s, clock)
+            DraftWorker(
+                drafter,
+                request.prompt,
+                request.params,
+                self._belief,
+                estimates,
+                depth.plan,
+                self._room,
+                self._flush,
+                limits,
+                clock,
+            )
             if drafter is not None
             else None
         )
-        self._run: DraftRun | None = None
-        self._run_future: asyncio.Future[None] | None = None
-        self._num_taken = 0  # proposals of the run that are in the belief
-        self._num_agreed = len(request.prompt)  # first tokens of the drafter's sequence that agree with the belief
-        self._is_stuck = False  # the drafter has nothing to propose until the next commit
-        self._has_unsent = False
+        self._lock = self._worker.lock if self._worker is not None else nullcontext()
+        self._run: asyncio.Future[None] | None = None
         self._is_closed = False
-        self.num_drafted = 0
+        self.num_sent = 0
+        self.hits: Counter[int] = Counter()  # tokens of the text that were in the tree, by rank
         self.error: str | None = None
 
     @property
@@ -67,8 +86,13 @@ class DraftAhead:
 
     @property
     def num_ahead(self) -> int:
-        """Drafted tokens that follow the known ones."""
-        return self._belief.num_drafted
+        """Nodes of the tree after the known tokens."""
+        return self._belief.tree.num_nodes
+
+    @property
+    def num_drafted(self) -> int:
+        """Nodes that the drafter expanded."""
+        return self._worker.num_drafted if self._worker is not None else 0
 
     @property
     def plan(self) -> DraftPlan:
@@ -80,91 +104,85 @@ class DraftAhead:
 
         interval_ms: time since the previous commit; None where that does not measure the server's pace.
         """
-        self._take_proposals()
-        known_before = self._belief.num_known
-        outcome = self._belief.on_commit(base, tokens)
-        if not outcome.tokens:
-            return outcome
-        self._estimates.on_commit(outcome, self._confidences, interval_ms)
-        self._confidences = self._confidences[outcome.num_matched :] if self._belief.num_drafted else []
-        if outcome.diverged or outcome.overtaken:
-            # The current run drafts after a rejected token, or drafts tokens already known.
-            self._num_agreed = min(self._num_agreed, len(self._request.prompt) + known_before + outcome.num_matched)
-            if self._run is not None:
-                self._run.is_cancelled = True
-        self._has_unsent = self._has_unsent and self._belief.num_drafted > 0
-        self._is_stuck = False
-        self._depth.observe(outcome)
+        with self._lock:
+            outcome = self._belief.on_commit(base, tokens)
+            if not outcome.tokens:
+                return outcome
+            self._estimates.on_commit(outcome, interval_ms)
+            self._depth.observe(outcome)
+            self._belief.tree.replant()
+            self._price.committed(len(outcome.tokens))
+            self.hits.update(node.rank for node in outcome.hits)
         return outcome
 
     def resend(self) -> None:
-        """Marks the belief as not sent: a new session does not have it."""
-        self._has_unsent = self._belief.num_drafted > 0
+        """Takes the whole tree as not sent: a new session does not have it."""
+        with self._lock:
+            self._belief.tree.renumber()
+
+    def lost(self, nodes: Sequence[Node]) -> None:
+        """Sends nodes again whose message was lost, as far as they still matter."""
+        with self._lock:
+            self._belief.tree.unsend(nodes)
+        self.pump()
+
+    def path(self) -> list[int]:
+        """The likeliest path, for a server that takes no trees."""
+        return [node.token for node in self._belief.tree.likeliest()]
 
     def pump(self) -> None:
-        """Sends what a finished run drafted, and starts the next run."""
-        if self._run is not None or self._is_closed:
+        """Sends what is worth it and is not sent yet, and goes on drafting."""
+        if self._is_closed or self._worker is None:
             return
-        self._flush()
-        plan, num_drafted = self.plan, self._belief.num_drafted
-        room = min(plan.depth, self._room()) - num_drafted
-        if room > 0 and not self._is_stuck and self._worker is not None and self._depth.wants_more(self._confidences):
-            tail = self._belief.tokens_from(self._num_agreed - len(self._request.prompt))
-            answer = max(0, plan.answer - num_drafted)
-            self._run = DraftRun(self._num_agreed, tail, room, tuple(self._confidences), answer)
-            self._num_taken = 0
-            self._num_agreed += len(tail)
-            self._run_future = self._worker.submit(self._run)
-            self._run_future.add_done_callback(self._on_run_done)
+        if self._run is None:
+            self._flush()
+            with self._lock:
+                has_work = self.error is None and self._worker.has_work()
+            if has_work:
+                self._run = self._worker.run()
+                self._run.add_done_callback(self._on_run_done)
 
     async def aclose(self) -> None:
-        """Stops drafting after the token in progress and ends the thread."""
+        """Stops drafting after the call in progress and ends the thread."""
         self._is_closed = True
         if self._worker is None:
             return
-        if self._run is not None and self._run_future is not None:
-            self._run.is_cancelled = True
-            await asyncio.wait([self._run_future])
-            self._settle(self._run_future)
+        self._worker.stop()
+        if (run := self._run) is not None:
+            await asyncio.wait([run])
+            self._settle(run)
         self._worker.close()
 
     def _room(self) -> int:
-        """How many drafted tokens the rest of the text can use: its last token is always the target's own."""
+        """How many guessed tokens the rest of the text can use: its last token is always the target's own."""
         return self._request.max_tokens - self._belief.num_known - 1
 
     def _flush(self) -> None:
-        """Sends the belief if part of it is new and the plan is not silent."""
-        self._take_proposals()
-        if self._has_unsent and not self.plan.silent and not self._is_closed:
-            self._has_unsent = False
-            self._send(self._belief.num_known, self._belief.drafted)
-
-    def _take_proposals(self) -> None:
-        """Moves the run's proposals so far into the belief."""
-        run = self._run
-        if run is None or run.is_cancelled or len(run.proposals) == self._num_taken:
+        """Sends unsent nodes that are worth their bytes, unless the plan is silent."""
+        if self._is_closed or self._worker is None or self.plan.silent or not self._is_free():
             return
-        fresh = run.proposals[self._num_taken :]
-        self._num_taken += len(fresh)
-        self._num_agreed += len(fresh)
-        self._belief.extend([proposal.token for proposal in fresh])
-        self._confidences.extend(proposal.confidence for proposal in fresh)
-        self._has_unsent = True
+        with self._lock:
+            tree = self._belief.tree
+            nodes = tree.take_unsent(self._price.floor, MAX_SENT)
+            self._worker.sent()
+            if nodes:
+                self._price.sent(self._send(self._belief.num_known, nodes))
+                self.num_sent += len(nodes)
 
-    def _on_run_done(self, future: asyncio.Future[None]) -> None:
-        self._settle(future)
+    def _on_run_done(self, run: asyncio.Future[None]) -> None:
+        self._settle(run)
         self.pump()
 
-    def _settle(self, future: asyncio.Future[None]) -> None:
-        """Takes a finished run's proposals, time and error; only once, because closing may have done it already."""
-        if (run := self._run) is None:
+    def _settle(self, run: asyncio.Future[None]) -> None:
+        """Takes a finished run's error; only once, because closing may have done it already."""
+        if self._run is not run:
             return
-        self._take_proposals()
         self._run = None
-        self.num_drafted += len(run.proposals)
-        self._estimates.on_drafted(run.took_s * 1e3, run.num_timed)
-        if (error := future.exception()) is not None:
+        if (error := run.exception()) is not None:
             # Without a draft the text is the same, only slower: go on, and report it.
             logger.warning("drafting failed and is off for this text: %s", error, exc_info=error)
             self.error = f"{type(error).__name__}: {error}"
-        self._is_stuck = not run.is_cancelled and not run.proposals
+
+
+_LEAST_KEPT = 5e-4
+"""Guesses of a tree that are less likely to be reached are not kept."""

@@ -1,13 +1,13 @@
 """Chooses how far to draft ahead: three controllers with one interface.
 
-A controller decides from estimates, never from the clock. The drafting thread may call it, but only to read.
+A controller decides from estimates, never from the clock. The drafting thread may call `plan`, which only reads.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from outrider.edge.drafting.belief import CommitOutcome
@@ -15,19 +15,23 @@ from outrider.edge.drafting.estimates import Estimates, ForgettingRatio
 from outrider.models.errors import ConfigError
 from outrider.models.prediction import tokens_per_pass
 
-MAX_DEPTH = 32
+MAX_DEPTH = 64
+LEAST_REACH = 0.004
+"""Expanding a node of a tree that is less likely to be reached does not pay, whatever it costs."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
     """What to draft now. depth: tokens ahead of the last commit, 0 for none.
 
-    silent: draft only to measure and send nothing, so that a hopeless draft costs neither network nor server.
-    answer: tokens that the server can use in one pass; after the device was out of sync they are sent together, as soon
-    as all are drafted. 0: unknown, so send by time.
+    floor: no node is expanded that the target reaches with a smaller chance. silent: draft only to measure and send
+    nothing, so that a hopeless draft costs neither network nor server. answer: tokens that the server can use in one
+    pass; after the device was out of sync they are sent together, as soon as all are drafted. 0: unknown, so send by
+    time.
     """
 
     depth: int
+    floor: float = 0.0
     silent: bool = False
     answer: int = 0
 
@@ -36,11 +40,7 @@ class DepthController(Protocol):
     """Chooses how far to run ahead."""
 
     def plan(self) -> DraftPlan:
-        """The plan in force until the next `observe`."""
-        ...
-
-    def wants_more(self, confidences: Sequence[float]) -> bool:
-        """Whether to draft another token after those with these confidences (thread-safe, changes nothing)."""
+        """The plan in force until the next `observe`; thread-safe, changes nothing."""
         ...
 
     def observe(self, outcome: CommitOutcome) -> None:
@@ -53,7 +53,7 @@ class DepthController(Protocol):
 
 
 class FixedDepth:
-    """A constant depth, 0 to 32."""
+    """A constant depth, 0 to 64."""
 
     def __init__(self, depth: int) -> None:
         if not 0 <= depth <= MAX_DEPTH:
@@ -63,10 +63,6 @@ class FixedDepth:
     def plan(self) -> DraftPlan:
         """The fixed depth."""
         return self._plan
-
-    def wants_more(self, confidences: Sequence[float]) -> bool:
-        """Until the depth is reached."""
-        return len(confidences) < self._plan.depth
 
     def observe(self, outcome: CommitOutcome) -> None:
         """Changes nothing."""
@@ -100,15 +96,12 @@ class ThresholdDepth:
         """The depth after the last change."""
         return DraftPlan(self._depth)
 
-    def wants_more(self, confidences: Sequence[float]) -> bool:
-        """Until the depth is reached."""
-        return len(confidences) < self._depth
-
     def observe(self, outcome: CommitOutcome) -> None:
         """Changes the depth by at most one."""
-        if not outcome.num_tested:
+        if not outcome.tested:
             return
-        self._accepted.add(outcome.num_matched, outcome.num_tested)
+        num_right = sum(guesses[0].token == token for guesses, token in outcome.tested)
+        self._accepted.add(num_right, len(outcome.tested))
         rate = self._accepted.value
         if rate > self._target + self._band:
             self._depth = min(self._max, self._depth + 1)
@@ -120,20 +113,34 @@ class ThresholdDepth:
         return self._depth
 
 
+class Effort(StrEnum):
+    """How much the device drafts: the less, the less energy it takes."""
+
+    LOW = "low"
+    NORMAL = "normal"
+    HIGH = "high"
+
+    @property
+    def cost(self) -> float:
+        """Cost of a ms of drafting on the device, relative to a ms of the user's time."""
+        return {Effort.LOW: 1.0, Effort.NORMAL: 0.1, Effort.HIGH: 0.03}[self]
+
+
 @dataclass(frozen=True, slots=True)
 class CostModelOptions:
     """The cost model's parameters.
 
-    effort: cost of a ms of drafting on the device, relative to a ms of the user's time (the device drafts while it
-    waits anyway, so drafting costs energy more than time). token_cost_ms: cost of a drafted token on the network and in
-    the server. hysteresis: drafting starts again when it is worth this many times its cost.
-    message_cost_ms: cost of a draft message to the server, which often handles it on the model's own cores.
-    probe_depth: tokens of a silent probe at depth 0. max_probe_gap: most commits between two probes; the gap starts
-    at one, doubles when all of a probe is rejected and is one again after an accepted token.
+    max_block: most tokens that a pass verifies. effort: what drafting costs; the device drafts while it waits anyway,
+    so that is energy more than time. token_cost_ms: cost of a drafted token on the network and in the server.
+    hysteresis: drafting starts again when it is worth this many times its cost. message_cost_ms: cost of a draft
+    message to the server, which often handles it on the model's own cores. probe_depth: tokens of a silent probe at
+    depth 0. max_probe_gap: most commits between two probes; the gap starts at one, doubles when all of a probe is
+    rejected and is one again after an accepted token.
     """
 
     max_depth: int = MAX_DEPTH
-    effort: float = 0.1
+    max_block: int = 32
+    effort: Effort = Effort.NORMAL
     token_cost_ms: float = 0.1
     message_cost_ms: float = 1.5
     hysteresis: float = 1.5
@@ -144,8 +151,8 @@ class CostModelOptions:
 class CostModelDepth:
     """Drafts ahead while another token is worth more than it costs, as far as the server can use it.
 
-    The d-th token ahead helps only if it and all before it are accepted, so it is worth survival(d) * step; it costs
-    its drafting and its bytes. Tokens beyond what the server can verify until the next message arrives are worth
+    A node helps only if the target reaches it, so expanding it is worth its reach * step; it costs its drafting and its
+    bytes. Tokens beyond what the server can verify until the next message arrives are worth
     nothing: with p passes in that time, the limit is p * (k + 1) + k tokens for the k that the server would verify. The
     first k are sent before the rest: on a short round trip the server waits for them.
     """
@@ -156,20 +163,13 @@ class CostModelDepth:
         self._is_on = True
         self._probe_gap = 1
         self._commits_to_probe = 0
-        self._depth = self._answer = 0
+        self._depth = 0
+        self._plan = DraftPlan(0)
         self._replan()
 
     def plan(self) -> DraftPlan:
         """The current depth; at 0, a silent probe now and then."""
-        if self._is_on:
-            return DraftPlan(self._depth, answer=self._answer)
-        return DraftPlan(self._options.probe_depth if self._commits_to_probe == 0 else 0, silent=True)
-
-    def wants_more(self, confidences: Sequence[float]) -> bool:
-        """Whether the plan has room and these are likely enough to be accepted for one more to pay."""
-        if not self._is_on:
-            return len(confidences) < self.plan().depth
-        return len(confidences) < self._depth and self._worth(self._estimates.survival(confidences))
+        return self._plan
 
     def observe(self, outcome: CommitOutcome) -> None:
         """Turns drafting on or off, with hysteresis, and chooses the depth again."""
@@ -191,34 +191,38 @@ class CostModelDepth:
             took = k * (e.draft_ms + e.extra_ms) + e.round_trip_ms + e.step_ms
             return took / tokens_per_pass(e.acceptance, k)
 
-        return min(range(1, self._options.max_depth + 1), key=per_token)
+        return min(range(1, self._options.max_block + 1), key=per_token)
 
     def _schedule_probe(self, outcome: CommitOutcome) -> None:
         if outcome.num_matched:
             self._probe_gap = 1
-        elif outcome.num_tested:
+        elif outcome.tested:
             self._probe_gap = min(self._options.max_probe_gap, 2 * self._probe_gap)
-        if outcome.num_tested:
+        if outcome.tested:
             self._commits_to_probe = self._probe_gap
         self._commits_to_probe = max(0, self._commits_to_probe - 1)
 
     def _replan(self) -> None:
         e = self._estimates
-        verified = best_verified(e.acceptance, e.step_ms, e.extra_ms, self._options.max_depth)
+        verified = best_verified(e.acceptance, e.step_ms, e.extra_ms, self._options.max_block)
         lag_ms = e.round_trip_ms + verified * e.draft_ms
         num_passes = max(1, math.ceil(lag_ms / max(1e-3, e.step_ms)))
         depth = min(self._options.max_depth, num_passes * (verified + 1) + verified)
-        while depth > 1 and not self._worth(e.acceptance**depth):
-            depth -= 1
         depth = max(1, depth)
         # A difference of one is within the estimates' noise.
         if abs(depth - self._depth) > 1 or self._depth == 0:
             self._depth = depth
-        self._answer = min(verified, self._depth)
+        if self._is_on:
+            self._plan = DraftPlan(self._depth, self._floor(), answer=min(verified, self._depth))
+        else:
+            probed = self._options.probe_depth if self._commits_to_probe == 0 else 0
+            self._plan = DraftPlan(probed, floor=0.0, silent=True)
 
-    def _worth(self, survival: float) -> bool:
+    def _floor(self) -> float:
+        """The reach from which expanding a node is worth its cost."""
         e, options = self._estimates, self._options
-        return survival * e.step_ms > options.effort * e.draft_ms + options.token_cost_ms
+        cost_ms = options.effort.cost * e.draft_ms + options.token_cost_ms
+        return max(LEAST_REACH, cost_ms / max(1e-3, e.step_ms))
 
 
 def best_verified(acceptance: float, step_ms: float, extra_ms: float, max_k: int) -> int:

@@ -1,53 +1,55 @@
 """Guesses the next token on the device: drafters with one interface.
 
-A drafter holds one sequence. One worker thread at a time drives it, and it knows no network. Its guesses are hints:
-whatever it proposes, the text is the target's.
+A drafter holds one text and guesses what follows it, or any continuation of it. One worker thread at a time drives it,
+and it knows no network. Its guesses are hints: whatever it proposes, the text is the target's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.models.runtimes.base import SequenceRuntime
+from outrider.edge.drafting.calibration import Guess, lookup_guess, model_guesses, shared_guess
+from outrider.models.runtimes.base import BranchingRuntime, SequenceRuntime
 from outrider.models.runtimes.ngram import NgramLookup
-from outrider.models.sampling import SamplingParams, pick
+from outrider.models.sampling import SamplingParams, candidates
 
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """A drafted token and the drafter's own probability for it, 0 to 1 (uncalibrated)."""
-
-    token: int
-    confidence: float
+Logits = NDArray[np.float32]
 
 
 class Drafter(Protocol):
-    """One sequence and guesses of what follows it."""
+    """One text, and guesses of what follows its continuations."""
 
     def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Starts a new sequence; forgets the one before."""
+        """Starts a new text; forgets the one before."""
         ...
 
     @property
     def length(self) -> int:
-        """Tokens in the sequence, prompt and proposals included."""
+        """Tokens of the text, the prompt included."""
         ...
 
-    def rewind(self, length: int) -> None:
-        """Cuts the sequence back to `length` tokens, from 1 to the present number; never copies a cache."""
+    @property
+    def max_branches(self) -> int:
+        """Branches that one call of `guess` runs at the same time; further ones run one after the other."""
         ...
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Appends tokens that the target committed (or that were drafted before)."""
+        """Appends tokens that the target committed. They cost nothing until the next guess."""
         ...
 
-    def propose(self) -> Proposal | None:
-        """Guesses the next token and appends it; None, and nothing appended, when there is no guess. Blocking."""
+    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
+        """Guesses of the token after each branch, at most about `width`, the draft's own pick first; [] for none.
+
+        A branch is the tokens that follow the text; it may be empty. Blocking.
+        """
+        ...
+
+    def continuation(self, max_tokens: int) -> list[Guess]:
+        """A path that follows the text and costs next to nothing; [] for none."""
         ...
 
     def close(self) -> None:
@@ -56,10 +58,10 @@ class Drafter(Protocol):
 
 
 class ModelDrafter:
-    """Drafts with a model that shares the target's noise: the same pick, on its own logits, at the same position.
+    """Drafts with a model: its best scores, with the same noise as the target's pick at the same position.
 
-    Tokens are fed to the runtime only when a proposal needs them, so rewinding and extending cost nothing by
-    themselves.
+    The runtime holds one sequence: for a branch it is cut back to the fork and extended. A `BranchingRuntime` runs
+    several branches in one call. Tokens are fed to the runtime only when a guess needs them.
     """
 
     def __init__(self, runtime: SequenceRuntime, num_ids: int | None = None) -> None:
@@ -67,114 +69,203 @@ class ModelDrafter:
         never proposed. None: all.
         """
         self._runtime = runtime
+        self._branching = runtime if isinstance(runtime, BranchingRuntime) else None
         self._num_ids = num_ids
-        self._tokens: list[int] = []
+        self._text: list[int] = []
+        self._held: list[int] = []  # what the runtime holds: a beginning of the text, perhaps with a branch after it
+        self._num_agreed = 0  # first tokens of `_held` that are known to be the text's
         self._params = SamplingParams()
-        self._probability = Probability()
 
     def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Starts a new sequence; keeps the cache of the beginning that both share."""
-        held = self._runtime.length
-        shared = 0
-        for old, new in zip(self._tokens[:held], prompt, strict=False):
-            if old != new:
-                break
-            shared += 1
-        self._runtime.truncate(shared)
-        self._tokens = list(prompt)
+        """Starts a new text; keeps the cache of the beginning that both share."""
+        self._text = list(prompt)
+        self._num_agreed = 0
         self._params = params
 
     @property
     def length(self) -> int:
-        """Tokens in the sequence, whether or not the runtime has seen them yet."""
-        return len(self._tokens)
+        """Tokens of the text, whether or not the runtime has seen them yet."""
+        return len(self._text)
 
-    def rewind(self, length: int) -> None:
-        """Cuts the sequence back, and the runtime's cache if it is longer."""
-        del self._tokens[length:]
-        if self._runtime.length > length:
-            self._runtime.truncate(length)
+    @property
+    def max_branches(self) -> int:
+        """The runtime's; 1 where it runs one sequence only."""
+        return self._branching.max_branches if self._branching is not None else 1
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens."""
-        self._tokens.extend(tokens)
+        self._text.extend(tokens)
 
-    def propose(self) -> Proposal | None:
-        """One model call; None at the model's longest sequence, and after a token that its embedding does not have.
+    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
+        """The best scores after each branch, with their gaps.
 
-        A target that is padded further than the draft may pick an id of its padding.
+        None of them at the model's longest sequence, and after a token that its embedding does not have: a target that
+        is padded further than the draft may pick an id of its padding.
         """
-        position, limits = len(self._tokens), self._runtime.limits
-        if position >= limits.max_positions:
-            return None
-        if self._runtime.length == position:
-            # The logits after the last token are gone; run that token again.
-            self._runtime.truncate(position - 1)
-        new = self._tokens[self._runtime.length :]
-        if max(new) >= limits.vocab_size:
-            return None
-        logits = self._runtime.extend(new)[: self._num_ids]
-        token = pick(logits, self._params, position)
-        self._tokens.append(token)
-        return Proposal(token, self._probability(logits, token, self._params.temperature))
+        found: list[list[Guess]] = [[] for _ in branches]
+        if max(self._text[self._agree() :], default=0) >= self._runtime.limits.vocab_size:
+            return found
+        able = [index for index, branch in enumerate(branches) if self._can_run(branch)]
+        together = [index for index in able if branches[index]] if self.max_branches > 1 else []
+        if len(together) > 1:
+            self._run_together(branches, together, found, width)
+            able = [index for index in able if not branches[index]]
+        for index in able:
+            found[index] = self._best(self._run(branches[index]), len(branches[index]), width)
+        return found
+
+    def continuation(self, max_tokens: int) -> list[Guess]:
+        """None: every token of a model costs a call."""
+        return []
+
+    def _can_run(self, branch: Sequence[int]) -> bool:
+        limits = self._runtime.limits
+        is_known = max(branch, default=0) < limits.vocab_size
+        return is_known and len(self._text) + len(branch) < limits.max_positions
+
+    def _best(self, logits: Logits, num_after: int, width: int) -> list[Guess]:
+        position = len(self._text) + num_after
+        return model_guesses(candidates(logits[: self._num_ids], self._params, position, width), width)
+
+    def _agree(self) -> int:
+        """How many first tokens the runtime and the text share."""
+        agreed, most = self._num_agreed, min(len(self._held), len(self._text))
+        while agreed < most and self._held[agreed] == self._text[agreed]:
+            agreed += 1
+        self._num_agreed = agreed
+        return agreed
+
+    def _run(self, branch: Sequence[int]) -> Logits:
+        """Logits after a branch: cuts the runtime's sequence back to where it agrees, and extends it."""
+        text, held, kept = self._text, self._held, self._agree()
+        if kept < len(text):
+            new = [*text[kept:], *branch]
+        else:
+            shared = 0
+            for mine, its in zip(branch, held[kept:], strict=False):
+                if mine != its:
+                    break
+                shared += 1
+            kept += shared
+            new = list(branch[shared:])
+        if not new:  # the logits after the last token are gone; run that token again
+            kept -= 1
+            new = [held[kept]]
+        self._cut(kept)
+        logits = self._runtime.extend(new)
+        held += new
+        return logits
+
+    def _run_together(
+        self, branches: Sequence[Sequence[int]], indices: Sequence[int], found: list[list[Guess]], width: int
+    ) -> None:
+        assert self._branching is not None
+        agreed = self._agree()
+        self._cut(agreed)
+        if missing := self._text[agreed:]:
+            self._runtime.extend(missing)
+            self._held += missing
+        for start in range(0, len(indices), self.max_branches):
+            part = indices[start : start + self.max_branches]
+            rows = self._branching.extend_branches([branches[index] for index in part])
+            for index, row in zip(part, rows, strict=True):
+                found[index] = self._best(row, len(branches[index]), width)
+
+    def _cut(self, length: int) -> None:
+        if length < len(self._held):
+            self._runtime.truncate(length)
+            del self._held[length:]
+            self._num_agreed = min(self._num_agreed, length)
 
     def close(self) -> None:
         """Releases the runtime."""
         self._runtime.close()
 
 
-class Probability:
-    """Softmax of one token, in memory that is reused: after a step has emptied the CPU's caches, temporaries cost more
-    than the arithmetic.
-    """
-
-    def __init__(self) -> None:
-        self._weights = np.empty(0, np.float32)
-
-    def __call__(self, logits: NDArray[np.float32], token: int, temperature: float) -> float:
-        """Probability of `token` at `temperature` (greedy: at 1), before truncation; `logits` [V] is not changed."""
-        if self._weights.size != logits.size:
-            self._weights = np.empty_like(logits)
-        weights = np.subtract(logits, logits[token], out=self._weights)
-        if temperature > 0.0:
-            weights *= np.float32(1.0 / temperature)
-        np.exp(weights, out=weights)
-        return float(1.0 / weights.sum())  # float32, summed pairwise: precise enough for a hint
-
-
 class NgramDrafter:
     """Drafts by prompt lookup, without a model: repeats what followed the same few tokens before."""
 
-    # Without a model there is no probability; the estimates calibrate this constant.
-    _CONFIDENCE = 0.5
+    max_branches = 1
 
     def __init__(self) -> None:
         self._lookup = NgramLookup()
 
     def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Starts a new sequence; ignores the sampling parameters."""
+        """Starts a new text; ignores the sampling parameters."""
         self._lookup.truncate(0)
         self._lookup.extend(prompt)
 
     @property
     def length(self) -> int:
-        """Tokens in the sequence."""
+        """Tokens of the text."""
         return self._lookup.length
-
-    def rewind(self, length: int) -> None:
-        """Cuts the sequence back."""
-        self._lookup.truncate(length)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens."""
         self._lookup.extend(tokens)
 
-    def propose(self) -> Proposal | None:
-        """The token that followed the longest repeated suffix; None when nothing repeats."""
-        if not (found := self._lookup.propose(1)):
-            return None
-        self._lookup.extend(found)
-        return Proposal(found[0], self._CONFIDENCE)
+    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
+        """The token that followed the longest repeated suffix, for each branch."""
+        length, found = self._lookup.length, list[list[Guess]]()
+        for branch in branches:
+            self._lookup.extend(branch)
+            suffix, tokens = self._lookup.match(1)
+            self._lookup.truncate(length)
+            found.append([lookup_guess(tokens[0], suffix)] if tokens else [])
+        return found
+
+    def continuation(self, max_tokens: int) -> list[Guess]:
+        """What followed the longest repeated suffix of the text."""
+        suffix, tokens = self._lookup.match(max_tokens)
+        return [lookup_guess(token, suffix + index) for index, token in enumerate(tokens)]
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+class MixedDrafter:
+    """Drafts with a model and by prompt lookup into one tree: a repetitive text is guessed by both."""
+
+    def __init__(self, model: Drafter) -> None:
+        self._model = model
+        self._lookup = NgramDrafter()
+
+    def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Starts a new text in both."""
+        self._model.begin(prompt, params)
+        self._lookup.begin(prompt, params)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text."""
+        return self._model.length
+
+    @property
+    def max_branches(self) -> int:
+        """The model's."""
+        return self._model.max_branches
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends tokens in both."""
+        self._model.extend(tokens)
+        self._lookup.extend(tokens)
+
+    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
+        """The model's guesses, and lookup's beside them; one that both make counts as the model's, and as surer."""
+        found = self._model.guess(branches, width)
+        for guesses, more in zip(found, self._lookup.guess(branches, width), strict=True):
+            for looked_up in more:
+                ranks = [index for index, guess in enumerate(guesses) if guess.token == looked_up.token]
+                if ranks:
+                    guesses[ranks[0]] = shared_guess(guesses[ranks[0]])
+                elif guesses:  # beyond the model's longest sequence lookup would go on alone, token by token
+                    guesses.append(looked_up)
+        return found
+
+    def continuation(self, max_tokens: int) -> list[Guess]:
+        """Lookup's."""
+        return self._lookup.continuation(max_tokens)
+
+    def close(self) -> None:
+        """Releases the model."""
+        self._model.close()

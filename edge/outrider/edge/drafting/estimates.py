@@ -7,11 +7,10 @@ gives a commit that tested one token the weight of one that tested ten. The agen
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 from outrider.edge.drafting.belief import CommitOutcome
+from outrider.edge.drafting.calibration import Calibration
 
-_NUM_BUCKETS = 8
 _ANSWER_TOKENS = 4  # roughly, drafted before the answer to a commit is sent
 
 
@@ -50,8 +49,8 @@ class Estimates:
 
     def __init__(self) -> None:
         self.accepted = ForgettingRatio(0.6, 2.0, keep=0.98)
-        self._buckets = [ForgettingRatio(0.0, 0.0, keep=0.98) for _ in range(_NUM_BUCKETS)]
-        self._draft = ForgettingRatio(1.0, 0.01, keep=0.98)
+        self.calibration = Calibration()
+        self._draft = CallTimes()
         self._interval = ForgettingRatio(40.0, 0.01, keep=0.9)
         self._tokens_per_commit = ForgettingRatio(1.0, 0.01, keep=0.9)
         self._round_trips: deque[float] = deque(maxlen=24)
@@ -65,19 +64,18 @@ class Estimates:
         self._step_ms = step_ms
         self._extra_ms = draft_token_ms
 
-    def on_commit(self, outcome: CommitOutcome, confidences: Sequence[float], interval_ms: float | None) -> None:
-        """Takes a commit; `confidences` begin with those of the `outcome.num_tested` drafted tokens that it tested."""
-        if outcome.num_tested:
-            self.accepted.add(outcome.num_matched, outcome.num_tested)
-        for i in range(outcome.num_tested):
-            self._buckets[_bucket(confidences[i])].add(float(i < outcome.num_matched), 1.0)
+    def on_commit(self, outcome: CommitOutcome, interval_ms: float | None) -> None:
+        """Takes a commit: every guess that it tested, right or wrong."""
+        for guesses, token in outcome.tested:
+            self.calibration.observe(guesses, token)
+            self.accepted.add(float(guesses[0].token == token), 1.0)
         if interval_ms is not None and outcome.tokens:
             self._interval.add(interval_ms, 1.0)
             self._tokens_per_commit.add(len(outcome.tokens), 1.0)
 
-    def on_drafted(self, took_ms: float, num_tokens: int) -> None:
-        """Takes the time that the drafter spent on `num_tokens` tokens."""
-        self._draft.add(took_ms, num_tokens)
+    def on_drafted(self, took_ms: float, num_nodes: int) -> None:
+        """Takes the time of one call of the drafter, which expanded `num_nodes` nodes."""
+        self._draft.add(took_ms, num_nodes)
 
     def on_posted(self, took_ms: float) -> None:
         """Takes the time from a draft message to its answer."""
@@ -85,13 +83,17 @@ class Estimates:
 
     @property
     def acceptance(self) -> float:
-        """Chance that a drafted token is accepted when those before it are."""
+        """Chance that the target picks the draft's own pick."""
         return self.accepted.value
 
     @property
     def draft_ms(self) -> float:
-        """Time to draft a token."""
-        return self._draft.value
+        """Time to expand one node in a call of its own."""
+        return self._draft.ms(1)
+
+    def call_ms(self, num_nodes: int) -> float:
+        """Time of a call that expands so many nodes."""
+        return self._draft.ms(num_nodes)
 
     @property
     def round_trip_ms(self) -> float:
@@ -125,18 +127,35 @@ class Estimates:
         """Mean tokens of a commit."""
         return self._tokens_per_commit.value
 
-    def survival(self, confidences: Sequence[float]) -> float:
-        """Chance that all of these drafted tokens are accepted: the product of their calibrated confidences.
 
-        Each bucket is smoothed by the overall acceptance with the weight of four tokens.
-        """
-        product = 1.0
-        for confidence in confidences:
-            bucket = self._buckets[_bucket(confidence)]
-            right = bucket.value * bucket.weight if bucket.weight else 0.0
-            product *= (right + 4.0 * self.acceptance) / (bucket.weight + 4.0)
-        return product
+class CallTimes:
+    """Time of a drafter's call by the number of nodes that it expands: ratios of sums, on the line between two sizes.
 
+    Until another size was measured, each further node costs a quarter of a call: little enough to try some, and what
+    is tried is measured.
+    """
 
-def _bucket(confidence: float) -> int:
-    return min(_NUM_BUCKETS - 1, int(confidence * _NUM_BUCKETS))
+    _KEEP = 0.95
+    _GUESS = 0.25
+
+    def __init__(self) -> None:
+        self._seen: dict[int, ForgettingRatio] = {}
+
+    def add(self, took_ms: float, num_nodes: int) -> None:
+        """Takes one call."""
+        self._seen.setdefault(num_nodes, ForgettingRatio(1.0, 0.01, self._KEEP)).add(took_ms, 1.0)
+
+    def ms(self, num_nodes: int) -> float:
+        """Predicted milliseconds."""
+        if not self._seen:
+            return 1.0 + self._GUESS * (num_nodes - 1)
+        sizes = sorted(self._seen)
+        below = [size for size in sizes if size <= num_nodes]
+        above = [size for size in sizes if size >= num_nodes]
+        if below and above:
+            low, high = below[-1], above[0]
+            start, end = self._seen[low].value, self._seen[high].value
+            return start + (end - start) * ((num_nodes - low) / (high - low) if high > low else 0.0)
+        nearest = below[-1] if below else above[0]
+        one = self._seen[nearest].value / (1.0 + self._GUESS * (nearest - 1))
+        return self._seen[nearest].value + self._GUESS * one * (num_nodes - nearest)

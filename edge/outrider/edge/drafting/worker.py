@@ -1,48 +1,46 @@
-"""Drafts off the event loop: runs of tokens in one worker thread.
+"""Expands the tree of guesses off the event loop, in one worker thread.
 
-Switching threads costs about as much as drafting a token with a small model, so a run drafts many tokens and checks a
-flag between them. The loop may read the proposals at any time; the thread wakes it only when they are worth sending.
+Switching threads costs about as much as a call of a small model, so a run expands node after node, the likeliest first,
+until none is worth it. It takes new commits into account before every call. The loop is woken only when guesses are
+worth sending.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
-from outrider.edge.drafting.drafter import Drafter, Proposal
+from outrider.edge.drafting.belief import Belief
+from outrider.edge.drafting.depth import LEAST_REACH, DraftPlan
+from outrider.edge.drafting.drafter import Drafter
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.tree import Node
 from outrider.models.sampling import SamplingParams
 
+_MAX_CHAIN = 16  # tokens that a source without a model may add at once
 
-class DraftRun:
-    """One run. The worker thread writes it and the loop reads it; for `is_cancelled` it is the other way round.
 
-    keep, tail: rewind the drafter to `keep` tokens and extend it by `tail` before drafting at most `limit` tokens.
-    ahead: confidences of the tokens that are drafted already. took_s: time of `num_timed` proposals, without the first
-    of a sequence, which includes the prompt. answer: number of proposals to send together as soon as all are drafted;
-    0: no such number.
+@dataclass(frozen=True, slots=True)
+class TreeLimits:
+    """width: guesses of one token; 1 drafts a path. max_nodes: of the tree, at most; flush_s: a guess that the server
+    waits for is sent after about this time. calm_s: the same for what it does not wait for.
     """
 
-    __slots__ = ("ahead", "answer", "is_cancelled", "keep", "limit", "num_timed", "proposals", "tail", "took_s")
-
-    def __init__(self, keep: int, tail: Sequence[int], limit: int, ahead: Sequence[float], answer: int = 0) -> None:
-        self.keep = keep
-        self.tail = tail
-        self.limit = limit
-        self.ahead = ahead
-        self.answer = answer
-        self.proposals: list[Proposal] = []
-        self.took_s = 0.0
-        self.num_timed = 0
-        self.is_cancelled = False
+    width: int = 4
+    max_nodes: int = 400
+    flush_s: float = 0.004
+    calm_s: float = 0.010
 
 
 class DraftWorker:
-    """One thread that owns a drafter during a run, for one sequence. Make it inside a running event loop.
+    """One thread that owns a drafter while a text is generated. Make it inside a running event loop.
 
-    wants_more: called between tokens with the confidences so far. wake: called on the loop when the run's answer is
-    complete or a proposal has waited for `flush_s`, but not at the end of a run.
+    belief: shared with the loop; both hold `lock` to touch it. plan: what to draft now (thread-safe). room: tokens that
+    the rest of the text can use. wake: called on the loop when guesses should be sent.
     """
 
     def __init__(
@@ -50,60 +48,121 @@ class DraftWorker:
         drafter: Drafter,
         prompt: Sequence[int],
         params: SamplingParams,
-        wants_more: Callable[[Sequence[float]], bool],
+        belief: Belief,
+        estimates: Estimates,
+        plan: Callable[[], DraftPlan],
+        room: Callable[[], int],
         wake: Callable[[], None],
-        flush_s: float,
+        limits: TreeLimits,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self.lock = threading.Lock()
+        self.num_drafted = 0  # nodes expanded
         self._drafter = drafter
         self._prompt = prompt
         self._params = params
-        self._wants_more = wants_more
+        self._belief = belief
+        self._estimates = estimates
+        self._plan = plan
+        self._room = room
         self._wake = wake
-        self._flush_s = flush_s
+        self._limits = limits
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-draft")
-        self._is_cold = True
+        self._has_begun = False
+        self._is_closed = False
+        self._continued: Node | None = None  # the root whose continuation was looked up
+        self._unsent_since: float | None = None
 
-    def submit(self, run: DraftRun) -> asyncio.Future[None]:
+    def run(self) -> asyncio.Future[None]:
         """Starts a run; the future ends with it, with the drafter's exception if it raised one."""
-        return self._loop.run_in_executor(self._thread, self._draft, run)
+        return self._loop.run_in_executor(self._thread, self._expand_all)
+
+    def stop(self) -> None:
+        """Ends the run after the call in progress."""
+        self._is_closed = True
 
     def close(self) -> None:
         """Ends the thread; no run may be active. The drafter stays open: it is the caller's."""
         self._thread.shutdown(wait=True)
 
-    def _draft(self, run: DraftRun) -> None:
-        is_first = self._is_cold
-        if self._is_cold:
+    def has_work(self) -> bool:
+        """Whether a run would expand anything; hold the lock."""
+        depth = min(self._plan().depth, self._room())
+        tree = self._belief.tree
+        return depth > 0 and tree.num_nodes < self._limits.max_nodes and tree.best_reach(depth) >= self._floor()
+
+    def sent(self) -> None:
+        """Records that everything worth sending was sent; hold the lock."""
+        self._unsent_since = None
+
+    def _expand_all(self) -> None:
+        if not self._has_begun:
             self._drafter.begin(self._prompt, self._params)
-            self._is_cold = False
-        self._drafter.rewind(run.keep)
-        self._drafter.extend(run.tail)
-        confidences = list(run.ahead)
-        before = unsent_since = self._clock()
-        num_unsent = 0
-        while not run.is_cancelled and len(run.proposals) < run.limit and self._wants_more(confidences):
-            proposal = self._drafter.propose()
-            if proposal is None:
-                break
-            confidences.append(proposal.confidence)
-            run.proposals.append(proposal)
+        while not self._is_closed:
+            with self.lock:
+                self._catch_up()
+                nodes = self._next_nodes()
+                branches = [self._belief.tree.path(node) for node in nodes]
+            if not nodes:
+                return
+            before = self._clock()
+            found = self._drafter.guess(branches, self._limits.width)
             now = self._clock()
-            if not (is_first and len(run.proposals) == 1):
-                run.took_s += now - before
-                run.num_timed += 1
-            before = now
-            num_unsent += 1
-            if self._is_due(run.answer - len(run.proposals), num_unsent, now - unsent_since):
-                unsent_since, num_unsent = now, 0
+            with self.lock:
+                for node, guesses in zip(nodes, found, strict=True):
+                    self._belief.tree.expand(node, guesses)
+                self.num_drafted += len(nodes)
+                if self._has_begun:  # the first call includes the prompt
+                    self._estimates.on_drafted((now - before) * 1e3, len(nodes))
+                is_due = self._is_due(now)
+            self._has_begun = True
+            if is_due:
                 self._loop.call_soon_threadsafe(self._wake)
 
-    def _is_due(self, num_missing: int, num_unsent: int, unsent_s: float) -> bool:
-        """Whether to send now instead of waiting for more; num_missing: proposals missing from the answer."""
-        if num_missing == 0:
+    def _catch_up(self) -> None:
+        """Gives the drafter the tokens committed since its last call."""
+        num_new = len(self._prompt) + self._belief.num_known - self._drafter.length
+        if num_new:
+            self._drafter.extend(self._belief.known[-num_new:])
+        tree = self._belief.tree
+        if self._limits.width > 1 and self._continued is not tree.root and not tree.root.children:
+            self._continued = tree.root
+            tree.add_path(self._drafter.continuation(min(_MAX_CHAIN, self._room(), self._plan().depth)))
+
+    def _floor(self) -> float:
+        return max(self._plan().floor, LEAST_REACH if self._limits.width > 1 else 0.0)
+
+    def _next_nodes(self) -> list[Node]:
+        """The nodes of the next call: as many as give the most chance of being reached per millisecond."""
+        tree, depth = self._belief.tree, min(self._plan().depth, self._room())
+        if depth <= 0 or tree.num_nodes >= self._limits.max_nodes:
+            return []
+        most = 1
+        if self._drafter.max_branches > 1:
+            best = gained = 0.0
+            for count, reach in enumerate(tree.reaches(self._drafter.max_branches), start=1):
+                gained += reach
+                rate = gained / self._estimates.call_ms(count)
+                if rate > best:
+                    best, most = rate, count
+        return tree.take_best(most, self._floor(), depth)
+
+    def _is_due(self, now: float) -> bool:
+        """Whether to send now instead of waiting for more."""
+        tree = self._belief.tree
+        if not tree.has_unsent:
+            return False
+        if self._unsent_since is None:
+            self._unsent_since = now
+        waited_s = now - self._unsent_since
+        if tree.has_sent:  # the server has something to verify
+            return waited_s >= self._limits.calm_s
+        answer, path = self._plan().answer, tree.likeliest_length()
+        if answer and path >= answer:
             return True
         # If the answer will be complete soon, wait for it.
-        is_nearly_whole = num_missing > 0 and num_missing * unsent_s / num_unsent < self._flush_s
-        return unsent_s >= self._flush_s and not is_nearly_whole
+        missing_s = (answer - path) * self._estimates.call_ms(1) / 1e3
+        is_nearly_whole = answer > path and missing_s < self._limits.flush_s
+        return waited_s >= self._limits.flush_s and not is_nearly_whole

@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
-from outrider.edge.drafting.drafter import Drafter, Proposal
+from collections.abc import Sequence
+
+from outrider.edge.drafting.calibration import Guess
+from outrider.edge.drafting.drafter import Drafter
 
 
 class AlwaysWrongDrafter:
-    """Shifts every proposal of another drafter by one id: the worst case, for tests and benches.
+    """Replaces every guess of another drafter by an id that it did not guess: the worst case, for tests and benches.
 
-    The inner drafter sees its own proposals replaced by the wrong ones, as it would had it drafted them.
+    The inner drafter sees the wrong tokens, as it would had it drafted them.
     """
 
     def __init__(self, inner: Drafter, vocab_size: int) -> None:
         self._inner = inner
         self._vocab_size = vocab_size
-        self.begin, self.rewind, self.extend, self.close = inner.begin, inner.rewind, inner.extend, inner.close
+        self.begin, self.extend, self.close = inner.begin, inner.extend, inner.close
 
     @property
     def length(self) -> int:
         """As the inner drafter's."""
         return self._inner.length
 
-    def propose(self) -> Proposal | None:
-        """The inner drafter's token plus 1, modulo the vocabulary, with its confidence."""
-        proposal = self._inner.propose()
-        if proposal is None:
-            return None
-        wrong = (proposal.token + 1) % self._vocab_size
-        self._inner.rewind(self._inner.length - 1)
-        self._inner.extend([wrong])
-        return Proposal(wrong, proposal.confidence)
+    @property
+    def max_branches(self) -> int:
+        """As the inner drafter's."""
+        return self._inner.max_branches
+
+    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
+        """The inner drafter's guesses, each moved to the next id that is none of them."""
+        # The draft's eight best: the target's pick is seldom another.
+        return [self._all_wrong(guesses, width) for guesses in self._inner.guess(branches, max(width, _BEST))]
+
+    def continuation(self, max_tokens: int) -> list[Guess]:
+        """Nothing."""
+        return []
+
+    def _all_wrong(self, guesses: Sequence[Guess], width: int) -> list[Guess]:
+        taken = {guess.token for guess in guesses}
+        wrong: list[Guess] = []
+        for guess in guesses[:width]:
+            token = guess.token
+            while token in taken:
+                token = (token + 1) % self._vocab_size
+            taken.add(token)
+            wrong.append(guess._replace(token=token))
+        return wrong
+
+
+_BEST = 8

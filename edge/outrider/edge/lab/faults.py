@@ -10,9 +10,8 @@ import random
 from dataclasses import dataclass
 
 from outrider.edge.link.errors import EndpointLost
-from outrider.edge.link.sender import Posts
+from outrider.edge.link.sender import DraftMessage, Posts
 from outrider.models.errors import ConfigError
-from outrider.models.protocol import DraftRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class FaultyPosts:
         self._rates = rates
         self._random = random.Random(seed)
 
-    async def post_drafts(self, session: str, request: DraftRequest) -> None:
+    async def post_drafts(self, session: str, message: DraftMessage) -> None:
         """Delivers, or not; a dropped message raises EndpointLost as a broken connection would."""
         rates, chance = self._rates, self._random
         is_dropped = chance.random() < rates.drop
@@ -48,6 +47,6 @@ class FaultyPosts:
             raise EndpointLost("the message was dropped on purpose")
         if delay_s:
             await asyncio.sleep(delay_s)
-        await self._posts.post_drafts(session, request)
+        await self._posts.post_drafts(session, message)
         if is_doubled:
-            await self._posts.post_drafts(session, request)
+            await self._posts.post_drafts(session, message)

@@ -19,12 +19,12 @@ from pydantic import BaseModel, ValidationError
 
 from outrider.edge.link.checks import SessionCheck, check_result
 from outrider.edge.link.errors import EndpointLost, ProtocolBroken, lost, refusal_error, short, silent
+from outrider.edge.link.sender import DraftMessage
 from outrider.edge.link.sse import EventParser
 from outrider.edge.results import ByteCounts
 from outrider.models.errors import ConfigError, OutriderError, RequestError
 from outrider.models.hosts import is_loopback
 from outrider.models.protocol import (
-    DraftRequest,
     ErrorAnswer,
     ErrorBody,
     ReadyAnswer,
@@ -34,6 +34,7 @@ from outrider.models.protocol import (
     VerifyAnswer,
     VerifyRequest,
 )
+from outrider.models.tree_draft import TREE_MEDIA_TYPE
 
 Answer = TypeVar("Answer", bound=BaseModel)
 Headers = list[tuple[str, str]]
@@ -42,7 +43,9 @@ _PLAIN: Headers = [("Accept-Encoding", "identity")]
 _JSON: Headers = [("Content-Type", "application/json")]
 _ASK: Headers = [*_JSON, *_PLAIN]
 # A stale draft is answered 409, and the status alone is enough (RFC 7240): words would outweigh the tokens.
-_DRAFT_HEADERS: Headers = [*_JSON, ("Prefer", "return=minimal")]
+_MINIMAL = ("Prefer", "return=minimal")
+_DRAFT_HEADERS: Headers = [*_JSON, _MINIMAL]
+_TREE_HEADERS: Headers = [("Content-Type", TREE_MEDIA_TYPE), _MINIMAL]
 
 MAX_ANSWER_BYTES: Final = 1 << 18
 """An answer with 256 results has half of it."""
@@ -149,9 +152,10 @@ class CloudClient:
                 check_result(self.url, item, result)
         return answer
 
-    async def post_drafts(self, session: str, request: DraftRequest) -> None:
+    async def post_drafts(self, session: str, message: DraftMessage) -> None:
         """POST /v1/sessions/{id}/drafts. A stale draft is no error: newer commits are already on their way."""
-        await self._exchange("POST", f"/v1/sessions/{session}/drafts", request, headers=_DRAFT_HEADERS)
+        headers = _TREE_HEADERS if message.media_type == TREE_MEDIA_TYPE else _DRAFT_HEADERS
+        await self._exchange("POST", f"/v1/sessions/{session}/drafts", message.body, headers=headers)
 
     async def end_session(self, session: str) -> None:
         """DELETE /v1/sessions/{id}; a session that is gone already is fine."""
@@ -239,7 +243,7 @@ class CloudClient:
         self,
         method: str,
         path: str,
-        message: BaseModel | None = None,
+        message: BaseModel | bytes | None = None,
         headers: Headers | None = None,
         limit_s: float | None = None,
     ) -> bytes:
@@ -249,7 +253,7 @@ class CloudClient:
             response = await self._http.send(request, stream=True)
             try:
                 self._count(response)
-                if headers is not _DRAFT_HEADERS or response.status_code != 409:
+                if headers not in (_DRAFT_HEADERS, _TREE_HEADERS) or response.status_code != 409:
                     await self._require_success(response)
                 return await self._read(response, MAX_ANSWER_BYTES)
             finally:
@@ -303,11 +307,11 @@ class CloudClient:
         self,
         method: str,
         path: str,
-        message: BaseModel | None = None,
+        message: BaseModel | bytes | None = None,
         headers: Headers | None = None,
         silence_s: float | None = None,
     ) -> httpx.Request:
-        content = message.model_dump_json(exclude_defaults=True).encode() if message is not None else None
+        content = message.model_dump_json(exclude_defaults=True).encode() if isinstance(message, BaseModel) else message
         extra: dict[str, Any] = {"timeout": self._timeouts(silence_s)} if silence_s is not None else {}
         request = self._http.build_request(method, self.url + path, content=content, headers=headers or (), **extra)
         self._body_up += len(content) if content else 0

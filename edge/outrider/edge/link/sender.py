@@ -1,7 +1,7 @@
 """Sends draft messages, several in flight, and waits for none.
 
-A message repeats the whole belief, so the next one makes up for a lost one; when too many are in flight, only the
-newest waiting message has to be sent.
+A message carries only nodes that no other carries, so a lost one is reported and the nodes are sent again. While too
+many are in flight, nothing is sent: what would have been is in the next message.
 """
 
 from __future__ import annotations
@@ -9,16 +9,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from outrider.models.errors import OutriderError
-from outrider.models.protocol import DraftRequest
+
+
+class DraftMessage(NamedTuple):
+    """The body of a draft message, and its media type."""
+
+    media_type: str
+    body: bytes
 
 
 class Posts(Protocol):
     """Destination of drafts: `CloudClient`, or a wrapper that injects faults."""
 
-    async def post_drafts(self, session: str, request: DraftRequest) -> None:
+    async def post_drafts(self, session: str, message: DraftMessage) -> None:
         """Delivers one message or raises an OutriderError."""
         ...
 
@@ -26,8 +32,8 @@ class Posts(Protocol):
 class DraftSender:
     """Fire and forget, for one generation. max_in_flight bounds connections and memory.
 
-    on_round_trip: called with the ms that a delivered message took. num_sent: messages sent; num_failed: those not
-    delivered.
+    on_round_trip: called with the ms that a delivered message took. on_free: called when a message may be sent again.
+    num_sent: messages sent; num_failed: those not delivered.
     """
 
     def __init__(
@@ -35,23 +41,31 @@ class DraftSender:
         on_round_trip: Callable[[float], None],
         max_in_flight: int = 8,
         clock: Callable[[], float] = time.perf_counter,
+        on_free: Callable[[], None] = lambda: None,
     ) -> None:
         self._on_round_trip = on_round_trip
+        self._on_free = on_free
         self._max_in_flight = max_in_flight
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._dropped: set[asyncio.Task[None]] = set()  # cancelled, not yet ended
-        self._waiting: tuple[Posts, str, DraftRequest] | None = None
+        self._was_full = False
         self.num_sent = 0
         self.num_failed = 0
 
-    def send(self, posts: Posts, session: str, request: DraftRequest) -> None:
-        """Sends now or, with too many in flight, after the next answer, unless a newer message replaces this one."""
-        if len(self._tasks) >= self._max_in_flight:
-            self._waiting = (posts, session, request)
-            return
+    @property
+    def is_free(self) -> bool:
+        """Whether a message may be sent now; if not, `on_free` is called later."""
+        self._was_full = self._was_full or len(self._tasks) >= self._max_in_flight
+        return len(self._tasks) < self._max_in_flight
+
+    def send(
+        self, posts: Posts, session: str, message: DraftMessage, on_lost: Callable[[], None] = lambda: None
+    ) -> None:
+        """Sends now; `is_free` must be true. on_lost: called if the message does not arrive, unless it was dropped."""
+        assert self.is_free, "too many messages are in flight"
         self.num_sent += 1
-        task = asyncio.create_task(self._post(posts, session, request))
+        task = asyncio.create_task(self._post(posts, session, message, on_lost))
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
@@ -66,25 +80,27 @@ class DraftSender:
         await asyncio.gather(*self._dropped, return_exceptions=True)
 
     def _cancel(self) -> None:
-        self._waiting = None
+        self._was_full = False
         for task in self._tasks:
             task.cancel()
         self._dropped |= self._tasks
         self._tasks = set()
 
-    async def _post(self, posts: Posts, session: str, request: DraftRequest) -> None:
+    async def _post(self, posts: Posts, session: str, message: DraftMessage, on_lost: Callable[[], None]) -> None:
         started = self._clock()
         try:
-            await posts.post_drafts(session, request)
+            await posts.post_drafts(session, message)
         except OutriderError:
-            # Harmless: only a hint is lost. If the endpoint is gone, the event stream reports it.
+            # Harmless: only hints are lost. If the endpoint is gone, the event stream reports it.
             self.num_failed += 1
+            on_lost()
         else:
             self._on_round_trip((self._clock() - started) * 1e3)
 
     def _done(self, task: asyncio.Task[None]) -> None:
+        is_own = task in self._tasks
         self._tasks.discard(task)
         self._dropped.discard(task)
-        if self._waiting is not None and not task.cancelled():
-            waiting, self._waiting = self._waiting, None
-            self.send(*waiting)
+        if is_own and self._was_full and not task.cancelled():
+            self._was_full = False
+            self._on_free()

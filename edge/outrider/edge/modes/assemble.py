@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, Placement, opened_as, place_draft
-from outrider.edge.drafting.depth import CostModelDepth, DepthController, FixedDepth, ThresholdDepth
+from outrider.edge.drafting.depth import MAX_DEPTH, CostModelDepth, DepthController, FixedDepth, ThresholdDepth
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.endpoints import Endpoints
@@ -30,14 +30,14 @@ class Agent(Protocol):
 
 
 def make_depth(name: str, estimates: Estimates) -> DepthController:
-    """ "auto" (the cost model), "threshold", or a number of tokens, 0 to 32. Raises ConfigError for anything else."""
+    """ "auto" (the cost model), "threshold", or a number of tokens, 0 to 64. Raises ConfigError for anything else."""
     if name == "auto":
         return CostModelDepth(estimates)
     if name == "threshold":
         return ThresholdDepth()
     if name.isdecimal():
         return FixedDepth(int(name))
-    raise ConfigError(f"depth is {name!r}; expected auto, threshold or a number, 0 to 32")
+    raise ConfigError(f"depth is {name!r}; expected auto, threshold or a number, 0 to {MAX_DEPTH}")
 
 
 def make_agent(

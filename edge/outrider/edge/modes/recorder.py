@@ -27,6 +27,8 @@ class Recorder:
         self._num_tested = 0
         self._num_proposed = 0
         self.num_drafted = 0
+        self.num_sent = 0
+        self.hits: dict[int, int] = {}
         self.draft_error: str | None = None
         self.num_posts = 0
         self.num_failed_posts = 0
@@ -66,6 +68,8 @@ class Recorder:
             num_tested=self._num_tested,
             num_proposed=self._num_proposed,
             num_drafted=self.num_drafted,
+            num_sent=self.num_sent,
+            hits=self.hits,
             num_posts=self.num_posts,
             num_failed_posts=self.num_failed_posts,
             num_sessions=max(1, self.num_sessions),

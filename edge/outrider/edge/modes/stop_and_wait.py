@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outrider.edge.drafting.belief import Belief
+from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.depth import DepthController
-from outrider.edge.drafting.drafter import Drafter, Proposal
+from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
@@ -41,53 +42,55 @@ class StopAndWaitAgent:
         """Generates one text; raises as `StreamAgent.generate`, and ModelFault when the drafter fails."""
         recorder = Recorder(Mode.STOP_AND_WAIT, on_tokens, self.clock)
         wire_before = self.endpoints.wire
-        belief, text, prefix_hash, reason = Belief(), TextOrigin(), None, None
+        belief, text, prefix_hash, reason = Belief(self.estimates.calibration.chance), TextOrigin(), None, None
         if self.drafter is not None:
             await asyncio.to_thread(self.drafter.begin, request.prompt, request.params)
         while reason is None:
-            proposals = await self._draft(request, belief)
-            recorder.num_drafted += len(proposals)
-            belief.extend([proposal.token for proposal in proposals])
+            block = await self._draft(request, belief)
+            recorder.num_drafted += len(block)
             asked_at = self.clock()
-            result = await self._verify(request, belief, text, prefix_hash)
+            result = await self._verify(request, belief, [guess.token for guess in block], text, prefix_hash)
             self.estimates.on_posted(max(0.0, (self.clock() - asked_at) * 1e3 - self.estimates.step_ms))
+            belief.tree.add_path(block)
             outcome = belief.on_commit(belief.num_known, result.tokens)
-            # The server may run fewer drafted tokens than were sent. The rest is drafted again, not kept: the drafter
-            # is cut back to the committed tokens.
-            belief.drop_drafted()
-            self.estimates.on_commit(outcome, [proposal.confidence for proposal in proposals], None)
+            # The server may run fewer drafted tokens than were sent: the rest is drafted again, not kept.
+            belief.tree.clear()
+            self.estimates.on_commit(outcome, None)
             self.depth.observe(outcome)
             if self.drafter is not None:
-                kept = len(request.prompt) + belief.num_known - len(outcome.tokens) + outcome.num_matched
-                self.drafter.rewind(kept)
-                self.drafter.extend(outcome.tokens[outcome.num_matched :])
-            recorder.depth(len(proposals))
+                self.drafter.extend(outcome.tokens)
+            recorder.depth(len(block))
             # An equal token beyond the accepted ones is the target's own: it ran no more drafts, or the text ends.
-            num_run = result.accepted if outcome.num_matched > result.accepted else len(proposals)
+            num_run = result.accepted if outcome.num_matched > result.accepted else len(block)
             recorder.commit(outcome.tokens, result.accepted, num_run)
             prefix_hash, reason = result.prefix_hash, result.finish_reason
             if reason is None and belief.num_known >= request.max_tokens:
                 reason = "length"
         return recorder.finish(reason, self.endpoints.wire - wire_before)
 
-    async def _draft(self, request: GenerationRequest, belief: Belief) -> list[Proposal]:
+    async def _draft(self, request: GenerationRequest, belief: Belief) -> list[Guess]:
         room = request.max_tokens - belief.num_known - 1
         count = min(self.depth.block(), room)
         if self.drafter is None or count < 1:
             return []
         started = self.clock()
-        proposals = await asyncio.to_thread(_propose, self.drafter, count)
-        if belief.num_known and proposals:  # the first block's time includes the prompt
-            self.estimates.on_drafted((self.clock() - started) * 1e3, len(proposals))
-        return proposals
+        block = await asyncio.to_thread(_block, self.drafter, count)
+        if belief.num_known and block:  # the first block's time includes the prompt
+            self.estimates.on_drafted((self.clock() - started) * 1e3 / len(block), 1)
+        return block
 
     async def _verify(
-        self, request: GenerationRequest, belief: Belief, text: TextOrigin, prefix_hash: str | None
+        self,
+        request: GenerationRequest,
+        belief: Belief,
+        draft: list[int],
+        text: TextOrigin,
+        prefix_hash: str | None,
     ) -> VerifyResult:
         """Verifies a block, with the hash of the prefix, or with all tokens if the server no longer holds it."""
         whole = VerifyItem(
             prefix=[*request.prompt, *belief.known],
-            draft=list(belief.drafted),
+            draft=draft,
             max_tokens=request.max_tokens - belief.num_known,
             **request.wire_fields(),
         )
@@ -114,8 +117,12 @@ class StopAndWaitAgent:
         return await self.endpoints.call(ask, text)
 
 
-def _propose(drafter: Drafter, count: int) -> list[Proposal]:
-    proposals: list[Proposal] = []
-    while len(proposals) < count and (proposal := drafter.propose()) is not None:
-        proposals.append(proposal)
-    return proposals
+def _block(drafter: Drafter, count: int) -> list[Guess]:
+    """A path of at most `count` guesses."""
+    block: list[Guess] = []
+    while len(block) < count:
+        (guesses,) = drafter.guess([[guess.token for guess in block]], 1)
+        if not guesses:
+            break
+        block.append(guesses[0])
+    return block

@@ -10,27 +10,38 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outrider.edge.drafting.ahead import DraftAhead
 from outrider.edge.drafting.depth import DepthController, FixedDepth
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.price import BYTES_PER_TOKEN, SendPrice
+from outrider.edge.drafting.tree import Node
+from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.link.sender import DraftSender, Posts
+from outrider.edge.link.sender import DraftMessage, DraftSender, Posts
 from outrider.edge.modes.recorder import Recorder
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
-from outrider.models.protocol import Commit, DraftRequest, SessionEnd, SessionOpen, SessionRequest
+from outrider.models.protocol import (
+    MAX_PATH_TOKENS,
+    TREES_SINCE,
+    Commit,
+    DraftRequest,
+    SessionEnd,
+    SessionOpen,
+    SessionRequest,
+)
+from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft, level_of
 
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """flush_ms: a drafted token waits about this long for others to share its message, so a fast draft sends one
-    message per commit, a slow one a message per token. max_posts: messages in flight.
-    """
+    """tree: what the device drafts. bytes_per_token: of draft messages, at most. max_posts: messages in flight."""
 
-    flush_ms: float = 4.0
+    tree: TreeLimits = field(default_factory=TreeLimits)
+    bytes_per_token: float = BYTES_PER_TOKEN
     max_posts: int = 8
 
 
@@ -76,12 +87,23 @@ class _Generation:
         self._agent = agent
         self._request = request
         self._recorder = Recorder(Mode.STREAM if agent.drafter else Mode.CLOUD_ONLY, on_tokens, agent.clock)
-        self._sender = DraftSender(agent.estimates.on_posted, agent.options.max_posts, agent.clock)
-        flush_s = agent.options.flush_ms / 1e3
-        self._ahead = DraftAhead(request, agent.drafter, agent.depth, self._send, agent.estimates, flush_s, agent.clock)
+        options, estimates = agent.options, agent.estimates
+        self._sender = DraftSender(estimates.on_posted, options.max_posts, agent.clock, self._on_free)
+        self._ahead = DraftAhead(
+            request,
+            agent.drafter,
+            agent.depth,
+            self._send,
+            lambda: self._posts is not None and self._sender.is_free,
+            estimates,
+            options.tree,
+            SendPrice(options.bytes_per_token, is_path=options.tree.width == 1),
+            agent.clock,
+        )
         self._posts: Posts | None = None  # None until the first session is open
         self._session = ""
         self._session_start = 0  # tokens known when the session was opened
+        self._takes_trees = True
         # Where the text ends besides its length, as the server that began it reported.
         self._stop_ids: frozenset[int] | None = None
         self._max_positions: int | None = None
@@ -106,6 +128,7 @@ class _Generation:
             await self._sender.aclose()
         recorder, ahead, sender = self._recorder, self._ahead, self._sender
         recorder.num_drafted, recorder.draft_error = ahead.num_drafted, ahead.error
+        recorder.num_sent, recorder.hits = ahead.num_sent, dict(ahead.hits)
         recorder.num_posts, recorder.num_failed_posts = sender.num_sent, sender.num_failed
         reason = reason or self._over()  # the server's is missing when the stream is cut after the last token
         assert reason is not None, "the sessions ended before the text did"
@@ -144,6 +167,7 @@ class _Generation:
         if not self._ahead.known:  # later sessions go on with the same target
             self._stop_ids, self._max_positions = frozenset(event.stop_ids), event.max_positions
         self._posts, self._session = self._agent.wrap_posts(client), event.session
+        self._takes_trees = event.protocol >= TREES_SINCE
         took_ms = (self._agent.clock() - self._opening_at) * 1e3
         self._agent.estimates.on_open(took_ms, event.step_ms, event.draft_token_ms)
         self._last_commit_at = 0.0
@@ -163,8 +187,32 @@ class _Generation:
         self._recorder.waited_ms += end.usage.waited_ms
         return end.reason
 
-    def _send(self, num_known: int, drafted: Sequence[int]) -> None:
-        if self._posts is None:
-            return  # not open yet; `resend` makes up for it
-        message = DraftRequest(base=num_known - self._session_start, paths=[list(drafted)])
-        self._sender.send(self._posts, self._session, message)
+    def _on_free(self) -> None:
+        self._ahead.pump()
+
+    def _send(self, num_known: int, nodes: Sequence[Node]) -> int:
+        assert self._posts is not None
+        base = num_known - self._session_start
+        message = tree_message(base, nodes) if self._takes_trees else path_message(base, self._ahead.path())
+        session = self._session
+        self._sender.send(self._posts, session, message, lambda: self._on_lost(session, nodes))
+        return len(message.body)
+
+    def _on_lost(self, session: str, nodes: Sequence[Node]) -> None:
+        if session == self._session:
+            self._ahead.lost(nodes)
+
+
+def tree_message(base: int, nodes: Sequence[Node]) -> DraftMessage:
+    """The message with these nodes, which are numbered one after the other; `base` tokens are known in the session."""
+    first = nodes[0].number
+    assert first is not None
+    parents = [ROOT if node.parent is None or node.parent.number is None else node.parent.number for node in nodes]
+    draft = TreeDraft(base, first, [node.token for node in nodes], parents, [level_of(node.chance) for node in nodes])
+    return DraftMessage(TREE_MEDIA_TYPE, draft.encode())
+
+
+def path_message(base: int, path: Sequence[int]) -> DraftMessage:
+    """The whole path, for a server that knows no trees."""
+    request = DraftRequest(base=base, paths=[list(path[:MAX_PATH_TOKENS])])
+    return DraftMessage("application/json", request.model_dump_json().encode())

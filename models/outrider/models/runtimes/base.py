@@ -127,6 +127,25 @@ class SequenceRuntime(Protocol):
 
 
 @runtime_checkable
+class BranchingRuntime(Protocol):
+    """A SequenceRuntime that runs several continuations of its sequence in one call."""
+
+    @property
+    def max_branches(self) -> int:
+        """Branches of one call at most."""
+        ...
+
+    def extend_branches(self, branches: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """Logits after each branch, [B, vocab_size] float32 (may be reused by the next call).
+
+        A branch is the tokens that follow the present sequence, at least one; the sequence itself stays as it is. The
+        runtime keeps what it can of earlier branches: one that goes on from an earlier branch costs only its new
+        tokens, and so does `extend` with tokens of an earlier branch.
+        """
+        ...
+
+
+@runtime_checkable
 class Proposer(Protocol):
     """A draft without a model: it has no logits, only guesses of the next tokens."""
 

@@ -55,13 +55,17 @@ class NgramLookup:
 
         A copy that reaches the end of the sequence continues with its own output, so a loop is proposed as a loop.
         """
+        return self.match(max_tokens)[1]
+
+    def match(self, max_tokens: int) -> tuple[int, list[int]]:
+        """The same, and before it the number of tokens of that suffix (0 when nothing repeats)."""
         for ngram in self._suffixes():
             ends = self._ends[ngram]
             if len(ends) > 1:  # the last one is the suffix itself
                 period = len(self._tokens) - ends[-2]
                 copied = self._tokens[ends[-2] : ends[-2] + max_tokens]
-                return [copied[i % period] for i in range(max_tokens)]
-        return []
+                return len(ngram), [copied[i % period] for i in range(max_tokens)]
+        return 0, []
 
     def _suffixes(self) -> list[tuple[int, ...]]:
         """The sequence's last n tokens, for each n, the longest first."""

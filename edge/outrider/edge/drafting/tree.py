@@ -1,0 +1,269 @@
+"""Keeps the tree of guesses on the device: which node to expand next, and which to send.
+
+A pure data structure: no clock, no network, no model, no lock. Every node knows the chance that the target reaches it:
+the product of the calibrated chances on its way from the last known token.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+
+from outrider.edge.drafting.calibration import Guess
+
+_WAITING, _BUSY, _EXPANDED = range(3)  # states of a node: to be expanded, being expanded, expanded
+
+
+class Node:
+    """A token: the last known one (the root), or a guess.
+
+    depth: tokens from the root's first position, so it does not change when the root moves. rank, cell: of its guess.
+    chance: that the target picks it after its parent. reach: that the target gets here. guesses: all that were made of
+    what follows it, also those that are no nodes. number: under which it was sent; None: not sent.
+    """
+
+    __slots__ = (
+        "cell",
+        "chance",
+        "children",
+        "depth",
+        "epoch",
+        "guesses",
+        "number",
+        "parent",
+        "rank",
+        "reach",
+        "state",
+        "token",
+    )
+
+    def __init__(self, token: int, depth: int, parent: Node | None, guess: Guess | None, chance: float) -> None:
+        self.token = token
+        self.depth = depth
+        self.parent = parent
+        self.rank = guess.rank if guess is not None else 0
+        self.cell = guess.cell if guess is not None else 0
+        self.chance = chance
+        self.reach: float = parent.reach * chance if parent is not None else 1.0
+        self.children: dict[int, Node] = {}
+        self.guesses: Sequence[Guess] = ()
+        self.number: int | None = None
+        self.state = _WAITING
+        self.epoch = 0
+
+
+class GuessTree:
+    """The guesses of what follows the last known token.
+
+    chance: the calibrated chance of a guess's cell. least: guesses less likely to be reached are not kept.
+    """
+
+    def __init__(self, chance: Callable[[int], float], least: float = 0.0) -> None:
+        self._chance = chance
+        self._least = least
+        self._count = itertools.count()
+        self._epoch = 0
+        self.root = Node(-1, 0, None, None, 1.0)
+        self._frontier: list[tuple[float, int, Node]] = []  # waiting nodes, the likeliest first
+        self._unsent: list[Node] = []  # parents before their children
+        self.num_nodes = 0
+        self.num_sent = 0  # nodes ever sent: the number of the next one
+        self._push(self.root)
+
+    def is_live(self, node: Node) -> bool:
+        """Whether the node still follows the last known token."""
+        return node.epoch == self._epoch
+
+    # -- growing -----------------------------------------------------------------------------------------------------
+
+    def take_best(self, most: int, floor: float, max_depth: int) -> list[Node]:
+        """The waiting nodes that the target most likely reaches, at most `most`, to be expanded now.
+
+        floor: none that is less likely to be reached. max_depth: none whose children would be deeper below the root.
+        """
+        taken: list[Node] = []
+        deepest = self.root.depth + max_depth
+        while self._frontier and len(taken) < most and -self._frontier[0][0] >= floor:
+            node = heapq.heappop(self._frontier)[2]
+            if node.state == _WAITING and node.depth < deepest:
+                node.state = _BUSY
+                taken.append(node)
+        return taken
+
+    def best_reach(self, max_depth: int) -> float:
+        """The chance of reaching the node that `take_best` would give first; 0 where it would give none."""
+        deepest = self.root.depth + max_depth
+        while self._frontier:
+            reach, _, node = self._frontier[0]
+            if node.state == _WAITING and node.depth < deepest:
+                return -reach
+            heapq.heappop(self._frontier)  # `replant` brings back one that is only too deep for now
+        return 0.0
+
+    def reaches(self, most: int) -> list[float]:
+        """The chances of reaching the waiting nodes, the `most` likeliest, falling."""
+        return [-entry[0] for entry in heapq.nsmallest(most, self._frontier)]
+
+    def path(self, node: Node) -> list[int]:
+        """The tokens from the root, which is left out, to `node`."""
+        tokens: list[int] = []
+        while node is not self.root:
+            tokens.append(node.token)
+            assert node.parent is not None, "the node is not below the root"
+            node = node.parent
+        tokens.reverse()
+        return tokens
+
+    def expand(self, node: Node, guesses: Sequence[Guess]) -> list[Node]:
+        """Adds guesses of what follows a node that `take_best` gave; returns the new nodes. Nothing if it is dead."""
+        if not self.is_live(node):
+            return []
+        node.state = _EXPANDED
+        node.guesses = guesses
+        return self._add(node, guesses)
+
+    def add_path(self, guesses: Sequence[Guess]) -> None:
+        """Adds a path below the root that another source guessed; its nodes still wait to be expanded."""
+        node = self.root
+        for guess in guesses:
+            if guess.token not in node.children:
+                if not node.guesses:
+                    node.guesses = (guess,)
+                self._add(node, (guess,))
+                if guess.token not in node.children:
+                    return  # too unlikely to be kept
+            node = node.children[guess.token]
+
+    def _add(self, node: Node, guesses: Sequence[Guess]) -> list[Node]:
+        added: list[Node] = []
+        for guess in guesses:
+            chance = self._chance(guess.cell)
+            known = node.children.get(guess.token)
+            if known is not None:
+                known.rank, known.cell, known.chance = guess.rank, guess.cell, chance
+            elif node.reach * chance >= self._least:
+                child = Node(guess.token, node.depth + 1, node, guess, chance)
+                child.epoch = self._epoch
+                node.children[guess.token] = child
+                self._unsent.append(child)
+                self._push(child)
+                added.append(child)
+        self.num_nodes += len(added)
+        return added
+
+    def _push(self, node: Node) -> None:
+        heapq.heappush(self._frontier, (-node.reach, next(self._count), node))
+
+    # -- commits -----------------------------------------------------------------------------------------------------
+
+    def advance(self, token: int) -> Node | None:
+        """Moves the root by a committed token: what is below that guess stays. Returns the guess, if there was one.
+
+        Call `replant` after the last token of a commit.
+        """
+        child = self.root.children.get(token)
+        self.root = child if child is not None else Node(token, self.root.depth + 1, None, None, 1.0)
+        self.root.parent = None  # else every token of the text would stay in memory
+        return child
+
+    def clear(self) -> None:
+        """Forgets all guesses."""
+        self.root.children.clear()
+        self.root.guesses = ()
+        self.root.state = _WAITING
+        self.replant()
+
+    def replant(self) -> None:
+        """Makes anew, after commits, what follows from the root: chances of being reached, who waits, who is unsent."""
+        self._epoch += 1
+        self._frontier.clear()
+        self._unsent.clear()
+        self.root.reach = 1.0
+        layer = [self.root]
+        self.num_nodes = -1
+        while layer:
+            below: list[Node] = []
+            self.num_nodes += len(layer)
+            for node in layer:
+                node.epoch = self._epoch
+                if node.state == _WAITING:
+                    self._frontier.append((-node.reach, next(self._count), node))
+                if node.number is None and node is not self.root:
+                    self._unsent.append(node)
+                for child in node.children.values():
+                    child.chance = self._chance(child.cell)
+                    child.reach = node.reach * child.chance
+                    below.append(child)
+            layer = below
+        heapq.heapify(self._frontier)
+
+    # -- sending -----------------------------------------------------------------------------------------------------
+
+    def take_unsent(self, floor: float, most: int) -> list[Node]:
+        """Unsent nodes that are at least `floor` likely to be reached, parents first; they are numbered now."""
+        taken: list[Node] = []
+        kept: list[Node] = []
+        for node in self._unsent:
+            parent = node.parent
+            assert parent is not None
+            is_sendable = parent is self.root or parent.number is not None
+            if is_sendable and node.reach >= floor and len(taken) < most:
+                node.number = self.num_sent
+                self.num_sent += 1
+                taken.append(node)
+            else:
+                kept.append(node)
+        self._unsent = kept
+        return taken
+
+    @property
+    def has_unsent(self) -> bool:
+        """Whether any node was not sent."""
+        return bool(self._unsent)
+
+    @property
+    def has_sent(self) -> bool:
+        """Whether the server has any guess of the next token."""
+        return any(child.number is not None for child in self.root.children.values())
+
+    def unsend(self, lost: Sequence[Node]) -> None:
+        """Takes nodes whose message was lost, and all below them, as not sent: the server cannot attach them."""
+        stack = [node for node in lost if self.is_live(node)]
+        while stack:
+            node = stack.pop()
+            node.number = None
+            stack += (child for child in node.children.values() if child.number is not None)
+        self._list_unsent()
+
+    def renumber(self) -> None:
+        """Takes every node as not sent, for a new session."""
+        self.num_sent = 0
+        layer = list(self.root.children.values())
+        while layer:
+            for node in layer:
+                node.number = None
+            layer = [child for node in layer for child in node.children.values()]
+        self._list_unsent()
+
+    def _list_unsent(self) -> None:
+        self._unsent.clear()
+        layer = list(self.root.children.values())
+        while layer:
+            self._unsent += (node for node in layer if node.number is None)
+            layer = [child for node in layer for child in node.children.values()]
+
+    # -- the likeliest path ------------------------------------------------------------------------------------------
+
+    def likeliest(self) -> list[Node]:
+        """The likeliest path below the root: at each node the likeliest child."""
+        path: list[Node] = []
+        node = self.root
+        while node.children:
+            node = max(node.children.values(), key=lambda child: child.chance)
+            path.append(node)
+        return path
+
+    def likeliest_length(self) -> int:
+        """Nodes of the likeliest path."""
+        return len(self.likeliest())
