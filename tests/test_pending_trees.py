@@ -18,7 +18,7 @@ from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.pending.lookup import PromptLookup, kind_of
 from outrider.cloud.pending.node_chances import NodeChances
-from outrider.cloud.pending.trie import LOOKUP, MAX_NODES, MAX_NUMBERS, MAX_ORPHANS, DraftTrie
+from outrider.cloud.pending.trie import LEVELS, MAX_NODES, MAX_NUMBERS, MAX_ORPHANS, DraftTrie
 from outrider.models.errors import RequestError
 from outrider.models.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TreeDraft
 
@@ -146,7 +146,7 @@ def test_no_client_makes_a_trie_large_deep_or_slow() -> None:
 def test_a_tree_takes_over_what_was_looked_up() -> None:
     """An equal node becomes the device's; another of the device's is preferred."""
     trie = DraftTrie()
-    trie.merge_lookup([1, 2, 3], [LOOKUP, LOOKUP + 1, LOOKUP + 2])
+    trie.merge_lookup([1, 2, 3], [0, 1, 2])
     assert not trie.has_device_nodes and trie.likeliest_of_device(9) == []
     trie.merge_tree(TreeDraft(0, 0, [1], [ROOT], [0]), [])
     assert trie.has_device_nodes and (trie.num_nodes, trie.num_looked_up) == (3, 2)
@@ -169,9 +169,9 @@ def test_levels_are_learned_where_a_device_is_honest_and_where_it_promises_too_m
             drafts.trie.merge_tree(TreeDraft(base, base, [1], [ROOT], [level]), drafts.committed)
             commit(drafts, 1 if is_hit else 2)
         rates = drafts.chances.rates()
-        assert rates[13] == pytest.approx(skill * CHANCES[13], abs=0.15)
-        assert rates[6] == pytest.approx(skill * CHANCES[6], abs=0.12)
-        assert rates[11] == pytest.approx(skill * CHANCES[11], abs=0.2)
+        assert rates[LEVELS + 13] == pytest.approx(skill * CHANCES[13], abs=0.15)
+        assert rates[LEVELS + 6] == pytest.approx(skill * CHANCES[6], abs=0.12)
+        assert rates[LEVELS + 11] == pytest.approx(skill * CHANCES[11], abs=0.2)
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -192,7 +192,7 @@ def test_a_tree_that_is_always_wrong_is_soon_not_verified(width: int) -> None:
         num_tested += width
         commit(drafts, 60)
     assert num_tested <= 12
-    assert NodeChances(drafting.chances).rates()[15] > 0.4  # a new session's hints are still believed
+    assert NodeChances(drafting.chances).rates()[LEVELS + 15] > 0.4  # a new session's hints are still believed
 
 
 def test_false_hints_take_no_room_from_others() -> None:
@@ -239,7 +239,7 @@ def test_the_chosen_part_of_a_tree_is_the_best_of_all_parts(data: st.DataObject)
     rates = drafts.chances.rates()
     alive: list[float] = []
     for parent, level in zip(parents, levels, strict=True):
-        alive.append(rates[level] * (alive[parent] if parent >= 0 else 1.0))
+        alive.append(rates[LEVELS + level] * (alive[parent] if parent >= 0 else 1.0))
     times = drafting.curve.seconds(1 + size)
 
     def rate(nodes: Sequence[int]) -> float:

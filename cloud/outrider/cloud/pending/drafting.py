@@ -16,7 +16,7 @@ from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize, StepTimeCurve
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.policy import NO_WAIT, Policy, Wait, bounded, choose_drafts, longest_wait, plan_wait
-from outrider.cloud.pending.trie import LOOKUP, UNHINTED, Node
+from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, UNHINTED, Node
 from outrider.models.tree_draft import ROOT, TreeDraft
 
 _LIKELY: Final = 0.05  # survival below which a drafted token is not verified even when only passes count
@@ -67,7 +67,7 @@ class _Candidates:
 
     def num_looked_up(self, count: int) -> int:
         """How many of the first `count` were looked up."""
-        return sum(kind >= LOOKUP for kind in self.kinds[:count])
+        return sum(kind < NUM_LOOKUP_KINDS for kind in self.kinds[:count])
 
 
 class Drafting:
@@ -131,7 +131,7 @@ class Drafting:
 
     def _look_up(self, drafts: PendingDrafts) -> None:
         assert drafts.lookup is not None
-        if max(drafts.chances.rates()[LOOKUP:]) < _HOPELESS and drafts.num_skipped < _PROBE_EVERY:
+        if max(drafts.chances.rates()[:NUM_LOOKUP_KINDS]) < _HOPELESS and drafts.num_skipped < _PROBE_EVERY:
             drafts.num_skipped += 1
             return
         drafts.num_skipped = 0
