@@ -18,6 +18,7 @@ from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.pending.lookup import PromptLookup, kind_of
 from outrider.cloud.pending.node_chances import NodeChances
+from outrider.cloud.pending.policy import NO_WAIT, plan_wait, rate_streaming, rate_waiting
 from outrider.cloud.pending.trie import LEVELS, MAX_NODES, MAX_NUMBERS, MAX_ORPHANS, DraftTrie
 from outrider.models.errors import RequestError
 from outrider.models.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TreeDraft
@@ -311,6 +312,57 @@ def test_no_more_is_verified_than_may_be_committed() -> None:
 
 
 # -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """A target that never waits, or always waits, for a device whose alternatives cover misses; event by event."""
+
+    def __init__(self, alpha: float, beta: float, k: int, lag_s: float, *, waits: bool) -> None:
+        self._alpha, self._beta, self._k, self._lag_s, self._waits = alpha, beta, k, lag_s, waits
+        self._rng = random.Random(7)
+
+    def _is_pending(self) -> bool:
+        """Whether the next pick is the device's own, or an alternative that it has drafted below."""
+        return self._rng.random() < self._alpha or self._rng.random() < self._beta
+
+    def tokens_per_s(self, num_tokens: int = 60_000) -> float:
+        """With a step of 40 ms, 1 ms per drafted token."""
+        now, committed, in_sync_at = 0.0, 0, 0.0
+        while committed < num_tokens:
+            if now < in_sync_at and not self._waits:  # a blind step: it must be covered by what is on its way
+                now, committed = now + 0.040, committed + 1
+                if not self._is_pending():
+                    in_sync_at = now + self._lag_s
+                continue
+            now = max(now, in_sync_at) + 0.040 + 0.001 * self._k
+            accepted = 0
+            while accepted < self._k and self._rng.random() < self._alpha:
+                accepted += 1
+            committed += accepted + 1
+            is_pending = self._is_pending() if accepted == self._k else self._rng.random() < self._beta
+            in_sync_at = now if is_pending else now + self._lag_s
+        return committed / now
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 0.7])
+@pytest.mark.parametrize("lag_s", [0.010, 0.050, 0.130])
+def test_the_closed_form_equals_the_simulation_of_a_tree(beta: float, lag_s: float) -> None:
+    """To 2 %; without alternatives it is exactly that of paths."""
+    for alpha, k in ((0.75, 4), (0.9, 10)):
+        streaming = rate_streaming(alpha, k, 0.040, 0.001, lag_s, beta=beta)
+        waiting = rate_waiting(alpha, k, 0.040, 0.001, lag_s, beta=beta)
+        assert Stream(alpha, beta, k, lag_s, waits=False).tokens_per_s() == pytest.approx(streaming, rel=0.02)
+        assert Stream(alpha, beta, k, lag_s, waits=True).tokens_per_s() == pytest.approx(waiting, rel=0.02)
+        if beta == 0.0:
+            assert streaming == rate_streaming(alpha, k, 0.040, 0.001, lag_s)
+            assert waiting == rate_waiting(alpha, k, 0.040, 0.001, lag_s)
+
+
+def test_alternatives_are_part_of_the_decision_to_wait() -> None:
+    """A device that is soon out of sync again is not worth a wait of a step; one whose alternatives prevent that is."""
+    lags = [0.041] * 8
+    assert plan_wait(0.6, 0.040, 0.001, lags, 1.0, saves_passes=False) == NO_WAIT
+    assert plan_wait(0.6, 0.040, 0.001, lags, 1.0, saves_passes=False, beta=0.9) != NO_WAIT
 
 
 def test_misses_that_alternatives_cover_are_measured() -> None:
