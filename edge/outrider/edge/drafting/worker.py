@@ -57,7 +57,7 @@ class DraftWorker:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.lock = threading.Lock()
-        self.num_drafted = 0  # nodes expanded
+        self.num_drafted = 0  # nodes that the drafter had guesses of what follows
         self._drafter = drafter
         self._prompt = prompt
         self._params = params
@@ -113,7 +113,7 @@ class DraftWorker:
             with self.lock:
                 for node, guesses in zip(nodes, found, strict=True):
                     self._belief.tree.expand(node, guesses)
-                self.num_drafted += len(nodes)
+                self.num_drafted += sum(map(bool, found))
                 if self._has_begun:  # the first call includes the prompt
                     self._estimates.on_drafted((now - before) * 1e3, len(nodes))
                 is_due = self._is_due(now)
