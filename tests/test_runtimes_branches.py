@@ -21,12 +21,14 @@ TOLERANCE = 1e-4
 LONGEST = 120
 OPTIONS = RuntimeOptions(num_threads=1, max_positions=LONGEST)
 
-# gemma3 slides a window of 32 in every other layer, a block's length.
-CASES = ["llama", "llama without copies", "gemma3_text", "gemma3_text without copies"]
+# Mistral slides a window of 32, the length of a block.
+CASES = ["llama", "llama without copies", "mistral", "mistral without copies"]
 
 
 @pytest.fixture(scope="module", params=CASES)
-def opened(request: pytest.FixtureRequest, tiny_ir: Callable[..., Path]) -> Iterator[tuple[OpenVinoSequenceRuntime, ...]]:
+def opened(
+    request: pytest.FixtureRequest, tiny_ir: Callable[..., Path]
+) -> Iterator[tuple[OpenVinoSequenceRuntime, ...]]:
     """The runtime, and a second one that runs every sequence from its first token."""
     family, _, without = request.param.partition(" ")
     runtime, plain = (OpenVinoSequenceRuntime(tiny_ir(family), OPTIONS) for _ in range(2))
@@ -123,7 +125,8 @@ def test_it_is_a_branching_sequence_runtime(runtime: OpenVinoSequenceRuntime) ->
     """Both interfaces; a call takes one branch at least and `max_branches` at most, of known tokens."""
     assert isinstance(runtime, SequenceRuntime) and isinstance(runtime, BranchingRuntime)
     runtime.extend([1])
-    for wrong in ([], [[]], [[TINY_VOCAB]], [[1]] * (runtime.max_branches + 1)):
+    wrongs: tuple[list[list[int]], ...] = ([], [[]], [[TINY_VOCAB]], [[1]] * (runtime.max_branches + 1))
+    for wrong in wrongs:
         with pytest.raises(AssertionError):
             runtime.extend_branches(wrong)
 
