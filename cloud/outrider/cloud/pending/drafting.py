@@ -23,9 +23,11 @@ _LIKELY: Final = 0.05  # survival below which a drafted token is not verified ev
 _LEAST: Final = 0.001  # survival below which no drafted token is verified, however little it costs
 _HOPELESS: Final = 0.04  # the chance of a lookup's first token below which few are made
 _PROBE_EVERY: Final = 16  # commits between lookups that are hopeless
-_TREE_MEMORY: Final = 0.95
+_TREE_MEMORY: Final = 0.9
 _MOST_TREE_RATIO: Final = 4.0  # of one tree step: a runtime may prepare for a new shape
-_FIRST_TRIAL: Final = 64  # tree steps declined before another is tried
+_FIRST_TRIAL: Final = 64  # tree steps declined before another is tried; each trial that shows no change doubles it
+_SOON: Final = 8  # the same after a trial that was faster than expected
+_FASTER: Final = 0.9  # of the expected time
 
 
 @dataclass(slots=True)
@@ -204,7 +206,7 @@ class Drafting:
         others = [drafts for drafts in decoding if drafts.num_own is None]
         rows = [self._line(drafts) for drafts in others]
         counts, rate = self._counts(rows, len(decoding), budget, fixed, context)
-        if self._with_trees and any(drafts.trie.num_nodes > len(row.tokens) for drafts, row in zip(others, rows)):
+        if self._with_trees and any(drafts.trie for drafts in others):
             trees = [self._tree(drafts) for drafts in others]
             tree_counts, tree_rate = self._counts(trees, len(decoding), budget, fixed, context)
             if tree_rate > rate and self._pays(tree_rate, rate):
@@ -224,6 +226,8 @@ class Drafting:
         expected_s = float(self.curve.seconds(size.tokens, size)[-1])
         if self._line_s == 0.0:
             self._tree_s = self._line_s = expected_s  # as if one step had shown no difference
+        if seconds < _FASTER * self.tree_ratio * expected_s:
+            self._trial_after = _SOON
         self._tree_s = _TREE_MEMORY * self._tree_s + min(seconds, _MOST_TREE_RATIO * expected_s)
         self._line_s = _TREE_MEMORY * self._line_s + expected_s
 

@@ -8,6 +8,7 @@ much is soon believed in nothing that it promises, and slows only its own sessio
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Final
 
 from outrider.cloud.pending.trie import LOOKUP, NUM_KINDS, UNHINTED, Node
@@ -17,8 +18,9 @@ NOMINAL: Final = (*CHANCES, 0.0, 0.2, 0.35, 0.5, 0.7, 0.85)
 """By kind. Unhinted nodes have none: `AcceptanceEstimator` measures them by position."""
 assert len(NOMINAL) == NUM_KINDS
 
-_KIND_WEIGHT: Final = 2.0  # of the nominal chance, in nodes tested
+_KIND_WEIGHT: Final = 4.0  # of the nominal chance, in nodes tested
 _KIND_MEMORY: Final = 0.97  # weight of a test after a newer one of its kind
+_RATIO_WEIGHT: Final = 1.0  # of the ratio in earlier sessions, in promised chances
 _OWN_MEMORY: Final = 0.97
 _COMMON_MEMORY: Final = 0.999  # of the sums over all sessions
 _LEAST_PRIOR: Final = 0.5  # whatever earlier sessions did: no client spoils it for later ones
@@ -57,10 +59,12 @@ class NodeChances:
     """The rates of a session's nodes by kind, and of misses that an alternative covers. parent: of all sessions."""
 
     def __init__(self, parent: NodeChances | None = None) -> None:
-        device, lookup, covered = (parent._device, parent._lookup, parent._covered) if parent else (None, None, None)
-        self._device = _Ratio(1.0, 2.0, least=_LEAST_PRIOR, most=_MOST_RATIO, parent=device)
-        self._lookup = _Ratio(1.0, 2.0, least=_LEAST_PRIOR, most=_MOST_RATIO, parent=lookup)
-        self._covered = _Ratio(0.3, 5.0, least=0.0, most=0.95, parent=covered)
+        promise = partial(_Ratio, 1.0, _RATIO_WEIGHT, least=_LEAST_PRIOR, most=_MOST_RATIO)
+        self._device: _Ratio = promise(parent=parent._device if parent is not None else None)
+        self._lookup: _Ratio = promise(parent=parent._lookup if parent is not None else None)
+        self._covered: _Ratio = _Ratio(
+            0.3, 5.0, least=0.0, most=0.95, parent=parent._covered if parent is not None else None
+        )
         self._accepted = [0.0] * NUM_KINDS
         self._tested = [0.0] * NUM_KINDS
         self._rates: list[float] | None = None  # by kind; None: out of date
