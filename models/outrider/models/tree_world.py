@@ -168,7 +168,8 @@ class Device:
         spent, self._bytes_before = self.num_bytes - self._bytes_before, self.num_bytes
         kept = math.exp(-gained / _MEMORY_TOKENS)
         self._bytes_rate = kept * self._bytes_rate + (1.0 - kept) * spent / gained
-        moved = max(self._send_floor, self._plan.floor) * (self._bytes_rate / budget) ** (_GAIN * gained)
+        excess = min(2.0, self._bytes_rate / budget - 1.0)
+        moved = max(self._send_floor, self._plan.floor) * math.exp(_GAIN * min(gained, 8) * excess)
         self._send_floor = min(_HIGHEST_FLOOR, max(self._plan.send_floor, moved))
 
     def _replant(self) -> None:
