@@ -162,8 +162,9 @@ class Device:
         gained, self._known_at = committed - self._known, arrived_at - self._half_ms
         while self._known < committed:
             self._known += 1
-            self.root = self.root.true_child() or Node(self._known, True)
-        self.root.parent = None
+            dropped, self.root = self.root, self.root.true_child() or Node(self._known, True)
+            self.root.parent = None
+            _release(dropped, self.root)
         self._steer(gained)
         self._replant()
 
@@ -228,6 +229,15 @@ class Device:
             node.at, node.is_queued = self._free_at + self._half_ms + HANDLING_MS, False
         self._queue = []
         self._next_message_at = self._free_at + self._plan.message_every_ms
+
+
+def _release(dropped: Node, kept: Node) -> None:
+    """Frees what is no longer below the root at once: collecting so many cycles takes a third of a simulation's time."""
+    stack = [child for child in dropped.children or () if child is not kept]
+    while stack:
+        node = stack.pop()
+        node.parent = None
+        stack += node.children or ()
 
 
 def choose(root: Node, now_ms: float, times: Times, plan: Plan) -> list[Node]:
