@@ -232,7 +232,7 @@ class Device:
 
 
 def _release(dropped: Node, kept: Node) -> None:
-    """Frees what is no longer below the root at once: collecting so many cycles takes a third of a simulation's time."""
+    """Frees at once what is no longer below the root: collecting so many cycles takes a third of the time."""
     stack = [child for child in dropped.children or () if child is not kept]
     while stack:
         node = stack.pop()
