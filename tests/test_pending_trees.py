@@ -399,7 +399,8 @@ def test_a_first_tree_message_answers_its_commit_with_its_deepest_node() -> None
     assert drafts.lag.seconds_until(3) == [pytest.approx(0.005), pytest.approx(0.005), None]
     commit(drafts, 9)
     drafting.committed(drafts, [4, 5], [9], now, crowding=1.0)
-    assert drafts.trie.num_looked_up == drafts.trie.num_nodes
+    drafting.choose([drafts], 99, StepSize(1, 0), 0.0)
+    assert drafts.trie and drafts.trie.num_looked_up == drafts.trie.num_nodes
 
 
 # -- prompt lookup -----------------------------------------------------------------------------------------------------
