@@ -18,7 +18,8 @@ from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
 from outrider.cloud.pending.lookup import PromptLookup, kind_of
 from outrider.cloud.pending.node_chances import NodeChances
-from outrider.cloud.pending.trie import LOOKUP, MAX_NODES, MAX_NUMBERS, MAX_ORPHANS, DraftTrie
+from outrider.cloud.pending.policy import NO_WAIT, plan_wait, rate_streaming, rate_waiting
+from outrider.cloud.pending.trie import LEVELS, MAX_NODES, MAX_NUMBERS, MAX_ORPHANS, DraftTrie
 from outrider.models.errors import RequestError
 from outrider.models.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TreeDraft
 
@@ -146,7 +147,7 @@ def test_no_client_makes_a_trie_large_deep_or_slow() -> None:
 def test_a_tree_takes_over_what_was_looked_up() -> None:
     """An equal node becomes the device's; another of the device's is preferred."""
     trie = DraftTrie()
-    trie.merge_lookup([1, 2, 3], [LOOKUP, LOOKUP + 1, LOOKUP + 2])
+    trie.merge_lookup([1, 2, 3], [0, 1, 2])
     assert not trie.has_device_nodes and trie.likeliest_of_device(9) == []
     trie.merge_tree(TreeDraft(0, 0, [1], [ROOT], [0]), [])
     assert trie.has_device_nodes and (trie.num_nodes, trie.num_looked_up) == (3, 2)
@@ -169,9 +170,9 @@ def test_levels_are_learned_where_a_device_is_honest_and_where_it_promises_too_m
             drafts.trie.merge_tree(TreeDraft(base, base, [1], [ROOT], [level]), drafts.committed)
             commit(drafts, 1 if is_hit else 2)
         rates = drafts.chances.rates()
-        assert rates[13] == pytest.approx(skill * CHANCES[13], abs=0.15)
-        assert rates[6] == pytest.approx(skill * CHANCES[6], abs=0.12)
-        assert rates[11] == pytest.approx(skill * CHANCES[11], abs=0.2)
+        assert rates[LEVELS + 13] == pytest.approx(skill * CHANCES[13], abs=0.15)
+        assert rates[LEVELS + 6] == pytest.approx(skill * CHANCES[6], abs=0.12)
+        assert rates[LEVELS + 11] == pytest.approx(skill * CHANCES[11], abs=0.2)
 
 
 @pytest.mark.parametrize("width", [1, 4])
@@ -192,7 +193,7 @@ def test_a_tree_that_is_always_wrong_is_soon_not_verified(width: int) -> None:
         num_tested += width
         commit(drafts, 60)
     assert num_tested <= 12
-    assert NodeChances(drafting.chances).rates()[15] > 0.4  # a new session's hints are still believed
+    assert NodeChances(drafting.chances).rates()[LEVELS + 15] > 0.4  # a new session's hints are still believed
 
 
 def test_false_hints_take_no_room_from_others() -> None:
@@ -239,7 +240,7 @@ def test_the_chosen_part_of_a_tree_is_the_best_of_all_parts(data: st.DataObject)
     rates = drafts.chances.rates()
     alive: list[float] = []
     for parent, level in zip(parents, levels, strict=True):
-        alive.append(rates[level] * (alive[parent] if parent >= 0 else 1.0))
+        alive.append(rates[LEVELS + level] * (alive[parent] if parent >= 0 else 1.0))
     times = drafting.curve.seconds(1 + size)
 
     def rate(nodes: Sequence[int]) -> float:
@@ -311,6 +312,57 @@ def test_no_more_is_verified_than_may_be_committed() -> None:
 
 
 # -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    """A target that never waits, or always waits, for a device whose alternatives cover misses; event by event."""
+
+    def __init__(self, alpha: float, beta: float, k: int, lag_s: float, *, waits: bool) -> None:
+        self._alpha, self._beta, self._k, self._lag_s, self._waits = alpha, beta, k, lag_s, waits
+        self._rng = random.Random(7)
+
+    def _is_pending(self) -> bool:
+        """Whether the next pick is the device's own, or an alternative that it has drafted below."""
+        return self._rng.random() < self._alpha or self._rng.random() < self._beta
+
+    def tokens_per_s(self, num_tokens: int = 60_000) -> float:
+        """With a step of 40 ms, 1 ms per drafted token."""
+        now, committed, in_sync_at = 0.0, 0, 0.0
+        while committed < num_tokens:
+            if now < in_sync_at and not self._waits:  # a blind step: it must be covered by what is on its way
+                now, committed = now + 0.040, committed + 1
+                if not self._is_pending():
+                    in_sync_at = now + self._lag_s
+                continue
+            now = max(now, in_sync_at) + 0.040 + 0.001 * self._k
+            accepted = 0
+            while accepted < self._k and self._rng.random() < self._alpha:
+                accepted += 1
+            committed += accepted + 1
+            is_pending = self._is_pending() if accepted == self._k else self._rng.random() < self._beta
+            in_sync_at = now if is_pending else now + self._lag_s
+        return committed / now
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.4, 0.7])
+@pytest.mark.parametrize("lag_s", [0.010, 0.050, 0.130])
+def test_the_closed_form_equals_the_simulation_of_a_tree(beta: float, lag_s: float) -> None:
+    """To 2 %; without alternatives it is exactly that of paths."""
+    for alpha, k in ((0.75, 4), (0.9, 10)):
+        streaming = rate_streaming(alpha, k, 0.040, 0.001, lag_s, beta=beta)
+        waiting = rate_waiting(alpha, k, 0.040, 0.001, lag_s, beta=beta)
+        assert Stream(alpha, beta, k, lag_s, waits=False).tokens_per_s() == pytest.approx(streaming, rel=0.02)
+        assert Stream(alpha, beta, k, lag_s, waits=True).tokens_per_s() == pytest.approx(waiting, rel=0.02)
+        if beta == 0.0:
+            assert streaming == rate_streaming(alpha, k, 0.040, 0.001, lag_s)
+            assert waiting == rate_waiting(alpha, k, 0.040, 0.001, lag_s)
+
+
+def test_alternatives_are_part_of_the_decision_to_wait() -> None:
+    """A device that is soon out of sync again is not worth a wait of a step; one whose alternatives prevent that is."""
+    lags = [0.041] * 8
+    assert plan_wait(0.6, 0.040, 0.001, lags, 1.0, saves_passes=False) == NO_WAIT
+    assert plan_wait(0.6, 0.040, 0.001, lags, 1.0, saves_passes=False, beta=0.9) != NO_WAIT
 
 
 def test_misses_that_alternatives_cover_are_measured() -> None:

@@ -16,11 +16,13 @@ from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize, StepTimeCurve
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.policy import NO_WAIT, Policy, Wait, bounded, choose_drafts, longest_wait, plan_wait
-from outrider.cloud.pending.trie import LOOKUP, UNHINTED, Node
+from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, UNHINTED, Node
 from outrider.models.tree_draft import ROOT, TreeDraft
 
 _LIKELY: Final = 0.05  # survival below which a drafted token is not verified even when only passes count
 _LEAST: Final = 0.001  # survival below which no drafted token is verified, however little it costs
+_MANY: Final = 64  # drafted tokens of all sequences beyond which nodes are looked at more sparingly
+_STRETCH: Final = 8  # tokens over which the cheapest of them is averaged: a curve may have flat steps
 _HOPELESS: Final = 0.04  # the chance of a lookup's first token below which few are made
 _PROBE_EVERY: Final = 16  # commits between lookups that are hopeless
 _TREE_MEMORY: Final = 0.9
@@ -67,7 +69,7 @@ class _Candidates:
 
     def num_looked_up(self, count: int) -> int:
         """How many of the first `count` were looked up."""
-        return sum(kind >= LOOKUP for kind in self.kinds[:count])
+        return sum(kind < NUM_LOOKUP_KINDS for kind in self.kinds[:count])
 
 
 class Drafting:
@@ -131,7 +133,7 @@ class Drafting:
 
     def _look_up(self, drafts: PendingDrafts) -> None:
         assert drafts.lookup is not None
-        if max(drafts.chances.rates()[LOOKUP:]) < _HOPELESS and drafts.num_skipped < _PROBE_EVERY:
+        if max(drafts.chances.rates()[:NUM_LOOKUP_KINDS]) < _HOPELESS and drafts.num_skipped < _PROBE_EVERY:
             drafts.num_skipped += 1
             return
         drafts.num_skipped = 0
@@ -207,7 +209,8 @@ class Drafting:
         rows = [self._line(drafts) for drafts in others]
         counts, rate = self._counts(rows, len(decoding), budget, fixed, context)
         if self._with_trees and any(drafts.trie for drafts in others):
-            trees = [self._tree(drafts) for drafts in others]
+            least = self._least_worth(rate, min(budget, self._max_draft * len(others)), fixed, context)
+            trees = [self._tree(drafts, least) for drafts in others]
             tree_counts, tree_rate = self._counts(trees, len(decoding), budget, fixed, context)
             if tree_rate > rate and self._pays(tree_rate, rate):
                 rows, counts = trees, tree_counts
@@ -260,6 +263,19 @@ class Drafting:
         step_s = self.curve.seconds(fixed.tokens + most, fixed, context)
         return choose_drafts(survivals, fixed.tokens, num_decoding, step_s, most)
 
+    def _least_worth(self, rate: float, most: int, fixed: StepSize, context: float) -> float:
+        """Survival below which no node of a tree is looked at. rate: tokens per second that lines reach in this step.
+
+        Where many sequences run, most nodes of their trees cost more than they can gain.
+        """
+        if self._policy is Policy.VERIFY:
+            return _LIKELY
+        if most <= _MANY:
+            return _LEAST
+        step_s = self.curve.seconds(fixed.tokens + most, fixed, context)[fixed.tokens - 1 :]
+        cheapest_s = float((step_s[_STRETCH:] - step_s[:-_STRETCH]).min()) / _STRETCH
+        return max(_LEAST, 0.5 * rate * cheapest_s)
+
     def _line(self, drafts: PendingDrafts) -> _Candidates:
         """The likeliest path."""
         row = _Candidates()
@@ -286,8 +302,11 @@ class Drafting:
             left -= 1
         return row
 
-    def _tree(self, drafts: PendingDrafts) -> _Candidates:
-        """The nodes that are likeliest to be reached and picked, best first: parents come before their children."""
+    def _tree(self, drafts: PendingDrafts, least: float) -> _Candidates:
+        """The nodes that are likeliest to be reached and picked, best first: parents come before their children.
+
+        least: survival of those that are looked at.
+        """
         root, num_left = drafts.trie.root, drafts.num_left - 1
         parents: list[int] = []
         row = _Candidates(parents=parents, is_line=False)
@@ -310,9 +329,10 @@ class Drafting:
                             chance = (1.0 - chance) * beta / max(1, len(children) - 1)
                     else:
                         chance = rates[kind]
-                    if alive * chance >= _LEAST:
+                    chance *= alive
+                    if chance >= least:
                         num_pushed += 1
-                        heapq.heappush(heap, (-alive * chance, num_pushed, child, index))
+                        heapq.heappush(heap, (-chance, num_pushed, child, index))
             if not heap or len(row.tokens) == self._max_draft:
                 return row
             alive, _, parent, above = heapq.heappop(heap)
