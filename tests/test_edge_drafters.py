@@ -305,6 +305,7 @@ def test_a_run_sends_its_answer_whole_and_lets_no_guess_wait_long(
         await driven.worker.run()
         driven.worker.close()
         assert driven.worker.num_drafted == driven.belief.tree.num_nodes == 6
+        assert not driven.worker.has_work()  # else it would start run after run
         return driven.woken
 
     assert asyncio.run(scenario()) == woken_at

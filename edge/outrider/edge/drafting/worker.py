@@ -91,7 +91,8 @@ class DraftWorker:
         """Whether a run would expand anything; hold the lock."""
         depth = min(self._plan().depth, self._room())
         tree = self._belief.tree
-        return depth > 0 and tree.num_nodes < self._limits.max_nodes and tree.best_reach(depth) >= self._floor()
+        reach = tree.best_reach(depth) if depth > 0 and tree.num_nodes < self._limits.max_nodes else 0.0
+        return reach > 0.0 and reach >= self._floor()
 
     def sent(self) -> None:
         """Records that everything worth sending was sent; hold the lock."""
