@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from outrider.cloud.pending.chosen import Chosen
 from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize, StepTimeCurve
 from outrider.cloud.pending.policy import NO_WAIT, Policy, Wait, bounded, choose_drafts, longest_wait, plan_wait
@@ -21,11 +22,15 @@ class Drafting:
     max_draft: drafted tokens verified per sequence and step.
     """
 
-    def __init__(self, max_draft: int, policy: Policy) -> None:
+    def __init__(self, max_draft: int, policy: Policy, *, with_trees: bool = False) -> None:
         self._max_draft = max_draft
         self._policy = policy
         self.curve = StepTimeCurve()
         self.acceptance = AcceptanceEstimator(max_draft)
+
+    def stepped(self, size: StepSize, seconds: float, has_trees: bool) -> None:
+        """Learns from the time of a step."""
+        self.curve.observe(size, seconds)
 
     def merge(self, drafts: PendingDrafts, base: int, paths: Sequence[Sequence[int]], arrived: float) -> None:
         """Adds what is consistent with the commits since `base`; the newest message's first path is the likeliest."""
@@ -90,7 +95,7 @@ class Drafting:
 
     def choose(
         self, decoding: Sequence[PendingDrafts], budget: int, fixed: StepSize, context: float
-    ) -> dict[PendingDrafts, list[int]]:
+    ) -> dict[PendingDrafts, Chosen]:
         """The drafted tokens that each decoding sequence verifies in this step, at most `budget` in all.
 
         fixed: the step without drafts, prompt chunks included. context: positions that a drafted token attends to.
@@ -98,10 +103,11 @@ class Drafting:
         if not decoding:
             return {}
         # A /v1/verify item gets its whole draft verified, whatever its neighbours choose.
-        chosen: dict[PendingDrafts, list[int]] = {}
+        chosen: dict[PendingDrafts, Chosen] = {}
         for drafts in decoding:
             if drafts.num_own is not None:
-                own = chosen[drafts] = drafts.own_draft(budget)
+                own = drafts.own_draft(budget)
+                chosen[drafts] = Chosen.line(own)
                 budget -= len(own)
                 fixed += StepSize(len(own), round(len(own) * context))
         others = [drafts for drafts in decoding if drafts.num_own is None]
@@ -116,7 +122,7 @@ class Drafting:
             most = min(budget, sum(map(len, paths)))
             step_s = self.curve.seconds(fixed.tokens + most, fixed, context)
             counts = choose_drafts(survivals, fixed.tokens, len(decoding), step_s, most)
-        return chosen | {drafts: p[:n] for drafts, p, n in zip(others, paths, counts, strict=True)}
+        return chosen | {drafts: Chosen.line(p[:n]) for drafts, p, n in zip(others, paths, counts, strict=True)}
 
 
 @lru_cache(maxsize=4096)
