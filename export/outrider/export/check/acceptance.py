@@ -1,15 +1,15 @@
 """Measures how often a target accepts a draft's tokens: the figure by which a pair is judged.
 
 The target's continuations are computed first, all prompts in one batch, once for any number of drafts. Then a draft
-reads the same tokens one at a time, as it does when it drafts, and picks at every position with the same noise. A pick
-is a pure function of the text before it, so the vector of matches gives the outcome of rounds of any depth. Knows no
-particular runtime.
+reads the same tokens one at a time, as it does when it drafts, and ranks its guesses at every position with the same
+noise. A pick is a pure function of the text before it, so the vector of matches gives the outcome of rounds of any
+depth. The ranks and gaps are kept too: they say what a draft that branches gains. Knows no particular runtime.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,11 +19,14 @@ from numpy.typing import NDArray
 from outrider.models.errors import ExportError
 from outrider.models.manifest import Acceptance, AtDepth
 from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
-from outrider.models.sampling import SamplingParams, pick
+from outrider.models.sampling import SamplingParams, candidates, pick
+from outrider.models.tree_ranks import Picked, Ranks
 
 NEW_TOKENS: Final = 40
 TEMPERATURES: Final = (0.0, 0.5, 0.8)
 DEPTHS: Final = (1, 2, 4, 8)
+
+_GUESSES: Final = 16  # that the target's pick is looked for among
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +57,23 @@ def continue_prompts(
     *,
     num_ids: int,
     stop_ids: Sequence[int],
+    num_tokens: int = NEW_TOKENS,
 ) -> tuple[Continuation, ...]:
-    """The target's own text after each prompt at each temperature, NEW_TOKENS long or to its end; prompt i has seed i.
+    """The target's own text after each prompt at each temperature, num_tokens long or to its end; prompt i has seed i.
 
     num_ids: ids that the tokenizer knows; columns beyond are padding, of different width in the two models.
     Raises ExportError if no prompt leaves room for the new tokens.
     """
     longest = target.limits.max_positions
-    fitting = [tuple(prompt) for prompt in prompts if 0 < len(prompt) <= longest - NEW_TOKENS]
+    fitting = [tuple(prompt) for prompt in prompts if 0 < len(prompt) <= longest - num_tokens]
     if not fitting:
-        raise _nothing_fits(longest)
+        raise _nothing_fits(longest, num_tokens)
     found: list[Continuation] = []
     for temperature in temperatures:
         params = [SamplingParams(temperature=temperature, seed=seed) for seed in range(len(fitting))]
-        texts = _continue_all(target, fitting, params, num_ids=num_ids, stop_ids=frozenset(stop_ids))
+        texts = _continue_all(
+            target, fitting, params, num_ids=num_ids, stop_ids=frozenset(stop_ids), num_tokens=num_tokens
+        )
         found += map(Continuation, fitting, map(tuple, texts), params)
     return tuple(found)
 
@@ -75,18 +81,44 @@ def continue_prompts(
 def measure_acceptance(
     draft: SequenceRuntime, texts: Sequence[Continuation], *, num_ids: int, target_name: str
 ) -> tuple[Acceptance, ...]:
-    """One figure per temperature of `texts`, in their order; texts too long for the draft are left out.
+    """One figure per temperature of `texts`, in their order. Raises as `measure_ranks`."""
+    return summarize(measure_ranks(draft, texts, num_ids=num_ids), target_name)
 
-    Raises ExportError if all are.
+
+def measure_ranks(draft: SequenceRuntime, texts: Sequence[Continuation], *, num_ids: int) -> dict[float, Ranks]:
+    """Where the target's picks stand among the draft's guesses, by temperature of `texts`, in their order.
+
+    Texts too long for the draft are left out. Raises ExportError if all are.
     """
     longest = draft.limits.max_positions
     fitting = [text for text in texts if len(text.prompt) + len(text.text) <= longest]
     if not fitting:
-        raise _nothing_fits(longest)
-    matches: dict[float, list[NDArray[np.bool_]]] = {}
+        raise _nothing_fits(longest, NEW_TOKENS)
+    found: dict[float, list[tuple[Picked, ...]]] = {}
     for text in fitting:
-        matches.setdefault(text.params.temperature, []).append(_matches(draft, text, num_ids))
-    return tuple(_summary(temperature, found, target_name) for temperature, found in matches.items())
+        picked = tuple(
+            Picked.among(candidates(logits, text.params, position, _GUESSES), token)
+            for position, token, logits in read_along(draft, text, num_ids)
+        )
+        found.setdefault(text.params.temperature, []).append(picked)
+    return {temperature: Ranks(tuple(rows)) for temperature, rows in found.items()}
+
+
+def read_along(
+    draft: SequenceRuntime, text: Continuation, num_ids: int
+) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
+    """Feeds the text to the draft token by token: each position, the target's token, the draft's logits before it."""
+    draft.truncate(0)
+    logits = draft.extend(text.prompt)
+    for index, token in enumerate(text.text):
+        if index:
+            logits = draft.extend(text.text[index - 1 : index])
+        yield len(text.prompt) + index, token, logits[:num_ids]
+
+
+def summarize(ranks: Mapping[float, Ranks], target_name: str) -> tuple[Acceptance, ...]:
+    """The figures of a report, one per temperature."""
+    return tuple(_summary(temperature, found, target_name) for temperature, found in ranks.items())
 
 
 def play_rounds(matches: NDArray[np.bool_], depth: int, *, counts_short_ends: bool = False) -> Rounds:
@@ -106,19 +138,8 @@ def play_rounds(matches: NDArray[np.bool_], depth: int, *, counts_short_ends: bo
     return counts
 
 
-def _matches(draft: SequenceRuntime, text: Continuation, num_ids: int) -> NDArray[np.bool_]:
-    """At which positions of the text the draft's pick is the target's."""
-    draft.truncate(0)
-    found = np.zeros(len(text.text), np.bool_)
-    logits = draft.extend(text.prompt)
-    for index, token in enumerate(text.text):
-        if index:
-            logits = draft.extend(text.text[index - 1 : index])
-        found[index] = pick(logits[:num_ids], text.params, len(text.prompt) + index) == token
-    return found
-
-
-def _summary(temperature: float, matches: Sequence[NDArray[np.bool_]], target_name: str) -> Acceptance:
+def _summary(temperature: float, ranks: Ranks, target_name: str) -> Acceptance:
+    matches = [np.array([token.rank == 0 for token in text], np.bool_) for text in ranks.texts]
     num_tested = sum(map(len, matches))
     rate = sum(int(found.sum()) for found in matches) / num_tested
     # Tokens of one text depend on each other; texts are independent.
@@ -144,9 +165,9 @@ def _summary(temperature: float, matches: Sequence[NDArray[np.bool_]], target_na
     )
 
 
-def _nothing_fits(longest: int) -> ExportError:
+def _nothing_fits(longest: int, num_tokens: int) -> ExportError:
     return ExportError(
-        f"no prompt fits {longest} positions with {NEW_TOKENS} new tokens; give shorter prompts with --prompts"
+        f"no prompt fits {longest} positions with {num_tokens} new tokens; give shorter prompts with --prompts"
     )
 
 
@@ -157,9 +178,10 @@ def _continue_all(
     *,
     num_ids: int,
     stop_ids: frozenset[int],
+    num_tokens: int,
 ) -> list[list[int]]:
     """The target's own continuation of each prompt, as many prompts at a time as its cache holds."""
-    longest = max(map(len, prompts)) + NEW_TOKENS
+    longest = max(map(len, prompts)) + num_tokens
     blocks_each = -(-longest // target.block_size)
     at_once = target.num_blocks // blocks_each
     if not at_once:
@@ -175,7 +197,7 @@ def _continue_all(
             rows = target.forward(batch)
             for row, i in zip(rows, tuple(live), strict=True):
                 texts[i].append(pick(row[:num_ids], params[i], len(prompts[i]) + len(texts[i])))
-                if len(texts[i]) == NEW_TOKENS or texts[i][-1] in stop_ids:
+                if len(texts[i]) == num_tokens or texts[i][-1] in stop_ids:
                     live.remove(i)
     return texts
 

@@ -1,0 +1,137 @@
+"""Computes what drafts that branch can reach over a network, from measured ranks and given times.
+
+    python -m bench.simulate_trees --temp 0.8 --step-ms 40 --extra-ms 1 --draft-ms 1
+    python -m bench.simulate_trees --bytes 50 100 150 250 none --variants
+
+Speed-ups over cloud-only streaming, by round trip. `path`: one guess per position, today's drafts. `line`: alternatives
+are pending, one path is verified. `tree`: any part of the tree is verified (tree attention). Beside them the same draft
+beside the target, with no network. --bytes adds the curve of bytes sent per token against speed-up, --variants what
+single changes of the plan do. Seeds are fixed: equal options give equal tables. bench.ranks makes the data.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from outrider.models.tree_beside import beside
+from outrider.models.tree_plan import Form, Plan, Times
+from outrider.models.tree_ranks import Ranks
+from outrider.models.tree_simulation import Outcome, path, simulate
+
+DATA: Final = Path(__file__).parent / "data"
+ROUND_TRIPS_MS: Final = (0.0, 10.0, 25.0, 50.0, 100.0, 200.0)
+
+Play = Callable[[float, Plan], Outcome]
+"""Simulates a plan at a round trip in ms."""
+
+
+def plans(plan: Plan) -> dict[str, Plan]:
+    """The forms of one plan, by name."""
+    return {"path": path(plan), "line": replace(plan, form=Form.LINE), "tree": replace(plan, form=Form.TREE)}
+
+
+def variants(plan: Plan) -> dict[str, Plan]:
+    """The plan with one change each, by name."""
+    changes: dict[str, dict[str, object]] = {
+        "holds late leaves": {"holds_late": True},
+        "line by sum of survivals": {"by_path": True},
+        "hints in 16 levels": {"hints": "levels"},
+        "hints by rank": {"hints": "rank"},
+        "no hints": {"hints": "none"},
+        "drafts what it may not send": {"drafts_unsent": True},
+    }
+    changes |= {f"width {width}": {"width": width} for width in (2, 3, 4, 6, 8)}
+    changes |= {f"floor {floor:g}": {"floor": floor} for floor in (0.002, 0.004, 0.01, 0.02, 0.05)}
+    changes |= {f"a message per {every:g} ms": {"message_every_ms": every} for every in (2.0, 4.0, 10.0, 20.0)}
+    return {name: replace(plan, **change) for name, change in changes.items()}  # type: ignore[arg-type]
+
+
+def print_forms(play: Play, round_trips_ms: Sequence[float], plan: Plan) -> None:
+    """The table of the three forms."""
+    print(" RTT    path    line    tree | tree: passes verified drafted   sent bytes up messages, per token")
+    for rtt_ms in round_trips_ms:
+        cells = [play(rtt_ms, one) for one in plans(plan).values()]
+        tree = cells[-1]
+        print(
+            f"{rtt_ms:4g} "
+            + " ".join(f"{cell.speed_up:6.2f}x" for cell in cells)
+            + f" |       {tree.passes:6.2f} {tree.verified:8.1f} {tree.drafted:7.1f} {tree.sent:6.1f} "
+            f"{tree.bytes_up:8.0f} {tree.messages:8.1f}"
+        )
+
+
+def print_bytes(play: Play, round_trips_ms: Sequence[float], plan: Plan, budgets: Sequence[float | None]) -> None:
+    """Speed-up and bytes per token under each budget, for line and tree."""
+    for form in Form:
+        print(f"{form}: speed-up (bytes up per token) by budget of bytes per token")
+        print(" RTT " + " ".join(f"{'none' if budget is None else f'{budget:g}':>12}" for budget in budgets))
+        for rtt_ms in round_trips_ms:
+            cells = [play(rtt_ms, replace(plan, form=form, bytes_per_token=budget)) for budget in budgets]
+            print(f"{rtt_ms:4g} " + " ".join(f"{cell.speed_up:6.2f}x ({cell.bytes_up:3.0f})" for cell in cells))
+
+
+def print_variants(play: Play, round_trips_ms: Sequence[float], plan: Plan) -> None:
+    """What each change does to the speed-up, in per cent, and the bytes up per token, for line and tree."""
+    for form in Form:
+        base = replace(plan, form=form)
+        found = [play(rtt_ms, base) for rtt_ms in round_trips_ms]
+        print(f"{form}: change of speed-up (bytes up per token)")
+        print(f"{'RTT':>28} " + " ".join(f"{rtt_ms:12g}" for rtt_ms in round_trips_ms))
+        print(f"{'as it is':>28} " + " ".join(f"{one.speed_up:6.2f}x ({one.bytes_up:3.0f})" for one in found))
+        for name, changed in variants(base).items():
+            cells = [play(rtt_ms, changed) for rtt_ms in round_trips_ms]
+            print(f"{name:>28} " + " ".join(map(_changed, found, cells)))
+
+
+def _changed(before: Outcome, after: Outcome) -> str:
+    return f"{100 * (after.speed_up / before.speed_up - 1):+6.1f}% ({after.bytes_up:3.0f})"
+
+
+def _budget(text: str) -> float | None:
+    return None if text == "none" else float(text)
+
+
+def main() -> None:
+    """Prints the tables."""
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--temp", choices=("0.8", "0.0"), default="0.8")
+    cli.add_argument("--data", type=Path, default=DATA, help="directory of ranks_0.8.json and ranks_0.0.json")
+    for name, default in (("step", 40.0), ("extra", 1.0), ("draft", 1.0)):
+        cli.add_argument(f"--{name}-ms", type=float, default=default)
+    cli.add_argument("--nodes-per-call", type=int, default=1, help="nodes that one draft call expands")
+    cli.add_argument("--call-extra", type=float, default=0.1, help="what a further node of a call costs, of a call")
+    cli.add_argument("--rtt-ms", type=float, nargs="+", default=list(ROUND_TRIPS_MS))
+    cli.add_argument("--tokens", type=int, default=400)
+    cli.add_argument("--seeds", type=int, default=3)
+    plan = Plan()
+    cli.add_argument("--width", type=int, default=plan.width, help="guesses per position")
+    cli.add_argument("--budget", type=int, default=plan.budget, help="nodes of a tree at most")
+    cli.add_argument("--floor", type=float, default=plan.floor, help="no node is expanded that is less likely")
+    cli.add_argument("--message-every-ms", type=float, default=plan.message_every_ms)
+    cli.add_argument("--bytes", type=_budget, nargs="+", help="budgets of bytes per token, or none: prints the curve")
+    cli.add_argument("--variants", action="store_true", help="prints what single changes do")
+    o = cli.parse_args()
+    ranks = Ranks.read(o.data / f"ranks_{o.temp}.json")
+    times = Times(o.step_ms, o.extra_ms, o.draft_ms, o.nodes_per_call, o.call_extra)
+    plan = Plan(width=o.width, budget=o.budget, floor=o.floor, message_every_ms=o.message_every_ms)
+    near = beside(ranks, times)
+    print(
+        f"T {o.temp}, step {o.step_ms:g} + {o.extra_ms:g} ms per verified token, draft {o.draft_ms:g} ms for up to "
+        f"{o.nodes_per_call} nodes; acceptance {ranks.hits(1):.3f}; draft beside the target {near.fixed:.2f}x "
+        f"(depth {near.depth}), depth by gaps {near.by_gap:.2f}x"
+    )
+    play = partial(simulate, ranks, times, num_tokens=o.tokens, seeds=range(o.seeds))
+    print_forms(play, o.rtt_ms, plan)
+    if o.bytes:
+        print_bytes(play, o.rtt_ms, plan, o.bytes)
+    if o.variants:
+        print_variants(play, o.rtt_ms, plan)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Holds where the target's picks stood among a draft's guesses: the data that tree simulations and report cards use.
+
+For each token that the target picked, given the same text before it: its rank among the draft's noisy scores, and the
+gaps between these scores. A noisy score is logit / temperature + g(seed, position, token), as in `sampling`. The gap of
+a guess says how likely it is to be the target's pick; `Ranks` counts that per rank and bucket of gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from outrider.models.errors import ConfigError
+from outrider.models.sampling import Candidates
+
+EDGES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Where the buckets of gaps begin; the first begins at 0."""
+
+MOST_GUESSES: Final = 8
+"""Guesses per position that have a gap."""
+
+MISSED: Final = 99
+"""The rank of a pick that is not among the guesses."""
+
+_NO_GUESS: Final = 99.0  # the gap of a guess that truncation left out
+_PRIOR_HITS, _PRIOR_SEEN = 0.3, 1.0  # what a bucket counts before it has seen anything
+
+
+class Picked(NamedTuple):
+    """One token of the target. rank: 0 is the draft's own pick, MISSED none of the guesses. gaps: of guess 1, 2, ... 7
+    behind guess 0, in units of the noise.
+    """
+
+    rank: int
+    gaps: tuple[float, ...]
+
+    @classmethod
+    def among(cls, guesses: Candidates, token: int) -> Picked:
+        """The record of `token` among a draft's guesses."""
+        gaps = [min(_NO_GUESS, round(gap, 2)) for gap in guesses.gaps[1:MOST_GUESSES]]
+        gaps += [_NO_GUESS] * (MOST_GUESSES - 1 - len(gaps))
+        return cls(guesses.tokens.index(token) if token in guesses.tokens else MISSED, tuple(gaps))
+
+    def gap(self, guess: int) -> float:
+        """The gap by which a guess is judged: of guess 0 its lead over guess 1, of another its distance behind 0."""
+        return self.gaps[max(0, guess - 1)]
+
+
+def bucket(gap: float) -> int:
+    """The index of a gap's bucket, 0 to len(EDGES)."""
+    return sum(gap >= edge for edge in EDGES)
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The records of several texts. Raises ConfigError where there is none."""
+
+    texts: tuple[tuple[Picked, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not any(self.texts):
+            raise ConfigError("there are no ranks; expected at least one token")
+
+    @classmethod
+    def read(cls, path: Path) -> Ranks:
+        """The data of a file: JSON, a list of texts, each a list of [rank, [gap, gap, ...]]. Raises ConfigError."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return cls(tuple(tuple(Picked(int(rank), _checked(gaps)) for rank, gaps in text) for text in found))
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{path} holds no ranks of picks ({error}); make it with python -m bench.ranks"
+            ) from error
+
+    def write(self, path: Path) -> None:
+        """Writes what `read` reads."""
+        text = json.dumps([[[rank, gaps] for rank, gaps in text] for text in self.texts], separators=(",", ":"))
+        path.write_text(text + "\n", encoding="utf-8")
+
+    @cached_property
+    def picked(self) -> tuple[Picked, ...]:
+        """The texts, one after the other."""
+        return tuple(token for text in self.texts for token in text)
+
+    def hits(self, width: int) -> float:
+        """The share of picks among the first `width` guesses."""
+        return sum(token.rank < width for token in self.picked) / len(self.picked)
+
+    @cached_property
+    def shares(self) -> tuple[float, ...]:
+        """The share of picks at each rank."""
+        ranks = [token.rank for token in self.picked]
+        return tuple(ranks.count(guess) / len(ranks) for guess in range(MOST_GUESSES))
+
+    @cached_property
+    def table(self) -> tuple[tuple[float, ...], ...]:
+        """The chance that guess j is the pick, by the bucket of its gap: table[j][bucket]."""
+        rows = []
+        for guess in range(MOST_GUESSES):
+            hits, seen = [_PRIOR_HITS] * (len(EDGES) + 1), [_PRIOR_SEEN] * (len(EDGES) + 1)
+            for token in self.picked:
+                place = bucket(token.gap(guess))
+                seen[place] += 1.0
+                hits[place] += token.rank == guess
+            rows.append(tuple(hit / count for hit, count in zip(hits, seen, strict=True)))
+        return tuple(rows)
+
+    @cached_property
+    def chances(self) -> tuple[tuple[float, ...], ...]:
+        """`table`'s entries for each of `picked`: chances[i][j] of guess j."""
+        return tuple(
+            tuple(self.table[guess][bucket(token.gap(guess))] for guess in range(MOST_GUESSES)) for token in self.picked
+        )
+
+
+def _checked(gaps: Sequence[float]) -> tuple[float, ...]:
+    if len(gaps) != MOST_GUESSES - 1 or not all(math.isfinite(gap) and gap >= 0.0 for gap in gaps):
+        raise ValueError(f"the gaps are {gaps}; expected {MOST_GUESSES - 1} numbers, 0 or more")
+    return tuple(map(float, gaps))

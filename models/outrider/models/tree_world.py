@@ -1,0 +1,260 @@
+"""Plays the two sides of a tree simulation: a device that drafts a tree, a server that chooses nodes to verify.
+
+Times in ms. A node is a guess; `is_true` says whether it is the target's pick after the target's own text, which
+neither side looks at before the pick is made.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from typing import Final
+
+from outrider.models.tree_draft import CHANCES, level_of
+from outrider.models.tree_plan import Form, Plan, Times
+from outrider.models.tree_ranks import MISSED, Ranks
+
+HANDLING_MS: Final = 0.5
+"""What a message takes beside half a round trip."""
+
+MOST_VERIFIED: Final = 24
+"""Nodes of one step at most."""
+
+_HIGHEST_FLOOR: Final = 0.5
+_MEMORY_TOKENS: Final = 24.0  # over how many tokens the device averages what it sends
+_GAIN: Final = 0.15  # how fast the device moves its floor towards the budget of bytes, per token
+_UNSENT: Final = math.inf
+
+
+class Node:
+    """A guess. chance: that it is picked after its parent. reached: that the target's text reaches it, as the device
+    estimates it now. hint: its chance as the server knows it. at: when it reaches the server.
+    """
+
+    __slots__ = ("at", "chance", "children", "hint", "is_queued", "is_true", "number", "parent", "position", "reached")
+
+    def __init__(
+        self, position: int, is_true: bool, parent: Node | None = None, chance: float = 1.0, hint: float = 1.0
+    ) -> None:
+        self.position, self.is_true, self.parent = position, is_true, parent
+        self.chance, self.hint = chance, hint
+        self.reached: float = chance if parent is None else chance * parent.reached
+        self.children: list[Node] | None = None  # None: not expanded
+        self.at, self.number, self.is_queued = _UNSENT, 0, False
+
+    def true_child(self) -> Node | None:
+        """The guess that the target picks next, if it was drafted."""
+        for child in self.children or ():
+            if child.is_true:
+                return child
+        return None
+
+
+class Device:
+    """Drafts, best first, and sends; learns of commits half a round trip later."""
+
+    def __init__(self, ranks: Ranks, times: Times, rtt_ms: float, plan: Plan, seed: int) -> None:
+        self._ranks, self._times, self._plan, self._half_ms = ranks, times, plan, rtt_ms / 2
+        self._random = random.Random(seed)
+        self._offset = self._random.randrange(len(ranks.picked))
+        self._free_at = 0.0
+        self._news: deque[tuple[float, int]] = deque()
+        self._known, self._known_at = 0, 0.0  # committed tokens, and when the server committed the last of them
+        self._frontier: list[tuple[float, int, Node]] = []
+        self._order = self._live = 0
+        self._queue: list[Node] = []
+        self._next_message_at = 0.0
+        self._send_floor = plan.send_floor
+        self._bytes_before, self._bytes_rate = 0, plan.bytes_per_token or 0.0
+        self.root = Node(0, True)
+        self.num_drafted = self.num_sent = self.num_bytes = self.num_messages = 0
+        self._replant()
+
+    @property
+    def last_news_at(self) -> float:
+        """When the last commit that is on its way arrives."""
+        return self._news[-1][0] if self._news else -math.inf
+
+    def inform(self, now_ms: float, committed: int) -> None:
+        """The server commits; the device learns of it later."""
+        self._news.append((now_ms + self._half_ms, committed))
+
+    def find(self, committed: int) -> Node | None:
+        """The last of `committed` tokens, if the tree holds it."""
+        node: Node | None = self.root
+        while node is not None and node.position < committed:
+            node = node.true_child()
+        return node if node is not None and node.position == committed else None
+
+    def run(self, until_ms: float) -> None:
+        """Drafts, sends, and takes commits as they arrive, up to a time."""
+        while True:
+            if self._queue and self._free_at >= self._next_message_at:
+                self._send()
+            if self._news and self._news[0][0] <= self._free_at:
+                self._take(*self._news.popleft())
+                continue
+            if self._free_at > until_ms:
+                return
+            nodes = self._best()
+            if nodes:
+                self._free_at += self._times.draft_ms * (1 + self._times.call_extra * (len(nodes) - 1))
+                for node in nodes:
+                    self._expand(node)
+                continue
+            wakes = [self._news[0][0]] if self._news else [until_ms + 1e-6]
+            wakes += [self._next_message_at] if self._queue else []
+            self._free_at = max(self._free_at, min(wakes))
+
+    def _best(self) -> list[Node]:
+        """The nodes to expand in the next call."""
+        if self._live > self._plan.budget:
+            return []
+        floor = self._plan.floor if self._plan.drafts_unsent else max(self._plan.floor, self._send_floor)
+        found: list[Node] = []
+        while self._frontier and len(found) < self._times.nodes_per_call and -self._frontier[0][0] >= floor:
+            found.append(heapq.heappop(self._frontier)[2])
+        return found
+
+    def _expand(self, node: Node) -> None:
+        """What the draft says after a node."""
+        picked, chances = self._ranks.picked, self._ranks.chances
+        place = (self._offset + node.position) % len(picked)
+        rank = picked[place].rank if node.is_true else MISSED
+        if not node.is_true:
+            place = self._random.randrange(len(picked))
+        node.children = []
+        self.num_drafted += 1
+        for guess in range(self._plan.width):
+            chance = chances[place][guess]
+            child = Node(node.position + 1, node.is_true and rank == guess, node, chance, self._hint(guess, chance))
+            node.children.append(child)
+            self._live += 1
+            self._push(child)
+            if self._is_worth_sending(child):
+                self._enqueue(child)
+
+    def _hint(self, guess: int, chance: float) -> float:
+        match self._plan.hints:
+            case "exact":
+                return chance
+            case "levels":
+                return CHANCES[level_of(chance)]
+            case "rank":
+                return self._ranks.shares[guess]
+            case _:
+                return self._ranks.hits(self._plan.width) / self._plan.width
+
+    def _push(self, node: Node) -> None:
+        self._order += 1
+        heapq.heappush(self._frontier, (-node.reached, self._order, node))
+
+    def _take(self, arrived_at: float, committed: int) -> None:
+        gained, self._known_at = committed - self._known, arrived_at - self._half_ms
+        while self._known < committed:
+            self._known += 1
+            self.root = self.root.true_child() or Node(self._known, True)
+        self.root.parent = None
+        self._steer(gained)
+        self._replant()
+
+    def _steer(self, gained: int) -> None:
+        """Moves the floor of what is sent so that bytes per token meet the budget."""
+        budget = self._plan.bytes_per_token
+        if budget is None:
+            return
+        spent, self._bytes_before = self.num_bytes - self._bytes_before, self.num_bytes
+        kept = math.exp(-gained / _MEMORY_TOKENS)
+        self._bytes_rate = kept * self._bytes_rate + (1.0 - kept) * spent / gained
+        excess = min(2.0, self._bytes_rate / budget - 1.0)
+        moved = max(self._send_floor, self._plan.floor) * math.exp(_GAIN * min(gained, 8) * excess)
+        self._send_floor = min(_HIGHEST_FLOOR, max(self._plan.send_floor, moved))
+
+    def _replant(self) -> None:
+        """The frontier and the queue below the root, with what each node is likely to be reached now."""
+        self._frontier, self._queue, self._live = [], [], 0
+        self.root.reached = 1.0
+        stack = [self.root]
+        while stack:
+            node = stack.pop()
+            self._live += 1
+            if node.children is None:
+                self._push(node)
+                continue
+            for child in node.children:
+                child.reached, child.is_queued = node.reached * child.chance, False
+                if child.at == _UNSENT and self._is_worth_sending(child):
+                    self._enqueue(child)
+                stack.append(child)
+
+    def _is_worth_sending(self, node: Node) -> bool:
+        if node.reached < self._send_floor:
+            return False
+        if not self._plan.holds_late:
+            return True
+        # At the earliest, the target picks one position per plain step.
+        ahead = node.position - self._known
+        return self._free_at + self._half_ms + HANDLING_MS <= self._known_at + (ahead - 1) * self._times.step_ms
+
+    def _enqueue(self, node: Node) -> None:
+        """Puts a node, and those above it that were not sent, on the next message."""
+        missing = []
+        found: Node | None = node
+        while found is not None and found is not self.root and found.at == _UNSENT and not found.is_queued:
+            missing.append(found)
+            found = found.parent
+        for each in reversed(missing):
+            each.is_queued = True
+            self._queue.append(each)
+
+    def _send(self) -> None:
+        self.num_messages += 1
+        self.num_bytes += self._plan.message_bytes
+        for node in self._queue:
+            node.number = self.num_sent
+            self.num_sent += 1
+            parent = node.parent
+            back = 0 if parent is None or parent is self.root else node.number - parent.number
+            self.num_bytes += 1 + self._plan.id_bytes + (back >= 15) + (back >= 128)
+            node.at, node.is_queued = self._free_at + self._half_ms + HANDLING_MS, False
+        self._queue = []
+        self._next_message_at = self._free_at + self._plan.message_every_ms
+
+
+def choose(root: Node, now_ms: float, times: Times, plan: Plan) -> list[Node]:
+    """The pending nodes below `root` that are worth verifying in this step: most expected tokens per ms."""
+    heap: list[tuple[float, int, Node]] = []
+    order = 0
+
+    def add(node: Node, reached: float) -> None:
+        nonlocal order
+        ready = [child for child in node.children or () if child.at <= now_ms]
+        if ready and plan.form is Form.LINE:
+            worth = (lambda child: child.hint * (1.0 + _below(child, now_ms, MOST_VERIFIED))) if plan.by_path else None
+            ready = [max(ready, key=worth or (lambda child: child.hint))]
+        for child in ready:
+            order += 1
+            heapq.heappush(heap, (-reached * child.hint, order, child))
+
+    add(root, 1.0)
+    chosen: list[Node] = []
+    tokens, best, size = 1.0, 1.0 / times.step_ms, 0
+    while heap and len(chosen) < MOST_VERIFIED:
+        reached, _, node = heapq.heappop(heap)
+        chosen.append(node)
+        tokens -= reached
+        rate = tokens / (times.step_ms + times.extra_ms * len(chosen))
+        if rate > best:
+            best, size = rate, len(chosen)
+        add(node, -reached)
+    return chosen[:size]
+
+
+def _below(node: Node, now_ms: float, depth: int) -> float:
+    """The largest sum of survivals of a path below a node."""
+    if not depth:
+        return 0.0
+    ready = (child for child in node.children or () if child.at <= now_ms)
+    return max((child.hint * (1.0 + _below(child, now_ms, depth - 1)) for child in ready), default=0.0)
