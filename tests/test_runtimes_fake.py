@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError
-from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
+from outrider.models.runtimes.base import BatchRuntime, BranchingRuntime, SequenceRuntime, SequenceSlice
 from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 
 VOCAB = 64
@@ -152,6 +152,27 @@ def test_a_sequence_rolls_back_and_seeds_differ() -> None:
     assert isinstance(runtime, SequenceRuntime) and isinstance(FakeBatchRuntime(), BatchRuntime)
     with pytest.raises(ConfigError, match=r"agreement is 1\.5"):
         FakeSequenceRuntime(agreement=1.5)
+
+
+def test_branches_have_their_linear_logits_and_leave_the_sequence() -> None:
+    """Each row is that of a fresh sequence, in any share of agreement; the sequence goes on where it was."""
+    seen: list[int] = []
+    runtime = FakeSequenceRuntime(vocab_size=VOCAB, agreement=0.5, on_branches=lambda call: seen.append(len(call)))
+    twin = FakeSequenceRuntime(vocab_size=VOCAB, agreement=0.5)
+    assert isinstance(runtime, BranchingRuntime)
+    runtime.extend([1, 2])
+    branches = [[3], [3, 4], [5, 6, 7], [5, 6, 8]]
+    rows = runtime.extend_branches(branches)
+    assert seen == [4] and runtime.length == 2 and rows.shape == (4, VOCAB)
+    for row, branch in zip(rows, branches, strict=True):
+        twin.truncate(0)
+        assert np.array_equal(row, twin.extend([1, 2, *branch]))
+    assert np.array_equal(runtime.extend([5, 6, 8]), rows[3])
+    for wrong in ([], [[1]] * 9):
+        with pytest.raises(AssertionError):
+            runtime.extend_branches(wrong)
+    with pytest.raises(ConfigError, match="7 tokens do not fit the 6 positions"):
+        FakeSequenceRuntime(max_positions=6).extend_branches([[1], [1] * 7])
 
 
 def test_logits_are_peaked_but_not_certain() -> None:

@@ -353,3 +353,26 @@ def test_bad_tokens_and_lengths_are_our_bugs(runtime: OpenVinoNpuRuntime) -> Non
             runtime.extend(tokens)
     with pytest.raises(AssertionError):
         runtime.truncate(1)
+
+
+@pytest.mark.parametrize("prompt", [10, 40])
+def test_a_tree_is_drafted_by_rolling_back_to_the_fork(runtime: OpenVinoNpuRuntime, truth: Truth, prompt: int) -> None:
+    """Nodes of a random tree in any order, one a call: cut back to what the last path shares with the next, then extend
+    by the rest. Right after the prompt too, where the plugin would keep the wrong tokens of a cache that is cut back.
+    """
+    rng = np.random.default_rng(prompt)
+    runtime.extend(FIRST[:prompt])
+    runtime.truncate(prompt - 3)
+    text = FIRST[: prompt - 3]
+    tree: list[list[int]] = [[int(t) for t in rng.integers(0, TINY_VOCAB, 2)]]
+    last: list[int] = []
+    for _ in range(16):
+        path = tree[-1]
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(last, path, strict=False)) if a != b), min(len(last), len(path))
+        )
+        shared = min(shared, len(path) - 1)
+        runtime.truncate(len(text) + shared)
+        assert_close(runtime.extend(path[shared:]), truth(text + path)[-1])
+        last = path
+        tree.append([*tree[rng.integers(len(tree))][:30], int(rng.integers(TINY_VOCAB))])

@@ -2,6 +2,7 @@
 
 `BatchRuntime`, for the cloud's engine: ragged batches over a paged KV cache, every address explicit.
 `SequenceRuntime`, for the device's agent: one sequence that grows and is cut back.
+`BranchingRuntime`, where a draft can run several nodes of a tree in one call.
 `Proposer`, the agent's fallback: one sequence with guesses, but no model.
 None knows about sessions or the network.
 """
@@ -132,15 +133,16 @@ class BranchingRuntime(Protocol):
 
     @property
     def max_branches(self) -> int:
-        """Branches of one call at most."""
+        """Branches that one call takes at most."""
         ...
 
     def extend_branches(self, branches: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-        """Logits after each branch, [B, vocab_size] float32 (may be reused by the next call).
+        """Logits after each branch, [B, vocab_size] float32 (may be reused).
 
         A branch is the tokens that follow the present sequence, at least one; the sequence itself stays as it is. The
         runtime keeps what it can of earlier branches: one that goes on from an earlier branch costs only its new
-        tokens, and so does `extend` with tokens of an earlier branch.
+        tokens, and so does `extend` with tokens of an earlier branch (all but the last). A `truncate` that shortens the
+        sequence forgets all branches.
         """
         ...
 

@@ -160,7 +160,10 @@ def _running(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class FakeSequenceRuntime(OneSequence):
-    """`SequenceRuntime` of the same language that agrees with the target as often as asked: a draft."""
+    """`SequenceRuntime` of the same language that agrees with the target as often as asked: a draft.
+
+    A `BranchingRuntime` too.
+    """
 
     def __init__(
         self,
@@ -170,11 +173,13 @@ class FakeSequenceRuntime(OneSequence):
         seed: int = 0,
         agreement: float = 1.0,
         on_step: Callable[[Sequence[int]], None] | None = None,
+        on_branches: Callable[[Sequence[Sequence[int]]], None] | None = None,
+        max_branches: int = 8,
     ) -> None:
         """Logits of the FakeBatchRuntime with this `seed`; in a share 1 - `agreement` of contexts, unrelated ones.
 
-        on_step: called with the tokens at the start of each `extend`. Raises ConfigError when `agreement` is not
-        in [0, 1].
+        on_step, on_branches: called with the tokens at the start of each `extend`, and with the branches at the start
+        of each `extend_branches`. Raises ConfigError when `agreement` is not in [0, 1].
         """
         if not 0.0 <= agreement <= 1.0:
             raise ConfigError(f"agreement is {agreement}; expected 0 to 1")
@@ -182,6 +187,8 @@ class FakeSequenceRuntime(OneSequence):
         self._seed = np.uint64(seed)
         self._agreement = agreement
         self._on_step = on_step
+        self._on_branches = on_branches
+        self._max_branches = max_branches
         self._sums = np.zeros(max_positions + 1, np.uint64)  # of the first 0, 1, 2, ... tokens
 
     def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -189,18 +196,39 @@ class FakeSequenceRuntime(OneSequence):
         if self._on_step is not None:
             self._on_step(tokens)
         self._check_new(tokens)
-        start, end = self._length, self._length + len(tokens)
-        positions = np.arange(start, end)
-        values = _values(_packed(np.array(tokens, np.int64), positions), positions)
-        self._sums[start + 1 : end + 1] = self._sums[start] + np.cumsum(values, dtype=np.uint64)
+        end = self._length + len(tokens)
+        self._sums[self._length + 1 : end + 1] = self._sums_with(tokens)
         self._length = end
-        context = self._sums[end : end + 1] + self._seed
-        # An independent hash of the context decides whether this draft knows the answer here.
-        dissent = _mix64(context ^ np.uint64(_GOLDEN))
-        if float(dissent[0]) * 2.0**-64 >= self._agreement:
-            context = dissent
-        row: NDArray[np.float32] = _logits(context, self._limits.vocab_size)[0]
+        row: NDArray[np.float32] = self._rows(self._sums[end : end + 1])[0]
         return row
+
+    @property
+    def max_branches(self) -> int:
+        """Branches that one call takes at most."""
+        return self._max_branches
+
+    def extend_branches(self, branches: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """Logits after each branch of the sequence, which stays as it is: [B, vocab_size] float32."""
+        if self._on_branches is not None:
+            self._on_branches(branches)
+        assert 0 < len(branches) <= self._max_branches, f"{len(branches)} branches"
+        for branch in branches:
+            self._check_new(branch)
+        return self._rows(np.concatenate([self._sums_with(branch)[-1:] for branch in branches]))
+
+    def _sums_with(self, tokens: Sequence[int]) -> NDArray[np.uint64]:
+        """The sums after each of `tokens`, which follow the sequence."""
+        positions = np.arange(self._length, self._length + len(tokens))
+        values = _values(_packed(np.array(tokens, np.int64), positions), positions)
+        sums: NDArray[np.uint64] = self._sums[self._length] + np.cumsum(values, dtype=np.uint64)
+        return sums
+
+    def _rows(self, sums: NDArray[np.uint64]) -> NDArray[np.float32]:
+        contexts = sums + self._seed
+        # An independent hash of the context decides whether this draft knows the answer here.
+        dissent = _mix64(contexts ^ np.uint64(_GOLDEN))
+        is_known = dissent.astype(np.float64) * 2.0**-64 < self._agreement
+        return _logits(np.where(is_known, contexts, dissent), self._limits.vocab_size)
 
     def close(self) -> None:
         """Nothing to release."""

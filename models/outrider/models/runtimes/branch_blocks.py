@@ -1,0 +1,272 @@
+"""Decides which cache blocks a sequence uses, and those of the branches that go on from its end.
+
+Branches are kept as a tree. Each of its nodes is a token, whose keys and values are in one block, its home: behind
+those of all its ancestors of that block, so a home is enough to go on from a node. The first child of a node is written
+behind it, into the same block. Any other child needs a block of its own, with the ancestors' keys and values: copied,
+or computed again. A block is free when no node has its home there and the sequence does not use it.
+
+When blocks run out, the leaf that was used longest ago is forgotten. Knows block numbers only: no model, no cache.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """A token of a branch. born, used: the rounds that ran it, and that last ended in it or in a descendant."""
+
+    token: int
+    position: int
+    home: int
+    parent: _Node | None
+    born: int
+    used: int
+    children: dict[int, _Node] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class BranchRun:
+    """What to run for a branch: `tokens` from position `past` on, in `blocks`, which cover all positions from 0 on.
+
+    copy: a block to copy and the block to copy it to, before the run; None when there is nothing to copy.
+    """
+
+    tokens: Sequence[int]
+    past: int
+    blocks: list[int]
+    copy: tuple[int, int] | None
+
+
+class BranchBlocks:
+    """The blocks of one sequence and its branches; call `next_round` before a step's runs are planned."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_positions: int, *, copies: bool) -> None:
+        """num_blocks: at least three more than `max_positions` needs, so that one branch always finds room.
+
+        copies: whether blocks can be copied; else a branch computes the tokens of its first block again.
+        """
+        self.table: NDArray[np.int32] = np.zeros(-(-max_positions // block_size), np.int32)
+        self.num_blocks = num_blocks
+        self._block_size = block_size
+        self._copies = copies
+        self._free: list[int] = []  # used before, the last one first: its memory is there already
+        self._num_touched = 0  # blocks beyond were never used
+        self._num_users: dict[int, int] = {}  # nodes with their home in a block, and the sequence
+        self._text: list[int] = []
+        self._num_own = 0  # blocks of the sequence
+        self._roots: dict[int, _Node] = {}  # the first tokens of all branches
+        self._round = 0
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that neither the sequence nor a branch uses."""
+        return len(self._free) + self.num_blocks - self._num_touched
+
+    @property
+    def num_nodes(self) -> int:
+        """Tokens of branches whose keys and values are kept."""
+        return sum(1 for _ in self._nodes())
+
+    def extend(self, tokens: Sequence[int], num_rows: int = 1) -> int:
+        """Appends tokens to the sequence; returns how many of the first need not run, all but `num_rows` at most.
+
+        Branches that do not go on from the new end are forgotten.
+        """
+        num_kept = min(self._follow(tokens), len(tokens) - num_rows) if self._roots else 0
+        self._text += tokens
+        needed = -(-len(self._text) // self._block_size)
+        while self._num_own < needed:
+            self.table[self._num_own] = self._take()
+            self._num_own += 1
+        return num_kept
+
+    def truncate(self, length: int) -> None:
+        """Cuts the sequence back to its first `length` tokens; forgets all branches when that shortens it."""
+        if length == len(self._text):
+            return
+        self.forget_branches()
+        del self._text[length:]
+        needed = -(-length // self._block_size)
+        while self._num_own > needed:
+            self._num_own -= 1
+            self._release(int(self.table[self._num_own]))
+
+    def forget_branches(self) -> None:
+        """Frees the blocks of all branches."""
+        self._drop(self._roots.values())
+        self._roots = {}
+
+    def next_round(self) -> None:
+        """Ends a round: what was planned in it has run, and may be gone on from, or forgotten."""
+        self._round += 1
+
+    def plan(self, branch: Sequence[int]) -> BranchRun | None:
+        """The run of a branch in this round, whose keys and values are kept from then on.
+
+        None when it has to wait for the next round, because it goes on from a token of this one or finds no block. The
+        first of a round never waits.
+        """
+        node, tail = None, self._last_block()
+        for token in branch:
+            child = (node.children if node else self._roots).get(token)
+            if child is None:
+                break
+            if child.born == self._round:
+                return None
+            self._add_home(tail, child)
+            node = child
+        num_kept = node.position + 1 - len(self._text) if node else 0
+        if node and num_kept == len(branch):  # kept in full: its last token runs once more, for its logits
+            node.used = self._round
+            return BranchRun(branch[-1:], node.position, self._blocks(tail), None)
+        return self._grow(node, branch[num_kept:], tail)
+
+    def _grow(self, node: _Node | None, new: Sequence[int], tail: list[int]) -> BranchRun | None:
+        """Adds `new` behind `node` (None: the sequence), whose blocks from the sequence's last one on are `tail`."""
+        start = node.position + 1 if node else len(self._text)
+        siblings = node.children if node else self._roots
+        offset = start % self._block_size
+        forks = bool(offset) and any(sibling.home == tail[-1] for sibling in siblings.values())
+        if node:
+            node.used = self._round
+        num_more = -(-(start + len(new)) // self._block_size) - -(-start // self._block_size) + forks
+        if not self._make_room(num_more):
+            return None
+        copy, again = None, 0
+        if forks:
+            source, tail[-1] = tail[-1], self._take()
+            copy, again = ((source, tail[-1]), 0) if self._copies else (None, offset)
+        past = start - again
+        tokens = [*self._before(node, again), *new] if again else new
+        fresh = forks  # the copy waits for its first node: `_take` counts that one
+        for position, token in enumerate(new, start):
+            if position % self._block_size == 0:
+                tail.append(self._take())
+                fresh = True
+            if not fresh:
+                self._num_users[tail[-1]] += 1
+            fresh = False
+            child = _Node(token, position, tail[-1], node, self._round, self._round)
+            (node.children if node else self._roots)[token] = child
+            node = child
+        return BranchRun(tokens, past, self._blocks(tail), copy)
+
+    def _before(self, node: _Node | None, count: int) -> list[int]:
+        """The last `count` tokens up to `node`, itself included, or of the sequence."""
+        found: list[int] = []
+        while node and len(found) < count:
+            found.append(node.token)
+            node = node.parent
+        found.reverse()
+        rest = count - len(found)
+        return self._text[len(self._text) - rest :] + found if rest else found
+
+    def _last_block(self) -> list[int]:
+        """The block that the next token would share with the sequence, if any."""
+        return [int(self.table[self._num_own - 1])] if len(self._text) % self._block_size else []
+
+    def _add_home(self, tail: list[int], node: _Node) -> None:
+        if node.position % self._block_size:
+            tail[-1] = node.home
+        else:
+            tail.append(node.home)
+
+    def _blocks(self, tail: list[int]) -> list[int]:
+        full: list[int] = self.table[: len(self._text) // self._block_size].tolist()
+        return full + tail
+
+    def _follow(self, tokens: Sequence[int]) -> int:
+        """Makes the kept tokens of a branch the sequence's own; returns how many, and forgets the other branches."""
+        self._round += 1
+        num_kept = 0
+        for token in tokens:
+            node = self._roots.pop(token, None)
+            self._drop(self._roots.values())
+            self._roots = {}
+            if node is None:
+                break
+            index = node.position // self._block_size
+            if index == self._num_own:  # the node's claim to its home goes over to the sequence
+                self._num_own += 1
+            else:
+                self._release(int(self.table[index]))
+            self.table[index] = node.home
+            self._roots = node.children
+            num_kept += 1
+        for root in self._roots.values():
+            root.parent = None
+        return num_kept
+
+    def _make_room(self, needed: int) -> bool:
+        """Forgets leaves, the one used longest ago first, until `needed` blocks are free; False when it cannot."""
+        if self.num_free >= needed:
+            return True
+        nodes = list(self._nodes())
+        for node in reversed(nodes):  # children before parents
+            self._join_home(node)
+        leaves = [(n.used, i, n) for i, n in enumerate(nodes) if not n.children and n.used < self._round]
+        heapq.heapify(leaves)
+        while leaves and self.num_free < needed:
+            used, order, leaf = heapq.heappop(leaves)
+            parent = leaf.parent
+            del (parent.children if parent else self._roots)[leaf.token]
+            self._release(leaf.home)
+            if parent and not parent.children:
+                parent.used = max(parent.used, used)
+                if parent.used < self._round:
+                    heapq.heappush(leaves, (parent.used, order, parent))
+            while parent:
+                self._join_home(parent)
+                parent = parent.parent
+        return self.num_free >= needed
+
+    def _join_home(self, node: _Node) -> None:
+        """Moves a node with a single child to the home of that child, which has its keys and values too."""
+        if len(node.children) != 1 or node.used == self._round:
+            return
+        (child,) = node.children.values()
+        if child.position % self._block_size == 0 or child.home == node.home or child.born == self._round:
+            return
+        self._num_users[child.home] += 1
+        self._release(node.home)
+        node.home = child.home
+
+    def _take(self) -> int:
+        """A free block, with one user."""
+        has_room = self._make_room(1)
+        assert has_room, f"none of {self.num_blocks} blocks is free"
+        if self._free:
+            block = self._free.pop()
+        else:
+            block = self._num_touched
+            self._num_touched += 1
+        self._num_users[block] = 1
+        return block
+
+    def _release(self, block: int) -> None:
+        self._num_users[block] -= 1
+        if not self._num_users[block]:
+            del self._num_users[block]
+            self._free.append(block)
+
+    def _drop(self, nodes: Iterable[_Node]) -> None:
+        """Frees what these nodes and their descendants use."""
+        waiting = list(nodes)
+        while waiting:
+            node = waiting.pop()
+            waiting += node.children.values()
+            self._release(node.home)
+
+    def _nodes(self) -> Iterator[_Node]:
+        waiting = list(self._roots.values())
+        while waiting:
+            node = waiting.pop()
+            waiting += node.children.values()
+            yield node

@@ -1,0 +1,188 @@
+"""Tests branches of a sequence in one call, against fresh sequences of the same tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.conftest import TINY_VOCAB
+
+from outrider.models.errors import ConfigError
+from outrider.models.runtimes.base import BranchingRuntime, RuntimeOptions, SequenceRuntime
+from outrider.models.runtimes.branch_blocks import BranchBlocks
+from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
+
+TOLERANCE = 1e-4
+LONGEST = 120
+OPTIONS = RuntimeOptions(num_threads=1, max_positions=LONGEST)
+
+# Mistral slides a window of 32, the length of a block.
+CASES = ["llama", "llama without copies", "mistral", "mistral without copies"]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def opened(
+    request: pytest.FixtureRequest, tiny_ir: Callable[..., Path]
+) -> Iterator[tuple[OpenVinoSequenceRuntime, ...]]:
+    """The runtime, and a second one that runs every sequence from its first token."""
+    family, _, without = request.param.partition(" ")
+    runtime, plain = (OpenVinoSequenceRuntime(tiny_ir(family), OPTIONS) for _ in range(2))
+    if without:  # as on a GPU
+        runtime._host_caches = []
+        runtime._blocks = BranchBlocks(runtime._blocks.num_blocks, 32, LONGEST, copies=False)
+    yield runtime, plain
+    runtime.close()
+    plain.close()
+
+
+@pytest.fixture
+def runtime(opened: tuple[OpenVinoSequenceRuntime, ...]) -> OpenVinoSequenceRuntime:
+    opened[0].truncate(0)
+    return opened[0]
+
+
+@pytest.fixture
+def truth(opened: tuple[OpenVinoSequenceRuntime, ...]) -> Callable[[list[int]], NDArray[np.float32]]:
+    """The logits after a sequence, run in one call."""
+
+    def logits(tokens: list[int]) -> NDArray[np.float32]:
+        opened[1].truncate(0)
+        return opened[1].extend(tokens).copy()
+
+    return logits
+
+
+def assert_close(found: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+    assert found.dtype == np.float32 and found.shape == expected.shape
+    assert np.abs(found - expected).max() < TOLERANCE
+    assert (found.argmax(-1) == expected.argmax(-1)).all()
+
+
+def tokens_of(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(TINY_VOCAB) for _ in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_branches_have_the_logits_of_fresh_sequences(
+    runtime: OpenVinoSequenceRuntime, truth: Callable[[list[int]], NDArray[np.float32]], seed: int
+) -> None:
+    """Random trees of up to eight nodes a call, over block boundaries and to the longest sequence; commits along
+    branches and across them, rollbacks; and afterwards no block is lost.
+    """
+    rng = random.Random(seed)
+    text = tokens_of(rng, rng.randint(20, 70))
+    assert_close(runtime.extend(text), truth(text))
+    known: list[list[int]] = [[]]
+    for _ in range(30):
+        assert runtime.length == len(text)
+        room = LONGEST - len(text)
+        action = rng.random()
+        if action < 0.7 and room:
+            branches = [
+                (rng.choice(known) + tokens_of(rng, rng.choice([1, 1, 1, 2, 30])))[:room]
+                for _ in range(rng.randint(1, runtime.max_branches))
+            ]
+            found = runtime.extend_branches(branches).copy()
+            assert_close(found, np.stack([truth(text + branch) for branch in branches]))
+            known += branches
+        elif action < 0.9 and room:
+            new = (rng.choice(known) + tokens_of(rng, rng.randint(0, 2)))[:room] or [1]
+            text = text + new
+            assert_close(runtime.extend(new), truth(text))
+            known = [[], *(b[len(new) :] for b in known if b[: len(new)] == new and len(b) > len(new))]
+        else:
+            text = text[: max(len(text) - rng.randint(0, 40), 1)]
+            if len(text) < runtime.length:
+                known = [[]]
+            runtime.truncate(len(text))
+    runtime.truncate(0)
+    assert runtime._blocks.num_free == runtime._blocks.num_blocks
+
+
+def test_a_full_tree_at_the_longest_sequence(
+    runtime: OpenVinoSequenceRuntime, truth: Callable[[list[int]], NDArray[np.float32]]
+) -> None:
+    """Branches may end at the last position; one token more is refused and changes nothing."""
+    rng = random.Random(9)
+    text = tokens_of(rng, LONGEST - 2)
+    runtime.extend(text)
+    branches = [[1, 2], [1, 3], [4]]
+    expected = np.stack([truth(text + branch) for branch in branches])
+    assert_close(runtime.extend_branches(branches), expected)
+    with pytest.raises(ConfigError, match=f"{LONGEST + 1} tokens do not fit the {LONGEST} positions"):
+        runtime.extend_branches([[4], [1, 2, 3]])
+    assert runtime.length == len(text)
+    assert_close(runtime.extend([1, 3]), expected[1])
+    assert runtime.length == LONGEST
+
+
+def test_it_is_a_branching_sequence_runtime(runtime: OpenVinoSequenceRuntime) -> None:
+    """Both interfaces; a call takes one branch at least and `max_branches` at most, of known tokens."""
+    assert isinstance(runtime, SequenceRuntime) and isinstance(runtime, BranchingRuntime)
+    runtime.extend([1])
+    wrongs: tuple[list[list[int]], ...] = ([], [[]], [[TINY_VOCAB]], [[1]] * (runtime.max_branches + 1))
+    for wrong in wrongs:
+        with pytest.raises(AssertionError):
+            runtime.extend_branches(wrong)
+
+
+def test_int8_branches_stay_close(tiny_ir: Callable[..., Path]) -> None:
+    """Activations are quantized on the fly, so kernels that round differently move logits a little, as for `extend`."""
+    runtime, plain = (OpenVinoSequenceRuntime(tiny_ir("qwen2", int8=True), OPTIONS) for _ in range(2))
+    rng = random.Random(2)
+    text, branches = tokens_of(rng, 45), [tokens_of(rng, 3) for _ in range(8)]
+    runtime.extend(text)
+    for depth in (1, 2, 3):
+        found = runtime.extend_branches([branch[:depth] for branch in branches])
+        for row, branch in zip(found, branches, strict=True):
+            plain.truncate(0)
+            assert np.abs(row - plain.extend(text + branch[:depth])).max() < 0.1
+
+
+def test_a_u8_cache_can_branch(tiny_ir: Callable[..., Path]) -> None:
+    """Blocks of a quantized cache are copied with their scales."""
+    options = replace(OPTIONS, kv_precision="u8")
+    runtime, plain = (OpenVinoSequenceRuntime(tiny_ir("llama"), options) for _ in range(2))
+    rng = random.Random(2)
+    text, branches = tokens_of(rng, 45), [tokens_of(rng, 2) for _ in range(4)]
+    runtime.extend(text)
+    runtime.extend_branches([branch[:1] for branch in branches])
+    found = runtime.extend_branches(branches)
+    for row, branch in zip(found, branches, strict=True):
+        plain.truncate(0)
+        plain.extend(text)
+        plain.extend(branch[:1])
+        assert np.abs(row - plain.extend(branch[1:])).max() < 0.05
+
+
+def test_a_failed_call_forgets_its_branches(tiny_ir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was planned but did not run is not taken for run: the next calls have the correct logits."""
+    runtime, plain = (OpenVinoSequenceRuntime(tiny_ir("llama"), OPTIONS) for _ in range(2))
+    runtime.extend(list(range(40)))
+
+    class Broken:
+        def __init__(self, request: object) -> None:
+            self.request = request
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.request, name)
+
+        def infer(self, **options: object) -> None:
+            raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "_request", Broken(runtime._request))
+        with pytest.raises(RuntimeError, match="broken"):
+            runtime.extend_branches([[1, 2], [1, 3]])
+        with pytest.raises(RuntimeError, match="broken"):
+            runtime.extend([7] * 30)
+    assert runtime.length == 40 and runtime._blocks.num_nodes == 0
+    assert runtime._blocks.num_blocks - runtime._blocks.num_free == 2
+    assert_close(runtime.extend_branches([[1, 2, 4]])[0], plain.extend([*range(40), 1, 2, 4]))
+    plain.truncate(40)
+    assert_close(runtime.extend([5]), plain.extend([5]))
