@@ -21,7 +21,7 @@ from typing import Final
 from outrider.models.tree_beside import beside
 from outrider.models.tree_plan import Form, Plan, Times
 from outrider.models.tree_ranks import Ranks
-from outrider.models.tree_simulation import Outcome, path, simulate
+from outrider.models.tree_simulation import BYTES_PER_TOKEN, Outcome, path, simulate
 
 DATA: Final = Path(__file__).parent / "data"
 ROUND_TRIPS_MS: Final = (0.0, 10.0, 25.0, 50.0, 100.0, 200.0)
@@ -43,6 +43,7 @@ def variants(plan: Plan) -> dict[str, Plan]:
         "hints in 16 levels": {"hints": "levels"},
         "hints by rank": {"hints": "rank"},
         "no hints": {"hints": "none"},
+        "no budget of bytes": {"bytes_per_token": None},
         "drafts what it may not send": {"drafts_unsent": True},
     }
     changes |= {f"width {width}": {"width": width} for width in (2, 3, 4, 6, 8)}
@@ -76,16 +77,16 @@ def print_bytes(play: Play, round_trips_ms: Sequence[float], plan: Plan, budgets
 
 
 def print_variants(play: Play, round_trips_ms: Sequence[float], plan: Plan) -> None:
-    """What each change does to the speed-up, in per cent, and the bytes up per token, for line and tree."""
+    """What each change does to the speed-up, in per cent, and the bytes up per token, under the default budget."""
     for form in Form:
-        base = replace(plan, form=form)
+        base = replace(plan, form=form, bytes_per_token=BYTES_PER_TOKEN)
         found = [play(rtt_ms, base) for rtt_ms in round_trips_ms]
-        print(f"{form}: change of speed-up (bytes up per token)")
+        print(f"{form}: change of speed-up (bytes up per token), budget {BYTES_PER_TOKEN:g}")
         print(f"{'RTT':>28} " + " ".join(f"{rtt_ms:12g}" for rtt_ms in round_trips_ms))
         print(f"{'as it is':>28} " + " ".join(f"{one.speed_up:6.2f}x ({one.bytes_up:3.0f})" for one in found))
         for name, changed in variants(base).items():
             cells = [play(rtt_ms, changed) for rtt_ms in round_trips_ms]
-            print(f"{name:>28} " + " ".join(map(_changed, found, cells)))
+            print(f"{name:>28} " + " ".join(map(_changed, found, cells)), flush=True)
 
 
 def _changed(before: Outcome, after: Outcome) -> str:

@@ -187,7 +187,7 @@ def test_a_line_may_follow_what_lies_below() -> None:
 
 
 def test_sixteen_levels_are_enough_and_no_hints_are_not() -> None:
-    """The server's choices depend on what it knows of each node: the wire's levels lose nothing, one mean loses much."""
+    """The server chooses by what it knows of each node: the wire's levels lose nothing, one mean for all loses much."""
     exact, levels, none = (
         simulate(ranks(), TIMES, 25.0, replace(PLAN, hints=hints, patience_ms=0.0), num_tokens=100, seeds=(0, 1))
         for hints in ("exact", "levels", "none")
