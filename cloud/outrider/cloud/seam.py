@@ -13,6 +13,7 @@ from outrider.models.errors import RequestError
 from outrider.models.protocol import EndReason
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.sampling import SamplingParams
+from outrider.models.tree_draft import TreeDraft
 
 SequenceEndReason = EndReason | Literal["once"]
 
@@ -42,12 +43,16 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class CommitEvent:
-    """`tokens` were committed after `base` others; the target accepted `accepted` of `proposed` drafted tokens."""
+    """`tokens` were committed after `base` others; the target accepted `accepted` of `proposed` drafted tokens.
+
+    looked_up: of those accepted, how many prompt lookup guessed.
+    """
 
     base: int
     tokens: tuple[int, ...]
     accepted: int
     proposed: int
+    looked_up: int = 0
 
 
 @dataclass(slots=True)
@@ -61,9 +66,11 @@ class SequenceUsage:
     rejected_tokens: int = 0
     cached_prompt_tokens: int = 0
     waited_s: float = 0.0
+    looked_up_tokens: int = 0
 
-    def count_pass(self, committed: int, proposed: int, accepted: int) -> None:
-        """Counts one forward pass that committed tokens."""
+    def count_pass(self, committed: int, proposed: int, accepted: int, looked_up: int = 0) -> None:
+        """Counts one forward pass that committed tokens; looked_up: accepted tokens that prompt lookup guessed."""
+        self.looked_up_tokens += looked_up
         self.completion_tokens += committed
         self.target_passes += 1
         self.accepted_tokens += accepted
@@ -111,6 +118,8 @@ class Totals:
     committed: int = _shown("Tokens committed.", default=0)
     proposed: int = _shown("Drafted tokens verified; with accepted, the acceptance rate as a ratio of sums.", default=0)
     accepted: int = _shown("Drafted tokens accepted.", default=0)
+    lookup_proposed: int = _shown("Of the drafted tokens verified, those from prompt lookup.", default=0)
+    lookup_accepted: int = _shown("Of the drafted tokens accepted, those from prompt lookup.", default=0)
     passes: int = _shown("Target passes that committed tokens.", default=0)
     preempted: int = _shown("Sequences whose blocks went to older ones.", default=0)
     finished: int = _shown("Sequences that ended, for any reason.", default=0)
@@ -127,8 +136,12 @@ class Totals:
         self.model_s += model_s
         self.overhead_s += overhead_s
 
-    def count_pass(self, committed: int, proposed: int, accepted: int) -> None:
+    def count_pass(
+        self, committed: int, proposed: int, accepted: int, lookup_proposed: int = 0, lookup_accepted: int = 0
+    ) -> None:
         """Counts one sequence's pass."""
+        self.lookup_proposed += lookup_proposed
+        self.lookup_accepted += lookup_accepted
         self.passes += 1
         self.committed += committed
         self.proposed += proposed
@@ -172,6 +185,13 @@ class ServingEngine(Protocol):
         """Adds guesses of what follows the first `base` tokens that the sequence committed, likeliest path first.
 
         Raises RequestError: `unknown_session`, `draft_ahead`, `token_out_of_range`, `stale_draft`.
+        """
+        ...
+
+    def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
+        """Adds guesses of what follows the first `message.base` tokens, as a part of a tree.
+
+        Raises RequestError as `draft` does.
         """
         ...
 

@@ -124,7 +124,7 @@ class Commit(_Answer):
     """Tokens that the target has committed. `base` is how many were committed before them.
 
     The target accepted `accepted` of `proposed` drafted tokens in this pass; both are left out of the JSON when nothing
-    was proposed. `type` is always left out: most events are commits, and an event without a type is one.
+    was proposed. Of those accepted, the server's prompt lookup guessed `looked_up`; left out when 0. `type` is always left out: most events are commits, and an event without a type is one.
     """
 
     type: Literal["commit"] = "commit"
@@ -132,10 +132,14 @@ class Commit(_Answer):
     tokens: list[int]
     accepted: int = 0
     proposed: int = 0
+    looked_up: int = 0
 
 
 class Usage(_Answer):
-    """What a session took. target_passes counts forward passes that committed tokens, not prompt chunks."""
+    """What a session took. target_passes counts forward passes that committed tokens, not prompt chunks.
+
+    looked_up_tokens: of the accepted tokens, those that the server's prompt lookup guessed.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -144,6 +148,7 @@ class Usage(_Answer):
     rejected_prediction_tokens: int
     cached_prompt_tokens: int = 0
     waited_ms: float = 0.0
+    looked_up_tokens: int = 0
 
 
 class SessionEnd(_Answer):

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.completions import completion_routes
 from outrider.cloud.api.draft_budget import DraftBudget
-from outrider.cloud.api.drafts import DraftsEndpoint, is_draft_path
+from outrider.cloud.api.drafts import MEDIA_TYPES, DraftsEndpoint, is_draft_path
 from outrider.cloud.api.errors import install_handlers
 from outrider.cloud.api.health import health_routes
 from outrider.cloud.api.metrics import HttpMetrics
@@ -76,7 +76,7 @@ def create_app(engine: ServingEngine, model: ServedModel, settings: ServerSettin
         probe_paths=PROBE_PATHS,
         costly_paths=COSTLY_PATHS,
     )
-    app.drafts = DraftsEndpoint(core, partial(gate, takes_json=True), DraftBudget(settings.draft_limits))
+    app.drafts = DraftsEndpoint(core, partial(gate, media_types=MEDIA_TYPES), DraftBudget(settings.draft_limits))
     # Added from the inside out.
     app.add_middleware(gate)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)

@@ -10,12 +10,15 @@ from typing import Literal
 _FEW = 1024
 UNIT_BYTES = 256
 """More than most messages of a device have; parsing and merging take time by size."""
+TREE_UNIT_BYTES = 64
+"""The same for a tree: its nodes have three or four bytes, and each takes as long as a whole path's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
     """Messages per second of a session and of an owner, and how many may come at once; delay_s: how late the answer to
-    a dropped message comes. A message counts as one for each UNIT_BYTES of its body that it has begun.
+    a dropped message comes. A message counts as one for each UNIT_BYTES of its body that it has begun, TREE_UNIT_BYTES if
+    it is a tree.
 
     A device posts once per commit, so 500 times a second at steps of 2 ms, and while it drafts ahead once per 4 ms. An
     owner's budget serves 256 sessions (`--max-sessions`) at steps of 32 ms; it is about half of what the event loop can
@@ -42,7 +45,9 @@ class DraftBudget:
         """Buckets in memory."""
         return len(self._sessions) + len(self._owners)
 
-    def spend(self, session_id: str, owner: bytes, num_bytes: int = 0) -> Literal["session", "owner"] | None:
+    def spend(
+        self, session_id: str, owner: bytes, num_bytes: int = 0, unit_bytes: int = UNIT_BYTES
+    ) -> Literal["session", "owner"] | None:
         """Takes a message of `num_bytes` from both buckets and returns None; or names the bucket that is empty.
 
         A long message may take more than there is: the bucket fills up from below 0 then.
@@ -52,7 +57,7 @@ class DraftBudget:
             return "session"
         if self._owners.level(owner, now) < 1.0:
             return "owner"
-        cost = max(1, -(-num_bytes // UNIT_BYTES))
+        cost = max(1, -(-num_bytes // unit_bytes))
         self._sessions.take(session_id, cost)
         self._owners.take(owner, cost)
         return None

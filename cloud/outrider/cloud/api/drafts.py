@@ -2,7 +2,8 @@
 
 A device posts drafts many times a second while the model computes on the same core. So this one route stands in front
 of the layers that all others pass, and does their work itself: it runs the gate and the body limit, answers errors in
-the same shape, and counts the request. The body is parsed once, the engine takes it, and the answer is a bare 204.
+the same shape, and counts the request. The body, JSON paths or the bytes of a tree, is parsed once, the engine takes it,
+and the answer is a bare 204.
 `openapi.py` documents the route with the others. One exception: a client that sends `Prefer: return=minimal` gets 409
 for a stale draft without a body.
 
@@ -20,18 +21,23 @@ from typing import Final
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from outrider.cloud.api.draft_budget import DraftBudget
+from outrider.cloud.api.draft_budget import TREE_UNIT_BYTES, UNIT_BYTES, DraftBudget
 from outrider.cloud.api.state import Core
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import Throttled, as_answer, error_response, method_not_allowed
 from outrider.models.http.limits import body_too_large
 from outrider.models.http.requests import parse
-from outrider.models.http.security import ANYBODY, OWNER
+from outrider.models.http.security import ANYBODY, JSON_MEDIA_TYPE, OWNER, media_type_of
 from outrider.models.protocol import DraftRequest
+from outrider.models.tree_draft import TREE_MEDIA_TYPE, decode_tree
 
 DRAFTS_PATH: Final = "/v1/sessions/{session_id}/drafts"
 _PREFIX: Final = "/v1/sessions/"
 _SUFFIX: Final = "/drafts"
+
+_TREE: Final = TREE_MEDIA_TYPE.encode()
+MEDIA_TYPES: Final = (JSON_MEDIA_TYPE, _TREE)
+"""What a body may be: paths, or a tree."""
 
 MAX_DRAFT_BYTES: Final = 64 << 10
 """Ten times the longest message that is valid: parsing a longer one would only delay every stream."""
@@ -84,17 +90,23 @@ class DraftsEndpoint:
         session_id = scope["path"][len(_PREFIX) : -len(_SUFFIX)]
         owner = scope.get(OWNER, ANYBODY)
         session = core.sessions.find(session_id, owner)
-        spent = self._budget.spend(session_id, owner, _announced(scope) or self._max_bytes)
+        is_tree = _is_tree(scope)
+        unit_bytes = TREE_UNIT_BYTES if is_tree else UNIT_BYTES
+        spent = self._budget.spend(session_id, owner, _announced(scope) or self._max_bytes, unit_bytes)
         if spent is not None:
             core.metrics.num_dropped[spent] += 1
             await asyncio.sleep(self._delay_s)
             raise Throttled(
                 "rate_limited", f"more drafts than the {spent}'s budget; this one was dropped", retry_after_s=1
             )
-        draft = parse(DraftRequest, await self._read(receive))
+        body = await self._read(receive)
         start = _START
         try:
-            core.engine.draft(session.sequence_id, draft.base, draft.paths)
+            if is_tree:
+                core.engine.draft_tree(session.sequence_id, decode_tree(body))
+            else:
+                draft = parse(DraftRequest, body)
+                core.engine.draft(session.sequence_id, draft.base, draft.paths)
         except RequestError as error:
             if error.code != "stale_draft" or not _prefers_minimal(scope):
                 raise
@@ -121,6 +133,12 @@ class DraftsEndpoint:
 def _announced(scope: Scope) -> int | None:
     """Bytes of the body by its Content-Length; None where it has none."""
     return next((int(value) for name, value in scope["headers"] if name == b"content-length"), None)
+
+
+def _is_tree(scope: Scope) -> bool:
+    """Whether the body is announced as a tree; the gate has seen that it is one or JSON."""
+    content_type = next((value for name, value in scope["headers"] if name == b"content-type"), None)
+    return content_type != JSON_MEDIA_TYPE and media_type_of(content_type) == _TREE
 
 
 def _prefers_minimal(scope: Scope) -> bool:

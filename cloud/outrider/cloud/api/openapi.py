@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 from outrider.cloud.api.drafts import DRAFTS_PATH
 from outrider.models import protocol
 from outrider.models.http import openai
+from outrider.models.tree_draft import TREE_MEDIA_TYPE
 
 _REF: Final = "#/components/schemas/{model}"
 _BODIES: Final[dict[str, type[BaseModel]]] = {
@@ -56,6 +57,8 @@ def _complete(document: dict[str, Any], needs_key: bool, open_paths: Collection[
             "required": True,
             "content": {"application/json": {"schema": schema}},
         }
+    tree = {"type": "string", "format": "binary", "description": "a tree of drafts; docs/protocol.md has its bytes"}
+    document["paths"][DRAFTS_PATH]["post"]["requestBody"]["content"][TREE_MEDIA_TYPE] = {"schema": tree}
     for path, models in _STREAMS.items():
         refs = [{"$ref": _REF.format(model=model.__name__)} for model in models]
         content = document["paths"][path]["post"]["responses"]["200"].setdefault("content", {})

@@ -180,19 +180,21 @@ def session_usage(event: EndEvent) -> Usage:
         rejected_prediction_tokens=usage.rejected_tokens,
         cached_prompt_tokens=usage.cached_prompt_tokens,
         waited_ms=round(usage.waited_s * 1000.0, 3),
+        looked_up_tokens=usage.looked_up_tokens,
     )
 
 
 def encode_commit(event: CommitEvent) -> bytes:
     """`protocol.Commit` as an event. Written by hand: this runs once per sequence and step.
 
-    Most events are commits. So they carry no `type` (an event without one is a commit), and no `accepted` or `proposed`
-    when nothing was proposed.
+    Most events are commits. So they carry no `type` (an event without one is a commit), no `accepted` or `proposed` when
+    nothing was proposed, and no `looked_up` when it is 0.
     """
     tokens = ",".join(map(str, event.tokens))
     if event.proposed:
+        looked_up = f',"looked_up":{event.looked_up}' if event.looked_up else ""
         return (
             f'data: {{"base":{event.base},"tokens":[{tokens}],'
-            f'"accepted":{event.accepted},"proposed":{event.proposed}}}\n\n'
+            f'"accepted":{event.accepted},"proposed":{event.proposed}{looked_up}}}\n\n'
         ).encode()
     return f'data: {{"base":{event.base},"tokens":[{tokens}]}}\n\n'.encode()

@@ -19,14 +19,16 @@ class EngineConfig:
     max_queue: sequences that may wait for a place; beyond it, owners with more than their share of them are refused.
     max_draft: drafted tokens verified per sequence and step.
     max_parked: sequences per owner whose cache is kept for the next /v1/verify call; as many as one call can have.
+    looks_up: guess by prompt lookup where a device has sent nothing.
     share_prefixes: reuse KV blocks by hash. share_between_owners: also those of other owners' prompts.
     """
 
     max_running: int = 32
     step_tokens: int | None = None
     max_queue: int = 1024
-    max_draft: int = 16
+    max_draft: int = 32
     max_parked: int = MAX_VERIFY_ITEMS
+    looks_up: bool = False
     share_prefixes: bool = True
     share_between_owners: bool = False
     policy: Policy = Policy.AUTO

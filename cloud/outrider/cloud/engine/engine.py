@@ -20,17 +20,20 @@ from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.engine.config import EngineConfig
 from outrider.cloud.engine.health import Health
 from outrider.cloud.engine.parked import ParkedPrefix
-from outrider.cloud.engine.requests import check_draft, check_request
+from outrider.cloud.engine.requests import check_draft, check_request, check_tree
 from outrider.cloud.engine.runner import ModelRunner, Rows, picked
 from outrider.cloud.engine.scheduler import Scheduler, Share
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
+from outrider.cloud.pending.lookup import PromptLookup
+from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, GenerateRequest, SequenceEndReason, Sink, Totals
 from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.faults import log_fault
 from outrider.models.runtimes.base import BatchRuntime, ModelLimits
+from outrider.models.tree_draft import TreeDraft
 
 _CACHES_QUEUED = 8
 """Prompts may fill the KV cache this many times: what waits longer than that is better sent to another server."""
@@ -121,6 +124,8 @@ class Engine:
             committed=[],
             max_new=min(request.max_tokens, self._limits.max_positions - len(tokens)),
             acceptance=AcceptanceEstimator(self._config.max_draft, parent=self._drafting.acceptance),
+            chances=NodeChances(self._drafting.chances),
+            lookup=PromptLookup(tokens) if self._config.looks_up and not request.once else None,
             lag=DraftLag(request.draft_lag_ms),
             patience_ms=request.patience_ms,
             num_own=len(request.draft) if request.once else None,
@@ -161,12 +166,7 @@ class Engine:
 
         Raises RequestError: `unknown_session`, `draft_ahead`, `token_out_of_range`, `stale_draft`.
         """
-        sequence = self._sequences.get(sequence_id)
-        if sequence is None:
-            raise RequestError(
-                "unknown_session", "there is no such session: it has ended, or another server has it", status=404
-            )
-        arrived = self._clock()
+        sequence, arrived = self._session(sequence_id), self._clock()
         try:
             check_draft(base, paths, sequence.generated, self._limits)
         except RequestError as error:
@@ -174,6 +174,29 @@ class Engine:
                 self._inbox.append(lambda: self._drafting.merge(sequence.drafts, base, paths, arrived))
             raise
         self._inbox.append(lambda: self._drafting.merge(sequence.drafts, base, paths, arrived))
+
+    def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
+        """Adds guesses of what follows the first `message.base` tokens, as a part of a tree.
+
+        Raises RequestError as `draft` does.
+        """
+        sequence, arrived = self._session(sequence_id), self._clock()
+        drafts = sequence.drafts
+        try:
+            check_tree(message, drafts.trie.position_of, sequence.generated, self._limits)
+        except RequestError as error:
+            if error.code == "stale_draft":  # as above
+                self._inbox.append(lambda: self._drafting.merge_tree(drafts, message, arrived))
+            raise
+        self._inbox.append(lambda: self._drafting.merge_tree(drafts, message, arrived))
+
+    def _session(self, sequence_id: int) -> SequenceState:
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            raise RequestError(
+                "unknown_session", "there is no such session: it has ended, or another server has it", status=404
+            )
+        return sequence
 
     def cancel(self, sequence_id: int) -> None:
         """Ends a sequence early; does nothing if it is over."""
@@ -227,7 +250,7 @@ class Engine:
         else:
             ran = self._clock()
             self._commit(shares, rows, ran)
-            self._drafting.curve.observe(size, ran - ready)
+            self._drafting.stepped(size, ran - ready, has_trees=False)
         self._totals.count_step(size.tokens, model_s=ran - ready, overhead_s=ready - started + self._clock() - ran)
         if self._totals.passes > passes:
             self._health.worked()
@@ -311,15 +334,16 @@ class Engine:
         """Appends the picked tokens to the sequence, notifies its sink, and ends it where they end it."""
         sequence = share.sequence
         base, proposed, accepted = len(sequence.generated), len(share.drafted), len(tokens) - 1
-        pending = sequence.drafts.trie.likeliest(self._config.max_draft)
+        pending = sequence.drafts.trie.likeliest_of_device(self._config.max_draft)
         sequence.computed = len(sequence.tokens) + accepted
         sequence.tokens += tokens
         sequence.generated.extend(tokens)
-        sequence.drafts.advance(tokens)
+        num_lookup_proposed = sequence.drafts.num_lookup_chosen if proposed else 0
+        looked_up = sequence.drafts.advance(tokens)
         self._cache.register_full_blocks(sequence)
-        sequence.usage.count_pass(len(tokens), proposed, accepted)
-        self._totals.count_pass(len(tokens), proposed, accepted)
-        sequence.sink(CommitEvent(base, tuple(tokens), accepted, proposed))
+        sequence.usage.count_pass(len(tokens), proposed, accepted, looked_up)
+        self._totals.count_pass(len(tokens), proposed, accepted, num_lookup_proposed, looked_up)
+        sequence.sink(CommitEvent(base, tuple(tokens), accepted, proposed, looked_up))
         reason = self._end_reason(sequence)
         if reason:
             self._finish(sequence, reason)
@@ -396,7 +420,7 @@ class Engine:
             self._finish(sequence, "shutdown")
         self._cache.release_parked()
 
-    def calibrate(self, *, max_tokens: int = 16, context: int = 64, repeats: int = 3) -> None:
+    def calibrate(self, *, max_tokens: int = 32, context: int = 64, repeats: int = 3) -> None:
         """Measures the step-time curve, up to max_tokens tokens after `context` others. Call before any request."""
         context = max(1, min(context, self._limits.max_positions - max_tokens - 1))
         blocks = self._cache.pool.allocate(-(-(context + max_tokens) // self._cache.pool.block_size))

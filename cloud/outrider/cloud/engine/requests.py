@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.runtimes.base import ModelLimits
+from outrider.models.tree_draft import ROOT, TreeDraft
+
+_DEAD = -1
 
 
 def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) -> None:
@@ -29,22 +32,52 @@ def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) 
 def check_draft(base: int, paths: Sequence[Sequence[int]], generated: Sequence[int], limits: ModelLimits) -> None:
     """Raises RequestError `draft_ahead`, `token_out_of_range`, or `stale_draft` when no path is of use."""
     committed = len(generated)  # grows meanwhile: a useful draft may be stale at the merge
-    if base > committed:
-        raise RequestError(
-            "draft_ahead",
-            f"base is {base}, but {committed} tokens are committed; send the number of committed tokens received",
-        )
+    _check_base(base, committed)
     overlap = committed - base
     is_live = False
     for path in paths:
         _check_tokens(path, "paths", limits)
         is_live = is_live or (len(path) > overlap and list(path[:overlap]) == list(generated[base:committed]))
     if not is_live:
+        raise _stale(committed, "path")
+
+
+def check_tree(
+    message: TreeDraft, position_of: Callable[[int], int | None], generated: Sequence[int], limits: ModelLimits
+) -> None:
+    """Raises RequestError `draft_ahead`, `token_out_of_range`, or `stale_draft` when no node is of use.
+
+    position_of: tokens generated up to a numbered node of an earlier message; negative if the commits contradict it,
+    None if it is unknown.
+    """
+    committed = len(generated)  # grows meanwhile, as above
+    _check_base(message.base, committed)
+    _check_tokens(message.tokens, "the tree", limits)
+    here: dict[int, int] = {}  # positions of this message's nodes
+    nodes = zip(message.tokens, message.parents, strict=True)
+    for number, (token, parent) in enumerate(nodes, start=message.first):
+        position = message.base if parent == ROOT else here.get(parent)
+        if position is None:
+            position = position_of(parent)
+        if position is None or position >= committed:
+            return  # it may be of use
+        is_right = position >= 0 and generated[position] == token
+        here[number] = position + 1 if is_right else _DEAD
+    raise _stale(committed, "node")
+
+
+def _check_base(base: int, committed: int) -> None:
+    if base > committed:
         raise RequestError(
-            "stale_draft",
-            f"{committed} tokens are committed, and every path contradicts them or ends there",
-            status=409,
+            "draft_ahead",
+            f"base is {base}, but {committed} tokens are committed; send the number of committed tokens received",
         )
+
+
+def _stale(committed: int, what: str) -> RequestError:
+    return RequestError(
+        "stale_draft", f"{committed} tokens are committed, and every {what} contradicts them or ends there", status=409
+    )
 
 
 def _check_tokens(tokens: Sequence[int], name: str, limits: ModelLimits) -> None:

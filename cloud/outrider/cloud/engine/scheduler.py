@@ -215,7 +215,8 @@ class Scheduler:
         if prompts:
             fixed += StepSize.of(for_prompts, sum(s.computed for s in prompts) // len(prompts))
         context = sum(s.computed for s in decoding) / max(1, len(decoding))
-        drafts = self._drafting.choose([s.drafts for s in decoding], max(0, budget - for_prompts), fixed, context)
+        choice = self._drafting.choose([s.drafts for s in decoding], max(0, budget - for_prompts), fixed, context)
+        drafts = {pending: list(chosen.tokens) for pending, chosen in choice.items()}  # lines: `with_trees` is off
         left = max(budget - sum(map(len, drafts.values())), for_prompts)
         chunks = self._owners.split_tokens(prompts, left)
         shares: list[Share] = []

@@ -13,6 +13,7 @@ from outrider.cloud.seam import EngineStats, GenerateRequest, Sink
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
 from outrider.models.runtimes.base import ModelLimits
+from outrider.models.tree_draft import TreeDraft
 
 _LOOK_S: Final = 1.0
 """How often `stop` looks whether the thread that it waits for hangs."""
@@ -71,6 +72,12 @@ class EngineThread:
         """As `Engine.draft`."""
         self._engine.draft(sequence_id, base, paths)
         if not self._wake.is_set():  # if it is, the inbox has yet to be read; setting it again takes a lock
+            self._wake.set()
+
+    def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
+        """As `Engine.draft_tree`."""
+        self._engine.draft_tree(sequence_id, message)
+        if not self._wake.is_set():
             self._wake.set()
 
     def cancel(self, sequence_id: int) -> None:

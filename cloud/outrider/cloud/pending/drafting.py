@@ -1,31 +1,92 @@
-"""Merges drafts, chooses how many to verify, and waits for them when that pays."""
+"""Merges drafts, chooses which to verify, and waits for them when that pays."""
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Final
 
 import numpy as np
 
+from outrider.cloud.pending.chosen import NOTHING, Chosen
 from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize, StepTimeCurve
+from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.policy import NO_WAIT, Policy, Wait, bounded, choose_drafts, longest_wait, plan_wait
+from outrider.cloud.pending.trie import LOOKUP, UNHINTED, Node
+from outrider.models.tree_draft import ROOT, TreeDraft
 
-_MAX_WAITED_FOR = 8  # drafted tokens: more of them are never worth a longer wait
-_LIKELY = 0.05  # survival below which a drafted token is not verified even when only passes count
+_LIKELY: Final = 0.05  # survival below which a drafted token is not verified even when only passes count
+_LEAST: Final = 0.001  # survival below which no drafted token is verified, however little it costs
+_HOPELESS: Final = 0.04  # the chance of a lookup's first token below which few are made
+_PROBE_EVERY: Final = 16  # commits between lookups that are hopeless
+_TREE_MEMORY: Final = 0.95
+_MOST_TREE_RATIO: Final = 4.0  # of one tree step: a runtime may prepare for a new shape
+_FIRST_TRIAL: Final = 64  # tree steps declined before another is tried
+
+
+@dataclass(slots=True)
+class _Candidates:
+    """Pending nodes of a sequence in the order in which they are worth verifying: by falling survival.
+
+    parents: indices into the same lists, -1 for children of the last committed token. is_line: each follows the last.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: Sequence[int] = ()
+    survivals: list[float] = field(default_factory=list)
+    kinds: list[int] = field(default_factory=list)
+    is_line: bool = True
+
+    def chosen(self, count: int) -> Chosen:
+        """The first `count`, the likeliest path moved to the front."""
+        if count == 0:
+            return NOTHING
+        if self.is_line:
+            return Chosen.line(self.tokens[:count])
+        order: list[int] = []
+        others: list[int] = []
+        end = -1
+        for index in range(count):
+            if self.parents[index] == end:  # the first child of the path's end, so the likeliest
+                order.append(index)
+                end = index
+            else:
+                others.append(index)
+        if not others:
+            return Chosen.line(self.tokens[:count])
+        order += others
+        place = {index: new for new, index in enumerate(order)}
+        place[-1] = -1
+        return Chosen([self.tokens[index] for index in order], [place[self.parents[index]] for index in order])
+
+    def num_looked_up(self, count: int) -> int:
+        """How many of the first `count` were looked up."""
+        return sum(kind >= LOOKUP for kind in self.kinds[:count])
 
 
 class Drafting:
     """Takes the decisions of `policy` on what was measured. The engine's thread owns it.
 
-    max_draft: drafted tokens verified per sequence and step.
+    max_draft: drafted tokens verified per sequence and step. with_trees: any part of a tree may be verified in a step;
+    otherwise a line.
     """
 
-    def __init__(self, max_draft: int, policy: Policy) -> None:
+    def __init__(self, max_draft: int, policy: Policy, *, with_trees: bool = False) -> None:
         self._max_draft = max_draft
         self._policy = policy
+        self._with_trees = with_trees
         self.curve = StepTimeCurve()
         self.acceptance = AcceptanceEstimator(max_draft)
+        self.chances = NodeChances()
+        self._tree_s = self._line_s = 0.0  # of tree steps; as the curve says of lines of the same size
+        self._num_declined = 0
+        self._trial_after = _FIRST_TRIAL
+
+    # -- what arrives ------------------------------------------------------------------------------------------------
 
     def merge(self, drafts: PendingDrafts, base: int, paths: Sequence[Sequence[int]], arrived: float) -> None:
         """Adds what is consistent with the commits since `base`; the newest message's first path is the likeliest."""
@@ -39,26 +100,55 @@ class Drafting:
                 drafts.trie.merge(path[overlap:], prefer=is_newest)
         drafts.newest_base = max(base, drafts.newest_base)
 
+    def merge_tree(self, drafts: PendingDrafts, message: TreeDraft, arrived: float) -> None:
+        """Adds the nodes of a message that are consistent with the commits."""
+        drafts.chances.has_hints = True
+        base, overlap = message.base, len(drafts.committed) - message.base
+        length = drafts.trie.merge_tree(message, drafts.committed) - base
+        late: list[int] = []
+        if overlap > 0 and drafts.lag.is_awaited(base):
+            late = likeliest_path(message)
+            length = max(length, len(late))
+        if drafts.lag.drafted(base, max(1, length), arrived) and late:  # late, as in `merge`
+            drafts.acceptance.observe(late[:overlap], drafts.committed[base:])
+        drafts.newest_base = max(base, drafts.newest_base)
+
     def committed(
         self, drafts: PendingDrafts, pending: Sequence[int], tokens: Sequence[int], now: float, *, crowding: float
     ) -> None:
-        """Learns from a commit; starts a wait if nothing is pending after it.
+        """Learns from a commit; looks up what follows, and starts a wait, if nothing of the device's is pending.
 
-        pending: the likeliest path before the step. crowding: sequences for each place.
+        pending: the likeliest path before the step, as far as the device sent it. crowding: sequences for each place.
         """
         drafts.acceptance.observe(pending, tokens)
-        if not drafts.trie:  # the device is out of sync: how fast it answers is what a wait would cost
+        if not drafts.trie.has_device_nodes:  # it is out of sync: how fast it answers is what a wait would cost
             drafts.lag.committed(len(drafts.committed), now)
+            if drafts.lookup is not None and not drafts.trie:
+                self._look_up(drafts)
             self._start_wait(drafts, now, crowding)
+
+    def _look_up(self, drafts: PendingDrafts) -> None:
+        assert drafts.lookup is not None
+        if max(drafts.chances.rates()[LOOKUP:]) < _HOPELESS and drafts.num_skipped < _PROBE_EVERY:
+            drafts.num_skipped += 1
+            return
+        drafts.num_skipped = 0
+        drafts.trie.merge_lookup(*drafts.lookup.propose(min(self._max_draft, drafts.num_left - 1)))
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
 
     def _start_wait(self, drafts: PendingDrafts, now: float, crowding: float) -> None:
         allowed = drafts.patience_ms
         if allowed == 0 or self._max_draft == 0 or drafts.num_left <= 1 or not drafts.lag.is_known:
             return
+        alpha = drafts.acceptance.rate
+        looked_up = drafts.trie.root.best
+        if looked_up is not None and drafts.chances.rates()[looked_up.kind] >= alpha:
+            return  # what is here is as good as what would come
         step_s, extra_s = self.curve.step_and_extra()
-        most = min(self._max_draft, _MAX_WAITED_FOR, drafts.num_left - 1)
+        most = min(self._max_draft, _worth_waiting_for(alpha), drafts.num_left - 1)
         lags = [bounded(lag, step_s) for lag in drafts.lag.seconds_until(most)]
-        alpha, answered, crowding = drafts.acceptance.rate, drafts.lag.answer_rate, max(1.0, crowding)
+        beta, answered, crowding = drafts.chances.beta, drafts.lag.answer_rate, max(1.0, crowding)
         if self._policy is not Policy.AUTO:
             crowding = 1.0
         saves_passes = self._policy is Policy.VERIFY
@@ -66,10 +156,12 @@ class Drafting:
             # The others' steps go on meanwhile: it can join again only at the end of one of theirs.
             in_steps = tuple(None if lag is None else -(-lag // step_s) for lag in lags)
             coarse = round(alpha, 2), round(extra_s / step_s, 2), in_steps, round(answered, 2), round(crowding, 1)
-            want = _plan_in_company(*coarse, saves_passes)
+            want = _plan_in_company(*coarse, round(beta, 1), saves_passes)
             wait = Wait(want, (in_steps[want - 1] or 0.0) * step_s) if want else NO_WAIT
         else:
-            wait = plan_wait(alpha, step_s, extra_s, lags, answered, saves_passes=saves_passes, crowding=crowding)
+            wait = plan_wait(
+                alpha, step_s, extra_s, lags, answered, saves_passes=saves_passes, crowding=crowding, beta=beta
+            )
         if wait.want == 0 or (allowed is not None and wait.lag_s * 1e3 > allowed):
             return
         longest = longest_wait(wait.lag_s)
@@ -80,17 +172,21 @@ class Drafting:
         """Whether the sequence sits this step out for a draft; ends the wait when the draft is here or late."""
         if drafts.wait is NO_WAIT:
             return False
-        want = min(drafts.wait.want, drafts.num_left - 1)
-        if now < drafts.wait_deadline and len(drafts.likeliest(want)) < want:
+        want, trie = min(drafts.wait.want, drafts.num_left - 1), drafts.trie
+        # A tree's alternatives come before the end of its likeliest path where they are likelier to be reached.
+        num_here = trie.num_nodes - trie.num_looked_up if drafts.chances.has_hints else 0
+        if now < drafts.wait_deadline and num_here < want and len(trie.likeliest_of_device(want)) < want:
             return True
-        drafts.lag.waited(bool(drafts.trie))
+        drafts.lag.waited(trie.has_device_nodes)
         drafts.waited_s += now - drafts.wait_started
         drafts.wait = NO_WAIT
         return False
 
+    # -- what is verified --------------------------------------------------------------------------------------------
+
     def choose(
         self, decoding: Sequence[PendingDrafts], budget: int, fixed: StepSize, context: float
-    ) -> dict[PendingDrafts, list[int]]:
+    ) -> dict[PendingDrafts, Chosen]:
         """The drafted tokens that each decoding sequence verifies in this step, at most `budget` in all.
 
         fixed: the step without drafts, prompt chunks included. context: positions that a drafted token attends to.
@@ -98,25 +194,147 @@ class Drafting:
         if not decoding:
             return {}
         # A /v1/verify item gets its whole draft verified, whatever its neighbours choose.
-        chosen: dict[PendingDrafts, list[int]] = {}
+        chosen: dict[PendingDrafts, Chosen] = {}
         for drafts in decoding:
             if drafts.num_own is not None:
-                own = chosen[drafts] = drafts.own_draft(budget)
+                own = drafts.own_draft(budget)
+                chosen[drafts] = Chosen.line(own)
                 budget -= len(own)
                 fixed += StepSize(len(own), round(len(own) * context))
         others = [drafts for drafts in decoding if drafts.num_own is None]
-        paths = [drafts.likeliest(self._max_draft) for drafts in others]
-        survivals = [drafts.acceptance.survival(len(p)) for drafts, p in zip(others, paths, strict=True)]
+        rows = [self._line(drafts) for drafts in others]
+        counts, rate = self._counts(rows, len(decoding), budget, fixed, context)
+        if self._with_trees and any(drafts.trie.num_nodes > len(row.tokens) for drafts, row in zip(others, rows)):
+            trees = [self._tree(drafts) for drafts in others]
+            tree_counts, tree_rate = self._counts(trees, len(decoding), budget, fixed, context)
+            if tree_rate > rate and self._pays(tree_rate, rate):
+                rows, counts = trees, tree_counts
+        for drafts, row, count in zip(others, rows, counts, strict=True):
+            chosen[drafts] = row.chosen(count)
+            drafts.num_lookup_chosen = row.num_looked_up(count) if drafts.trie.num_looked_up else 0
+        return chosen
+
+    def stepped(self, size: StepSize, seconds: float, has_trees: bool) -> None:
+        """Records a step: the model's time, without the engine around it. has_trees: it verified a branching tree."""
+        if not has_trees:
+            self.curve.observe(size, seconds)
+            return
+        if not self.curve.is_known:
+            return
+        expected_s = float(self.curve.seconds(size.tokens, size)[-1])
+        if self._line_s == 0.0:
+            self._tree_s = self._line_s = expected_s  # as if one step had shown no difference
+        self._tree_s = _TREE_MEMORY * self._tree_s + min(seconds, _MOST_TREE_RATIO * expected_s)
+        self._line_s = _TREE_MEMORY * self._line_s + expected_s
+
+    @property
+    def tree_ratio(self) -> float:
+        """How much longer a step with trees takes than a step of as many tokens in lines; at least 1."""
+        return max(1.0, self._tree_s / self._line_s) if self._line_s else 1.0
+
+    def _pays(self, tree_rate: float, line_rate: float) -> bool:
+        """Whether trees are verified although their steps take longer. Where they do not pay, one is tried at times."""
+        if tree_rate > line_rate * self.tree_ratio:
+            self._num_declined, self._trial_after = 0, _FIRST_TRIAL
+            return True
+        self._num_declined += 1
+        if self._num_declined < self._trial_after:
+            return False
+        self._num_declined, self._trial_after = 0, min(2 * self._trial_after, 64 * _FIRST_TRIAL)
+        return True
+
+    def _counts(
+        self, rows: Sequence[_Candidates], num_decoding: int, budget: int, fixed: StepSize, context: float
+    ) -> tuple[list[int], float]:
+        survivals = [row.survivals for row in rows]
         if self._policy is Policy.VERIFY:
             likely = [[p for p in row if p >= _LIKELY] for row in survivals]
             most = min(budget, sum(map(len, likely)))
             # As if drafts cost no time, so the likeliest of all, whosever they are.
-            counts = choose_drafts(likely, 1, len(decoding), np.ones(1 + most), most)
-        else:
-            most = min(budget, sum(map(len, paths)))
-            step_s = self.curve.seconds(fixed.tokens + most, fixed, context)
-            counts = choose_drafts(survivals, fixed.tokens, len(decoding), step_s, most)
-        return chosen | {drafts: p[:n] for drafts, p, n in zip(others, paths, counts, strict=True)}
+            return choose_drafts(likely, 1, num_decoding, np.ones(1 + most), most)
+        most = min(budget, sum(map(len, survivals)))
+        step_s = self.curve.seconds(fixed.tokens + most, fixed, context)
+        return choose_drafts(survivals, fixed.tokens, num_decoding, step_s, most)
+
+    def _line(self, drafts: PendingDrafts) -> _Candidates:
+        """The likeliest path."""
+        row = _Candidates()
+        node, left = drafts.trie.root.best, min(self._max_draft, drafts.num_left - 1)
+        if node is None or left <= 0:
+            return row
+        rates = drafts.chances.rates()
+        by_position: list[float] = []  # of unhinted nodes
+        alive = 1.0
+        tokens, survivals, kinds = row.tokens, row.survivals, row.kinds
+        while node is not None and left:
+            kind = node.kind
+            if kind == UNHINTED:
+                by_position = by_position or drafts.acceptance.rates(self._max_draft)
+                alive *= by_position[len(tokens)]
+            else:
+                alive *= rates[kind]
+            if alive < _LEAST:
+                break
+            tokens.append(node.token)
+            survivals.append(alive)
+            kinds.append(kind)
+            node = node.best
+            left -= 1
+        return row
+
+    def _tree(self, drafts: PendingDrafts) -> _Candidates:
+        """The nodes that are likeliest to be reached and picked, best first: parents come before their children."""
+        root, num_left = drafts.trie.root, drafts.num_left - 1
+        parents: list[int] = []
+        row = _Candidates(parents=parents, is_line=False)
+        if root.children is None or num_left <= 0 or self._max_draft == 0:
+            return row
+        rates, beta = drafts.chances.rates(), drafts.chances.beta
+        by_position: list[float] = []
+        deepest = root.position + min(self._max_draft, num_left)
+        heap: list[tuple[float, int, Node, int]] = []
+        num_pushed, parent, index, alive = 0, root, -1, 1.0
+        while True:
+            children = parent.children
+            if children is not None and parent.position < deepest:
+                for child in children.values():
+                    kind = child.kind
+                    if kind == UNHINTED:
+                        by_position = by_position or drafts.acceptance.rates(self._max_draft)
+                        chance = by_position[parent.position - root.position]
+                        if child is not parent.best:
+                            chance = (1.0 - chance) * beta / max(1, len(children) - 1)
+                    else:
+                        chance = rates[kind]
+                    if alive * chance >= _LEAST:
+                        num_pushed += 1
+                        heapq.heappush(heap, (-alive * chance, num_pushed, child, index))
+            if not heap or len(row.tokens) == self._max_draft:
+                return row
+            alive, _, parent, above = heapq.heappop(heap)
+            alive, index = -alive, len(row.tokens)
+            row.tokens.append(parent.token)
+            parents.append(above)
+            row.survivals.append(alive)
+            row.kinds.append(parent.kind)
+
+
+def likeliest_path(message: TreeDraft) -> list[int]:
+    """The tokens of the path from `message.base` on along which each node's level is the highest."""
+    best: dict[int, tuple[int, int]] = {}  # by parent: level and number
+    for number, (parent, level) in enumerate(zip(message.parents, message.levels, strict=True), start=message.first):
+        if parent not in best or level > best[parent][0]:
+            best[parent] = level, number
+    path, at = [], ROOT
+    while at in best:
+        at = best[at][1]
+        path.append(message.tokens[at - message.first])
+    return path
+
+
+def _worth_waiting_for(alpha: float) -> int:
+    """Drafted tokens beyond which a wait buys next to nothing: less than 2 % of passes accept as many."""
+    return max(8, math.ceil(math.log(0.02) / math.log(min(max(alpha, 0.01), 0.99))))
 
 
 @lru_cache(maxsize=4096)
@@ -126,11 +344,12 @@ def _plan_in_company(
     lags: tuple[float | None, ...],
     answer_rate: float,
     crowding: float,
+    beta: float,
     saves_passes: bool,
 ) -> int:
     """How many drafted tokens to wait for, with times in units of a step; 0: do not wait.
 
     Only ratios of times matter. Where many sequences run, their lags are whole steps, so few cases differ.
     """
-    wait = plan_wait(alpha, 1.0, extra, lags, answer_rate, saves_passes=saves_passes, crowding=crowding)
+    wait = plan_wait(alpha, 1.0, extra, lags, answer_rate, saves_passes=saves_passes, crowding=crowding, beta=beta)
     return wait.want

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag
+from outrider.cloud.pending.lookup import PromptLookup
+from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.policy import NO_WAIT, Wait
-from outrider.cloud.pending.trie import DraftTrie
+from outrider.cloud.pending.trie import LOOKUP, UNHINTED, DraftTrie
 
 
 @dataclass(slots=True, eq=False)
@@ -17,12 +19,15 @@ class PendingDrafts:
     committed: the tokens that the sequence has generated; the engine's own list, which it appends to.
     max_new: tokens that the sequence may commit in all. patience_ms: longest wait for a draft; None: no bound.
     num_own: drafted tokens that a /v1/verify item brought, all of which are verified at once; None for a session.
-    has_company: other sequences run too.
+    has_company: other sequences run too. acceptance: of the likeliest path; chances: of numbered and looked-up nodes.
+    lookup: None where nothing is looked up. num_lookup_chosen: looked-up tokens chosen for the step.
     """
 
     committed: list[int]
     max_new: int
     acceptance: AcceptanceEstimator
+    chances: NodeChances = field(default_factory=NodeChances)
+    lookup: PromptLookup | None = None
     lag: DraftLag = field(default_factory=DraftLag)
     patience_ms: float | None = None
     num_own: int | None = None
@@ -33,6 +38,8 @@ class PendingDrafts:
     wait_deadline: float = 0.0
     waited_s: float = 0.0
     has_company: bool = False
+    num_lookup_chosen: int = 0
+    num_skipped: int = 0  # lookups, since the last one
 
     @property
     def num_left(self) -> int:
@@ -47,7 +54,20 @@ class PendingDrafts:
         """The drafted tokens of a /v1/verify item, as far as there is room for them beside its prompt."""
         return self.likeliest(min(self.num_own, room)) if self.num_own is not None else []
 
-    def advance(self, tokens: Sequence[int]) -> None:
-        """Drops what the committed `tokens` contradict; what follows them stays pending."""
-        for token in tokens:
-            self.trie.advance(token)
+    def advance(self, tokens: Sequence[int]) -> int:
+        """Learns from the committed `tokens`, and drops what they contradict; what follows them stays pending.
+
+        Returns how many of them, the last left out, were looked up.
+        """
+        trie, chances, num_looked_up, last = self.trie, self.chances, 0, len(tokens) - 1
+        for index, token in enumerate(tokens):
+            children = trie.root.children
+            if children:
+                child = children.get(token)
+                # A path that goes on as guessed: `acceptance` alone learns from it.
+                if child is None or child.kind != UNHINTED or len(children) > 1:
+                    chances.observe(children.values(), token, trie.root.best)
+                    if child is not None and child.kind >= LOOKUP and index < last:
+                        num_looked_up += 1
+            trie.advance(token)
+        return num_looked_up

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import mul
 from statistics import median
 
 import numpy as np
@@ -65,11 +66,15 @@ class AcceptanceEstimator:
 
     def survival(self, count: int) -> list[float]:
         """P(the first i + 1 pending tokens are all accepted), i < count; the overall rate is each position's prior."""
-        prior, alive, out = _PRIOR_WEIGHT * self.rate, 1.0, []
-        for accepted, tested in zip(self._accepted[:count], self._tested, strict=False):
-            alive *= (accepted + prior) / (tested + _PRIOR_WEIGHT)
-            out.append(alive)
-        return out
+        return list(accumulate(self.rates(count), mul))
+
+    def rates(self, count: int) -> list[float]:
+        """P(pending token i is accepted if those before it are), i < count."""
+        prior = _PRIOR_WEIGHT * self.rate
+        return [
+            (accepted + prior) / (tested + _PRIOR_WEIGHT)
+            for accepted, tested in zip(self._accepted[:count], self._tested, strict=False)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +201,10 @@ class DraftLag:
         if expected_ms is not None:
             self._first.append(expected_ms / 1e3)
             self._size.append(_EXPECTED_TOKENS)
+
+    def is_awaited(self, base: int) -> bool:
+        """Whether a draft that knows of `base` tokens would answer a commit that was recorded."""
+        return base in self._sent
 
     def committed(self, base: int, now: float) -> None:
         """Records that a commit was sent which makes the total `base`."""

@@ -23,10 +23,11 @@ class Policy(StrEnum):
 
 def choose_drafts(
     survivals: Sequence[Sequence[float]], num_fixed: int, num_committing: int, step_s: np.ndarray, budget: int
-) -> list[int]:
-    """How many drafted tokens each sequence verifies in this step.
+) -> tuple[list[int], float]:
+    """How many drafted tokens each sequence verifies in this step, and the expected tokens per second of the step.
 
-    survivals: for each sequence, P(its first i + 1 pending tokens are all accepted), i = 0, 1, ... (not increasing).
+    survivals: for each sequence, P(its pending token i is reached and accepted), i = 0, 1, ... (not increasing): the
+    tokens of a path in order, or of a tree, the likeliest first.
     num_fixed: tokens in the step without drafts. num_committing: sequences that will commit at least one.
     step_s: seconds of a step of 1, 2, ... tokens; must cover num_fixed + budget. budget: drafted tokens at most.
 
@@ -36,12 +37,13 @@ def choose_drafts(
     likely = np.array([p for row in survivals for p in row])
     order = np.argsort(-likely, kind="stable")[: max(0, budget)]
     if not order.size or num_committing == 0:
-        return [0] * len(survivals)
+        return [0] * len(survivals), num_committing / float(step_s[num_fixed - 1]) if num_fixed else 0.0
     gained = num_committing + np.concatenate([[0.0], np.cumsum(likely[order])])
     rate = gained / step_s[num_fixed - 1 : num_fixed + order.size]
     whose = np.repeat(np.arange(len(survivals)), [len(row) for row in survivals])
-    counts: list[int] = np.bincount(whose[order[: int(rate.argmax())]], minlength=len(survivals)).tolist()
-    return counts
+    best = int(rate.argmax())
+    counts: list[int] = np.bincount(whose[order[:best]], minlength=len(survivals)).tolist()
+    return counts, float(rate[best])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,31 +73,36 @@ def longest_wait(lag_s: float) -> float:
     return 1.5 * lag_s + 0.003
 
 
-def rate_waiting(alpha: float, k: int, step_s: float, extra_s: float, lag_s: float, crowding: float = 1.0) -> float:
+def rate_waiting(
+    alpha: float, k: int, step_s: float, extra_s: float, lag_s: float, crowding: float = 1.0, beta: float = 0.0
+) -> float:
     """Tokens per second when the target waits `lag_s` each time the device is out of sync, verifying k per pass.
 
-    A cycle is one wait, then M passes of E tokens each: E = (1 - a^(k+1)) / (1 - a), and M = 1 / (1 - a^(k+1)) passes
-    until one ends with a token that the device did not draft. With `crowding` sequences for each place, all of which
+    A cycle is one wait, then M passes of E tokens each: E = (1 - a^(k+1)) / (1 - a), and M = 1 / ((1 - a^(k+1)) (1 - b))
+    passes until one ends with a token that is not pending; b is the share of misses that an alternative covers. With `crowding` sequences for each place, all of which
     wait alike, a pass comes up every crowding steps; the waits of others leave places, at most all that are lacking.
     """
     full = alpha ** (k + 1)
-    expected, passes = (1 - full) / (1 - alpha), 1 / (1 - full)
+    expected, passes = (1 - full) / (1 - alpha), 1 / ((1 - full) * (1 - beta))
     pass_s = step_s + extra_s * k
     return passes * expected / max(lag_s + passes * pass_s, crowding * passes * pass_s)
 
 
-def rate_streaming(alpha: float, k: int, step_s: float, extra_s: float, lag_s: float, crowding: float = 1.0) -> float:
+def rate_streaming(
+    alpha: float, k: int, step_s: float, extra_s: float, lag_s: float, crowding: float = 1.0, beta: float = 0.0
+) -> float:
     """Tokens per second when the target never waits: plain steps go on until the device is in sync again.
 
-    n = ceil(lag / step) plain steps must all be guessed in a row before a draft is of use: that takes
-    B = a^-1 + ... + a^-n plain steps on average, of one token each; then M passes of E tokens as above. With `crowding`
-    sequences for each place, each takes part in one step of as many.
+    n = ceil(lag / step) plain steps must all be guessed in a row before a draft is of use; each is with probability
+    c = a + (1 - a) b. That takes B = c^-1 + ... + c^-n plain steps on average, of one token each; then M passes of E
+    tokens as above. With `crowding` sequences for each place, each takes part in one step of as many.
     """
     step_s, extra_s = step_s * crowding, extra_s * crowding
     full = alpha ** (k + 1)
-    expected, passes = (1 - full) / (1 - alpha), 1 / (1 - full)
+    expected, passes = (1 - full) / (1 - alpha), 1 / ((1 - full) * (1 - beta))
+    covered = alpha + (1 - alpha) * beta
     blind_steps = max(1, math.ceil(lag_s / step_s))
-    blind = (alpha**-blind_steps - 1) / (1 - alpha) if blind_steps <= 64 else math.inf
+    blind = (covered**-blind_steps - 1) / (1 - covered) if blind_steps <= 64 else math.inf
     if blind > 1e6:
         return 1 / step_s
     return (blind + passes * expected) / (blind * step_s + passes * (step_s + extra_s * k))
@@ -110,29 +117,31 @@ def plan_wait(
     *,
     saves_passes: bool,
     crowding: float = 1.0,
+    beta: float = 0.0,
 ) -> Wait:
     """Whether to wait for drafts while the device is out of sync, and for how many.
 
     lags: seconds until 1, 2, ... drafted tokens are expected (None: unknown). answer_rate: share of waits that a draft
     ended. saves_passes: passes are what counts, so wait whenever a draft is likely worth its verification. crowding:
-    sequences for each place, at least 1: a waiting one leaves its place to another.
+    sequences for each place, at least 1: a waiting one leaves its place to another. beta: share of the likeliest path's
+    misses where a pending alternative is picked; 0 for paths.
     """
-    alpha = min(max(alpha, 0.01), 0.99)
+    alpha, beta = min(max(alpha, 0.01), 0.99), min(max(beta, 0.0), 0.95)
     known = [(k, lag) for k, lag in enumerate(lags, start=1) if lag is not None]
     if not known or answer_rate < ENOUGH_ANSWERS:
         return NO_WAIT
     first = known[0][1]
-    # A cycle's tokens are 1 / (1 - a) in all. Where even one pass after the shortest wait yields them more slowly than
+    # A cycle's tokens are 1 / ((1 - a) (1 - b)) in all. Where even one pass after the shortest wait yields them more slowly than
     # plain steps come, nothing else needs to be computed.
-    if not saves_passes and (first + step_s) > crowding * step_s / (1 - alpha):
+    if not saves_passes and (first + step_s) > crowding * step_s / ((1 - alpha) * (1 - beta)):
         return NO_WAIT
 
     def waiting(k: int, lag: float) -> float:
-        return rate_waiting(alpha, k, step_s, extra_s, lag, crowding)
+        return rate_waiting(alpha, k, step_s, extra_s, lag, crowding, beta)
 
     k, lag = max(known, key=lambda item: waiting(*item))
     if saves_passes:
         return Wait(k, lag) if alpha > 0.2 else NO_WAIT
     rate = answer_rate * waiting(k, lag) + (1 - answer_rate) / max(step_s + lag, crowding * step_s)
-    streaming = max(rate_streaming(alpha, j, step_s, extra_s, first, crowding) for j in range(len(lags) + 1))
+    streaming = max(rate_streaming(alpha, j, step_s, extra_s, first, crowding, beta) for j in range(len(lags) + 1))
     return Wait(k, lag) if rate > streaming else NO_WAIT

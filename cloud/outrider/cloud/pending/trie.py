@@ -1,80 +1,259 @@
 """Keeps a sequence's pending drafts in a trie rooted at the last committed token.
 
-A commit moves the root down: what is consistent with it stays pending, the rest is dropped.
+A commit moves the root down: what is consistent with it stays pending, the rest is dropped. A device may number the
+nodes that it sends (`outrider.models.tree_draft`): the trie keeps where the recent numbers are, pending, committed or
+dropped, so that a later message goes on below any of them. Merging is idempotent, and does not depend on the order in
+which messages arrive. No function recurses, and each node is merged once and dropped once: a client cannot make either
+dear.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Final
 
-MAX_NODES = 1024
+from outrider.models.tree_draft import CHANCES, ROOT, TreeDraft
+
+MAX_NODES: Final = 1024
+"""Pending nodes of a sequence."""
+MAX_NUMBERS: Final = 1024
+"""Numbered nodes, pending or not, that a later message may go on from: the newest."""
+MAX_ORPHANS: Final = 256
+"""Nodes that wait for their parent to arrive."""
+
+# A node's kind says what its chance is estimated from: the level that the device gave it, nothing (the path form), or
+# prompt lookup, by the length of the text that matched.
+UNHINTED: Final = len(CHANCES)
+LOOKUP: Final = UNHINTED + 1
+"""The first kind of nodes that come from prompt lookup; all kinds from here on do."""
+NUM_LOOKUP_KINDS: Final = 5
+NUM_KINDS: Final = LOOKUP + NUM_LOOKUP_KINDS
+
+_RANKS: Final = (*range(10, 10 + len(CHANCES)), 9, *range(NUM_LOOKUP_KINDS))
+"""By kind: a sibling of a higher rank is likelier. A device knows more than a lookup."""
+
+_DROPPED: Final = -1
 
 
-class _Node:
-    __slots__ = ("best", "children")
+class Node:
+    """A guess. position: tokens generated up to and including it; negative once it is dropped."""
 
-    def __init__(self) -> None:
-        self.children: dict[int, _Node] = {}
-        self.best = -1  # the child on the likeliest path
+    __slots__ = ("best", "children", "kind", "position", "token")
+
+    def __init__(self, token: int, position: int, kind: int) -> None:
+        self.token = token
+        self.position = position
+        self.kind = kind
+        self.children: dict[int, Node] | None = None  # None: no children
+        self.best: Node | None = None  # the likeliest child
+
+
+_GONE: Final = Node(ROOT, _DROPPED, UNHINTED)
+"""Stands for every node that contradicts the commits, or for which there was no room."""
 
 
 class DraftTrie:
-    """The device's guesses of what follows the last committed token."""
+    """Guesses of what follows the last committed token."""
 
-    __slots__ = ("_likeliest", "_num_nodes", "_root")
+    __slots__ = ("_likeliest", "_num_orphans", "_numbers", "_orphans", "num_looked_up", "num_nodes", "root")
 
     def __init__(self) -> None:
-        self._root = _Node()
-        self._num_nodes = 0  # upper bound: dropped branches count until the trie is empty
+        self.root = Node(ROOT, 0, UNHINTED)
+        self.num_nodes = 0
+        self.num_looked_up = 0  # of these
+        self._numbers: dict[int, Node] = {}
+        # By their parents' numbers, by their own: token, kind.
+        self._orphans: dict[int, dict[int, tuple[int, int]]] = {}
+        self._num_orphans = 0
         self._likeliest: tuple[int, list[int]] = (0, [])  # of which limit, the path: asked for twice a step
 
     def __bool__(self) -> bool:
-        return bool(self._root.children)
+        return self.num_nodes > 0
 
-    def merge(self, path: Sequence[int], *, prefer: bool) -> None:
+    @property
+    def has_device_nodes(self) -> bool:
+        """Whether anything is pending that the device sent."""
+        return self.num_nodes > self.num_looked_up
+
+    def merge(self, path: Sequence[int], *, prefer: bool, kind: int = UNHINTED) -> None:
         """Adds a path. With `prefer` it becomes the likeliest; otherwise only where no path was there before.
 
         At MAX_NODES nodes the rest of the path is dropped, which is always allowed.
         """
-        self._likeliest = (0, [])
-        node = self._root
+        node = self.root
         for token in path:
-            child = node.children.get(token)
-            if child is None:
-                if self._num_nodes >= MAX_NODES:
-                    return
-                child = node.children[token] = _Node()
-                self._num_nodes += 1
-            if prefer or node.best < 0:
-                node.best = token
+            child = self._attach(node, token, kind)
+            if child is _GONE:
+                return
+            if prefer:
+                node.best = child
             node = child
+
+    def merge_lookup(self, path: Sequence[int], kinds: Sequence[int]) -> None:
+        """Adds a path that was looked up; kinds: of its nodes."""
+        node = self.root
+        for token, kind in zip(path, kinds, strict=True):
+            node = self._attach(node, token, kind)
+            if node is _GONE:
+                return
+
+    def merge_tree(self, message: TreeDraft, committed: Sequence[int]) -> int:
+        """Adds a device's numbered nodes. Returns the position of its deepest node; 0 if none is pending or committed.
+
+        committed: the tokens generated so far; `message.base` of them at most were known to the device.
+        """
+        numbers, attach = self._numbers, self._attach
+        root, num_committed = self.root, self.root.position
+        base = message.base
+        first_parent = root if base == num_committed else Node(ROOT, base, UNHINTED)
+        deepest = 0
+        number = message.first
+        for token, parent_number, kind in zip(message.tokens, message.parents, message.levels, strict=True):
+            parent = first_parent if parent_number == ROOT else numbers.get(parent_number)
+            if parent is None:
+                self._hold(parent_number, number, token, kind)
+            else:
+                position = parent.position
+                if position >= num_committed:
+                    child = attach(parent if position > num_committed else root, token, kind)
+                else:
+                    child = self._compared(position, token, committed)
+                if child.position > deepest:
+                    deepest = child.position
+                numbers[number] = child
+                if self._orphans and number in self._orphans:
+                    deepest = max(deepest, self._adopt(number, committed))
+            number += 1
+        if len(numbers) > MAX_NUMBERS:
+            for oldest in list(islice(numbers, len(numbers) - MAX_NUMBERS)):
+                del numbers[oldest]
+        return deepest
+
+    def position_of(self, number: int) -> int | None:
+        """Tokens generated up to and including a numbered node; negative if it was dropped, None if it is unknown.
+
+        Any thread may ask; the answer may be old when it arrives.
+        """
+        node = self._numbers.get(number)
+        return None if node is None else node.position
+
+    def _attach(self, parent: Node, token: int, kind: int) -> Node:
+        """The child of a pending node or of the root, made if it is not there; _GONE if there is no room."""
+        children = parent.children
+        if children is None:
+            children = parent.children = {}
+        child = children.get(token)
+        if child is None:
+            if self.num_nodes >= MAX_NODES:
+                return _GONE
+            child = children[token] = Node(token, parent.position + 1, kind)
+            self.num_nodes += 1
+            if kind >= LOOKUP:
+                self.num_looked_up += 1
+        elif _RANKS[kind] > _RANKS[child.kind]:
+            if child.kind >= LOOKUP:
+                self.num_looked_up -= 1
+            child.kind = kind
+        best = parent.best
+        if best is None or _RANKS[child.kind] > _RANKS[best.kind]:
+            parent.best = child
+        self._likeliest = (0, [])
+        return child
+
+    def _compared(self, position: int, token: int, committed: Sequence[int]) -> Node:
+        """What stands for a child of a node on the committed text, or of a dropped one."""
+        if position < 0 or committed[position] != token:
+            return _GONE
+        position += 1
+        return self.root if position == self.root.position else Node(token, position, UNHINTED)
+
+    def _hold(self, parent: int, number: int, token: int, kind: int) -> None:
+        siblings = self._orphans.setdefault(parent, {})
+        self._num_orphans += number not in siblings
+        siblings[number] = token, kind
+        while self._num_orphans > MAX_ORPHANS:
+            self._num_orphans -= len(self._orphans.pop(next(iter(self._orphans))))
+
+    def _adopt(self, number: int, committed: Sequence[int]) -> int:
+        """Merges what waited for a node, and what waited for that, and so on. Returns the deepest position."""
+        arrived, deepest, num_committed = [number], 0, self.root.position
+        while arrived:
+            parent_number = arrived.pop()
+            waiting = self._orphans.pop(parent_number, None)
+            if waiting is None:
+                continue
+            self._num_orphans -= len(waiting)
+            parent = self._numbers[parent_number]
+            for own, (token, kind) in waiting.items():
+                if parent.position >= num_committed:
+                    child = self._attach(parent, token, kind)
+                else:
+                    child = self._compared(parent.position, token, committed)
+                self._numbers[own] = child
+                deepest = max(deepest, child.position)
+                arrived.append(own)
+        return deepest
 
     def advance(self, token: int) -> None:
         """Commits one token: its subtree stays pending."""
-        child = self._root.children.get(token)
-        if child is None:
-            if self._root.children:
-                self.clear()
-        else:
+        old = self.root
+        children = old.children
+        new = None
+        if children is not None:
+            new = children.pop(token, None)
+            old.children = old.best = None
             self._likeliest = (0, [])
-            self._root = child
-            if not child.children:
-                self._num_nodes = 0
+            if new is not None:
+                self.num_nodes -= 1
+                self.num_looked_up -= new.kind >= LOOKUP
+            if children:
+                self._drop(children)
+        self.root = Node(token, old.position + 1, UNHINTED) if new is None else new
+
+    def _drop(self, children: dict[int, Node]) -> None:
+        """Drops subtrees: each node once."""
+        stack = [children]
+        num_looked_up = num_nodes = 0
+        while stack:
+            level = stack.pop()
+            num_nodes += len(level)
+            for node in level.values():
+                node.position = _DROPPED
+                num_looked_up += node.kind >= LOOKUP
+                if node.children is not None:
+                    stack.append(node.children)
+                    node.children = node.best = None
+        self.num_nodes -= num_nodes
+        self.num_looked_up -= num_looked_up
 
     def likeliest(self, limit: int) -> list[int]:
         """The likeliest path, at most `limit` tokens."""
         known, path = self._likeliest
         if limit > known:
             path = []
-            node = self._root
-            while node.best >= 0 and len(path) < limit:
-                path.append(node.best)
-                node = node.children[node.best]
+            node = self.root.best
+            while node is not None and len(path) < limit:
+                path.append(node.token)
+                node = node.best
             self._likeliest = (limit, path)
         return path[:limit]
 
-    def clear(self) -> None:
-        """Drops everything."""
-        self._likeliest = (0, [])
-        self._root = _Node()
-        self._num_nodes = 0
+    def likeliest_of_device(self, limit: int) -> list[int]:
+        """The likeliest path, as far as the device sent it."""
+        path = self.likeliest(limit)
+        if self.num_looked_up:
+            length, node = 0, self.root.best
+            while node is not None and node.kind < LOOKUP and length < len(path):
+                length, node = length + 1, node.best
+            del path[length:]
+        return path
+
+    def nodes(self) -> Iterator[tuple[tuple[int, ...], Node]]:
+        """Every pending node with its path from the root; for tests."""
+        stack: list[tuple[tuple[int, ...], Node]] = [((), self.root)]
+        while stack:
+            path, parent = stack.pop()
+            for child in (parent.children or {}).values():
+                yield (*path, child.token), child
+                stack.append(((*path, child.token), child))

@@ -77,6 +77,9 @@ class ServeOptions:
     policy: Annotated[
         Policy, typer.Option(help="stream: latency; verify: fewest target passes; auto: by the load.")
     ] = Policy.AUTO
+    lookup: Annotated[
+        bool, typer.Option(help="Guess by prompt lookup where a device has sent nothing; also for completions.")
+    ] = True
     share_prefixes: Annotated[
         bool, typer.Option(help="Reuse the KV cache of prompts that begin alike; turn it off to measure TTFT.")
     ] = True

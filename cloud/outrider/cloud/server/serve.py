@@ -59,6 +59,7 @@ def serve(options: ServeOptions) -> None:
                 max_running=options.max_running,
                 step_tokens=options.step_tokens,
                 max_queue=options.max_queue,
+                looks_up=options.lookup,
                 share_prefixes=options.share_prefixes,
                 share_between_owners=options.share_caches_between_keys,
                 policy=options.policy,

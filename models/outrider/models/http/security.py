@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Final
@@ -33,7 +33,7 @@ ANYBODY: Final = b""
 ANY_HOST: Final = "*"
 """In a list of allowed hosts: every name."""
 
-_JSON: Final = b"application/json"
+JSON_MEDIA_TYPE: Final = b"application/json"
 _LOOKED_AT: Final = frozenset({b"authorization", b"content-type", b"host", b"origin", b"sec-fetch-site"})
 _MAX_QUOTED_CHARS: Final = 100
 _MAX_AUTHORITY_BYTES: Final = 300
@@ -185,11 +185,11 @@ class Gate:
         open_paths: Collection[str],
         probe_paths: Collection[str],
         costly_paths: Collection[str],
-        takes_json: bool = False,
+        media_types: Sequence[bytes] = (),
     ) -> None:
         """open_paths: need no key. probe_paths: neither a key nor a name that is allowed. costly_paths: their POSTs
-        count against the rate, and must be JSON. takes_json: all POSTs must be; others are left to the router, which
-        knows that there is no such route.
+        count against the rate, and must be JSON. media_types: all POSTs must be one of these; without any, the others
+        are left to the router, which knows that there is no such route.
         """
         self._app = app
         self._open_paths = frozenset(open_paths)
@@ -198,7 +198,7 @@ class Gate:
         self._keys = keys
         self._limiter = limiter
         self._pages = pages
-        self._takes_json = takes_json
+        self._media_types = tuple(media_types)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -227,25 +227,30 @@ class Gate:
         scope[OWNER] = owner
         if method == "POST":
             is_costly = path in self._costly_paths
-            if is_costly or self._takes_json:
-                _require_json(found.get(b"content-type"))
+            if is_costly or self._media_types:
+                _require_media_type(found.get(b"content-type"), self._media_types or (JSON_MEDIA_TYPE,))
             if is_costly:
                 self._limiter.spend(owner)
 
 
-def _require_json(content_type: bytes | None) -> None:
-    """Raises RequestError 415 `unsupported_media_type` for a body that is not announced as JSON.
+def media_type_of(content_type: bytes | None) -> bytes:
+    """A Content-Type without its parameters, in lower case; empty if there is none."""
+    return (content_type or b"").partition(b";")[0].strip().lower()
 
-    A page may post text to any server; for JSON its browser asks the server first.
+
+def _require_media_type(content_type: bytes | None, expected: Sequence[bytes]) -> None:
+    """Raises RequestError 415 `unsupported_media_type` for a body that is announced as something else.
+
+    A page may post text to any server; for JSON and for types that HTML does not know its browser asks the server first.
     """
-    if content_type == _JSON:
+    if content_type in expected:
         return
-    media_type = (content_type or b"").partition(b";")[0].strip().lower()
-    if media_type != _JSON:
+    media_type = media_type_of(content_type)
+    if media_type not in expected:
         shown = media_type[:_MAX_QUOTED_CHARS].decode("latin-1") or "missing"
         raise RequestError(
             "unsupported_media_type",
-            f"the request's Content-Type is {shown}; send `Content-Type: application/json`",
+            f"the request's Content-Type is {shown}; send `Content-Type: {expected[0].decode()}`",
             status=415,
         )
 

@@ -1,0 +1,110 @@
+"""Measures how likely a pending node is to be picked where its parent was, by its kind: level, or length of a lookup.
+
+A commit tests every child of each node that it passes, verified or not: at most one of them is hit. The rate of a kind
+is shrunk to its nominal chance times the session's own ratio of hits to promised chances. So a device that promises too
+much is soon believed in nothing that it promises, and slows only its own session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from outrider.cloud.pending.trie import LOOKUP, NUM_KINDS, UNHINTED, Node
+from outrider.models.tree_draft import CHANCES
+
+NOMINAL: Final = (*CHANCES, 0.0, 0.2, 0.35, 0.5, 0.7, 0.85)
+"""By kind. Unhinted nodes have none: `AcceptanceEstimator` measures them by position."""
+assert len(NOMINAL) == NUM_KINDS
+
+_KIND_WEIGHT: Final = 2.0  # of the nominal chance, in nodes tested
+_KIND_MEMORY: Final = 0.97  # weight of a test after a newer one of its kind
+_OWN_MEMORY: Final = 0.97
+_COMMON_MEMORY: Final = 0.999  # of the sums over all sessions
+_LEAST_PRIOR: Final = 0.5  # whatever earlier sessions did: no client spoils it for later ones
+_MOST_RATIO: Final = 1.2
+_MOST_RATE: Final = 0.995
+
+
+class _Ratio:
+    """A ratio of sums with forgetting, drawn to that of all sessions (`parent`), or to `first`."""
+
+    __slots__ = ("_first", "_hits", "_least", "_memory", "_most", "_of", "_parent", "_weight")
+
+    def __init__(self, first: float, weight: float, *, least: float, most: float, parent: _Ratio | None) -> None:
+        """weight: of the prior, in the unit of what is divided by. least: of the prior. most: of the ratio."""
+        self._first, self._weight, self._least, self._most = first, weight, least, most
+        self._parent = parent
+        self._memory = _COMMON_MEMORY if parent is None else _OWN_MEMORY
+        self._hits = self._of = 0.0
+
+    def observe(self, hits: float, of: float) -> None:
+        """Adds to both sums, also to those of all sessions."""
+        self._hits = self._memory * self._hits + hits
+        self._of = self._memory * self._of + of
+        if self._parent is not None:
+            self._parent.observe(hits, of)
+
+    def value(self, weight: float | None = None) -> float:
+        """The ratio; weight: of the prior, where it is another than usual."""
+        prior = self._first if self._parent is None else max(self._least, self._parent.value())
+        weight = self._weight if weight is None else weight
+        total = self._of + weight
+        return min(self._most, (self._hits + weight * prior) / total) if total else 0.0
+
+
+class NodeChances:
+    """The rates of a session's nodes by kind, and of misses that an alternative covers. parent: of all sessions."""
+
+    def __init__(self, parent: NodeChances | None = None) -> None:
+        device, lookup, covered = (parent._device, parent._lookup, parent._covered) if parent else (None, None, None)
+        self._device = _Ratio(1.0, 2.0, least=_LEAST_PRIOR, most=_MOST_RATIO, parent=device)
+        self._lookup = _Ratio(1.0, 2.0, least=_LEAST_PRIOR, most=_MOST_RATIO, parent=lookup)
+        self._covered = _Ratio(0.3, 5.0, least=0.0, most=0.95, parent=covered)
+        self._accepted = [0.0] * NUM_KINDS
+        self._tested = [0.0] * NUM_KINDS
+        self._rates: list[float] | None = None  # by kind; None: out of date
+        self.has_hints = False  # whether the device has sent any
+
+    def observe(self, children: Iterable[Node], token: int, best: Node | None) -> None:
+        """Learns from a commit that picked `token` where these nodes were pending. best: the likeliest of them."""
+        promised = hits = looked_up = found = covered = 0.0
+        accepted, tested = self._accepted, self._tested
+        for child in children:
+            kind = child.kind
+            is_hit = 1.0 if child.token == token else 0.0
+            if kind < UNHINTED:
+                promised += NOMINAL[kind]
+                hits += is_hit
+            elif kind >= LOOKUP:
+                looked_up += NOMINAL[kind]
+                found += is_hit
+            if is_hit and kind < LOOKUP:
+                covered = 1.0
+            tested[kind] = _KIND_MEMORY * tested[kind] + 1.0
+            accepted[kind] = _KIND_MEMORY * accepted[kind] + is_hit
+        if promised:
+            self._device.observe(hits, promised)
+        if looked_up:
+            self._lookup.observe(found, looked_up)
+        if best is not None and best.kind < LOOKUP and best.token != token:
+            self._covered.observe(covered, 1.0)
+        self._rates = None
+
+    @property
+    def beta(self) -> float:
+        """Share of the likeliest path's misses where another pending node is picked.
+
+        A session whose device sends paths without hints has no prior: without alternatives it is 0.
+        """
+        return self._covered.value(None if self.has_hints else 0.0)
+
+    def rates(self) -> list[float]:
+        """By kind: the chance that a node is picked where its parent was. That of unhinted nodes means nothing."""
+        if self._rates is None:
+            device, lookup = _KIND_WEIGHT * self._device.value(), _KIND_WEIGHT * self._lookup.value()
+            self._rates = [
+                min(_MOST_RATE, (a + nominal * (device if kind < LOOKUP else lookup)) / (t + _KIND_WEIGHT))
+                for kind, (a, t, nominal) in enumerate(zip(self._accepted, self._tested, NOMINAL, strict=True))
+            ]
+        return self._rates
