@@ -325,7 +325,7 @@ async def measure(
             written = await asyncio.to_thread(yardstick.run, requests) if yardstick is not None else []
             plain = []
             for place in places:
-                plain = await _run(place, requests, clock, clocks, index)
+                plain = await run_once(place, requests, clock, clocks, index)
                 on_run()
             if yardstick is not None:
                 yardstick.compare(fmean(place.cells[CLOUD_ONLY].rates[-1] for place in places))
@@ -342,7 +342,7 @@ def _ranks(beside: Beside, requests: Sequence[GenerationRequest], place: Place) 
     return Ranks(tuple(map(tuple, found)))
 
 
-async def _run(
+async def run_once(
     place: Place,
     requests: Sequence[GenerationRequest],
     clock: ServerClock,
