@@ -13,7 +13,7 @@ from starlette.types import Message
 from tests.serving import JSON, FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
 
 from outrider.cloud.api.bridge import Bridge
-from outrider.cloud.api.draft_budget import DraftBudget, DraftLimits
+from outrider.cloud.api.draft_budget import TREE_UNIT_BYTES, DraftBudget, DraftLimits
 from outrider.cloud.api.metrics import CommitTimer, Tally
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.stream import SERVER_SEND, SessionStream
@@ -59,6 +59,13 @@ def test_a_long_message_counts_as_several() -> None:
     assert budget.spend("a", b"", 1) == "session"
     clock.now += 0.2
     assert [budget.spend("a", b"", 100), budget.spend("a", b"", 100)] == [None, None]
+
+
+def test_bytes_of_a_tree_count_for_more() -> None:
+    """A node has three bytes and takes as long as a whole path's token in JSON, and more."""
+    budget = DraftBudget(DraftLimits(session_per_s=0.0, session_burst=10.0), Clock())
+    answers = [budget.spend("a", b"", 4 * TREE_UNIT_BYTES, TREE_UNIT_BYTES) for _ in range(4)]
+    assert answers == [None, None, None, "session"]
 
 
 def test_sessions_of_one_owner_share_a_budget() -> None:

@@ -14,8 +14,9 @@ from tests.serving import EOS_ID, JSON, FakeServer, StepGate, read_events, run_s
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.models.http.sse import EventStream
-from outrider.models.protocol import Commit, SessionEnd, SessionOpen
+from outrider.models.protocol import TREES_SINCE, Commit, SessionEnd, SessionOpen
 from outrider.models.sampling import SamplingParams
+from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
 PROMPT = [5, 17, 99, 3]
 
@@ -97,6 +98,38 @@ def test_drafts_change_the_passes_and_never_the_tokens(is_correct: bool) -> None
         assert end.usage.accepted_prediction_tokens > 0 and end.usage.target_passes < 24
     else:
         assert end.usage.accepted_prediction_tokens == 0
+
+
+@pytest.mark.parametrize("media_type", [TREE_MEDIA_TYPE, "Application/VND.outrider.tree; v=2"])
+def test_a_tree_is_a_draft(media_type: str) -> None:
+    """Its likeliest path is wrong, an alternative right: the text is the target's in fewer passes. Bad bytes: 400."""
+    expected = target_tokens(PROMPT, 24)
+    gate = StepGate()
+    with (
+        serve_fake(gate=gate, config=EngineConfig(policy=Policy.VERIFY)) as server,
+        httpx.Client(base_url=server.url) as client,
+        client.stream("POST", "/v1/sessions", json=body(patience_ms=0)) as response,
+    ):
+        events = read_events(response)
+        opened = next(events)
+        assert isinstance(opened, SessionOpen) and opened.protocol >= TREES_SINCE
+        url, headers = f"/v1/sessions/{opened.session}/drafts", {"content-type": media_type}
+        tree = TreeDraft(0, 7, [(expected[0] + 1) % 300, *expected[:12]], [ROOT, ROOT, *range(8, 19)], [14, *[13] * 12])
+        answer = client.post(url, content=tree.encode(), headers=headers)
+        assert (answer.status_code, answer.content) == (204, b"")
+        for content, code in (
+            (b"", "invalid_request"),
+            (TreeDraft(1, 0, [5], [ROOT], [0]).encode(), "draft_ahead"),
+            (TreeDraft(0, 0, [300], [ROOT], [0]).encode(), "token_out_of_range"),
+        ):
+            refused = client.post(url, content=content, headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, code)
+        assert client.post(url, content=tree.encode(), headers=JSON).json()["error"]["code"] == "malformed_json"
+        gate.open()
+        *commits, end = list(events)
+    assert isinstance(end, SessionEnd)
+    assert [token for commit in commits if isinstance(commit, Commit) for token in commit.tokens] == expected
+    assert end.usage.accepted_prediction_tokens > 0 and end.usage.target_passes < 24
 
 
 def test_refused_drafts_do_not_change_the_session() -> None:

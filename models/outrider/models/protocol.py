@@ -124,7 +124,8 @@ class Commit(_Answer):
     """Tokens that the target has committed. `base` is how many were committed before them.
 
     The target accepted `accepted` of `proposed` drafted tokens in this pass; both are left out of the JSON when nothing
-    was proposed. Of those accepted, the server's prompt lookup guessed `looked_up`; left out when 0. `type` is always left out: most events are commits, and an event without a type is one.
+    was proposed. Of those accepted, the server's prompt lookup guessed `looked_up`; left out when 0. `type` is always
+    left out: most events are commits, and an event without a type is one.
     """
 
     type: Literal["commit"] = "commit"

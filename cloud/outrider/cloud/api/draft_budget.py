@@ -17,8 +17,8 @@ TREE_UNIT_BYTES = 64
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
     """Messages per second of a session and of an owner, and how many may come at once; delay_s: how late the answer to
-    a dropped message comes. A message counts as one for each UNIT_BYTES of its body that it has begun, TREE_UNIT_BYTES if
-    it is a tree.
+    a dropped message comes. A message counts as one for each UNIT_BYTES of its body that it has begun; TREE_UNIT_BYTES
+    of a tree.
 
     A device posts once per commit, so 500 times a second at steps of 2 ms, and while it drafts ahead once per 4 ms. An
     owner's budget serves 256 sessions (`--max-sessions`) at steps of 32 ms; it is about half of what the event loop can

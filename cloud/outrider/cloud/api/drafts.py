@@ -2,8 +2,8 @@
 
 A device posts drafts many times a second while the model computes on the same core. So this one route stands in front
 of the layers that all others pass, and does their work itself: it runs the gate and the body limit, answers errors in
-the same shape, and counts the request. The body, JSON paths or the bytes of a tree, is parsed once, the engine takes it,
-and the answer is a bare 204.
+the same shape, and counts the request. The body, paths in JSON or the bytes of a tree, is parsed once, the engine takes
+it, and the answer is a bare 204.
 `openapi.py` documents the route with the others. One exception: a client that sends `Prefer: return=minimal` gets 409
 for a stale draft without a body.
 
@@ -41,6 +41,8 @@ MEDIA_TYPES: Final = (JSON_MEDIA_TYPE, _TREE)
 
 MAX_DRAFT_BYTES: Final = 64 << 10
 """Ten times the longest message that is valid: parsing a longer one would only delay every stream."""
+MAX_TREE_BYTES: Final = 6 << 10
+"""The longest tree has less."""
 
 _START: Final = {"type": "http.response.start", "status": 204, "headers": []}
 # Without the length it would be sent in chunks, which takes more bytes.
@@ -92,14 +94,16 @@ class DraftsEndpoint:
         session = core.sessions.find(session_id, owner)
         is_tree = _is_tree(scope)
         unit_bytes = TREE_UNIT_BYTES if is_tree else UNIT_BYTES
-        spent = self._budget.spend(session_id, owner, _announced(scope) or self._max_bytes, unit_bytes)
+        max_bytes = min(MAX_TREE_BYTES, self._max_bytes) if is_tree else self._max_bytes
+        num_bytes = _announced(scope)
+        spent = self._budget.spend(session_id, owner, max_bytes if num_bytes is None else num_bytes, unit_bytes)
         if spent is not None:
             core.metrics.num_dropped[spent] += 1
             await asyncio.sleep(self._delay_s)
             raise Throttled(
                 "rate_limited", f"more drafts than the {spent}'s budget; this one was dropped", retry_after_s=1
             )
-        body = await self._read(receive)
+        body = await self._read(receive, max_bytes)
         start = _START
         try:
             if is_tree:
@@ -115,7 +119,7 @@ class DraftsEndpoint:
         await send(start)
         await send(_BODY)
 
-    async def _read(self, receive: Receive) -> bytes:
+    async def _read(self, receive: Receive, max_bytes: int) -> bytes:
         """The body. Raises RequestError 413 once it is too long."""
         body = b""
         while True:
@@ -124,8 +128,8 @@ class DraftsEndpoint:
                 raise ClientDisconnect
             part: bytes = message.get("body", b"")
             body += part
-            if len(body) > self._max_bytes:
-                raise body_too_large(self._max_bytes)
+            if len(body) > max_bytes:
+                raise body_too_large(max_bytes)
             if not message.get("more_body"):
                 return body
 

@@ -187,8 +187,8 @@ def session_usage(event: EndEvent) -> Usage:
 def encode_commit(event: CommitEvent) -> bytes:
     """`protocol.Commit` as an event. Written by hand: this runs once per sequence and step.
 
-    Most events are commits. So they carry no `type` (an event without one is a commit), no `accepted` or `proposed` when
-    nothing was proposed, and no `looked_up` when it is 0.
+    Most events are commits. So they carry no `type` (an event without one is a commit), no `accepted` or `proposed`
+    when nothing was proposed, and no `looked_up` when it is 0.
     """
     tokens = ",".join(map(str, event.tokens))
     if event.proposed:

@@ -16,16 +16,20 @@ from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize, StepTimeCurve
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.policy import NO_WAIT, Policy, Wait, bounded, choose_drafts, longest_wait, plan_wait
-from outrider.cloud.pending.trie import LOOKUP, UNHINTED, Node
+from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, UNHINTED, Node
 from outrider.models.tree_draft import ROOT, TreeDraft
 
 _LIKELY: Final = 0.05  # survival below which a drafted token is not verified even when only passes count
 _LEAST: Final = 0.001  # survival below which no drafted token is verified, however little it costs
+_MANY: Final = 64  # drafted tokens of all sequences beyond which nodes are looked at more sparingly
+_STRETCH: Final = 8  # tokens over which the cheapest of them is averaged: a curve may have flat steps
 _HOPELESS: Final = 0.04  # the chance of a lookup's first token below which few are made
 _PROBE_EVERY: Final = 16  # commits between lookups that are hopeless
-_TREE_MEMORY: Final = 0.95
+_TREE_MEMORY: Final = 0.9
 _MOST_TREE_RATIO: Final = 4.0  # of one tree step: a runtime may prepare for a new shape
-_FIRST_TRIAL: Final = 64  # tree steps declined before another is tried
+_FIRST_TRIAL: Final = 64  # tree steps declined before another is tried; each trial that shows no change doubles it
+_SOON: Final = 8  # the same after a trial that was faster than expected
+_FASTER: Final = 0.9  # of the expected time
 
 
 @dataclass(slots=True)
@@ -65,7 +69,7 @@ class _Candidates:
 
     def num_looked_up(self, count: int) -> int:
         """How many of the first `count` were looked up."""
-        return sum(kind >= LOOKUP for kind in self.kinds[:count])
+        return sum(kind < NUM_LOOKUP_KINDS for kind in self.kinds[:count])
 
 
 class Drafting:
@@ -116,20 +120,20 @@ class Drafting:
     def committed(
         self, drafts: PendingDrafts, pending: Sequence[int], tokens: Sequence[int], now: float, *, crowding: float
     ) -> None:
-        """Learns from a commit; looks up what follows, and starts a wait, if nothing of the device's is pending.
+        """Learns from a commit; starts a wait if nothing of the device's is pending after it.
 
         pending: the likeliest path before the step, as far as the device sent it. crowding: sequences for each place.
         """
         drafts.acceptance.observe(pending, tokens)
         if not drafts.trie.has_device_nodes:  # it is out of sync: how fast it answers is what a wait would cost
             drafts.lag.committed(len(drafts.committed), now)
-            if drafts.lookup is not None and not drafts.trie:
-                self._look_up(drafts)
             self._start_wait(drafts, now, crowding)
 
     def _look_up(self, drafts: PendingDrafts) -> None:
-        assert drafts.lookup is not None
-        if max(drafts.chances.rates()[LOOKUP:]) < _HOPELESS and drafts.num_skipped < _PROBE_EVERY:
+        """Looks up what follows, where nothing is pending."""
+        if drafts.lookup is None or drafts.trie:
+            return
+        if max(drafts.chances.rates()[:NUM_LOOKUP_KINDS]) < _HOPELESS and drafts.num_skipped < _PROBE_EVERY:
             drafts.num_skipped += 1
             return
         drafts.num_skipped = 0
@@ -142,9 +146,11 @@ class Drafting:
         if allowed == 0 or self._max_draft == 0 or drafts.num_left <= 1 or not drafts.lag.is_known:
             return
         alpha = drafts.acceptance.rate
-        looked_up = drafts.trie.root.best
-        if looked_up is not None and drafts.chances.rates()[looked_up.kind] >= alpha:
-            return  # what is here is as good as what would come
+        if drafts.lookup is not None and max(drafts.chances.rates()[:NUM_LOOKUP_KINDS]) >= alpha:
+            self._look_up(drafts)
+            looked_up = drafts.trie.root.best
+            if looked_up is not None and drafts.chances.rates()[looked_up.kind] >= alpha:
+                return  # what is here is as good as what would come
         step_s, extra_s = self.curve.step_and_extra()
         most = min(self._max_draft, _worth_waiting_for(alpha), drafts.num_left - 1)
         lags = [bounded(lag, step_s) for lag in drafts.lag.seconds_until(most)]
@@ -202,10 +208,13 @@ class Drafting:
                 budget -= len(own)
                 fixed += StepSize(len(own), round(len(own) * context))
         others = [drafts for drafts in decoding if drafts.num_own is None]
+        for drafts in others:
+            self._look_up(drafts)
         rows = [self._line(drafts) for drafts in others]
         counts, rate = self._counts(rows, len(decoding), budget, fixed, context)
-        if self._with_trees and any(drafts.trie.num_nodes > len(row.tokens) for drafts, row in zip(others, rows)):
-            trees = [self._tree(drafts) for drafts in others]
+        if self._with_trees and any(drafts.trie for drafts in others):
+            least = self._least_worth(rate, min(budget, self._max_draft * len(others)), fixed, context)
+            trees = [self._tree(drafts, least) for drafts in others]
             tree_counts, tree_rate = self._counts(trees, len(decoding), budget, fixed, context)
             if tree_rate > rate and self._pays(tree_rate, rate):
                 rows, counts = trees, tree_counts
@@ -224,6 +233,8 @@ class Drafting:
         expected_s = float(self.curve.seconds(size.tokens, size)[-1])
         if self._line_s == 0.0:
             self._tree_s = self._line_s = expected_s  # as if one step had shown no difference
+        if seconds < _FASTER * self.tree_ratio * expected_s:
+            self._trial_after = _SOON
         self._tree_s = _TREE_MEMORY * self._tree_s + min(seconds, _MOST_TREE_RATIO * expected_s)
         self._line_s = _TREE_MEMORY * self._line_s + expected_s
 
@@ -256,6 +267,19 @@ class Drafting:
         step_s = self.curve.seconds(fixed.tokens + most, fixed, context)
         return choose_drafts(survivals, fixed.tokens, num_decoding, step_s, most)
 
+    def _least_worth(self, rate: float, most: int, fixed: StepSize, context: float) -> float:
+        """Survival below which no node of a tree is looked at. rate: tokens per second that lines reach in this step.
+
+        Where many sequences run, most nodes of their trees cost more than they can gain.
+        """
+        if self._policy is Policy.VERIFY:
+            return _LIKELY
+        if most <= _MANY:
+            return _LEAST
+        step_s = self.curve.seconds(fixed.tokens + most, fixed, context)[fixed.tokens - 1 :]
+        cheapest_s = float((step_s[_STRETCH:] - step_s[:-_STRETCH]).min()) / _STRETCH
+        return max(_LEAST, 0.5 * rate * cheapest_s)
+
     def _line(self, drafts: PendingDrafts) -> _Candidates:
         """The likeliest path."""
         row = _Candidates()
@@ -282,8 +306,11 @@ class Drafting:
             left -= 1
         return row
 
-    def _tree(self, drafts: PendingDrafts) -> _Candidates:
-        """The nodes that are likeliest to be reached and picked, best first: parents come before their children."""
+    def _tree(self, drafts: PendingDrafts, least: float) -> _Candidates:
+        """The nodes that are likeliest to be reached and picked, best first: parents come before their children.
+
+        least: survival of those that are looked at.
+        """
         root, num_left = drafts.trie.root, drafts.num_left - 1
         parents: list[int] = []
         row = _Candidates(parents=parents, is_line=False)
@@ -306,9 +333,10 @@ class Drafting:
                             chance = (1.0 - chance) * beta / max(1, len(children) - 1)
                     else:
                         chance = rates[kind]
-                    if alive * chance >= _LEAST:
+                    chance *= alive
+                    if chance >= least:
                         num_pushed += 1
-                        heapq.heappush(heap, (-alive * chance, num_pushed, child, index))
+                        heapq.heappush(heap, (-chance, num_pushed, child, index))
             if not heap or len(row.tokens) == self._max_draft:
                 return row
             alive, _, parent, above = heapq.heappop(heap)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag
 from outrider.cloud.pending.lookup import PromptLookup
-from outrider.cloud.pending.node_chances import NodeChances
+from outrider.cloud.pending.node_chances import NodeChances, Test
 from outrider.cloud.pending.policy import NO_WAIT, Wait
-from outrider.cloud.pending.trie import LOOKUP, UNHINTED, DraftTrie
+from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, UNHINTED, DraftTrie
 
 
 @dataclass(slots=True, eq=False)
@@ -59,15 +59,19 @@ class PendingDrafts:
 
         Returns how many of them, the last left out, were looked up.
         """
-        trie, chances, num_looked_up, last = self.trie, self.chances, 0, len(tokens) - 1
+        trie, num_looked_up, last = self.trie, 0, len(tokens) - 1
+        tests: list[Test] = []
         for index, token in enumerate(tokens):
-            children = trie.root.children
+            root = trie.root
+            children = root.children
             if children:
                 child = children.get(token)
                 # A path that goes on as guessed: `acceptance` alone learns from it.
                 if child is None or child.kind != UNHINTED or len(children) > 1:
-                    chances.observe(children.values(), token, trie.root.best)
-                    if child is not None and child.kind >= LOOKUP and index < last:
+                    tests.append((tuple(children.values()), token, root.best))
+                    if child is not None and child.kind < NUM_LOOKUP_KINDS and index < last:
                         num_looked_up += 1
             trie.advance(token)
+        if tests:
+            self.chances.observe(tests)
         return num_looked_up

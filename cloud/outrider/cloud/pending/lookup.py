@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.cloud.pending.trie import LOOKUP, NUM_LOOKUP_KINDS
+from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS
 
 MAX_MATCH: Final = 4
 MIN_MATCH: Final = 2
@@ -28,8 +28,8 @@ _LONG_MATCHES: Final = (4, 8)
 def kind_of(matched: int) -> int:
     """The kind of a node that repeats the text after `matched` equal tokens."""
     if matched <= _LONG_MATCHES[0]:
-        return LOOKUP + matched - MIN_MATCH
-    return LOOKUP + (3 if matched <= _LONG_MATCHES[1] else NUM_LOOKUP_KINDS - 1)
+        return matched - MIN_MATCH
+    return 3 if matched <= _LONG_MATCHES[1] else NUM_LOOKUP_KINDS - 1
 
 
 class PromptLookup:

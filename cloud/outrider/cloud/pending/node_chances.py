@@ -7,20 +7,25 @@ much is soon believed in nothing that it promises, and slows only its own sessio
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
-from outrider.cloud.pending.trie import LOOKUP, NUM_KINDS, UNHINTED, Node
+from outrider.cloud.pending.trie import NUM_KINDS, NUM_LOOKUP_KINDS, UNHINTED, Node
 from outrider.models.tree_draft import CHANCES
 
-NOMINAL: Final = (*CHANCES, 0.0, 0.2, 0.35, 0.5, 0.7, 0.85)
+Test = tuple[Sequence[Node], int, Node | None]
+"""The children of a node, the token that was committed there, and the likeliest of the children."""
+
+NOMINAL: Final = (0.2, 0.35, 0.5, 0.7, 0.85, 0.0, *CHANCES)
 """By kind. Unhinted nodes have none: `AcceptanceEstimator` measures them by position."""
 assert len(NOMINAL) == NUM_KINDS
 
-_KIND_WEIGHT: Final = 2.0  # of the nominal chance, in nodes tested
+_KIND_WEIGHT: Final = 4.0  # of the nominal chance, in nodes tested
 _KIND_MEMORY: Final = 0.97  # weight of a test after a newer one of its kind
-_OWN_MEMORY: Final = 0.97
-_COMMON_MEMORY: Final = 0.999  # of the sums over all sessions
+_RATIO_WEIGHT: Final = 1.0  # of the ratio in earlier sessions, in promised chances
+_OWN_MEMORY: Final = 0.95  # weight of a commit after a newer one, in the sums of a session
+_COMMON_MEMORY: Final = 0.999  # and in those over all sessions
 _LEAST_PRIOR: Final = 0.5  # whatever earlier sessions did: no client spoils it for later ones
 _MOST_RATIO: Final = 1.2
 _MOST_RATE: Final = 0.995
@@ -57,38 +62,46 @@ class NodeChances:
     """The rates of a session's nodes by kind, and of misses that an alternative covers. parent: of all sessions."""
 
     def __init__(self, parent: NodeChances | None = None) -> None:
-        device, lookup, covered = (parent._device, parent._lookup, parent._covered) if parent else (None, None, None)
-        self._device = _Ratio(1.0, 2.0, least=_LEAST_PRIOR, most=_MOST_RATIO, parent=device)
-        self._lookup = _Ratio(1.0, 2.0, least=_LEAST_PRIOR, most=_MOST_RATIO, parent=lookup)
-        self._covered = _Ratio(0.3, 5.0, least=0.0, most=0.95, parent=covered)
+        promise = partial(_Ratio, 1.0, _RATIO_WEIGHT, least=_LEAST_PRIOR, most=_MOST_RATIO)
+        self._device: _Ratio = promise(parent=parent._device if parent is not None else None)
+        self._lookup: _Ratio = promise(parent=parent._lookup if parent is not None else None)
+        self._covered: _Ratio = _Ratio(
+            0.3, 5.0, least=0.0, most=0.95, parent=parent._covered if parent is not None else None
+        )
         self._accepted = [0.0] * NUM_KINDS
         self._tested = [0.0] * NUM_KINDS
         self._rates: list[float] | None = None  # by kind; None: out of date
         self.has_hints = False  # whether the device has sent any
 
-    def observe(self, children: Iterable[Node], token: int, best: Node | None) -> None:
-        """Learns from a commit that picked `token` where these nodes were pending. best: the likeliest of them."""
-        promised = hits = looked_up = found = covered = 0.0
+    def observe(self, tests: Sequence[Test]) -> None:
+        """Learns from a commit: what was pending at each of its tokens."""
+        promised = hits = looked_up = found = covered = missed = 0.0
         accepted, tested = self._accepted, self._tested
-        for child in children:
-            kind = child.kind
-            is_hit = 1.0 if child.token == token else 0.0
-            if kind < UNHINTED:
-                promised += NOMINAL[kind]
-                hits += is_hit
-            elif kind >= LOOKUP:
-                looked_up += NOMINAL[kind]
-                found += is_hit
-            if is_hit and kind < LOOKUP:
-                covered = 1.0
-            tested[kind] = _KIND_MEMORY * tested[kind] + 1.0
-            accepted[kind] = _KIND_MEMORY * accepted[kind] + is_hit
+        for children, token, best in tests:
+            has_guess = False
+            for child in children:
+                kind = child.kind
+                tested[kind] = _KIND_MEMORY * tested[kind] + 1.0
+                if child.token == token:
+                    accepted[kind] = _KIND_MEMORY * accepted[kind] + 1.0
+                    hits += kind > UNHINTED
+                    found += kind < NUM_LOOKUP_KINDS
+                    has_guess = kind >= UNHINTED
+                else:
+                    accepted[kind] *= _KIND_MEMORY
+                if kind > UNHINTED:
+                    promised += NOMINAL[kind]
+                elif kind < NUM_LOOKUP_KINDS:
+                    looked_up += NOMINAL[kind]
+            if best is not None and best.kind >= UNHINTED and best.token != token:
+                missed += 1.0
+                covered += has_guess
         if promised:
             self._device.observe(hits, promised)
         if looked_up:
             self._lookup.observe(found, looked_up)
-        if best is not None and best.kind < LOOKUP and best.token != token:
-            self._covered.observe(covered, 1.0)
+        if missed:
+            self._covered.observe(covered, missed)
         self._rates = None
 
     @property
@@ -103,8 +116,13 @@ class NodeChances:
         """By kind: the chance that a node is picked where its parent was. That of unhinted nodes means nothing."""
         if self._rates is None:
             device, lookup = _KIND_WEIGHT * self._device.value(), _KIND_WEIGHT * self._lookup.value()
-            self._rates = [
-                min(_MOST_RATE, (a + nominal * (device if kind < LOOKUP else lookup)) / (t + _KIND_WEIGHT))
-                for kind, (a, t, nominal) in enumerate(zip(self._accepted, self._tested, NOMINAL, strict=True))
+            rates = [
+                (accepted + nominal * device) / (tested + _KIND_WEIGHT)
+                for accepted, tested, nominal in zip(self._accepted, self._tested, NOMINAL, strict=True)
             ]
+            for kind in range(NUM_LOOKUP_KINDS):
+                rates[kind] = (self._accepted[kind] + NOMINAL[kind] * lookup) / (self._tested[kind] + _KIND_WEIGHT)
+            if max(rates) > _MOST_RATE:
+                rates = [min(_MOST_RATE, rate) for rate in rates]
+            self._rates = rates
         return self._rates

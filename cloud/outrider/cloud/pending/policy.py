@@ -78,9 +78,10 @@ def rate_waiting(
 ) -> float:
     """Tokens per second when the target waits `lag_s` each time the device is out of sync, verifying k per pass.
 
-    A cycle is one wait, then M passes of E tokens each: E = (1 - a^(k+1)) / (1 - a), and M = 1 / ((1 - a^(k+1)) (1 - b))
-    passes until one ends with a token that is not pending; b is the share of misses that an alternative covers. With `crowding` sequences for each place, all of which
-    wait alike, a pass comes up every crowding steps; the waits of others leave places, at most all that are lacking.
+    A cycle is one wait, then M passes of E tokens each: E = (1 - a^(k+1)) / (1 - a), and M = 1 / ((1 - a^(k+1)) (1 -
+    b)) passes until one ends with a token that is not pending; b is the share of misses that an alternative covers.
+    With `crowding` sequences for each place, all of which wait alike, a pass comes up every crowding steps; the waits
+    of others leave places, at most all that are lacking.
     """
     full = alpha ** (k + 1)
     expected, passes = (1 - full) / (1 - alpha), 1 / ((1 - full) * (1 - beta))
@@ -131,8 +132,8 @@ def plan_wait(
     if not known or answer_rate < ENOUGH_ANSWERS:
         return NO_WAIT
     first = known[0][1]
-    # A cycle's tokens are 1 / ((1 - a) (1 - b)) in all. Where even one pass after the shortest wait yields them more slowly than
-    # plain steps come, nothing else needs to be computed.
+    # A cycle's tokens are 1 / ((1 - a) (1 - b)) in all. Where even one pass after the shortest wait yields them more
+    # slowly than plain steps come, nothing else needs to be computed.
     if not saves_passes and (first + step_s) > crowding * step_s / ((1 - alpha) * (1 - beta)):
         return NO_WAIT
 

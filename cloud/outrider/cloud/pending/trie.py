@@ -22,16 +22,15 @@ MAX_NUMBERS: Final = 1024
 MAX_ORPHANS: Final = 256
 """Nodes that wait for their parent to arrive."""
 
-# A node's kind says what its chance is estimated from: the level that the device gave it, nothing (the path form), or
-# prompt lookup, by the length of the text that matched.
-UNHINTED: Final = len(CHANCES)
-LOOKUP: Final = UNHINTED + 1
-"""The first kind of nodes that come from prompt lookup; all kinds from here on do."""
+# A node's kind says what its chance is estimated from: prompt lookup, by the length of the text that matched; nothing
+# (the path form); or the level that the device gave it. Of siblings, the one of the highest kind is the likeliest: a
+# device knows more than a lookup.
 NUM_LOOKUP_KINDS: Final = 5
-NUM_KINDS: Final = LOOKUP + NUM_LOOKUP_KINDS
-
-_RANKS: Final = (*range(10, 10 + len(CHANCES)), 9, *range(NUM_LOOKUP_KINDS))
-"""By kind: a sibling of a higher rank is likelier. A device knows more than a lookup."""
+"""Kinds below this come from prompt lookup."""
+UNHINTED: Final = NUM_LOOKUP_KINDS
+LEVELS: Final = UNHINTED + 1
+"""The kind of level 0; the others follow."""
+NUM_KINDS: Final = LEVELS + len(CHANCES)
 
 _DROPPED: Final = -1
 
@@ -103,28 +102,53 @@ class DraftTrie:
 
         committed: the tokens generated so far; `message.base` of them at most were known to the device.
         """
-        numbers, attach = self._numbers, self._attach
+        numbers, orphans = self._numbers, self._orphans
         root, num_committed = self.root, self.root.position
-        base = message.base
-        first_parent = root if base == num_committed else Node(ROOT, base, UNHINTED)
-        deepest = 0
-        number = message.first
-        for token, parent_number, kind in zip(message.tokens, message.parents, message.levels, strict=True):
-            parent = first_parent if parent_number == ROOT else numbers.get(parent_number)
-            if parent is None:
-                self._hold(parent_number, number, token, kind)
-            else:
-                position = parent.position
-                if position >= num_committed:
-                    child = attach(parent if position > num_committed else root, token, kind)
-                else:
-                    child = self._compared(position, token, committed)
-                if child.position > deepest:
-                    deepest = child.position
-                numbers[number] = child
-                if self._orphans and number in self._orphans:
-                    deepest = max(deepest, self._adopt(number, committed))
+        base_node = root if message.base == num_committed else Node(ROOT, message.base, UNHINTED)
+        deepest = num_taken_over = 0
+        num_free = MAX_NODES - self.num_nodes
+        number = message.first - 1
+        # Up to a hundred nodes arrive per step and session: this is `_attach`, without its calls.
+        for token, parent_number, level in zip(message.tokens, message.parents, message.levels, strict=True):
             number += 1
+            parent = base_node if parent_number == ROOT else numbers.get(parent_number)
+            if parent is None:
+                self._hold(parent_number, number, token, level + LEVELS)
+                continue
+            position = parent.position
+            if position < num_committed:
+                child = self._compared(position, token, committed)
+            else:
+                if position == num_committed:
+                    parent = root
+                kind = level + LEVELS
+                children = parent.children
+                if children is None:
+                    children = parent.children = {}
+                if token not in children:
+                    if num_free == 0:
+                        numbers[number] = _GONE
+                        continue
+                    num_free -= 1
+                    child = children[token] = Node(token, position + 1, kind)
+                else:
+                    child = children[token]
+                    if kind > child.kind:
+                        num_taken_over += child.kind < NUM_LOOKUP_KINDS
+                        child.kind = kind
+                best = parent.best
+                if best is None or child.kind > best.kind:
+                    parent.best = child
+            if child.position > deepest:
+                deepest = child.position
+            numbers[number] = child
+            if orphans and number in orphans:
+                self.num_nodes = MAX_NODES - num_free
+                deepest = max(deepest, self._adopt(number, committed))
+                num_free = MAX_NODES - self.num_nodes
+        self.num_nodes = MAX_NODES - num_free
+        self.num_looked_up -= num_taken_over
+        self._likeliest = (0, [])
         if len(numbers) > MAX_NUMBERS:
             for oldest in list(islice(numbers, len(numbers) - MAX_NUMBERS)):
                 del numbers[oldest]
@@ -149,14 +173,12 @@ class DraftTrie:
                 return _GONE
             child = children[token] = Node(token, parent.position + 1, kind)
             self.num_nodes += 1
-            if kind >= LOOKUP:
-                self.num_looked_up += 1
-        elif _RANKS[kind] > _RANKS[child.kind]:
-            if child.kind >= LOOKUP:
-                self.num_looked_up -= 1
+            self.num_looked_up += kind < NUM_LOOKUP_KINDS
+        elif kind > child.kind:
+            self.num_looked_up -= child.kind < NUM_LOOKUP_KINDS <= kind
             child.kind = kind
         best = parent.best
-        if best is None or _RANKS[child.kind] > _RANKS[best.kind]:
+        if best is None or child.kind > best.kind:
             parent.best = child
         self._likeliest = (0, [])
         return child
@@ -206,7 +228,7 @@ class DraftTrie:
             self._likeliest = (0, [])
             if new is not None:
                 self.num_nodes -= 1
-                self.num_looked_up -= new.kind >= LOOKUP
+                self.num_looked_up -= new.kind < NUM_LOOKUP_KINDS
             if children:
                 self._drop(children)
         self.root = Node(token, old.position + 1, UNHINTED) if new is None else new
@@ -216,11 +238,12 @@ class DraftTrie:
         stack = [children]
         num_looked_up = num_nodes = 0
         while stack:
-            level = stack.pop()
-            num_nodes += len(level)
-            for node in level.values():
+            siblings = stack.pop()
+            num_nodes += len(siblings)
+            for node in siblings.values():
                 node.position = _DROPPED
-                num_looked_up += node.kind >= LOOKUP
+                if node.kind < NUM_LOOKUP_KINDS:
+                    num_looked_up += 1
                 if node.children is not None:
                     stack.append(node.children)
                     node.children = node.best = None
@@ -244,7 +267,7 @@ class DraftTrie:
         path = self.likeliest(limit)
         if self.num_looked_up:
             length, node = 0, self.root.best
-            while node is not None and node.kind < LOOKUP and length < len(path):
+            while node is not None and node.kind >= UNHINTED and length < len(path):
                 length, node = length + 1, node.best
             del path[length:]
         return path

@@ -241,7 +241,7 @@ def media_type_of(content_type: bytes | None) -> bytes:
 def _require_media_type(content_type: bytes | None, expected: Sequence[bytes]) -> None:
     """Raises RequestError 415 `unsupported_media_type` for a body that is announced as something else.
 
-    A page may post text to any server; for JSON and for types that HTML does not know its browser asks the server first.
+    A page may post text to any server; for JSON, or a type that forms do not have, its browser asks the server first.
     """
     if content_type in expected:
         return
