@@ -8,7 +8,7 @@ ONNX Runtime. All contestants run in one process, in turns of changing order, wi
 (greedy by default); ratios are medians over the rounds:
 
   bare      the runtime's `extend` alone, one known token at a time, at the lengths of the loop
-  loop      the agent's drafter: noise, pick, confidence, and a rollback of three tokens every eight
+  loop      the agent's drafter: noise, pick, gap, and a rollback of three tokens every eight
   straight  the loop without rollbacks, so its contexts are those of the peer
   peer      onnxruntime-genai's generator, openvino_genai's pipeline
 
@@ -80,19 +80,28 @@ def bare(runtime: SequenceRuntime, prompt: Sequence[int], num_tokens: int) -> fl
 
 
 def loop(
-    runtime: SequenceRuntime, prompt: Sequence[int], num_tokens: int, temperature: float, num_rolled: int = ROLLED
+    runtime: SequenceRuntime,
+    prompt: Sequence[int],
+    num_tokens: int,
+    temperature: float,
+    num_rolled: int = ROLLED,
+    width: int = 1,
 ) -> float:
-    """The agent's work: proposals, some of which are rejected once per round."""
+    """The agent's work on a path: guesses, some of which are rejected once per round."""
     runtime.truncate(0)
     drafter = ModelDrafter(runtime)
     drafter.begin(prompt, SamplingParams(temperature=temperature))
-    drafter.propose()
+    drafter.guess([[]], width)
+    branch: list[int] = []
     began = time.perf_counter()
     for index in range(num_tokens):
-        if num_rolled and index % ROUND == ROUND - 1:
-            drafter.rewind(drafter.length - num_rolled)
-            drafter.extend([index + 300])  # the target's correction
-        drafter.propose()
+        (guesses,) = drafter.guess([branch], width)
+        branch.append(guesses[0].token)
+        if index % ROUND == ROUND - 1:
+            # The target accepts all but the last ones and corrects the first of these.
+            kept = len(branch) - num_rolled
+            drafter.extend(branch[:kept] + ([index + 300] if num_rolled else []))
+            branch = []
     return (time.perf_counter() - began) * 1e3 / num_tokens
 
 

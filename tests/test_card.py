@@ -31,8 +31,11 @@ from outrider.export.make.pipeline import export_model
 from outrider.export.recipes import ExportOptions
 from outrider.export.report.card import (
     TargetTimes,
+    ends_of,
     forecast_for,
+    has_trees,
     judged,
+    leads,
     require_acceptance,
     tokens_per_pass,
     verdict,
@@ -41,6 +44,7 @@ from outrider.export.report.card import (
 from outrider.export.report.card_html import card_html
 from outrider.export.source.model_source import read_source
 from outrider.export.source.prompts import BUILT_IN_PROMPTS, MAX_PROMPTS
+from outrider.models import tree_forecast
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError, ExportError, TokenizerError
 from outrider.models.machine_load import MachineLoad
@@ -48,6 +52,8 @@ from outrider.models.manifest import Acceptance, AtDepth, Manifest, Timing
 from outrider.models.prediction import Setting, stream
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
 from outrider.models.sampling import SamplingParams, pick
+from outrider.models.tree_ranks import Picked, Ranks
+from outrider.models.tree_simulation import Outcome
 
 
 def acceptance(rate: float, *, temperature: float = 0.8) -> Acceptance:
@@ -117,6 +123,31 @@ def test_acceptance_is_of_single_steps_along_the_targets_text() -> None:
     assert (measured.rate, measured.tested_tokens, measured.target) == (0.75, 4, "t")
     assert [(row.depth, row.rate) for row in measured.by_depth] == [(1, 0.6667), (2, 1.0), (4, 0.6667)]
     assert [row.tokens_per_pass for row in measured.by_depth] == [1.667, 3.0, 3.0]
+
+
+class Graded(OneHot):
+    """As `OneHot`, but sure by `leads[position]` over token 9, and that over token 3 by 1."""
+
+    def __init__(self, answers: Sequence[int], leads: Sequence[float]) -> None:
+        super().__init__(answers)
+        self._leads = leads
+
+    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Logits after the last token."""
+        logits = super().extend(tokens)
+        logits[9], logits[3] = 99.0 - self._leads[self.length], 98.0 - self._leads[self.length]
+        return logits
+
+
+def test_ranks_and_leads_are_counted_in_the_same_reading() -> None:
+    """Among the best 1, 2, 4 and 8; by the lead of the best over the second, where there are tokens."""
+    draft = Graded([0, 0, 5, 5, 5, 5], [0, 0, 0.1, 0.2, 3.0, 9.0])
+    (measured,) = measure_acceptance(draft, [continuation((1, 2), (5, 9, 3, 5))], num_ids=16, target_name="t")
+    assert draft.fed == [2, 1, 1, 1] and measured.rate == 0.5
+    assert [(row.width, row.rate) for row in measured.by_width] == [(1, 0.5), (2, 0.75), (4, 1.0), (8, 1.0)]
+    rows = [(row.from_gap, row.share, row.rates) for row in measured.by_gap]
+    assert rows == [(0.0, 0.5, (0.5, 0.5)), (2.0, 0.25, (0.0, 0.0)), (4.0, 0.25, (1.0, 0.0))]
+    assert leads(measured) == ("0 to 2", "2 to 4", "over 4")
 
 
 def test_the_error_is_that_of_texts_which_differ() -> None:
@@ -275,6 +306,46 @@ def test_a_forecast_is_the_prediction_from_the_measured_rounds() -> None:
     assert forecast_for((acceptance(0.7, temperature=0.0),), 1.5, TargetTimes(40.0, 1.2, "as given")) is None
 
 
+def test_a_forecast_from_ranks_has_trees() -> None:
+    """At each round trip at least the path's speed-up, equal for equal ranks; a second guess that hits is worth it."""
+    generator = np.random.default_rng(5)
+    texts = [[Picked(int(rank), (0.4,) * 7) for rank in generator.choice(3, 40, p=(0.6, 0.3, 0.1))] for _ in range(3)]
+    ranks, times = Ranks(tuple(map(tuple, texts))), TargetTimes(40.0, 1.2, "as given")
+    found = forecast_for((acceptance(0.6),), 1.5, times, ranks)
+    assert found is not None and has_trees(found) and found == forecast_for((acceptance(0.6),), 1.5, times, ranks)
+    for point in found.curve:
+        assert point.line is not None and point.tree is not None and point.stream <= point.line <= point.tree
+    at_50 = next(point for point in found.curve if point.rtt_ms == 50.0)
+    assert at_50.line is not None and at_50.line > 1.1 * at_50.stream
+
+
+def test_a_forecast_plays_a_bounded_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many prompts were measured, and once per figure, so that a sweep is not slowed."""
+    played: list[tuple[int, Sequence[int]]] = []
+
+    def simulate(*_: Any, num_tokens: int, seeds: Sequence[int]) -> Outcome:
+        played.append((num_tokens, seeds))
+        return Outcome(2.0, *[0.0] * 7)
+
+    monkeypatch.setattr(tree_forecast, "simulate", simulate)
+    ranks = Ranks((tuple(Picked(0, (1.0,) * 7) for _ in range(2000)),))
+    found = forecast_for((acceptance(0.6),), 1.5, TargetTimes(40.0, 1.2, "as given"), ranks)
+    assert found is not None and played == [(tree_forecast.MOST_TOKENS, (0,))] * (2 * len(found.curve))
+
+
+def test_a_report_of_an_earlier_version_is_shown_as_it_was(reference_pair: PairPaths) -> None:
+    """Without ranks, leads and trees: it opens, and neither view has room for them."""
+    document = json.loads(Bundle.open(reference_pair.draft).manifest.to_json())
+    for found in document["report"]["acceptance"]:
+        del found["by_width"], found["by_gap"]
+    for point in document["report"]["timing"]["forecast"]["curve"]:
+        del point["line"], point["tree"]
+    old = Manifest.model_validate_json(json.dumps(document))
+    page = card_html([old])
+    assert "alternatives" not in page and "best 8" not in page and "streamed" in page and "lead" not in page
+    assert not has_trees(old.report.timing.forecast)  # type: ignore[union-attr, arg-type]
+
+
 def test_the_reference_pairs_card_is_whole(reference_pair: PairPaths) -> None:
     """Real acceptance near what its model card says, agreement, times, and a prediction; nothing to warn of."""
     manifest = Bundle.open(reference_pair.draft).manifest
@@ -284,10 +355,14 @@ def test_the_reference_pairs_card_is_whole(reference_pair: PairPaths) -> None:
     for found in report.acceptance:
         lengths = [row.tokens_per_pass for row in found.by_depth]
         assert [row.depth for row in found.by_depth] == [1, 2, 4, 8] and lengths == sorted(lengths)
+        assert found.rate == found.by_width[0].rate < found.by_width[1].rate < found.by_width[3].rate
+        assert sum(row.share for row in found.by_gap) == pytest.approx(1.0, abs=1e-3)
+        assert found.by_gap[0].rates[0] < found.rate < found.by_gap[-1].rates[0]
     assert report.agreement is not None and report.agreement.argmax > 0.95 and report.agreement.mean_kl < 0.01
     timing = report.timing
     assert timing is not None and timing.is_on_device and timing.forecast is not None
     assert timing.forecast.draft_ms == timing.token_ms and timing.forecast.curve[0].stream > 1.0
+    assert has_trees(timing.forecast) and "alternatives" in card_html([manifest])
     assert tokens_per_pass(report.acceptance) > 2.0 and warnings_of(timed(manifest, load_warning=None)) == ()
 
 
@@ -384,7 +459,16 @@ def test_the_card_in_a_terminal(reference_pair: PairPaths, columns: int) -> None
     print_report(console, bundle)
     text = console.export_text()
     assert " ".join(text.split()).startswith(verdict(bundle.manifest))
-    for words in ("ms per token", "agreement", "depth 8", "streamed", "stop-and-wait", "gain less than 5%", "KL"):
+    words_of_trees = (
+        "the draft's best",
+        "lead",
+        "second",
+        "alternatives",
+        "tree",
+        "Alternatives: the device also sends",
+    )
+    gain = ends_of(bundle.manifest.report.timing.forecast)[0].removeprefix("streamed drafts ")  # type: ignore[union-attr, arg-type]
+    for words in ("ms per token", "agreement", "depth 8", "streamed", "stop-and-wait", gain, "KL", *words_of_trees):
         assert words in " ".join(text.split()) or columns == 60
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= columns

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,26 +15,31 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serving import EOS_ID, FakeServer, fake_tokenizer, serve_fake
+from tests.serving import EOS_ID, FakeServer, StepGate, fake_tokenizer, serve_fake
 
 from outrider.cloud.api.state import ServerSettings
+from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.depth import CostModelDepth, DepthController, FixedDepth, ThresholdDepth
-from outrider.edge.drafting.drafter import Drafter, ModelDrafter, Proposal
+from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.lab.always_wrong import AlwaysWrongDrafter
 from outrider.edge.lab.faults import FaultRates, FaultyPosts
 from outrider.edge.lab.proxy import DelayProxy, ProxyOptions
 from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
-from outrider.edge.link.sender import Posts
+from outrider.edge.link.errors import EndpointLost
+from outrider.edge.link.sender import DraftMessage, Posts
+from outrider.edge.modes.assemble import make_depth
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
-from outrider.edge.modes.stream import StreamAgent
+from outrider.edge.modes.stream import AgentOptions, StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source, TokenBatch
 from outrider.models.errors import CloudError, ModelFault, RequestError, TokenizerMismatch
 from outrider.models.http.security import KeyRing
-from outrider.models.protocol import DraftRequest
+from outrider.models.protocol import DraftRequest, SessionOpen
 from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams, pick
+from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft, decode_tree
 
 VOCAB = fake_tokenizer().size
 SETTINGS = [SamplingParams(), SamplingParams(0.8, seed=11), SamplingParams(0.8, top_p=0.9, top_k=40, seed=12)]
@@ -86,20 +92,23 @@ async def generate(
     *,
     depth: DepthController | None = None,
     mode: Mode = Mode.STREAM,
+    estimates: Estimates | None = None,
     wrap: Callable[[CloudClient], Posts] | None = None,
     on_tokens: Callable[[TokenBatch], None] | None = None,
     retry: RetryPolicy | None = None,
     options: ClientOptions | None = None,
+    width: int = 4,
 ) -> GenerationResult:
-    """One text from the first URL that works."""
-    estimates = Estimates()
+    """One text from the first URL that works. width: of the tree."""
+    estimates = estimates or Estimates()
     depth = depth or CostModelDepth(estimates)
     clients = [CloudClient(url, options) for url in urls]
     endpoints = Endpoints(clients, retry, sleep=no_pause)
     try:
         if mode is Mode.STOP_AND_WAIT:
             return await StopAndWaitAgent(endpoints, draft, depth, estimates).generate(request, on_tokens)
-        agent = StreamAgent(endpoints, draft, depth, estimates, wrap_posts=wrap)
+        tree = AgentOptions(tree=TreeLimits(width=width))
+        agent = StreamAgent(endpoints, draft, depth, estimates, tree, wrap_posts=wrap)
         return await agent.generate(request, on_tokens)
     finally:
         for client in clients:
@@ -130,7 +139,7 @@ def test_the_text_is_the_targets_whatever_the_draft(
     server.wait_until(lambda: is_at_rest(server))
 
 
-@pytest.mark.parametrize("depth", [FixedDepth(0), FixedDepth(1), FixedDepth(8), FixedDepth(32), ThresholdDepth()])
+@pytest.mark.parametrize("depth", [FixedDepth(0), FixedDepth(1), FixedDepth(8), FixedDepth(64), ThresholdDepth()])
 def test_the_text_does_not_depend_on_the_depth(server: FakeServer, depth: DepthController) -> None:
     """Nor on the controller; depth 0 sends nothing."""
     request = asking(seed=1)
@@ -166,9 +175,9 @@ class Pacing:
         tried = self.tried
 
         class Paced:
-            async def post_drafts(self, session: str, request: DraftRequest) -> None:
+            async def post_drafts(self, session: str, message: DraftMessage) -> None:
                 tried.set()
-                await faulty.post_drafts(session, request)
+                await faulty.post_drafts(session, message)
 
         return Paced()
 
@@ -177,15 +186,157 @@ class Pacing:
         self.tried.clear()
 
 
-@pytest.mark.parametrize("rates", [FaultRates(drop=0.5), FaultRates(duplicate=0.5, delay=0.5, max_delay_s=0.01)])
-def test_lost_doubled_late_and_reordered_drafts_change_nothing(rates: FaultRates) -> None:
-    """Drafts are only hints."""
-    request, pacing = asking(seed=2, max_tokens=80), Pacing(rates)
+RATES = {
+    "no fault": FaultRates(),
+    "dropped": FaultRates(drop=0.5),
+    "all dropped": FaultRates(drop=1.0),
+    "doubled": FaultRates(duplicate=0.5),
+    "doubled and late": FaultRates(duplicate=0.5, delay=0.5, max_delay_s=0.01),
+    "everything": FaultRates(0.3, 0.3, 0.5, 0.01),
+}
+
+
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_lost_doubled_late_and_reordered_drafts_change_nothing(rates: str, width: int) -> None:
+    """Drafts are only hints, of a path and of a tree."""
+    request, pacing = asking(seed=2, max_tokens=40), Pacing(RATES[rates])
     with serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=pacing.step)) as server:
-        result = run(generate([server.url], request, drafter(0.8), depth=FixedDepth(4), wrap=pacing.wrap))
+        result = run(generate([server.url], request, drafter(0.8), depth=FixedDepth(4), wrap=pacing.wrap, width=width))
     assert result.tokens == truth(request)
-    assert result.num_posts > 4
-    assert result.num_failed_posts > 0 or not rates.drop
+    assert result.num_posts > 4 and result.num_sent > 4
+    assert (result.num_failed_posts > 0) == (RATES[rates].drop > 0.0)
+    assert result.num_failed_posts < result.num_posts or rates == "all dropped"
+    assert sum(result.hits.values()) > 0
+
+
+@pytest.mark.parametrize("depth", ["auto", "threshold", "6"])
+@pytest.mark.parametrize("kind", ["model", "n-gram", "mixed", "wrong", "wrong lookup"])
+def test_the_text_is_the_targets_whatever_the_tree_is_made_of(kind: str, depth: str) -> None:
+    """Four guesses of each token, from a model, from the text before, from both, and all of them wrong."""
+    request, pacing = replace(asking(seed=1, max_tokens=40), prompt=(5, 6, 7) * 4), Pacing(FaultRates())
+    drafts: dict[str, Drafter] = {
+        "model": drafter(0.8),
+        "n-gram": NgramDrafter(),
+        "mixed": MixedDrafter(drafter(0.8)),
+        "wrong": AlwaysWrongDrafter(drafter(1.0), VOCAB),
+        "wrong lookup": AlwaysWrongDrafter(MixedDrafter(drafter(1.0)), VOCAB),
+    }
+    with serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=pacing.step)) as server:
+        controller = make_depth(depth, estimates := Estimates())
+        result = run(
+            generate(
+                [server.url], request, drafts[kind], depth=controller, estimates=estimates, wrap=pacing.wrap, width=4
+            )
+        )
+    assert result.tokens == truth(request) and result.draft_error is None
+    if kind.startswith("wrong"):
+        assert sum(result.hits.values()) <= 2  # the target seldom picks none of the draft's eight best
+    elif kind in ("model", "mixed"):
+        assert sum(result.hits.values()) > 10
+
+
+class Spying:
+    """Passes drafts on, keeps them, and loses the first ones."""
+
+    def __init__(self, num_lost: int = 0) -> None:
+        self.trees: list[TreeDraft] = []
+        self.paths: list[DraftRequest] = []
+        self._num_lost = num_lost
+
+    def wrap(self, client: CloudClient) -> Posts:
+        spy = self
+
+        class Spied:
+            async def post_drafts(self, session: str, message: DraftMessage) -> None:
+                if message.media_type == TREE_MEDIA_TYPE:
+                    spy.trees.append(decode_tree(message.body))
+                else:
+                    spy.paths.append(DraftRequest.model_validate_json(message.body))
+                if spy._num_lost > 0:
+                    spy._num_lost -= 1
+                    raise EndpointLost("the first messages are lost")
+                await client.post_drafts(session, message)
+
+        return Spied()
+
+
+def test_the_guesses_of_a_lost_message_are_sent_again() -> None:
+    """With the next message, under new numbers, each after its parent; then the target accepts them."""
+    gate, spy = StepGate(), Spying(num_lost=1)
+    request = asking(seed=3, max_tokens=40)
+
+    def release(batch: TokenBatch) -> None:
+        gate.open()
+
+    with serve_fake(gate=gate) as server:
+        gate.allow(1)
+        result = run(
+            generate(
+                [server.url], request, drafter(1.0), depth=FixedDepth(8), wrap=spy.wrap, on_tokens=release, width=2
+            )
+        )
+    assert result.tokens == truth(request)
+    first, *others = spy.trees
+    lost = {(first.base, token) for token, parent in zip(first.tokens, first.parents, strict=True) if parent == ROOT}
+    assert lost and result.num_failed_posts == 1
+    numbers = [first.first + index for index in range(len(first.tokens))]
+    for draft in others:
+        assert draft.first == numbers[-1] + 1
+        numbers += [draft.first + index for index in range(len(draft.tokens))]
+        arrived = {number for number in numbers if number >= first.first + len(first.tokens)}
+        assert all(parent == ROOT or parent in arrived for parent in draft.parents)
+    assert numbers == [*range(len(numbers))]
+
+
+def test_a_server_that_refuses_drafts_is_not_asked_again_and_again() -> None:
+    """What was refused goes out with the next message, and not in a loop of its own."""
+
+    class Refusing:
+        async def post_drafts(self, session: str, message: DraftMessage) -> None:
+            raise RequestError("draft_budget", "too many drafts", status=429)
+
+    request = asking(seed=3, max_tokens=30)
+    with serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=lambda _: time.sleep(0.003))) as server:
+        result = run(generate([server.url], request, drafter(0.8), depth=FixedDepth(4), wrap=lambda client: Refusing()))
+    assert result.tokens == truth(request) and result.num_accepted == 0
+    # At most one after each commit, when a run of the draft ends, and when guesses waited long in it.
+    assert 0 < result.num_failed_posts == result.num_posts <= 8 * result.num_passes
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_new_agent_sends_paths_to_an_old_server(width: int) -> None:
+    """One whose `open` says protocol 1; and a server of today accepts the old form."""
+    spy = Spying()
+    request = asking(seed=4, max_tokens=40)
+    drafted = threading.Event()
+
+    def wait_for_draft(_: object) -> None:
+        drafted.wait(0.05)
+        drafted.clear()
+
+    class Old(CloudClient):
+        """Reads what an old server would say."""
+
+        async def _events(self, *arguments: Any) -> Any:  # type: ignore[override]
+            async for event in super()._events(*arguments):
+                is_open = isinstance(event, SessionOpen)
+                yield event.model_copy(update={"protocol": 1}) if is_open else event
+
+    with serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=wait_for_draft)) as server:
+
+        async def scenario() -> GenerationResult:
+            async with Old(server.url) as client:
+                tree = AgentOptions(tree=TreeLimits(width=width))
+                draft = drafter(0.9, lambda _: drafted.set())
+                agent = StreamAgent(Endpoints([client]), draft, FixedDepth(6), options=tree, wrap_posts=spy.wrap)
+                return await agent.generate(request)
+
+        result = run(scenario())
+    assert result.tokens == truth(request) and result.num_failed_posts == 0
+    assert not spy.trees and len(spy.paths) > 4
+    assert all(len(path.paths) == 1 and 0 < len(path.paths[0]) <= 6 for path in spy.paths)
+    assert result.num_accepted > 5
 
 
 def test_accepted_tokens_are_told_from_the_targets_own() -> None:
@@ -317,21 +468,22 @@ def test_a_key_opens_the_server() -> None:
 
 
 class FailingDrafter:
-    """Proposes a few tokens and then raises."""
+    """Guesses a few times and then raises."""
 
     def __init__(self, inner: ModelDrafter, num_good: int) -> None:
         self._inner, self._num_good = inner, num_good
-        self.begin, self.rewind, self.extend, self.close = inner.begin, inner.rewind, inner.extend, inner.close
+        self.begin, self.extend, self.close = inner.begin, inner.extend, inner.close
+        self.continuation, self.max_branches = inner.continuation, inner.max_branches
 
     @property
     def length(self) -> int:
         return self._inner.length
 
-    def propose(self) -> Proposal | None:
+    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         self._num_good -= 1
         if self._num_good < 0:
             raise ModelFault("the draft's logits are not finite")
-        return self._inner.propose()
+        return self._inner.guess(branches, width)
 
 
 def test_a_draft_that_breaks_costs_only_the_draft(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:

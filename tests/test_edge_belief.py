@@ -1,69 +1,126 @@
-"""Compares the belief with a plain model, and tests the laws of the estimates."""
+"""Compares the belief with a plain model, and tests the laws of the estimates and of the calibration."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.edge.drafting.belief import Belief
-from outrider.edge.drafting.estimates import Estimates, ForgettingRatio
+from outrider.edge.drafting.calibration import (
+    LOOKUP_RANK,
+    MAX_WIDTH,
+    Calibration,
+    Guess,
+    lookup_guess,
+    model_guesses,
+    shared_guess,
+)
+from outrider.edge.drafting.estimates import CallTimes, Estimates, ForgettingRatio
+from outrider.edge.drafting.tree import GuessTree, Node
 from outrider.models.errors import CloudError
+from outrider.models.sampling import Candidates
 
-TOKENS = st.lists(st.integers(0, 2), max_size=6)
+CHANCES = (0.6, 0.3, 0.1)
 
 
-@settings(deadline=None, max_examples=60)
-@given(truth=st.lists(st.integers(0, 2), max_size=20), data=st.data())
-def test_belief_is_always_the_truth_so_far_and_a_consistent_guess(truth: list[int], data: st.DataObject) -> None:
-    """Commits in any chunking, repeated or overlapping, among any drafts, leave the same as a plain list."""
-    belief, drafted = Belief(), list[int]()
-    known = 0
+def ranked(tokens: Sequence[int]) -> list[Guess]:
+    """Guesses whose cell is their rank."""
+    return [Guess(token, rank, rank) for rank, token in enumerate(tokens)]
+
+
+def paths(tree: GuessTree) -> set[tuple[int, ...]]:
+    """The tokens from the root to every guess."""
+    found: set[tuple[int, ...]] = set()
+    stack: list[tuple[tuple[int, ...], Node]] = [((), tree.root)]
+    while stack:
+        path, node = stack.pop()
+        for token, child in node.children.items():
+            assert child.token == token and child.parent is node
+            found.add((*path, token))
+            stack.append(((*path, token), child))
+    return found
+
+
+@settings(deadline=None, max_examples=150)
+@given(truth=st.lists(st.integers(0, 2), max_size=14), seed=st.integers(0, 1 << 32))
+def test_belief_is_always_the_truth_so_far_and_a_tree_that_follows_it(truth: list[int], seed: int) -> None:
+    """Commits in any chunking, repeated or overlapping, among any guesses, leave the same as a plain dictionary.
+
+    What is below a hit stays, what contradicts the truth goes, and a guess that comes too late is dropped.
+    """
+    belief = Belief(CHANCES.__getitem__)
+    guessed: dict[tuple[int, ...], list[int]] = {}  # what was guessed after a text
+    late: list[tuple[Node, tuple[int, ...]]] = []
+    known, chance = 0, random.Random(seed)
+
+    def expand(node: Node, text: tuple[int, ...]) -> None:
+        tokens = chance.sample(range(3), chance.randrange(4))
+        added = belief.tree.expand(node, ranked(tokens))
+        is_alive = text[:known] == tuple(truth[:known]) and len(text) >= known
+        assert [child.token for child in added] == (tokens if is_alive else [])
+        if is_alive:
+            guessed[text] = tokens
+
     while known < len(truth):
-        guess = data.draw(TOKENS)
-        belief.extend(guess)
-        drafted += guess
-        base = data.draw(st.integers(0, known))
-        end = data.draw(st.integers(base, len(truth)))
+        for node in belief.tree.take_best(chance.randrange(5), 0.0, 4):
+            text = (*truth[:known], *belief.tree.path(node))
+            if chance.random() < 0.6:
+                expand(node, text)
+            else:
+                late.append((node, text))
+        base = chance.randint(0, known)
+        end = chance.randint(base, min(known + 3, len(truth)))
         fresh = truth[known : max(end, known)]
         right = 0
-        while right < min(len(fresh), len(drafted)) and fresh[right] == drafted[right]:
+        while right < len(fresh) and fresh[right] in guessed.get(tuple(truth[: known + right]), ()):
             right += 1
-        is_wrong = right < min(len(fresh), len(drafted))
+        is_wrong = right < len(fresh) and bool(guessed.get(tuple(truth[: known + right])))
 
         outcome = belief.on_commit(base, truth[base:end])
+        belief.tree.replant()
 
-        drafted = [] if is_wrong else drafted[right:]
+        assert (outcome.tokens, outcome.num_matched, outcome.has_diverged) == (tuple(fresh), right, is_wrong)
+        assert [node.token for node in outcome.hits] == fresh[:right]
+        assert [token for _, token in outcome.tested] == fresh[: right + is_wrong]
+        for index, (guesses, _) in enumerate(outcome.tested):
+            assert [guess.token for guess in guesses] == guessed[tuple(truth[: known + index])]
         known += len(fresh)
-        assert (outcome.tokens, outcome.num_matched, outcome.diverged) == (tuple(fresh), right, is_wrong)
-        assert outcome.num_tested == right + is_wrong
-        assert outcome.overtaken == (not is_wrong and len(fresh) > right)
-        assert list(belief.known) == truth[:known]
-        assert list(belief.drafted) == drafted
-        start = data.draw(st.integers(0, known + len(drafted)))
-        assert belief.tokens_from(start) == (truth[:known] + drafted)[start:]
-        known = max(known, end)
+        while late and chance.random() < 0.6:
+            expand(*late.pop())
+        assert list(belief.known) == truth[:known] and belief.num_known == known
+        expected = {
+            (*text[known:], token)
+            for text, tokens in guessed.items()
+            if len(text) >= known and text[:known] == tuple(truth[:known])
+            for token in tokens
+        }
+        assert paths(belief.tree) == expected and belief.tree.num_nodes == len(expected)
 
 
 def test_a_repeated_commit_changes_nothing() -> None:
     """A duplicate has no new tokens, tests nothing and drops nothing."""
-    belief = Belief()
+    belief = Belief(CHANCES.__getitem__)
     belief.on_commit(0, [5, 6])
-    belief.extend([7])
+    belief.tree.replant()
+    belief.tree.add_path(ranked([7, 8]))
     outcome = belief.on_commit(0, [5, 6])
-    assert (outcome.tokens, outcome.num_tested, list(belief.drafted)) == ((), 0, [7])
+    assert (outcome.tokens, outcome.tested, paths(belief.tree)) == ((), (), {(7,), (7, 8)})
 
 
 @pytest.mark.parametrize(("base", "tokens"), [(3, [9]), (1, [8]), (0, [1, 2])])
 def test_a_verifier_that_breaks_its_word_is_refused(base: int, tokens: list[int]) -> None:
-    """A gap, or tokens other than those committed before, raise CloudError and do not change the known text."""
-    belief = Belief()
+    """A gap, or tokens other than those committed before, raise CloudError and change neither text nor guesses."""
+    belief = Belief(CHANCES.__getitem__)
     belief.on_commit(0, [1, 7])
+    belief.tree.replant()
+    belief.tree.add_path(ranked([9]))
     with pytest.raises(CloudError):
         belief.on_commit(base, tokens)
-    assert list(belief.known) == [1, 7]
+    assert list(belief.known) == [1, 7] and paths(belief.tree) == {(9,)}
 
 
 @settings(deadline=None)
@@ -79,27 +136,95 @@ def test_a_forgetting_ratio_stays_between_its_extremes(
     assert min(ratios) - 1e-6 <= ratio.value <= max(ratios) * (1 + 1e-6) + 1e-6
 
 
-@settings(deadline=None)
-@given(st.lists(st.floats(0, 1), max_size=10), st.lists(st.booleans(), max_size=30))
-def test_survival_falls_with_depth(confidences: list[float], results: list[bool]) -> None:
-    """The survival of more tokens is never above that of fewer, and always a probability."""
-    estimates = Estimates()
-    for is_right in results:
-        belief = Belief()
-        belief.extend([1])
-        estimates.on_commit(belief.on_commit(0, [1 if is_right else 2]), [0.5], 40.0)
-    survivals = [estimates.survival(confidences[:n]) for n in range(len(confidences) + 1)]
-    assert all(0.0 <= b <= a <= 1.0 for a, b in pairwise(survivals))
+def scored(*gaps: float) -> list[Guess]:
+    """A model's guesses 0, 1, 2, ... whose scores have these gaps."""
+    return model_guesses(Candidates(list(range(len(gaps))), list(gaps)), MAX_WIDTH)
 
 
-def test_confidence_is_calibrated_by_what_came_of_it() -> None:
-    """When confident tokens are accepted and others rejected, their survivals part, whatever the drafter's numbers."""
-    estimates = Estimates()
+ANY_GUESSES = st.one_of(
+    st.lists(st.floats(0.0, 9.0), min_size=1, max_size=MAX_WIDTH).map(lambda gaps: scored(*gaps)),
+    st.integers(1, 6).map(lambda suffix: [lookup_guess(0, suffix)]),
+    st.lists(st.floats(0.0, 9.0), min_size=1, max_size=MAX_WIDTH).map(
+        lambda gaps: [shared_guess(guess) for guess in scored(*gaps)]
+    ),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(ANY_GUESSES, st.integers(0, 9), st.integers(1, 60)), max_size=8))
+def test_a_calibrated_chance_is_a_probability_that_is_never_certain(seen: list[tuple[list[Guess], int, int]]) -> None:
+    """Whatever was observed, for every rank, gap and source."""
+    calibration = Calibration()
+    for guesses, token, times in seen:
+        for _ in range(times):
+            calibration.observe(guesses, token)
+    every = [guess for gap in (0.1, 0.3, 0.7, 1.5, 3.0, 9.0) for guess in scored(*[gap] * MAX_WIDTH)]
+    every += [*map(shared_guess, every), *(lookup_guess(0, suffix) for suffix in range(1, 7))]
+    assert len({guess.cell for guess in every}) == 2 * 6 * MAX_WIDTH + 3
+    assert all(0.0 < calibration.chance(guess.cell) < 1.0 for guess in every)
+
+
+def test_chances_are_learned_by_gap_and_by_rank() -> None:
+    """Where sure picks are right, and unsure ones are not but the third is, their chances part from the priors."""
+    calibration = Calibration()
+    sure, unsure = scored(5.0, 5.0, 6.0), scored(0.1, 0.1, 0.2)
+    assert calibration.chance(sure[0].cell) > 0.9 and 0.3 < calibration.chance(unsure[0].cell) < 0.5
     for _ in range(60):
-        for confidence, truth in ((0.9, 1), (0.3, 2)):
-            belief = Belief()
-            belief.extend([1])
-            estimates.on_commit(belief.on_commit(0, [truth]), [confidence], 40.0)
-    assert estimates.survival([0.9]) > 0.85
-    assert estimates.survival([0.3]) < 0.15
-    assert 0.4 < estimates.acceptance < 0.6
+        calibration.observe(sure, sure[0].token)
+        calibration.observe(unsure, unsure[2].token)
+    assert calibration.chance(sure[0].cell) > 0.97
+    assert calibration.chance(unsure[0].cell) < 0.1 and calibration.chance(unsure[1].cell) < 0.1
+    assert calibration.chance(unsure[2].cell) > 0.85
+    assert calibration.chance(sure[2].cell) < 0.05
+
+
+@pytest.mark.parametrize("gaps", [(9.0,), (9.0, 9.0, 9.0, 9.0), (0.1, 0.1, 0.2, 0.2)], ids=["path", "sure", "unsure"])
+def test_an_always_wrong_draft_shows_within_ten_tokens(gaps: tuple[float, ...]) -> None:
+    """Also in gaps that it has not shown yet: no pick of it is likely any more."""
+    estimates, guesses = Estimates(), scored(*gaps)
+    for _ in range(10):
+        belief = Belief(estimates.calibration.chance)
+        belief.tree.expand(*belief.tree.take_best(1, 0.0, 1), guesses)
+        estimates.on_commit(belief.on_commit(0, [99]), 40.0)
+    assert estimates.acceptance < 0.15
+    for gap in (0.1, 0.3, 0.7, 1.5, 3.0, 9.0):
+        assert estimates.calibration.chance(scored(gap)[0].cell) < 0.3
+
+
+def test_lookup_and_model_are_calibrated_apart() -> None:
+    """A repetitive text: what was looked up is right, the model's picks are wrong, what both say is in between."""
+    calibration = Calibration()
+    looked_up, model = lookup_guess(7, 4), scored(3.0)
+    assert looked_up.rank == LOOKUP_RANK
+    both = shared_guess(model[0])
+    assert both.token == model[0].token and both.rank == 0
+    assert calibration.chance(both.cell) > calibration.chance(model[0].cell)
+    for _ in range(60):
+        calibration.observe([*model, looked_up], 7)
+    assert calibration.chance(looked_up.cell) > 0.85 and calibration.chance(model[0].cell) < 0.15
+    assert calibration.chance(lookup_guess(7, 2).cell) < calibration.chance(looked_up.cell)
+
+
+def test_acceptance_is_that_of_the_first_guess_and_hits_count_all() -> None:
+    """A token that was the second guess was not accepted from the path, but it was guessed."""
+    estimates = Estimates()
+    for _ in range(80):
+        belief = Belief(estimates.calibration.chance)
+        belief.tree.expand(*belief.tree.take_best(1, 0.0, 1), scored(0.1, 0.1))
+        outcome = belief.on_commit(0, [1])
+        estimates.on_commit(outcome, 40.0)
+        assert [node.rank for node in outcome.hits] == [1] and not outcome.has_diverged
+    assert estimates.acceptance < 0.1
+    assert estimates.calibration.chance(scored(0.1, 0.1)[1].cell) > 0.85
+
+
+def test_the_time_of_a_call_is_predicted_from_those_that_were_measured() -> None:
+    """On the line between two sizes; before another size was seen each further node costs a quarter of a call."""
+    times = CallTimes()
+    for _ in range(40):
+        times.add(4.0, 1)
+    assert times.ms(1) == pytest.approx(4.0, rel=0.01) and times.ms(5) == pytest.approx(8.0, rel=0.01)
+    for _ in range(40):
+        times.add(6.0, 5)
+    assert times.ms(3) == pytest.approx(5.0, rel=0.01) and times.ms(5) == pytest.approx(6.0, rel=0.01)
+    assert times.ms(9) > times.ms(5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import pairwise
 
@@ -10,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.edge.drafting.belief import Belief, CommitOutcome
+from outrider.edge.drafting.calibration import Guess, model_guesses
 from outrider.edge.drafting.depth import (
+    LEAST_REACH,
     MAX_DEPTH,
     CostModelDepth,
     CostModelOptions,
     DraftPlan,
+    Effort,
     FixedDepth,
     ThresholdDepth,
     best_verified,
@@ -22,13 +26,20 @@ from outrider.edge.drafting.depth import (
 from outrider.edge.drafting.estimates import Estimates
 from outrider.models.errors import ConfigError
 from outrider.models.prediction import tokens_per_pass
+from outrider.models.sampling import Candidates
 
 
 def judged(num_matched: int, is_wrong: bool) -> CommitOutcome:
-    """A commit that accepts `num_matched` drafted tokens and then, if asked, rejects one."""
-    belief = Belief()
-    belief.extend([1] * num_matched + [2] * is_wrong)
+    """A commit that accepts `num_matched` first guesses and then, if asked, rejects one."""
+    belief = Belief(lambda cell: 0.5)
+    belief.tree.add_path([guess(1)] * num_matched + [guess(2)] * is_wrong)
     return belief.on_commit(0, [1] * (num_matched + 1))
+
+
+def guess(token: int) -> Guess:
+    """A first guess with a lead of 1.5."""
+    (found,) = model_guesses(Candidates([token], [1.5]), 1)
+    return found
 
 
 def estimates_at(
@@ -37,14 +48,15 @@ def estimates_at(
     """Estimates after many commits."""
     estimates = Estimates()
     estimates.on_open(rtt_ms, step_ms, extra_ms)
-    estimates.on_drafted(draft_ms * 1000, 1000)
+    for _ in range(40):
+        estimates.on_drafted(draft_ms, 1)
     estimates.on_posted(rtt_ms)
     rng = random.Random(0)
     for _ in range(200):
         num_matched = 0
         while num_matched < 6 and rng.random() < acceptance:
             num_matched += 1
-        estimates.on_commit(judged(num_matched, num_matched < 6), [0.5] * 7, step_ms)
+        estimates.on_commit(judged(num_matched, num_matched < 6), step_ms)
     return estimates
 
 
@@ -58,19 +70,18 @@ def depth_at(acceptance: float, **times: float) -> int:
 
 @settings(deadline=None)
 @given(st.integers(0, MAX_DEPTH), st.integers(0, 40))
-def test_fixed_depth_never_moves(depth: int, ahead: int) -> None:
-    """It plans exactly `depth` tokens, whatever it observes."""
+def test_fixed_depth_never_moves(depth: int, num_matched: int) -> None:
+    """It plans exactly `depth` tokens, however unlikely, whatever it observes."""
     controller = FixedDepth(depth)
-    controller.observe(judged(0, True))
-    assert controller.plan() == DraftPlan(depth)
-    assert controller.wants_more([0.5] * ahead) == (ahead < depth)
+    controller.observe(judged(num_matched, True))
+    assert controller.plan() == DraftPlan(depth, floor=0.0)
     assert controller.block() == max(1, depth)
 
 
-@pytest.mark.parametrize("depth", [-1, 33])
+@pytest.mark.parametrize("depth", [-1, 65])
 def test_a_depth_out_of_range_is_refused(depth: int) -> None:
-    """0 to 32."""
-    with pytest.raises(ConfigError, match="depth"):
+    """0 to 64."""
+    with pytest.raises(ConfigError, match="expected 0 to 64"):
         FixedDepth(depth)
 
 
@@ -99,7 +110,7 @@ def test_threshold_depth_goes_where_the_acceptance_points() -> None:
 @settings(deadline=None, max_examples=25)
 @given(st.floats(0, 1), st.floats(1, 200), st.floats(0, 50), st.floats(0.05, 100), st.floats(0, 400))
 def test_cost_model_stays_in_range(acceptance: float, step: float, extra: float, draft: float, rtt: float) -> None:
-    """0 to 32 for any measurement, and at least one token in stop-and-wait."""
+    """0 to 64 for any measurement, and at least one token in stop-and-wait."""
     estimates = estimates_at(acceptance, step_ms=step, extra_ms=extra, draft_ms=draft, rtt_ms=rtt)
     controller = CostModelDepth(estimates)
     for outcome in (judged(0, True), judged(3, False)):
@@ -118,12 +129,18 @@ def test_the_answer_is_what_one_pass_verifies_and_the_depth_is_more() -> None:
     """So a pass that accepts all its drafts finds the next ones waiting."""
     e = estimates_at(0.8, rtt_ms=0.0)
     plan = CostModelDepth(e).plan()
-    assert plan.answer == best_verified(e.acceptance, e.step_ms, e.extra_ms, MAX_DEPTH) < plan.depth
+    assert plan.answer == best_verified(e.acceptance, e.step_ms, e.extra_ms, CostModelOptions().max_block) < plan.depth
 
 
 def test_cost_model_does_not_run_ahead_for_nothing() -> None:
     """A slow draft runs less far ahead than a fast one, and tokens that cost a step each are not drafted."""
-    assert depth_at(0.65, draft_ms=40.0) < depth_at(0.65, draft_ms=0.3)
+
+    def num_ahead(draft_ms: float) -> float:
+        """Tokens of a path whose every guess is right 0.65 times in one: as deep as planned, and as likely."""
+        plan = CostModelDepth(estimates_at(0.65, draft_ms=draft_ms)).plan()
+        return min(plan.depth, 1 + math.floor(math.log(plan.floor) / math.log(0.65)))
+
+    assert num_ahead(draft_ms=40.0) < num_ahead(draft_ms=0.3)
     assert depth_at(0.3, extra_ms=40.0) == 0
 
 
@@ -139,7 +156,7 @@ def test_a_hopeless_draft_is_soon_off_and_then_probed_silently_and_ever_more_rar
         if plan.silent and plan.depth:
             probed_at.append(i - num_on)
         outcome = judged(0, plan.depth > 0)
-        estimates.on_commit(outcome, [0.5] * 2, 40.0)
+        estimates.on_commit(outcome, 40.0)
         controller.observe(outcome)
     assert 1 <= num_on <= 20
     gaps = [b - a for a, b in pairwise(probed_at)]
@@ -153,13 +170,13 @@ def test_a_draft_that_becomes_good_is_used_again() -> None:
     controller = CostModelDepth(estimates)
     for _ in range(40):
         outcome = judged(0, True)
-        estimates.on_commit(outcome, [0.5], 40.0)
+        estimates.on_commit(outcome, 40.0)
         controller.observe(outcome)
     assert controller.plan().silent
     num_commits = 0
     while controller.plan().silent:
         outcome = judged(controller.plan().depth, False)
-        estimates.on_commit(outcome, [0.5] * 2, 40.0)
+        estimates.on_commit(outcome, 40.0)
         controller.observe(outcome)
         num_commits += 1
         assert num_commits < 200
@@ -184,3 +201,27 @@ def test_the_block_for_stop_and_wait_grows_with_the_round_trip(rtt_ms: float, ex
     """`tools/simulate.py` finds the same blocks best by search."""
     controller = CostModelDepth(estimates_at(0.65, step_ms=40.0, extra_ms=1.2, draft_ms=1.5, rtt_ms=rtt_ms))
     assert controller.block() in expected
+
+
+def test_a_node_must_be_worth_its_cost() -> None:
+    """The floor rises with the draft's time and falls with the step's; less effort, and more energy is saved.
+
+    A node that is seldom reached is never worth it.
+    """
+
+    def floor(effort: Effort = Effort.NORMAL, draft_ms: float = 10.0, step_ms: float = 40.0) -> float:
+        estimates = estimates_at(0.7, draft_ms=draft_ms, step_ms=step_ms)
+        return CostModelDepth(estimates, CostModelOptions(effort=effort)).plan().floor
+
+    assert floor(draft_ms=2.0) < floor() < floor(draft_ms=40.0)
+    assert floor(step_ms=200.0) < floor() < floor(step_ms=10.0)
+    assert floor(Effort.HIGH) < floor(Effort.NORMAL) < floor(Effort.LOW)
+    assert floor() == pytest.approx((0.1 * 10.0 + 0.1) / 40.0, rel=0.02)
+    assert floor(Effort.HIGH, draft_ms=0.05, step_ms=200.0) == LEAST_REACH
+
+
+def test_deep_sure_drafts_are_asked_for_on_predictable_text() -> None:
+    """Where nearly all is accepted a pass verifies the longest block, and twice as much is drafted ahead."""
+    estimates = estimates_at(1.0, step_ms=10.0, extra_ms=0.01, draft_ms=0.5, rtt_ms=10.0)
+    plan = CostModelDepth(estimates).plan()
+    assert plan.answer > 16 and plan.depth == MAX_DEPTH

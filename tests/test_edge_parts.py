@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import math
 import socket
 import subprocess
 import sys
 import threading
-import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
@@ -18,19 +18,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.edge.drafting.drafter import ModelDrafter, Proposal
-from outrider.edge.drafting.worker import DraftRun, DraftWorker
 from outrider.edge.lab.faults import FaultRates, FaultyPosts
 from outrider.edge.lab.proxy import DelayProxy, ProxyOptions
 from outrider.edge.link.errors import ProtocolBroken
-from outrider.edge.link.sender import DraftSender
+from outrider.edge.link.sender import DraftMessage, DraftSender
 from outrider.edge.link.sse import EventParser
 from outrider.edge.modes.recorder import Recorder
 from outrider.edge.results import ByteCounts, Mode, Source, TokenBatch
-from outrider.models.errors import ConfigError
-from outrider.models.protocol import Commit, DraftRequest, SessionEnd, SessionEvent, SessionOpen
-from outrider.models.runtimes.fake import FakeSequenceRuntime
-from outrider.models.sampling import SamplingParams
+from outrider.models.errors import ConfigError, RequestError
+from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionOpen
 
 STREAM = (
     b'data: {"type":"open","session":"s","model":"m","protocol":1,"step_ms":40.5}\n\n'
@@ -65,72 +61,114 @@ def test_what_is_no_event_is_refused(data: bytes) -> None:
 
 
 class Mailbag:
-    """A `Posts` that keeps its messages; a gate holds deliveries back."""
+    """A `Posts` that keeps its messages; a gate holds deliveries back, and what is refused is lost."""
 
-    def __init__(self) -> None:
+    def __init__(self, refused: frozenset[int] = frozenset()) -> None:
         self.got: list[int] = []
         self.gate = asyncio.Event()
         self.gate.set()
+        self._refused = refused
 
-    async def post_drafts(self, session: str, request: DraftRequest) -> None:
+    async def post_drafts(self, session: str, message: DraftMessage) -> None:
         await self.gate.wait()
-        self.got.append(request.base)
+        number = int(message.body)
+        if number in self._refused:
+            raise RequestError("too_many_requests", "refused", status=429)
+        self.got.append(number)
 
 
-def message(base: int) -> DraftRequest:
-    """A draft message with this base."""
-    return DraftRequest(base=base, paths=[[1]])
+def message(number: int) -> DraftMessage:
+    """A draft message that the mailbag tells from others."""
+    return DraftMessage("text/plain", str(number).encode())
 
 
-def test_where_too_many_messages_are_in_flight_only_the_newest_waits() -> None:
-    """A message repeats the whole belief, so those in between are useless."""
+def test_where_too_many_messages_are_in_flight_the_sender_is_not_free() -> None:
+    """It says once when it is free again; what would have been sent meanwhile goes into one message."""
 
-    async def scenario() -> tuple[list[int], int]:
-        bag, times = Mailbag(), list[float]()
+    async def scenario() -> None:
+        bag, freed = Mailbag(), list[bool]()
         bag.gate.clear()
-        sender = DraftSender(times.append, max_in_flight=2)
-        for base in range(5):
-            sender.send(bag, "s", message(base))
+        sender = DraftSender(lambda _: None, max_in_flight=2, on_free=lambda: freed.append(sender.is_free))
+        for number in range(2):
+            assert sender.is_free
+            sender.send(bag, "s", message(number))
+        assert not sender.is_free and not sender.is_free
+        with pytest.raises(AssertionError, match="too many messages are in flight"):
+            sender.send(bag, "s", message(2))
         bag.gate.set()
-        while len(times) < 3:
+        while sender._tasks:
             await asyncio.sleep(0)
+        assert freed == [True] and sender.is_free and sender.num_sent == 2
+        sender.send(bag, "s", message(3))
+        while sender._tasks:
+            await asyncio.sleep(0)
+        assert freed == [True]  # nobody was turned away
         await sender.aclose()
-        return bag.got, sender.num_sent
+        assert bag.got == [0, 1, 3]
 
-    assert asyncio.run(scenario()) == ([0, 1, 4], 3)
+    asyncio.run(scenario())
+
+
+def test_a_lost_message_is_reported_and_one_that_is_dropped_is_not() -> None:
+    """Those that arrived are not reported either; round trips are of delivered messages."""
+
+    async def scenario() -> None:
+        bag, lost, times = Mailbag(frozenset({1})), list[int](), list[float]()
+        sender = DraftSender(times.append, max_in_flight=9)
+
+        def send(number: int) -> None:
+            sender.send(bag, "s", message(number), lambda: lost.append(number))
+
+        for number in range(3):
+            send(number)
+        while sender._tasks:
+            await asyncio.sleep(0)
+        assert (bag.got, lost, len(times), sender.num_failed) == ([0, 2], [1], 2, 1)
+        bag.gate.clear()
+        send(1)
+        sender.drop()
+        assert (sender.num_sent, sender.num_failed) == (4, 2) and sender.is_free
+        send(1)
+        await sender.aclose()
+        assert (bag.got, lost, len(times)) == ([0, 2], [1], 2)
+
+    asyncio.run(scenario())
 
 
 def test_messages_to_a_lost_session_do_not_hold_back_those_of_the_next() -> None:
     """They may hang for as long as a server is silent; they count as failed."""
 
-    async def scenario() -> tuple[list[int], list[int], int]:
-        stopped, live, times = Mailbag(), Mailbag(), list[float]()
+    async def scenario() -> tuple[list[int], list[int], int, list[bool]]:
+        stopped, live, times, freed = Mailbag(), Mailbag(), list[float](), list[bool]()
         stopped.gate.clear()
-        sender = DraftSender(times.append, max_in_flight=2)
-        for base in range(5):
-            sender.send(stopped, "s", message(base))
+        sender = DraftSender(times.append, max_in_flight=2, on_free=lambda: freed.append(True))
+        for number in range(2):
+            sender.send(stopped, "s", message(number))
+        assert not sender.is_free
         sender.drop()
-        for base in (7, 8):
-            sender.send(live, "t", message(base))
+        for number in (7, 8):
+            assert sender.is_free
+            sender.send(live, "t", message(number))
         while len(times) < 2:
             await asyncio.sleep(0)
         await sender.aclose()
-        return stopped.got, live.got, sender.num_failed
+        return stopped.got, live.got, sender.num_failed, freed
 
-    assert asyncio.run(scenario()) == ([], [7, 8], 2)
+    assert asyncio.run(scenario()) == ([], [7, 8], 2, [])
 
 
 def test_faults_are_reproducible_and_counted() -> None:
-    """The same seed drops the same messages; the sender counts them and continues."""
+    """The same seed drops the same messages; the sender reports each, counts them and continues."""
 
     async def scenario(rates: FaultRates) -> tuple[list[int], int]:
-        bag = Mailbag()
+        bag, lost = Mailbag(), list[int]()
         faulty, sender = FaultyPosts(bag, rates, seed=3), DraftSender(lambda _: None, max_in_flight=1000)
-        for base in range(200):
-            sender.send(faulty, "s", message(base))
+        for number in range(200):
+            sender.send(faulty, "s", message(number), functools.partial(lost.append, number))
         while sender._tasks:
             await asyncio.sleep(0)
         await sender.aclose()
+        assert sorted({*bag.got, *lost}) == [*range(200)] and len(lost) == sender.num_failed
         return bag.got, sender.num_failed
 
     got, failed = asyncio.run(scenario(FaultRates(drop=0.3)))
@@ -256,66 +294,3 @@ def test_importing_the_agent_loads_nothing_heavy() -> None:
         [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{code}"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(
-    ("token_ms", "answer", "woken_at"),
-    [(0.0, 3, [3]), (2.0, 3, [3, 5]), (5.0, 0, [1, 2, 3, 4, 5, 6]), (5.0, 3, [1, 2, 3, 4, 5, 6]), (2.0, 0, [2, 4, 6])],
-)
-def test_a_run_sends_its_answer_whole_and_lets_no_token_wait_long(
-    token_ms: float, answer: int, woken_at: list[int]
-) -> None:
-    """Wakes when the answer is complete, else every 4 ms unless it will soon be complete; tokens take token_ms each."""
-
-    class Ticking(ModelDrafter):
-        def propose(self) -> Proposal | None:
-            now[0] += token_ms / 1e3
-            return super().propose()
-
-    now, woken = [0.0], list[int]()
-
-    async def scenario() -> None:
-        drafter = Ticking(FakeSequenceRuntime(vocab_size=50))
-        run = DraftRun(keep=3, tail=(), limit=6, ahead=(), answer=answer)
-        worker = DraftWorker(
-            drafter, (1, 2, 3), SamplingParams(), lambda ahead: True, lambda: None, 0.004, lambda: round(now[0], 6)
-        )
-        # The worker's thread wakes the loop; only the times of these calls count here.
-        worker._loop = types.SimpleNamespace(  # type: ignore[assignment]
-            call_soon_threadsafe=lambda wake: woken.append(len(run.proposals)),
-            run_in_executor=worker._loop.run_in_executor,
-        )
-        await worker.submit(run)
-        worker.close()
-
-    asyncio.run(scenario())
-    assert woken == woken_at
-
-
-def test_a_draft_pauses_after_a_token_that_it_does_not_have() -> None:
-    """A target that is padded further may pick one; the draft goes on where that token is rewound."""
-    drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=300), 12)
-    drafter.begin([1, 2, 3], SamplingParams())
-    assert drafter.propose() is not None
-    drafter.extend([300])
-    assert drafter.propose() is None and drafter.propose() is None and drafter.length == 5
-    drafter.extend([4])
-    assert drafter.propose() is None
-    drafter.rewind(4)
-    assert drafter.propose() is not None
-    drafter.begin([1, 310, 3], SamplingParams())
-    assert drafter.propose() is None
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_padding_of_the_drafts_embedding_is_never_proposed(temperature: float) -> None:
-    """Draft and target may be padded differently: the target may not have an id that no tokenizer knows."""
-    params = SamplingParams(temperature=temperature, seed=3)
-    known, proposed = 12, {}
-    for num_ids in (None, known):
-        drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=300), num_ids)
-        drafter.begin([1, 2, 3], params)
-        proposals = [drafter.propose() for _ in range(40)]
-        proposed[num_ids] = [proposal.token for proposal in proposals if proposal is not None]
-    assert max(proposed[None]) >= known  # without num_ids it proposes padding
-    assert max(proposed[known]) < known and len(proposed[known]) == 40

@@ -80,7 +80,8 @@ def estimates(step_ms: float, extra_ms: float = 0.4, draft_ms: float = 1.0, roun
     found = Estimates()
     found.on_open(round_trip_ms, step_ms, extra_ms)
     found.on_posted(round_trip_ms)
-    found.on_drafted(100 * draft_ms, 100)
+    for _ in range(40):
+        found.on_drafted(draft_ms, 1)
     return found
 
 
@@ -88,7 +89,7 @@ def test_a_target_that_is_too_fast_for_drafts_is_named_with_its_times() -> None:
     """What the depth controller decided, in its own numbers."""
     measured = estimates(step_ms=2.1)
     depth = CostModelDepth(measured)
-    depth.observe(CommitOutcome(tokens=(1,), num_tested=0, num_matched=0, diverged=False, overtaken=False))
+    depth.observe(CommitOutcome(tokens=(1,)))
     why = why_undrafted(result(num_drafted=4), agent(measured, depth), None, 10)
     assert why is not None and why.startswith("Drafting would not pay: a target step takes 2.1 ms")
     assert why.endswith("A draft saves 1.3 ms per token on average and costs the server 1.9 ms.")

@@ -6,33 +6,70 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+import onnx
 import pytest
 from numpy.typing import NDArray
 from tests.conftest import TINY_VOCAB
+from tests.onnx_graphs import build
 
 from outrider.models.errors import ConfigError
 from outrider.models.runtimes.base import BranchingRuntime, RuntimeOptions, SequenceRuntime
 from outrider.models.runtimes.branch_blocks import BranchBlocks
+from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
 
 TOLERANCE = 1e-4
 LONGEST = 120
+
+
+@runtime_checkable
+class Branching(SequenceRuntime, BranchingRuntime, Protocol):
+    """What the device drafts trees with."""
+
+
 OPTIONS = RuntimeOptions(num_threads=1, max_positions=LONGEST)
 
+Opened = tuple[SequenceRuntime, SequenceRuntime]
+Truth = Callable[[list[int]], NDArray[np.float32]]
+
 # Mistral slides a window of 32, the length of a block.
-CASES = ["llama", "llama without copies", "mistral", "mistral without copies"]
+CASES = ["openvino llama", "openvino mistral", "gpu llama", "gpu mistral"]
+CASES += ["onnxruntime llama", "onnxruntime mistral", "pinned llama"]
+
+
+def pin_batch(file: Path) -> None:
+    """Fixes the batch to one sequence, as in graphs of torch's exporter and of earlier versions."""
+    model = onnx.load(file, load_external_data=False)
+    for value in (*model.graph.input, *model.graph.output):
+        if value.name != "first_row":
+            value.type.tensor_type.shape.dim[0].dim_value = 1
+    onnx.save(model, file)
 
 
 @pytest.fixture(scope="module", params=CASES)
 def opened(
-    request: pytest.FixtureRequest, tiny_ir: Callable[..., Path]
-) -> Iterator[tuple[OpenVinoSequenceRuntime, ...]]:
-    """The runtime, and a second one that runs every sequence from its first token."""
-    family, _, without = request.param.partition(" ")
-    runtime, plain = (OpenVinoSequenceRuntime(tiny_ir(family), OPTIONS) for _ in range(2))
-    if without:  # as on a GPU
+    request: pytest.FixtureRequest,
+    tiny_ir: Callable[..., Path],
+    tiny_model: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Opened]:
+    """The runtime, and a second one that runs every sequence from its first token. "gpu": blocks cannot be copied."""
+    kind, family = request.param.split()
+    place = tmp_path_factory.mktemp("branches") / "onnx"
+    pair: list[SequenceRuntime]
+    if kind in ("openvino", "gpu"):
+        pair = [OpenVinoSequenceRuntime(tiny_ir(family), OPTIONS) for _ in range(2)]
+    else:
+        build(tiny_model(family), place, "fp32")
+        if kind == "pinned":
+            pin_batch(place / "model.onnx")
+        pair = [OnnxRuntimeSequence(place, OPTIONS) for _ in range(2)]
+    runtime, plain = pair
+    if kind == "gpu":
+        assert isinstance(runtime, OpenVinoSequenceRuntime)
         runtime._host_caches = []
         runtime._blocks = BranchBlocks(runtime._blocks.num_blocks, 32, LONGEST, copies=False)
     yield runtime, plain
@@ -41,13 +78,19 @@ def opened(
 
 
 @pytest.fixture
-def runtime(opened: tuple[OpenVinoSequenceRuntime, ...]) -> OpenVinoSequenceRuntime:
+def runtime(opened: Opened) -> Branching:
     opened[0].truncate(0)
+    assert isinstance(opened[0], Branching)
     return opened[0]
 
 
 @pytest.fixture
-def truth(opened: tuple[OpenVinoSequenceRuntime, ...]) -> Callable[[list[int]], NDArray[np.float32]]:
+def expects_eight(request: pytest.FixtureRequest) -> bool:
+    return "pinned" not in request.node.name
+
+
+@pytest.fixture
+def truth(opened: Opened) -> Truth:
     """The logits after a sequence, run in one call."""
 
     def logits(tokens: list[int]) -> NDArray[np.float32]:
@@ -68,9 +111,7 @@ def tokens_of(rng: random.Random, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_branches_have_the_logits_of_fresh_sequences(
-    runtime: OpenVinoSequenceRuntime, truth: Callable[[list[int]], NDArray[np.float32]], seed: int
-) -> None:
+def test_branches_have_the_logits_of_fresh_sequences(runtime: Branching, truth: Truth, seed: int) -> None:
     """Random trees of up to eight nodes a call, over block boundaries and to the longest sequence; commits along
     branches and across them, rollbacks; and afterwards no block is lost.
     """
@@ -101,29 +142,33 @@ def test_branches_have_the_logits_of_fresh_sequences(
                 known = [[]]
             runtime.truncate(len(text))
     runtime.truncate(0)
-    assert runtime._blocks.num_free == runtime._blocks.num_blocks
+    if isinstance(runtime, OpenVinoSequenceRuntime):
+        assert runtime._blocks.num_free == runtime._blocks.num_blocks
+    elif isinstance(runtime, OnnxRuntimeSequence) and runtime._rows is not None:
+        assert len(runtime._rows.nodes) == 0
 
 
-def test_a_full_tree_at_the_longest_sequence(
-    runtime: OpenVinoSequenceRuntime, truth: Callable[[list[int]], NDArray[np.float32]]
-) -> None:
+def test_a_full_tree_at_the_longest_sequence(runtime: Branching, truth: Truth) -> None:
     """Branches may end at the last position; one token more is refused and changes nothing."""
     rng = random.Random(9)
     text = tokens_of(rng, LONGEST - 2)
     runtime.extend(text)
     branches = [[1, 2], [1, 3], [4]]
     expected = np.stack([truth(text + branch) for branch in branches])
-    assert_close(runtime.extend_branches(branches), expected)
+    for row, branch in zip(expected, branches, strict=True):
+        assert_close(runtime.extend_branches([branch])[0], row)
+    if runtime.max_branches > 1:
+        assert_close(runtime.extend_branches(branches), expected)
     with pytest.raises(ConfigError, match=f"{LONGEST + 1} tokens do not fit the {LONGEST} positions"):
-        runtime.extend_branches([[4], [1, 2, 3]])
+        runtime.extend_branches([[4], [1, 2, 3]][-runtime.max_branches :])
     assert runtime.length == len(text)
     assert_close(runtime.extend([1, 3]), expected[1])
     assert runtime.length == LONGEST
 
 
-def test_it_is_a_branching_sequence_runtime(runtime: OpenVinoSequenceRuntime) -> None:
-    """Both interfaces; a call takes one branch at least and `max_branches` at most, of known tokens."""
-    assert isinstance(runtime, SequenceRuntime) and isinstance(runtime, BranchingRuntime)
+def test_it_is_a_branching_sequence_runtime(runtime: Branching, expects_eight: bool) -> None:
+    """A call takes one branch at least and `max_branches` at most, of known tokens."""
+    assert runtime.max_branches == (8 if expects_eight else 1)
     runtime.extend([1])
     wrongs: tuple[list[list[int]], ...] = ([], [[]], [[TINY_VOCAB]], [[1]] * (runtime.max_branches + 1))
     for wrong in wrongs:

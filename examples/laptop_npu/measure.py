@@ -2,7 +2,7 @@
 
     python measure.py bundles/npu bundles/cpu
 
-Drafts as a session does: a prompt, then runs of a few tokens of which some are taken back. What it cannot know is the
+Drafts as a session does: a prompt, then runs of a few tokens of which some are accepted. What it cannot know is the
 target: whether either is quick enough shows in `outrider run --compare`.
 """
 
@@ -22,13 +22,26 @@ from rich.table import Table
 
 from outrider.edge.cli.draft_flags import EmulateNpu
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
+from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.modes.assemble import open_draft_bundle, open_drafter
 from outrider.models.errors import ConfigError, OutriderError
 from outrider.models.sampling import SamplingParams
 
 TEXT = "def median(values):\n    ordered = sorted(values)\n    middle = len(ordered) // 2\n    return ordered[middle]\n"
 RUN = 4
-TAKEN_BACK = 2
+ACCEPTED = 2
+WIDTH = 4  # guesses per token
+
+
+def draft_path(drafter: Drafter) -> list[int]:
+    """The draft's own picks after the text, token by token; fewer than RUN where it holds no more."""
+    drafted: list[int] = []
+    while len(drafted) < RUN:
+        (guesses,) = drafter.guess([drafted], WIDTH)
+        if not guesses:
+            break
+        drafted.append(guesses[0].token)
+    return drafted
 
 
 def measure(
@@ -55,16 +68,16 @@ def measure(
             prompt = bundle.tokenizer().encode(TEXT)
             began = time.perf_counter()
             drafter.begin(prompt, SamplingParams())
-            drafter.propose()
+            drafter.guess([[]], WIDTH)
             prompt_ms = (time.perf_counter() - began) * 1e3
             tokens_ms = []
             for _ in range(runs):
                 began = time.perf_counter()
-                proposed = sum(drafter.propose() is not None for _ in range(RUN))
-                if proposed < RUN:
+                drafted = draft_path(drafter)
+                if len(drafted) < RUN:
                     break  # the draft holds no more tokens
                 tokens_ms.append((time.perf_counter() - began) * 1e3 / RUN)
-                drafter.rewind(drafter.length - TAKEN_BACK)
+                drafter.extend(drafted[:ACCEPTED])
         if len(tokens_ms) < 2:
             raise ConfigError(
                 f"{path} holds {opened.placement.max_positions} tokens, too few to time; export it longer"

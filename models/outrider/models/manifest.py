@@ -163,11 +163,30 @@ class AtDepth(_Part):
     tokens_per_pass: float = Field(ge=1.0)
 
 
+class AtWidth(_Part):
+    """The share of tokens where the target's pick was among the draft's best `width` guesses."""
+
+    width: Size
+    rate: Share
+
+
+class AtGap(_Part):
+    """Tokens where the draft's best noisy score led the second by `from_gap` or more, up to the next entry's.
+
+    share: of all tokens; rates: how often the target picked the best guess, and the second.
+    """
+
+    from_gap: float = Field(ge=0.0)
+    share: Share
+    rates: tuple[Share, Share]
+
+
 class Acceptance(_Part):
     """How often the target's pick equalled the draft's, shared noise, on held-out prompts.
 
     rate: over every position of the target's text; error: its standard error, with prompts taken as independent.
-    by_depth: rounds of several depths along the same text.
+    by_depth: rounds of several depths along the same text. by_width, by_gap: what alternatives add, and where; empty in
+    bundles of earlier versions.
     """
 
     target: str
@@ -176,6 +195,8 @@ class Acceptance(_Part):
     rate: Share
     error: float = Field(ge=0.0, default=0.0)
     by_depth: tuple[AtDepth, ...] = ()
+    by_width: tuple[AtWidth, ...] = ()
+    by_gap: tuple[AtGap, ...] = ()
 
 
 class Agreement(_Part):
@@ -187,11 +208,17 @@ class Agreement(_Part):
 
 
 class AtRoundTrip(_Part):
-    """Predicted speed-up over plain cloud streaming at one round trip."""
+    """Predicted speed-up over plain cloud streaming at one round trip.
+
+    stream: streamed drafts of one guess per position. line: with alternatives pending, one path verified at a time;
+    tree: any part of the tree verified. None in bundles of earlier versions.
+    """
 
     rtt_ms: float = Field(ge=0.0)
     stream: float = Field(gt=0.0)
     stop_and_wait: float = Field(gt=0.0)
+    line: float | None = Field(gt=0.0, default=None)
+    tree: float | None = Field(gt=0.0, default=None)
 
 
 class Forecast(_Part):

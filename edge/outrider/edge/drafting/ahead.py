@@ -121,10 +121,12 @@ class DraftAhead:
             self._belief.tree.renumber()
 
     def lost(self, nodes: Sequence[Node]) -> None:
-        """Sends nodes again whose message was lost, as far as they still matter."""
+        """Takes nodes whose message was lost as not sent.
+
+        They go out with what is sent next, not at once: a server that refuses drafts would get them again and again.
+        """
         with self._lock:
             self._belief.tree.unsend(nodes)
-        self.pump()
 
     def path(self) -> list[int]:
         """The likeliest path, for a server that takes no trees."""

@@ -16,7 +16,7 @@ from outrider.models.errors import ConfigError
 from outrider.models.prediction import tokens_per_pass
 
 MAX_DEPTH = 64
-LEAST_REACH = 0.004
+LEAST_REACH = 0.01
 """Expanding a node of a tree that is less likely to be reached does not pay, whatever it costs."""
 
 

@@ -18,6 +18,10 @@ from outrider.models.runtimes.ngram import NgramLookup
 from outrider.models.sampling import SamplingParams, candidates
 
 Logits = NDArray[np.float32]
+_MAX_BEHIND = 32
+"""Tokens by which a branching runtime's sequence may be behind the text. Committed tokens have run as branches already;
+to take them over, the last of them runs again.
+"""
 
 
 class Drafter(Protocol):
@@ -106,10 +110,8 @@ class ModelDrafter:
         if max(self._text[self._agree() :], default=0) >= self._runtime.limits.vocab_size:
             return found
         able = [index for index, branch in enumerate(branches) if self._can_run(branch)]
-        together = [index for index in able if branches[index]] if self.max_branches > 1 else []
-        if len(together) > 1:
-            self._run_together(branches, together, found, width)
-            able = [index for index in able if not branches[index]]
+        if self._branching is not None and width > 1:
+            able = self._run_together(self._branching, branches, able, found, width)
         for index in able:
             found[index] = self._best(self._run(branches[index]), len(branches[index]), width)
         return found
@@ -157,19 +159,31 @@ class ModelDrafter:
         return logits
 
     def _run_together(
-        self, branches: Sequence[Sequence[int]], indices: Sequence[int], found: list[list[Guess]], width: int
-    ) -> None:
-        assert self._branching is not None
+        self,
+        runtime: BranchingRuntime,
+        branches: Sequence[Sequence[int]],
+        indices: Sequence[int],
+        found: list[list[Guess]],
+        width: int,
+    ) -> list[int]:
+        """Runs branches as such; the runtime's sequence stays a beginning of the text. Returns those that are left."""
         agreed = self._agree()
         self._cut(agreed)
-        if missing := self._text[agreed:]:
-            self._runtime.extend(missing)
+        missing = self._text[agreed:]
+        ends = [index for index in indices if not branches[index]]
+        if missing and (ends or len(missing) > _MAX_BEHIND):
+            logits = self._runtime.extend(missing)
             self._held += missing
-        for start in range(0, len(indices), self.max_branches):
-            part = indices[start : start + self.max_branches]
-            rows = self._branching.extend_branches([branches[index] for index in part])
+            for index in ends:
+                found[index] = self._best(logits, 0, width)
+            missing, ends = [], []
+        others = [index for index in indices if branches[index]]
+        for start in range(0, len(others), runtime.max_branches):
+            part = others[start : start + runtime.max_branches]
+            rows = runtime.extend_branches([[*missing, *branches[index]] for index in part])
             for index, row in zip(part, rows, strict=True):
                 found[index] = self._best(row, len(branches[index]), width)
+        return ends
 
     def _cut(self, length: int) -> None:
         if length < len(self._held):

@@ -137,10 +137,12 @@ class GuessTree:
 
     def _add(self, node: Node, guesses: Sequence[Guess]) -> list[Node]:
         added: list[Node] = []
+        is_changed = False
         for guess in guesses:
             chance = self._chance(guess.cell)
             known = node.children.get(guess.token)
             if known is not None:
+                is_changed = is_changed or known.chance != chance
                 known.rank, known.cell, known.chance = guess.rank, guess.cell, chance
             elif node.reach * chance >= self._least:
                 child = Node(guess.token, node.depth + 1, node, guess, chance)
@@ -150,7 +152,19 @@ class GuessTree:
                 self._push(child)
                 added.append(child)
         self.num_nodes += len(added)
+        if is_changed:  # another source guessed the same: what is below is reached more or less often
+            self._reach_anew(node)
         return added
+
+    def _reach_anew(self, node: Node) -> None:
+        stack = [node]
+        while stack:
+            above = stack.pop()
+            for child in above.children.values():
+                child.reach = above.reach * child.chance
+                stack.append(child)
+        self._frontier = [(-waiting.reach, order, waiting) for _, order, waiting in self._frontier]
+        heapq.heapify(self._frontier)
 
     def _push(self, node: Node) -> None:
         heapq.heappush(self._frontier, (-node.reach, next(self._count), node))

@@ -57,7 +57,7 @@ class DraftWorker:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.lock = threading.Lock()
-        self.num_drafted = 0  # nodes expanded
+        self.num_drafted = 0  # nodes that the drafter had guesses of what follows
         self._drafter = drafter
         self._prompt = prompt
         self._params = params
@@ -91,7 +91,8 @@ class DraftWorker:
         """Whether a run would expand anything; hold the lock."""
         depth = min(self._plan().depth, self._room())
         tree = self._belief.tree
-        return depth > 0 and tree.num_nodes < self._limits.max_nodes and tree.best_reach(depth) >= self._floor()
+        reach = tree.best_reach(depth) if depth > 0 and tree.num_nodes < self._limits.max_nodes else 0.0
+        return reach > 0.0 and reach >= self._floor()
 
     def sent(self) -> None:
         """Records that everything worth sending was sent; hold the lock."""
@@ -113,10 +114,10 @@ class DraftWorker:
             with self.lock:
                 for node, guesses in zip(nodes, found, strict=True):
                     self._belief.tree.expand(node, guesses)
-                self.num_drafted += len(nodes)
+                self.num_drafted += sum(map(bool, found))
                 if self._has_begun:  # the first call includes the prompt
                     self._estimates.on_drafted((now - before) * 1e3, len(nodes))
-                is_due = self._is_due(now)
+                is_due = self._is_due(before, now)
             self._has_begun = True
             if is_due:
                 self._loop.call_soon_threadsafe(self._wake)
@@ -149,13 +150,13 @@ class DraftWorker:
                     best, most = rate, count
         return tree.take_best(most, self._floor(), depth)
 
-    def _is_due(self, now: float) -> bool:
-        """Whether to send now instead of waiting for more."""
+    def _is_due(self, before: float, now: float) -> bool:
+        """Whether to send now instead of waiting for more. before, now: when the last call began and ended."""
         tree = self._belief.tree
         if not tree.has_unsent:
             return False
         if self._unsent_since is None:
-            self._unsent_since = now
+            self._unsent_since = before  # else the first guess of a slow draft would wait for the second
         waited_s = now - self._unsent_since
         if tree.has_sent:  # the server has something to verify
             return waited_s >= self._limits.calm_s

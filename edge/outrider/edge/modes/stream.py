@@ -207,7 +207,9 @@ def tree_message(base: int, nodes: Sequence[Node]) -> DraftMessage:
     """The message with these nodes, which are numbered one after the other; `base` tokens are known in the session."""
     first = nodes[0].number
     assert first is not None
-    parents = [ROOT if node.parent is None or node.parent.number is None else node.parent.number for node in nodes]
+    # Only the root has no parent: what follows it follows the last known token, whatever the server has forgotten.
+    ups = [node.parent for node in nodes]
+    parents = [ROOT if up is None or up.parent is None or up.number is None else up.number for up in ups]
     draft = TreeDraft(base, first, [node.token for node in nodes], parents, [level_of(node.chance) for node in nodes])
     return DraftMessage(TREE_MEDIA_TYPE, draft.encode())
 

@@ -17,14 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import ExportError
-from outrider.models.manifest import Acceptance, AtDepth
+from outrider.models.manifest import Acceptance, AtDepth, AtGap, AtWidth
 from outrider.models.runtimes.base import BatchRuntime, SequenceRuntime, SequenceSlice
 from outrider.models.sampling import SamplingParams, candidates, pick
-from outrider.models.tree_ranks import Picked, Ranks
+from outrider.models.tree_ranks import EDGES, Picked, Ranks, bucket
 
 NEW_TOKENS: Final = 40
 TEMPERATURES: Final = (0.0, 0.5, 0.8)
 DEPTHS: Final = (1, 2, 4, 8)
+WIDTHS: Final = (1, 2, 4, 8)
 
 _GUESSES: Final = 16  # that the target's pick is looked for among
 
@@ -162,7 +163,21 @@ def _summary(temperature: float, ranks: Ranks, target_name: str) -> Acceptance:
         rate=round(rate, 4),
         error=round(math.sqrt(sum(residual**2 for residual in residuals)) / num_tested, 4),
         by_depth=tuple(by_depth),
+        by_width=tuple(AtWidth(width=width, rate=round(ranks.hits(width), 4)) for width in WIDTHS),
+        by_gap=_by_gap(ranks),
     )
+
+
+def _by_gap(ranks: Ranks) -> tuple[AtGap, ...]:
+    """Acceptance by the lead of the best guess; buckets that hold no token are left out."""
+    found = []
+    for index, from_gap in enumerate((0.0, *EDGES)):
+        inside = [token.rank for token in ranks.picked if bucket(token.gap(0)) == index]
+        if inside:
+            best, second = (round(inside.count(guess) / len(inside), 4) for guess in (0, 1))
+            share = round(len(inside) / len(ranks.picked), 4)
+            found.append(AtGap(from_gap=from_gap, share=share, rates=(best, second)))
+    return tuple(found)
 
 
 def _nothing_fits(longest: int, num_tokens: int) -> ExportError:

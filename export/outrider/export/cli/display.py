@@ -14,10 +14,15 @@ from rich.table import Table
 
 from outrider.export.progress import Progress, StageEvent
 from outrider.export.report.card import (
+    BY_GAP_EXPLAINED,
     DEPTH_OF_ALPHA,
     EXPLAINED,
     JUDGED_AT,
+    TREES_EXPLAINED,
     ends_of,
+    has_trees,
+    judged,
+    leads,
     step_of,
     tokens_per_pass,
     verdict,
@@ -66,9 +71,15 @@ def print_report(console: Console, bundle: Bundle) -> None:
     console.print(_facts(manifest, str(bundle.path)))
     if manifest.report.acceptance:
         console.print(_acceptance(manifest.report.acceptance))
+        found = judged(manifest.report.acceptance)
+        if found is not None and found.by_gap:
+            console.print(_by_rank(manifest.report.acceptance))
+            console.print(_by_gap(found))
     timing = manifest.report.timing
     if timing is not None and timing.forecast is not None:
         console.print(_curve(timing.forecast))
+        if has_trees(timing.forecast):
+            console.print(f"  {TREES_EXPLAINED}", style="dim", highlight=False)
         draft = (
             f"a draft of {timing.forecast.draft_ms:.3g} ms per token, of which {timing.forecast.alpha:.0%} are accepted"
         )
@@ -190,12 +201,38 @@ def _acceptance(found: tuple[Acceptance, ...]) -> Table:
     return table
 
 
+def _by_rank(found: tuple[Acceptance, ...]) -> Table:
+    table = _plain_table("the target's pick is among the draft's best")
+    table.add_column("T", justify="right")
+    for row in found[0].by_width:
+        table.add_column(f"{row.width}", justify="right")
+    for measured in found:
+        table.add_row(f"{measured.temperature:g}", *(f"{row.rate:.3f}" for row in measured.by_width))
+    return table
+
+
+def _by_gap(found: Acceptance) -> Table:
+    table = _plain_table(f"acceptance by lead of the draft's pick (temperature {found.temperature:g})")
+    for name in ("lead", "tokens", "first", "second"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, row in zip(leads(found), found.by_gap, strict=True):
+        best, second = row.rates
+        table.add_row(name, f"{row.share:.0%}", f"{best:.2f}", f"{second:.2f}")
+    table.caption = BY_GAP_EXPLAINED
+    table.caption_justify = "left"
+    return table
+
+
 def _curve(forecast: Forecast) -> Table:
     table = _plain_table(f"predicted speed-up over cloud-only streaming, times (temperature {forecast.temperature:g})")
-    for name in ("round trip, ms", "streamed", "stop-and-wait"):
-        table.add_column(name, justify="right", no_wrap=True)
+    trees = has_trees(forecast)
+    names = ("path", "alternatives", "tree") if trees else ("streamed",)
+    for name in ("round trip, ms", *names, "stop-and-wait"):
+        table.add_column(name, justify="right")
     for point in forecast.curve:
-        table.add_row(f"{point.rtt_ms:g}", f"{point.stream:.2f}", f"{point.stop_and_wait:.2f}")
+        branched = (point.line, point.tree) if trees else ()
+        speeds = (point.stream, *branched, point.stop_and_wait)
+        table.add_row(f"{point.rtt_ms:g}", *(f"{speed:.2f}" for speed in speeds))
     return table
 
 

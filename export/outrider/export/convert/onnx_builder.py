@@ -181,7 +181,7 @@ def _finish(built: Path, destination: Path, config: dict[str, Any]) -> None:
     head_size = json.loads((built / CONFIG_FILE).read_text(encoding="utf-8"))["model"]["decoder"]["head_size"]
     for value in (*graph.inputs, *graph.outputs):
         if value.name.startswith(("past_key_values.", "present.")):
-            value.shape = ir.Shape([1, *value.shape[1:3], head_size])
+            value.shape = ir.Shape([*value.shape[:3], head_size])
     _set_windows(graph, config)
     _set_embedding_scale(graph, config)
     select_rows(model)

@@ -107,7 +107,7 @@ def _forget_rows(value: Any) -> None:
     import onnx_ir as ir
 
     if value.is_graph_output():
-        value.shape = ir.Shape([1, "num_rows", value.shape[-1]])
+        value.shape = ir.Shape([value.shape[0], "num_rows", value.shape[-1]])
     else:
         value.shape = None
         for node in value.consumers():

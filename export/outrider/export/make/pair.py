@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.export.check.acceptance import Continuation, continue_prompts, measure_acceptance
+from outrider.export.check.acceptance import Continuation, continue_prompts, measure_ranks, summarize
 from outrider.export.check.runner import model_file, open_draft, open_target
 from outrider.export.check.source_logits import prompts_for
 from outrider.export.make.pipeline import StagedExport, require_ready, stage_export, stage_store
@@ -185,7 +185,8 @@ def judge(
     Raises ExportError if it is accepted too rarely and this is not forced.
     """
     with closing(open_draft(draft.model_file, draft.options)) as runtime:
-        measured = measure_acceptance(runtime, texts, num_ids=target.tokenizer.size, target_name=target.name)
+        ranks = measure_ranks(runtime, texts, num_ids=target.tokenizer.size)
+    measured = summarize(ranks, target.name)
     if not is_forced:
         require_acceptance(measured, draft.manifest.name)
-    draft.add_acceptance(measured, times)
+    draft.add_acceptance(measured, times, ranks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from outrider.export.make.sizes import finished_bytes, widened_bytes
 from outrider.export.make.stage_store import StageStore
 from outrider.export.progress import Progress, StageEvent, silent
 from outrider.export.recipes import ExportOptions
-from outrider.export.report.card import TargetTimes, forecast_for
+from outrider.export.report.card import JUDGED_AT, TargetTimes, forecast_for
 from outrider.export.source.family_facts import require_runtime
 from outrider.export.source.model_source import SourceModel, read_source
 from outrider.export.source.weight_range import require_range
@@ -34,6 +34,7 @@ from outrider.models.manifest import Acceptance, ExportReport, FileEntry, Manife
 from outrider.models.places import default_cache_dir
 from outrider.models.runtimes.base import PROMISED_POSITIONS
 from outrider.models.tokenizer import TOKENIZER_FILES
+from outrider.models.tree_ranks import Ranks
 
 
 class StagedExport:
@@ -55,11 +56,16 @@ class StagedExport:
         """The file or directory that a runtime opens."""
         return model_file(self.directory, self.options)
 
-    def add_acceptance(self, measured: tuple[Acceptance, ...], target: TargetTimes) -> None:
-        """Adds measured acceptance to the report, and the predicted speed-up with this target."""
+    def add_acceptance(
+        self, measured: tuple[Acceptance, ...], target: TargetTimes, ranks: Mapping[float, Ranks]
+    ) -> None:
+        """Adds measured acceptance to the report, and the predicted speed-up with this target.
+
+        ranks: by temperature, what `measured` sums up.
+        """
         timing = self.manifest.report.timing
         if timing is not None:
-            forecast = forecast_for(measured, timing.token_ms, target)
+            forecast = forecast_for(measured, timing.token_ms, target, ranks.get(JUDGED_AT))
             timing = timing.model_copy(update={"forecast": forecast})
         report = self.manifest.report.model_copy(update={"acceptance": measured, "timing": timing})
         self.manifest = self.manifest.model_copy(update={"report": report})

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from outrider.export import recipes
 from outrider.models.errors import ExportError
 from outrider.models.manifest import Acceptance, Forecast, Manifest, Timing
 from outrider.models.prediction import WORTH_IT, Setting, alpha_for, predict
+from outrider.models.tree_forecast import predict_trees
+from outrider.models.tree_plan import Times
+from outrider.models.tree_ranks import Ranks
 
 JUDGED_AT: Final = 0.8
 """The temperature whose acceptance decides."""
@@ -27,6 +31,19 @@ EXPLAINED: Final = (
     "its probabilities are from that model's, in nats; 0 is no difference."
 )
 """Explains the two figures of agreement."""
+
+TREES_EXPLAINED: Final = (
+    "Path: one guess per position. Alternatives: the device also sends its next best guesses, so when the target picks "
+    "one of them, what was drafted below it is already there; a target step verifies one path. Tree: a step verifies "
+    "several branches at once, where the runtime can."
+)
+"""Explains the ways of drafting that a forecast compares."""
+
+BY_GAP_EXPLAINED: Final = (
+    "Lead: by how much the draft's best noisy score (logit / temperature + noise) leads its second. A small lead marks "
+    "the tokens where alternatives help."
+)
+"""Explains acceptance by gap."""
 
 SHOWN_AT_MS: Final = 50.0
 """The longest round trip for which a verdict names the speed-up; shorter where drafting soon stops paying."""
@@ -84,13 +101,18 @@ def require_acceptance(measured: Sequence[Acceptance], draft: str) -> None:
     )
 
 
-def forecast_for(measured: Sequence[Acceptance], token_ms: float, target: TargetTimes) -> Forecast | None:
-    """The predicted gain of a draft; None where it was not judged."""
+def forecast_for(
+    measured: Sequence[Acceptance], token_ms: float, target: TargetTimes, ranks: Ranks | None = None
+) -> Forecast | None:
+    """The predicted gain of a draft; None where it was not judged. ranks: as measured, to predict trees too."""
     found = judged(measured)
     if found is None:
         return None
     alpha = _alpha(found)
     prediction = predict(alpha, draft_ms=token_ms, step_ms=target.step_ms, extra_ms=target.extra_ms)
+    curve = prediction.curve
+    if ranks is not None:
+        curve = predict_trees(ranks, Times(target.step_ms, target.extra_ms, token_ms), curve)
     return Forecast(
         temperature=JUDGED_AT,
         alpha=alpha,
@@ -98,7 +120,7 @@ def forecast_for(measured: Sequence[Acceptance], token_ms: float, target: Target
         step_ms=target.step_ms,
         extra_ms=target.extra_ms,
         step_from=target.words,
-        curve=prediction.curve,
+        curve=curve,
         fades_ms=prediction.fades_ms,
         breaks_even_ms=prediction.breaks_even_ms,
     )
@@ -190,6 +212,18 @@ def step_of(forecast: Forecast) -> str:
         f"for a target step of {forecast.step_ms:.3g} ms + {forecast.extra_ms:.3g} ms per drafted token "
         f"({forecast.step_from})"
     )
+
+
+def has_trees(forecast: Forecast) -> bool:
+    """Whether trees were predicted: not in bundles of earlier versions."""
+    return all(point.line is not None and point.tree is not None for point in forecast.curve)
+
+
+def leads(found: Acceptance) -> tuple[str, ...]:
+    """The names of the buckets of `by_gap`, in its order."""
+    starts = [row.from_gap for row in found.by_gap]
+    ends = [f"{start:g} to {end:g}" for start, end in pairwise(starts)]
+    return (*ends, f"over {starts[-1]:g}") if starts else ()
 
 
 def _alpha(found: Acceptance) -> float:

@@ -13,11 +13,15 @@ import jinja2
 from markupsafe import Markup
 
 from outrider.export.report.card import (
+    BY_GAP_EXPLAINED,
     DEPTH_OF_ALPHA,
     EXPLAINED,
     JUDGED_AT,
+    TREES_EXPLAINED,
+    has_trees,
     judged,
     label,
+    leads,
     step_of,
     tokens_per_pass,
     verdict,
@@ -27,7 +31,7 @@ from outrider.export.report.card_plots import Item, acceptance_plot, cost_plot, 
 from outrider.export.report.comparison import Comparison
 from outrider.models.build_site import BuildSite
 from outrider.models.errors import BundleError, ExportError
-from outrider.models.manifest import Manifest
+from outrider.models.manifest import Acceptance, Manifest
 
 TEMPLATE: Final = "report.html.j2"
 REPORT_NAME: Final = "report.html"
@@ -173,7 +177,19 @@ def card_html(drafts: Sequence[Manifest], target: Manifest | None = None, compar
         footer=_footer(first),
         rests_on=_rests_on(forecasts),
         tokens_per_pass=tokens_per_pass,
+        has_trees=has_trees,
+        any_trees=any(has_trees(item.forecast) for item in forecasts if item.forecast is not None),
+        trees_explained=TREES_EXPLAINED,
+        by_gap_explained=BY_GAP_EXPLAINED,
+        by_lead=[(item.label, leads(found), found.by_gap) for item, found in _ranked(judged_items)],
+        ranked=[item for item, _ in _ranked(judged_items)],
     )
+
+
+def _ranked(items: Sequence[Item]) -> list[tuple[Item, Acceptance]]:
+    """The drafts whose alternatives were measured, with the figure that decides: all but those of earlier versions."""
+    found = [(item, judged(item.manifest.report.acceptance)) for item in items]
+    return [(item, measured) for item, measured in found if measured is not None and measured.by_gap]
 
 
 def _template() -> jinja2.Template:

@@ -8,8 +8,6 @@ length of the cache). For a device with its own memory, inputs are bound in ever
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +19,7 @@ from numpy.typing import NDArray
 from outrider.models.errors import ModelFault
 from outrider.models.runtimes.base import RuntimeOptions, telling_of_memory
 from outrider.models.runtimes.one_sequence import OneSequence
+from outrider.models.runtimes.onnxruntime_branches import MAX_BRANCHES, BranchRows, lazy_zeros
 from outrider.models.runtimes.onnxruntime_providers import CPU, CUDA, DIRECTML
 from outrider.models.runtimes.onnxruntime_session import OnnxModel, load_onnx_model
 
@@ -31,20 +30,6 @@ _MAX_STEP: Final = 256
 # Where caches live, as ONNX Runtime names memory. For other providers they live on the host and are bound, and so
 # copied if necessary, in every step.
 _CACHE_DEVICES: Final = {CUDA: "cuda", DIRECTML: "dml"}
-
-
-def _lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """An array whose pages the operating system zeroes on first touch: an unused part costs no memory.
-
-    Uses small pages: every head has its own part of the cache, and with huge pages the first token would take two
-    megabytes for each head of each layer.
-    """
-    if not hasattr(mmap, "MADV_NOHUGEPAGE"):
-        return np.zeros(shape, dtype)
-    memory = mmap.mmap(-1, int(np.prod(shape)) * dtype.itemsize)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, dtype).reshape(shape)
 
 
 class OnnxRuntimeSequence(OneSequence):
@@ -74,17 +59,24 @@ class OnnxRuntimeSequence(OneSequence):
         self._has_positions = "position_ids" in model.inputs
         self._is_on_host = model.provider == CPU
         with telling_of_memory(longest):
-            self._ones = _lazy_zeros((1, longest if self._has_mask else 1), np.dtype(np.int64))
+            self._ones = lazy_zeros((1, longest if self._has_mask else 1), np.dtype(np.int64))
             self._caches = self._bind_caches(model)
+        self._rows: BranchRows | None = None  # for branches in one batch
+        self._has_branches = False
+        self._tail: list[int] = []  # the last branch, where one runs at a time: it lies behind the sequence
+        if self._is_on_host and model.takes_batches:
+            self._rows = BranchRows(model, self._host_caches)
 
     def _bind_caches(self, model: OnnxModel) -> dict[str, Any]:
         """Binds the caches; returns them by their input names."""
         device = _CACHE_DEVICES.get(model.provider)
         values = {}
+        self._host_caches: list[NDArray[Any]] = []
         for cache in model.caches:
             shape = (1, cache.heads, model.limits.max_positions, cache.head_size)
             if device is None:
-                value = ort.OrtValue.ortvalue_from_numpy(_lazy_zeros(shape, model.dtype))
+                self._host_caches.append(lazy_zeros(shape, model.dtype))
+                value = ort.OrtValue.ortvalue_from_numpy(self._host_caches[-1])
             else:
                 value = ort.OrtValue.ortvalue_from_shape_and_type(shape, model.dtype, device)
             self._binding.bind_ortvalue_input(cache.past, value)
@@ -102,11 +94,87 @@ class OnnxRuntimeSequence(OneSequence):
 
         Blocking, without the GIL. Raises ConfigError when the sequence would be longer than `limits.max_positions`.
         """
+        if self._has_branches:
+            return self._extend_along(tokens)
         row: NDArray[np.float32] = self._run(tokens, 1)[0]
         return row
 
+    def _extend_along(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """As `extend`; the first tokens that a branch has run, all but the last at most, do not run again."""
+        self._check_new(tokens)
+        start = self._length
+        try:
+            self._length += self._follow(tokens)
+            row: NDArray[np.float32] = self._run(tokens[self._length - start :], 1)[0]
+        except BaseException:
+            self._length = start
+            self._forget_branches()
+            raise
+        return row
+
+    @property
+    def max_branches(self) -> int:
+        """Branches that one call takes at most: 1 where the graph or the device takes one sequence at a time."""
+        return 1 if self._rows is None else MAX_BRANCHES
+
+    def extend_branches(self, branches: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """Logits after each branch of the sequence, which stays as it is: [B, vocab_size] float32.
+
+        The array is reused by the next call. A branch with several new tokens takes a step for each. Raises ConfigError
+        when a branch would be longer than `limits.max_positions`.
+        """
+        assert 0 < len(branches) <= self.max_branches, f"{len(branches)} branches"
+        for branch in branches:
+            self._check_new(branch)
+        self._has_branches = True
+        if self._rows is not None:
+            return self._rows.run(branches, self._length)
+        return self._run_behind(list(branches[0]))[None]
+
+    def _run_behind(self, branch: list[int]) -> NDArray[np.float32]:
+        """Runs a branch behind the sequence, in its own cache; what it shares with the last one does not run again."""
+        length, tail = self._length, self._tail
+        shared = 0
+        while shared < min(len(tail), len(branch) - 1) and tail[shared] == branch[shared]:
+            shared += 1
+        self._tail = []
+        try:
+            self._length += shared
+            row: NDArray[np.float32] = self._run(branch[shared:], 1)[0]
+        finally:
+            self._length = length
+        self._tail = branch
+        return row
+
+    def _follow(self, tokens: Sequence[int]) -> int:
+        """Puts what a branch has run of the tokens, all but the last at most, into the sequence's cache; how many."""
+        if self._rows is not None:
+            num_kept = self._rows.extend(tokens, self._length)
+            self._has_branches = len(self._rows.nodes) > 0
+            return num_kept
+        tail, self._tail, self._has_branches = self._tail, [], False
+        num_kept = 0
+        while num_kept < min(len(tail), len(tokens) - 1) and tail[num_kept] == tokens[num_kept]:
+            num_kept += 1
+        return num_kept
+
+    def truncate(self, length: int) -> None:
+        """Forgets everything from position `length` on, and all branches if that shortens the sequence."""
+        is_shorter = length < self._length
+        super().truncate(length)
+        if is_shorter:
+            self._forget_branches()
+
+    def _forget_branches(self) -> None:
+        self._tail = []
+        self._has_branches = False
+        if self._rows is not None:
+            self._rows.truncate(self._length)
+
     def extend_rows(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """As `extend`, with the logits after every new token: [len(tokens), vocab_size] float32."""
+        if self._has_branches:
+            self._forget_branches()
         if len(tokens) <= _MAX_STEP:
             return self._run(tokens, len(tokens))
         pieces = [tokens[start : start + _MAX_STEP] for start in range(0, len(tokens), _MAX_STEP)]
@@ -173,5 +241,7 @@ class OnnxRuntimeSequence(OneSequence):
         """Releases model and cache; safe to call twice."""
         self._binding = None
         self._session = None
+        self._rows = None
         self._masks = []
         self._caches = {}
+        self._host_caches = []

@@ -56,7 +56,8 @@ class OnnxModel:
     """A loaded session and its graph's inputs.
 
     dtype: of the caches. logits_dtype: of the logits. inputs: those of `_KNOWN` that the graph has. selects_rows:
-    whether it has the input `first_row`.
+    whether it has the input `first_row`. takes_batches: whether it runs several sequences of different lengths in one
+    step.
     """
 
     session: Any
@@ -67,6 +68,7 @@ class OnnxModel:
     logits_dtype: np.dtype[Any]
     inputs: frozenset[str]
     selects_rows: bool
+    takes_batches: bool
 
 
 def load_onnx_model(path: Path, options: RuntimeOptions) -> OnnxModel:
@@ -182,6 +184,10 @@ def _read_model(file: Path, session: Any, provider: str, options: RuntimeOptions
         logits_dtype=_TYPES[outputs["logits"].type],
         inputs=frozenset(inputs) & _KNOWN,
         selects_rows=any(node.name == "first_row" for node in session.get_overridable_initializers()),
+        takes_batches="attention_mask" in inputs
+        and not any(
+            isinstance(node.shape[0], int) for node in (inputs["input_ids"], inputs[pasts[0]], outputs["logits"])
+        ),
     )
 
 

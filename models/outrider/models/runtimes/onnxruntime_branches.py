@@ -1,0 +1,247 @@
+"""Runs branches of a sequence on ONNX Runtime's CPU provider: one row of a batch each, a token a row.
+
+Rows hold copies of the sequence's keys and values; only what was added since the last call is copied. The keys and
+values of branches are kept by token, and are put into whichever row goes on from them. `branch_nodes` remembers which
+there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from outrider.models.errors import ModelFault
+from outrider.models.runtimes.base import telling_of_memory
+from outrider.models.runtimes.branch_nodes import BranchNode, BranchNodes
+from outrider.models.runtimes.onnxruntime_session import OnnxModel
+
+MAX_BRANCHES: Final = 8
+_MAX_KEPT: Final = 512
+_FIRST_POSITIONS: Final = 512
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """An array whose pages the operating system zeroes on first touch: an unused part costs no memory.
+
+    Uses small pages: every head has its own part of the cache, and with huge pages the first token would take two
+    megabytes for each head of each layer.
+    """
+    if not hasattr(mmap, "MADV_NOHUGEPAGE"):
+        return np.zeros(shape, dtype)
+    memory = mmap.mmap(-1, int(np.prod(shape)) * dtype.itemsize)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype).reshape(shape)
+
+
+@dataclass(slots=True)
+class _Group:
+    """Caches of one size. indices: which of the model's.
+
+    rows: [caches, branches, heads, positions, head_size]. kept: [slots, caches, heads, head_size], a token a slot.
+    """
+
+    indices: list[int]
+    heads: int
+    head_size: int
+    rows: NDArray[Any]
+    kept: NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """A binding for a number of rows, and the memory that it reads and writes."""
+
+    binding: Any
+    ids: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    logits: NDArray[Any]
+
+
+class BranchRows:
+    """The branches of one sequence, whose own caches are `own`: [1, heads, positions, head_size] each."""
+
+    def __init__(self, model: OnnxModel, own: Sequence[NDArray[Any]]) -> None:
+        """Allocates nothing that takes memory before the first call."""
+        assert model.takes_batches
+        self.nodes = BranchNodes(_MAX_KEPT)
+        self._model = model
+        self._own = own
+        self._valid = [0] * MAX_BRANCHES  # positions in which a row holds the sequence
+        self._held: list[list[BranchNode]] = [[] for _ in range(MAX_BRANCHES)]  # what a row holds behind them
+        self._batches: dict[int, _Batch] = {}
+        self._num_positions = 0
+        self._groups: list[_Group] = []
+
+    def run(self, branches: Sequence[Sequence[int]], length: int) -> NDArray[np.float32]:
+        """Logits after each branch of a sequence of `length` tokens, [B, vocab_size] float32, reused by the next call.
+
+        Raises ModelFault when the model fails, and forgets all branches.
+        """
+        self._reserve(length + max(len(branch) for branch in branches))
+        self.nodes.next_call()
+        try:
+            return self._run(branches, length)
+        except BaseException:
+            self.nodes.forget()
+            self._held = [[] for _ in self._held]
+            raise
+
+    def _run(self, branches: Sequence[Sequence[int]], length: int) -> NDArray[np.float32]:
+        logits: NDArray[np.float32] | None = None
+        waiting = list(range(len(branches)))
+        while waiting:
+            paths: list[list[BranchNode]] = []
+            rows: dict[BranchNode, int] = {}  # the nodes of this step
+            finished: list[int] = []
+            for index in waiting:
+                branch = branches[index]
+                path = self.nodes.path(branch)
+                is_last = len(path) >= len(branch) - 1
+                if path and path[-1] in rows:
+                    if len(path) == len(branch):
+                        finished.append(index)
+                    continue
+                if len(path) < len(branch):
+                    path.append(self.nodes.add(path[-1] if path else None, branch[len(path)]))
+                rows[path[-1]] = len(paths)
+                paths.append(path)
+                if is_last:
+                    finished.append(index)
+            found = self._step(paths, length)
+            if len(finished) == len(branches) == len(paths):
+                return found
+            if logits is None:
+                logits = np.empty((len(branches), self._model.limits.vocab_size), np.float32)
+            for index in finished:
+                logits[index] = found[rows[self.nodes.path(branches[index])[-1]]]
+            waiting = [index for index in waiting if index not in finished]
+        assert logits is not None
+        return logits
+
+    def _step(self, paths: Sequence[list[BranchNode]], length: int) -> NDArray[np.float32]:
+        """Runs the last node of each path, whose others are kept: [rows, vocab_size] float32."""
+        num_rows = len(paths)
+        self._fill(paths, length)
+        batch = self._batches.get(num_rows) or self._bind(num_rows)
+        ends = np.array([length + len(path) for path in paths])
+        batch.ids[:, 0] = [path[-1].token for path in paths]
+        batch.positions[:, 0] = ends - 1
+        mask = (np.arange(ends.max()) < ends[:, None]).astype(np.int64)  # the length of each row's cache
+        batch.binding.bind_ortvalue_input("attention_mask", ort.OrtValue.ortvalue_from_numpy(mask))
+        try:
+            self._model.session.run_with_iobinding(batch.binding)
+        except Exception as error:  # ONNX Runtime's errors share no other base
+            raise ModelFault(f"ONNX Runtime failed in a step of {num_rows} branches after {length}: {error}") from error
+        slots = [path[-1].slot for path in paths]
+        self._keep(max(slots) + 1)
+        for group in self._groups:
+            group.kept[slots] = group.rows[:, np.arange(num_rows), :, ends - 1]
+        for row, path in enumerate(paths):
+            self._held[row] = path
+        return batch.logits[:, 0].astype(np.float32, copy=False)
+
+    def _fill(self, paths: Sequence[list[BranchNode]], length: int) -> None:
+        """Puts the sequence, and all nodes of a path but the last, into the path's row."""
+        num_rows = len(paths)
+        valid = min(self._valid[:num_rows])
+        if valid < length:
+            for group in self._groups:
+                for place, index in enumerate(group.indices):
+                    group.rows[place, :num_rows, :, valid:length] = self._own[index][:, :, valid:length]
+        self._valid[:num_rows] = [length] * num_rows
+        rows: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        for row, path in enumerate(paths):
+            held, depth = self._held[row], len(path) - 1
+            same = 0
+            while same < min(len(held), depth) and held[same] is path[same]:
+                same += 1
+            rows += [row] * (depth - same)
+            positions += range(length + same, length + depth)
+            slots += [node.slot for node in path[same:depth]]
+        if rows:
+            for group in self._groups:
+                group.rows[:, rows, :, positions] = group.kept[slots]
+
+    def extend(self, tokens: Sequence[int], length: int) -> int:
+        """The sequence of `length` tokens grows: puts what branches kept of `tokens`, all but the last at most, into
+        its own caches; returns how many. Branches that do not go on from the new end are forgotten.
+        """
+        slots = self.nodes.follow(tokens)[: len(tokens) - 1]
+        self._held = [[] for _ in self._held]
+        for group in self._groups if slots else ():
+            for place, index in enumerate(group.indices):
+                kept = group.kept[slots, place]  # [tokens, heads, head_size]
+                self._own[index][0, :, length : length + len(slots)] = kept.transpose(1, 0, 2)
+        return len(slots)
+
+    def truncate(self, length: int) -> None:
+        """The sequence is cut back; forgets all branches."""
+        if not self._num_positions:
+            return
+        self.nodes.forget()
+        self._held = [[] for _ in self._held]
+        self._valid = [min(valid, length) for valid in self._valid]
+
+    def _reserve(self, num_positions: int) -> None:
+        """Makes rows for sequences of `num_positions`; larger ones take the place of smaller ones."""
+        if num_positions <= self._num_positions:
+            return
+        size = max(self._num_positions, _FIRST_POSITIONS)
+        while size < num_positions:
+            size *= 2
+        self._batches = {}
+        self._valid = [0] * MAX_BRANCHES
+        self._held = [[] for _ in self._held]
+        sizes: dict[tuple[int, int], list[int]] = {}
+        for index, cache in enumerate(self._model.caches):
+            sizes.setdefault((cache.heads, cache.head_size), []).append(index)
+        kept = [group.kept for group in self._groups]
+        self._groups = []
+        dtype = self._model.dtype
+        with telling_of_memory(size):
+            for place, ((heads, head_size), indices) in enumerate(sizes.items()):
+                rows = lazy_zeros((len(indices), MAX_BRANCHES, heads, size, head_size), dtype)
+                tokens = kept[place] if kept else np.zeros((_MAX_KEPT, len(indices), heads, head_size), dtype)
+                self._groups.append(_Group(indices, heads, head_size, rows, tokens))
+        self._num_positions = size
+
+    def _keep(self, num_slots: int) -> None:
+        """Makes room for `num_slots` tokens of branches; only a call with long branches needs more than at first."""
+        for group in self._groups:
+            if num_slots > len(group.kept):
+                more = np.zeros((num_slots, *group.kept.shape[1:]), group.kept.dtype)
+                group.kept = np.concatenate([group.kept, more])
+
+    def _bind(self, num_rows: int) -> _Batch:
+        model = self._model
+        binding = model.session.io_binding()
+        batch = _Batch(
+            binding,
+            np.zeros((num_rows, 1), np.int64),
+            np.zeros((num_rows, 1), np.int64),
+            np.empty((num_rows, 1, model.limits.vocab_size), model.logits_dtype),
+        )
+        inputs: dict[str, NDArray[Any]] = {"input_ids": batch.ids}
+        if "position_ids" in model.inputs:
+            inputs["position_ids"] = batch.positions
+        for name, array in inputs.items():
+            binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
+        for group in self._groups:
+            for place, index in enumerate(group.indices):
+                cache = model.caches[index]
+                value = ort.OrtValue.ortvalue_from_numpy(group.rows[place, :num_rows])
+                binding.bind_ortvalue_input(cache.past, value)
+                binding.bind_ortvalue_output(cache.present, value)
+        binding.bind_ortvalue_output("logits", ort.OrtValue.ortvalue_from_numpy(batch.logits))
+        self._batches[num_rows] = batch
+        return batch

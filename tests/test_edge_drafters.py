@@ -1,0 +1,377 @@
+"""Compares drafters with fresh ones after any course of a text, and tests the worker that drives them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import types
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from outrider.edge.drafting.belief import Belief
+from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess, shared_guess
+from outrider.edge.drafting.depth import DraftPlan
+from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.worker import DraftWorker, TreeLimits
+from outrider.edge.lab.always_wrong import AlwaysWrongDrafter
+from outrider.models.runtimes.base import BranchingRuntime, ModelLimits, SequenceRuntime
+from outrider.models.runtimes.fake import FakeSequenceRuntime
+from outrider.models.sampling import SamplingParams, pick
+
+VOCAB = 30
+SAMPLED = SamplingParams(0.8, seed=4)
+SEEDS = st.integers(0, 1 << 32)
+
+
+class Unbranched:
+    """A fake runtime that takes no branches, and counts the tokens that it runs."""
+
+    def __init__(self, max_positions: int = 64) -> None:
+        self._inner = FakeSequenceRuntime(vocab_size=VOCAB, max_positions=max_positions, agreement=0.7)
+        self.num_run = 0
+        self.truncate, self.close = self._inner.truncate, self._inner.close
+
+    @property
+    def limits(self) -> ModelLimits:
+        return self._inner.limits
+
+    @property
+    def length(self) -> int:
+        return self._inner.length
+
+    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        self.num_run += len(tokens)
+        return self._inner.extend(tokens)
+
+
+def branched(max_branches: int) -> FakeSequenceRuntime:
+    """The same language, with branches."""
+    return FakeSequenceRuntime(vocab_size=VOCAB, max_positions=64, agreement=0.7, max_branches=max_branches)
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "one sequence": lambda: ModelDrafter(Unbranched()),
+    "branches": lambda: ModelDrafter(branched(3)),
+    "lookup": NgramDrafter,
+    "mixed": lambda: MixedDrafter(ModelDrafter(branched(8))),
+    "mixed, one sequence": lambda: MixedDrafter(ModelDrafter(Unbranched())),
+}
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@settings(deadline=None, max_examples=30)
+@given(seed=SEEDS)
+def test_guesses_are_those_of_a_fresh_drafter(kind: str, seed: int) -> None:
+    """After any branches, commits along them or across them, new texts, and at the longest sequence too."""
+    chance, drafter = random.Random(seed), DRAFTERS[kind]()
+    num_ids = 4 if "lookup" in kind or "mixed" in kind else VOCAB  # few ids repeat themselves
+
+    def tokens(most: int) -> list[int]:
+        return [chance.randrange(num_ids) for _ in range(chance.randint(0, most))]
+
+    prompt = [1, *tokens(40)]
+    text, known = list(prompt), [list[int]()]
+    drafter.begin(prompt, SAMPLED)
+    for _ in range(14):
+        what = chance.random()
+        if what < 0.1:
+            prompt = [*text[: chance.randint(1, len(text))], *tokens(3)]
+            text, known = list(prompt), [[]]
+            drafter.begin(prompt, SAMPLED)
+        elif what < 0.4:
+            new = [*chance.choice(known), *tokens(1)][:3]
+            known = [[], *(branch[len(new) :] for branch in known if branch[: len(new)] == new)]
+            text += new
+            drafter.extend(new)
+        assert drafter.length == len(text)
+        branches = [[*chance.choice(known), *tokens(2)] for _ in range(chance.randint(1, 5))]
+        known += branches
+        width, fresh = chance.choice([1, 2, 4]), DRAFTERS[kind]()
+        fresh.begin(text, SAMPLED)
+        found = drafter.guess(branches, width)
+        assert found == [fresh.guess([branch], width)[0] for branch in branches]
+        if "lookup" not in kind:
+            assert [bool(guesses) for guesses in found] == [len(text) + len(branch) < 64 for branch in branches]
+        assert drafter.continuation(5) == fresh.continuation(5)
+    drafter.close()
+    drafter.close()
+
+
+def test_the_first_guess_is_what_pick_takes() -> None:
+    """With the target's own noise at that position, best first."""
+    drafter, truth = ModelDrafter(branched(8)), branched(8)
+    drafter.begin([1, 2, 3], SAMPLED)
+    row = truth.extend([1, 2, 3]).copy()
+    (guesses,) = drafter.guess([[]], 4)
+    assert [guess.rank for guess in guesses] == [0, 1, 2, 3] and guesses[0].token == pick(row, SAMPLED, 3)
+    (after,) = drafter.guess([[7, 8]], 1)
+    assert after[0].token == pick(truth.extend([7, 8]), SAMPLED, 5)
+
+
+def test_a_fork_costs_only_its_own_tokens() -> None:
+    """One sequence is cut back to the fork; several branches are one call."""
+    runtime = Unbranched()
+    drafter = ModelDrafter(runtime)
+    assert isinstance(runtime, SequenceRuntime) and not isinstance(runtime, BranchingRuntime)
+    drafter.begin([1] * 20, SAMPLED)
+    drafter.guess([[]], 2)
+    drafter.guess([[2]], 2)
+    drafter.guess([[2, 3]], 2)
+    assert runtime.num_run == 22 and drafter.max_branches == 1
+    drafter.guess([[2, 4]], 2)
+    drafter.extend([2, 4])
+    drafter.guess([[5]], 2)
+    assert runtime.num_run == 24
+    calls: list[int] = []
+    together = FakeSequenceRuntime(
+        vocab_size=VOCAB, on_branches=lambda branches: calls.append(len(branches)), max_branches=4
+    )
+    several = ModelDrafter(together)
+    assert several.max_branches == 4
+    several.begin([1] * 20, SAMPLED)
+    several.guess([[2], [3], [2, 4], [5], [6]], 2)
+    assert calls == [4, 1]
+
+
+def test_a_draft_has_no_guess_after_a_token_that_it_does_not_have() -> None:
+    """A target that is padded further may pick one; another text goes on, and so does a branch without it."""
+    for runtime in (FakeSequenceRuntime(vocab_size=VOCAB), Unbranched()):
+        drafter = ModelDrafter(runtime, 12)
+        drafter.begin([1, 2, 3], SamplingParams())
+        assert drafter.guess([[]], 2) != [[]]
+        first, second = drafter.guess([[4], [VOCAB]], 2)
+        assert first and not second
+        drafter.extend([VOCAB])
+        assert drafter.guess([[], [1]], 2) == [[], []] and drafter.length == 4
+        drafter.extend([4])
+        assert drafter.guess([[]], 2) == [[]]
+        drafter.begin([1, 2, 3, 4], SamplingParams())
+        assert drafter.guess([[]], 2) != [[]]
+        drafter.begin([1, VOCAB + 10, 3], SamplingParams())
+        assert drafter.guess([[]], 2) == [[]]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padding_of_the_drafts_embedding_is_never_proposed(temperature: float) -> None:
+    """Draft and target may be padded differently: the target may not have an id that no tokenizer knows."""
+    params = SamplingParams(temperature=temperature, seed=3)
+    known, proposed = 12, {}
+    for num_ids in (None, known):
+        drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=300), num_ids)
+        drafter.begin([1, 2, 3], params)
+        proposed[num_ids] = list[int]()
+        branch: list[int] = []
+        for _ in range(40):
+            (guesses,) = drafter.guess([branch], 4)
+            assert len(guesses) == 4
+            proposed[num_ids] += [guess.token for guess in guesses]
+            branch.append(guesses[0].token)
+    assert max(proposed[None]) >= known  # without num_ids it proposes padding
+    assert max(proposed[known]) < known
+
+
+def test_lookup_and_model_guess_into_one_tree() -> None:
+    """What both guess counts as the model's and as surer; what only lookup guesses is beside it."""
+    model, lookup = ModelDrafter(branched(8)), NgramDrafter()
+    mixed = MixedDrafter(ModelDrafter(branched(8)))
+    text = [1, 2, 3, 4, 9, 9, 1, 2, 3, 4]
+    for drafter in (model, lookup, mixed):
+        drafter.begin(text, SAMPLED)
+    assert [guess.token for guess in mixed.continuation(4)] == [9, 9, 1, 2]
+    assert mixed.continuation(4) == lookup.continuation(4) and model.continuation(4) == []
+    assert [guess.rank for guess in mixed.continuation(4)] == [LOOKUP_RANK] * 4
+    for width in (2, VOCAB):
+        (guesses,), (own,), (looked_up,) = (each.guess([[]], width) for each in (mixed, model, lookup))
+        (found,) = looked_up
+        if found.token in [guess.token for guess in own]:
+            assert guesses == [shared_guess(guess) if guess.token == found.token else guess for guess in own]
+        else:
+            assert guesses == [*own, found]
+    assert mixed.guess([[5]], 2) == model.guess([[5]], 2)  # nothing repeats there
+    assert (mixed.length, mixed.max_branches) == (10, 8)
+
+
+def test_lookup_alone_does_not_go_on_where_the_model_ends() -> None:
+    """It would, token by token, beyond the model's longest sequence."""
+    mixed = MixedDrafter(ModelDrafter(branched(8)))
+    mixed.begin([1, 2] * 32, SAMPLED)
+    assert mixed.guess([[], [1]], 4) == [[], []]
+    mixed.begin([1, 2] * 31, SAMPLED)
+    assert mixed.guess([[]], 4) != [[]]
+
+
+def test_an_always_wrong_drafter_guesses_none_of_the_best() -> None:
+    """As many guesses as asked for, all different, none of the inner drafter's eight best."""
+    inner, wrong = ModelDrafter(branched(8)), AlwaysWrongDrafter(ModelDrafter(branched(8)), VOCAB)
+    for each in (inner, wrong):
+        each.begin([1, 2, 3], SAMPLED)
+    for width in (1, 4, 8):
+        for branch, guesses, best in zip(
+            ([], [3], [4, 5]),
+            wrong.guess([[], [3], [4, 5]], width),
+            inner.guess([[], [3], [4, 5]], 8),
+            strict=True,
+        ):
+            tokens = {guess.token for guess in guesses}
+            assert len(tokens) == len(guesses) == width, branch
+            assert not tokens & {guess.token for guess in best}
+            assert [guess.cell for guess in guesses] == [guess.cell for guess in best[:width]]
+    assert wrong.continuation(4) == []
+
+
+class Driven:
+    """A worker whose loop is not asked: what it wakes for is noted in its own thread, and taken as sent."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        plan: DraftPlan,
+        limits: TreeLimits,
+        clock: Callable[[], float] = lambda: 0.0,
+        on_wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        estimates = Estimates()
+        self.belief = Belief(estimates.calibration.chance)
+        self.woken: list[int] = []
+        self._on_wake = on_wake
+        self.worker = DraftWorker(
+            drafter,
+            (1, 2, 3),
+            SAMPLED,
+            self.belief,
+            estimates,
+            lambda: plan,
+            lambda: 1000,
+            lambda: None,
+            limits,
+            clock,
+        )
+        loop = self.worker._loop
+        self.worker._loop = types.SimpleNamespace(  # type: ignore[assignment]
+            call_soon_threadsafe=self._sent, run_in_executor=loop.run_in_executor
+        )
+
+    def _sent(self, _: Callable[[], None]) -> None:
+        with self.worker.lock:
+            self.woken.append(self.belief.tree.likeliest_length())
+            self.belief.tree.take_unsent(0.0, 1000)
+            self.worker.sent()
+        self._on_wake()
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Takes a commit, as the loop does."""
+        with self.worker.lock:
+            self.belief.on_commit(self.belief.num_known, tokens)
+            self.belief.tree.replant()
+
+
+class Acting(ModelDrafter):
+    """Calls `act` with the branches before each call."""
+
+    def __init__(self, act: Callable[[Sequence[Sequence[int]]], None]) -> None:
+        super().__init__(branched(8))
+        self._act = act
+
+    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
+        self._act([[*self._text[3:], *branch] for branch in branches])
+        return super().guess(branches, width)
+
+
+@pytest.mark.parametrize(
+    ("token_ms", "answer", "woken_at"),
+    [(0.0, 3, [3]), (2.0, 3, [3]), (6.0, 0, [1, 3, 5]), (6.0, 3, [2, 4, 6]), (2.0, 0, [2]), (3.0, 0, [2, 6])],
+)
+def test_a_run_sends_its_answer_whole_and_lets_no_guess_wait_long(
+    token_ms: float, answer: int, woken_at: list[int]
+) -> None:
+    """Wakes when the answer is complete, else after 4 ms unless it will soon be complete; then every 10 ms.
+
+    Each call takes `token_ms`, which the first, with the prompt, does not tell. What comes after the last wake is sent when the run ends.
+    """
+    now = [0.0]
+
+    def tick(_: object) -> None:
+        now[0] += token_ms / 1e3
+
+    async def scenario() -> list[int]:
+        driven = Driven(Acting(tick), DraftPlan(6, answer=answer), TreeLimits(width=1), lambda: round(now[0], 6))
+        await driven.worker.run()
+        driven.worker.close()
+        assert driven.worker.num_drafted == driven.belief.tree.num_nodes == 6
+        assert not driven.worker.has_work()  # else it would start run after run
+        return driven.woken
+
+    assert asyncio.run(scenario()) == woken_at
+
+
+def test_a_run_takes_commits_between_calls() -> None:
+    """A commit that contradicts the tree while a call runs: the next call goes on from the committed tokens."""
+    calls: list[list[list[int]]] = []
+
+    async def scenario() -> None:
+        def act(texts: Sequence[Sequence[int]]) -> None:
+            calls.append([list(text) for text in texts])
+            if len(calls) == 3:
+                driven.commit([VOCAB - 1, VOCAB - 2])
+            elif len(calls) == 5:
+                driven.commit([driven.belief.tree.likeliest()[0].token])
+
+        driven = Driven(Acting(act), DraftPlan(4), TreeLimits(width=1))
+        await driven.worker.run()
+        driven.worker.close()
+        assert list(driven.belief.known[:2]) == [VOCAB - 1, VOCAB - 2] and driven.belief.tree.num_nodes == 4
+
+    asyncio.run(scenario())
+    assert [len(text) for (text,) in calls] == [0, 1, 2, 2, 3, 4, 5, 6]
+    assert all(text[:2] == [VOCAB - 1, VOCAB - 2] for (text,) in calls[3:])
+
+
+def test_a_tree_is_expanded_as_wide_as_the_limits_say() -> None:
+    """Until it has its most nodes; each call runs several of them."""
+    sizes: list[int] = []
+
+    async def scenario() -> None:
+        driven = Driven(
+            Acting(lambda texts: sizes.append(len(texts))), DraftPlan(20), TreeLimits(width=4, max_nodes=60)
+        )
+        await driven.worker.run()
+        driven.worker.close()
+        tree = driven.belief.tree
+        assert 60 <= tree.num_nodes <= 60 + 4 * 8 and driven.worker.num_drafted == sum(sizes)
+        assert all(len(children) <= 4 for children in [tree.root.children])
+        assert not driven.worker.has_work()
+
+    asyncio.run(scenario())
+    assert max(sizes) > 1
+
+
+def test_a_worker_that_is_stopped_ends_after_the_call_in_progress() -> None:
+    """And its thread with it."""
+    called, go_on = threading.Event(), threading.Event()
+    num_calls = 0
+
+    async def scenario() -> None:
+        def act(_: object) -> None:
+            nonlocal num_calls
+            num_calls += 1
+            called.set()
+            assert go_on.wait(30.0)
+
+        driven = Driven(Acting(act), DraftPlan(30), TreeLimits())
+        run = driven.worker.run()
+        await asyncio.to_thread(called.wait, 30.0)
+        driven.worker.stop()
+        go_on.set()
+        await run
+        driven.worker.close()
+
+    asyncio.run(scenario())
+    assert num_calls == 1
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("outrider-draft")]
