@@ -209,7 +209,6 @@ def _malformed() -> dict[str, bytes]:
         "60,000 bytes of nodes": start + node * 30_000,
         "1 MiB of nodes": start + node * (1 << 19),
         "a base beyond what was committed": tree_bytes(1_000_000, 0, [(1, 0)]),
-        "JSON": b'{"base":0,"paths":[[1]]}',
         "zeros": bytes(4096),
         "ones": b"\xff" * 4096,
     }
