@@ -18,16 +18,22 @@ DATA_SEED = 20
 TARGET_SEED = 21
 DRAFT_SEED = 22
 DISTILL_SEED = 23
+LONG_SEED = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The plans of the three trained stages and of the pool."""
+    """The plans of the trained stages and of their pools.
+
+    long_pools: of the second distillation, one for each length of row; it trains on all of them in every step.
+    """
 
     target: Plan
     draft: Plan
     pool: PoolPlan
     distillation: DistillPlan
+    long_pools: tuple[PoolPlan, ...]
+    long_distillation: DistillPlan
 
     def scaled(self, factor: float) -> Recipe:
         """The same recipe with every stage's minutes multiplied by `factor`; small factors are for a quick test."""
@@ -36,6 +42,8 @@ class Recipe:
             draft=replace(self.draft, minutes=self.draft.minutes * factor),
             pool=replace(self.pool, minutes=factor * (self.pool.minutes or 0.0)),
             distillation=replace(self.distillation, minutes=factor * (self.distillation.minutes or 0.0)),
+            long_pools=tuple(replace(pool, minutes=factor * (pool.minutes or 0.0)) for pool in self.long_pools),
+            long_distillation=replace(self.long_distillation, minutes=factor * (self.long_distillation.minutes or 0.0)),
         )
 
 
@@ -44,6 +52,20 @@ REFERENCE_RECIPE = Recipe(
     draft=Plan(minutes=15.0, rates=Rates(), seed=DRAFT_SEED, phases=((0.0, 256),)),
     pool=PoolPlan(minutes=4.5, seed=DISTILL_SEED, temperatures=(0.5, 0.8, 1.0)),
     distillation=DistillPlan(minutes=30.0, seed=DISTILL_SEED, temperature_shares=(0.2, 0.65, 0.15)),
+    long_pools=(
+        PoolPlan(minutes=2.5, seed=LONG_SEED, row_length=192, rows=256, temperatures=(0.5, 0.8, 1.0)),
+        PoolPlan(minutes=3.0, seed=LONG_SEED, row_length=512, rows=128, temperatures=(0.5, 0.8, 1.0)),
+        PoolPlan(minutes=6.5, seed=LONG_SEED, row_length=1024, rows=64, temperatures=(0.5, 0.8, 1.0)),
+    ),
+    long_distillation=DistillPlan(
+        minutes=42.0,
+        seed=LONG_SEED,
+        rates=Rates(muon=0.01, adamw=1.5e-3, weight_decay=0.01),
+        temperature_shares=(0.2, 0.65, 0.15),
+        pool_rows=(8, 6, 4),
+        blend=(0.0, 0.25),
+        average_decay=0.99,
+    ),
 )
 
 

@@ -170,13 +170,17 @@ def measure(
     temperature: float,
     new_tokens: int,
     depth: int = 4,
+    rows: int | None = None,
 ) -> Acceptance:
-    """Acceptance over `new_tokens` of the target's text after each prompt, or until it ends; 0 is greedy."""
+    """Acceptance over `new_tokens` of the target's text after each prompt, or until it ends; 0 is greedy.
+
+    rows: prompts at once while the target writes, None for all.
+    """
     end = target.config.eos_token_id
     stop_ids = end if isinstance(end, list) else [] if end is None else [end]
     scores: list[Score] = []
     overlap = 0.0
-    for passage in continue_prompts(target, prompts, temperature, new_tokens, stop_ids=stop_ids) or ():
+    for passage in continue_prompts(target, prompts, temperature, new_tokens, stop_ids=stop_ids, rows=rows) or ():
         found, drafted = score(draft, passage, temperature, depth)
         scores.append(found)
         if temperature > 0.0:
