@@ -245,7 +245,8 @@ class Gradients(MatrixOptimizer):
     """Keeps the gradients of the last step, and changes no weight."""
 
     def step(self, scale: float) -> None:
-        self.last = torch.cat([parameter.grad.flatten() for parameter in self._parameters])
+        found = [parameter.grad for parameter in self._parameters]
+        self.last = torch.cat([gradient.flatten() for gradient in found if gradient is not None])
 
 
 def gradient(model: Any, pools: Sequence[Pool], **choices: Any) -> Any:

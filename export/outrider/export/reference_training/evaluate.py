@@ -170,7 +170,9 @@ def main() -> int:
     if (arguments.check or arguments.write) and arguments.prompts != NUM_PROMPTS:
         parser.error(f"--check and --write need the first {NUM_PROMPTS} prompts; leave out --prompts")
     metrics = evaluate(arguments.target, arguments.draft, arguments.prompts)
-    print(json.dumps(metrics, indent=2) if arguments.json else card.tables(metrics))
+    print(
+        json.dumps(metrics, indent=2) if arguments.json else f"{card.tables(metrics)}\n\n{card.contexts_table(metrics)}"
+    )
     stored = HERE / "metrics.json"
     if arguments.write:
         stored.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")

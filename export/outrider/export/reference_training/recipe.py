@@ -19,6 +19,12 @@ TARGET_SEED = 21
 DRAFT_SEED = 22
 DISTILL_SEED = 23
 LONG_SEED = 24
+LONG_WRITTEN = (64, 192)
+"""Least and most tokens that the target writes after a real passage in a long row; the upper end is excluded."""
+
+LONG_PASSAGES = 8192
+LONG_BEGINNINGS = 800
+"""Prompts of the first pool among those of a long one: the target writes nearly the whole row after them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +68,7 @@ REFERENCE_RECIPE = Recipe(
         seed=LONG_SEED,
         rates=Rates(muon=0.01, adamw=1.5e-3, weight_decay=0.01),
         temperature_shares=(0.2, 0.65, 0.15),
-        pool_rows=(8, 6, 4),
+        pool_rows=(4, 3, 2),
         blend=(0.0, 0.25),
         average_decay=0.99,
     ),

@@ -41,11 +41,6 @@ STAGES = ("target", "draft", "pool", "distill", "long_pools", "long_distill", "p
 LONG_STAGES = STAGES[-3:]
 PASSAGE_TOKENS = 64
 PASSAGES_PER_FUNCTION = 0.5
-LONG_PASSAGES = 8192
-LONG_BEGINNINGS = 800
-"""Prompts of the first pool among those of a long one: the target writes nearly the whole row after them."""
-
-LONG_WRITTEN = (64, 192)
 
 
 def say(line: str) -> None:
@@ -129,7 +124,7 @@ class Workshop:
         for plan in self.recipe.long_pools:
             prompts = self.rollout_prompts()
             if plan.row_length > self.recipe.pool.row_length:
-                prompts = prompts[:: len(prompts) // LONG_BEGINNINGS] + self.long_passages(plan)
+                prompts = prompts[:: len(prompts) // recipe.LONG_BEGINNINGS] + self.long_passages(plan)
             sample_pool(teacher, prompts, plan, self.long_pool_folder(plan), report, stage=f"pool {plan.row_length}")
 
     def long_pool_folder(self, plan: PoolPlan) -> Path:
@@ -143,8 +138,8 @@ class Workshop:
         """
         stream, _ = self.streams
         random = np.random.default_rng([plan.seed, plan.row_length])
-        lengths = plan.row_length - random.integers(*LONG_WRITTEN, size=LONG_PASSAGES)
-        starts = random.integers(len(stream) - plan.row_length, size=LONG_PASSAGES)
+        lengths = plan.row_length - random.integers(*recipe.LONG_WRITTEN, size=recipe.LONG_PASSAGES)
+        starts = random.integers(len(stream) - plan.row_length, size=recipe.LONG_PASSAGES)
         return [
             [int(token) for token in stream[start : start + length]]
             for start, length in zip(starts, lengths, strict=True)

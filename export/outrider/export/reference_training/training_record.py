@@ -44,7 +44,8 @@ def collect(
         record["stages"] += _long_distillation(plans, work)
         record["seeds"]["long"] = recipe.LONG_SEED
         pools = [asdict(pool) for pool in plans.long_pools]
-        record["long_distillation"] = {"pools": pools, **asdict(plans.long_distillation)}
+        written = list(recipe.LONG_WRITTEN)
+        record["long_distillation"] = {"pools": pools, "written": written, **asdict(plans.long_distillation)}
     return record
 
 
