@@ -152,7 +152,7 @@ class Workshop:
         distill(student, pool, plans.pool.temperatures, plans.distillation, self.work / "distill.pt", report=report)
 
     def long_distill(self) -> None:
-        student = load_weights(recipe.new_draft(), self.work / "distill.pt")
+        student = load_weights(recipe.new_draft(is_long=True), self.work / "distill.pt")
         plans = self.recipe
         pools = [Pool(self.long_pool_folder(plan)) for plan in plans.long_pools]
         temperatures = plans.long_pools[0].temperatures
@@ -162,8 +162,9 @@ class Workshop:
         if parallel.rank() != 0:
             return
         stages = [self.work / f"{name}.pt" for name in ("long_distill", "distill", "draft")]
-        draft = next((checkpoint for checkpoint in stages if checkpoint.exists()), stages[-1])
-        save_model(load_weights(recipe.new_draft(), draft), self.tokenizer, self.output / "draft")
+        checkpoint = next((path for path in stages if path.exists()), stages[-1])
+        draft = load_weights(recipe.new_draft(is_long=checkpoint == stages[0]), checkpoint)
+        save_model(draft, self.tokenizer, self.output / "draft")
         if not training_record.start_path(self.work).exists():
             target = load_weights(recipe.new_target(), self.work / "target.pt")
             save_model(target, self.tokenizer, self.output / "target")

@@ -43,9 +43,12 @@ def collect(
     if (work / "long_distill.pt").exists():
         record["stages"] += _long_distillation(plans, work)
         record["seeds"]["long"] = recipe.LONG_SEED
-        pools = [asdict(pool) for pool in plans.long_pools]
-        written = list(recipe.LONG_WRITTEN)
-        record["long_distillation"] = {"pools": pools, "written": written, **asdict(plans.long_distillation)}
+        record["long_distillation"] = {
+            "pools": [asdict(pool) for pool in plans.long_pools],
+            "rope_theta": recipe.LONG_ROPE_THETA,
+            "written": list(recipe.LONG_WRITTEN),
+            **asdict(plans.long_distillation),
+        }
     return record
 
 
