@@ -70,10 +70,11 @@ Python {python}, torch {torch}, transformers {transformers}:
   temperatures from {low} to {high}; its 64 likeliest next tokens are recorded at every position. The draft is trained
   on that pool, first by forward KL divergence, then by the probability that shared noise makes both pick the same
   token (`outrider.export.distill.trainer.losses.match_bound`), and ends with an exponential average of its weights.
-* Long distillation, on all lengths of row in every step, from the first distillation's weights with a rotary base of
-  {theta} in place of 10,000, so that 1,024 positions turn about as far as 256 did. Rows of {short_length} are as before.
-  Longer rows are mostly real passages of the training files, over which the target's distribution is recorded too, with
-  {written} tokens by the target at their end. `--from-pair` repeats this stage alone, from a stored pair.
+* Long distillation, on all lengths of row in every step, starts from the first distillation's weights, with a rotary
+  base of {theta} in place of 10,000: the slowest rotations at 1,024 positions are then about those of 256 before. Rows
+  of {short_length} are as before. Longer ones are mostly real passages of the training files, over which the target's
+  distribution is recorded too, with {written} tokens by the target at their end. `--from-pair` repeats this stage
+  alone, from a stored pair.
 {notes}
 * Seeds: data {data_seed}, target {target_seed}, draft {draft_seed}, distillation {distill_seed}, long {long_seed}.
 
