@@ -94,7 +94,8 @@ def tables(metrics: Record) -> str:
         )
     lines += ["", "| temperature | in chain | per position | tokens per pass | rejection |", "|---|---|---|---|---|"]
     for row in metrics["acceptance"]:
-        lines.append(f"| {_temperature(row)} | {_rates(row)} |")
+        rejection = "-" if row["temperature"] == 0.0 else f"{row['rejection']:.3f}"
+        lines.append(f"| {_temperature(row)} | {_rates(row)} | {rejection} |")
     return "\n".join(lines)
 
 
@@ -124,11 +125,7 @@ def _temperature(row: Record) -> str:
 
 
 def _rates(row: Record) -> str:
-    rejection = "-" if row["temperature"] == 0.0 else f"{row['rejection']:.3f}"
-    return (
-        f"{row['in_chain']:.3f} ± {row['error']:.3f} | {row['per_position']:.3f} | "
-        f"{row['tokens_per_pass']:.2f} | {rejection}"
-    )
+    return f"{row['in_chain']:.3f} ± {row['error']:.3f} | {row['per_position']:.3f} | {row['tokens_per_pass']:.2f}"
 
 
 def render(metrics: Record, training: Record) -> str:

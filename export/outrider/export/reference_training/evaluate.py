@@ -88,16 +88,15 @@ def by_context(
     target: PreTrainedModel, draft: PreTrainedModel, passages: Sequence[Sequence[int]]
 ) -> list[dict[str, object]]:
     """Acceptance after the last 100, 300, 600 and 900 tokens of every passage: the same places, more context."""
-    return [
-        {"context": length}
-        | asdict(
-            measure(
-                target, draft, [passage[-length:] for passage in passages], temperature, NEW_TOKENS, rows=ROWS_AT_ONCE
+    rows: list[dict[str, object]] = []
+    for temperature in CONTEXT_TEMPERATURES:
+        for length in CONTEXTS:
+            prompts = [passage[-length:] for passage in passages]
+            found = measure(target, draft, prompts, temperature, NEW_TOKENS, rows=ROWS_AT_ONCE, with_rejection=False)
+            rows.append(
+                {"context": length} | {name: value for name, value in asdict(found).items() if value is not None}
             )
-        )
-        for temperature in CONTEXT_TEMPERATURES
-        for length in CONTEXTS
-    ]
+    return rows
 
 
 def evaluate(target: Path, draft: Path, num_prompts: int = NUM_PROMPTS) -> dict[str, object]:
