@@ -20,14 +20,16 @@ import typer.main
 from rich.console import Console
 
 from outrider.edge.cli.demo_options import DemoOptions
-from outrider.edge.cli.demo_run import _rounded
+from outrider.edge.cli.demo_run import _rounded, _tree, run_demo
 from outrider.edge.cli.demo_screen import DemoScreen, short_round_trip_note
 from outrider.edge.cli.exporter import NPU_SHAPES, draft_kind
 from outrider.edge.devices.discovery import find_runtime
 from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.drafting.depth import Effort
 from outrider.edge.lab.comparison import ModeFigures, compare
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT, STREAM
 from outrider.edge.lab.time_budget import Pace, TimeBudget
+from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.results import GenerationResult, Mode, Source
 from outrider.export.cli import main as export_cli
 from outrider.export.make.pair import PairPaths
@@ -73,6 +75,8 @@ def test_the_demo_shows_one_text_in_every_mode_and_writes_its_figures(reference_
         assert figures["tokens_per_s"] > 0 and figures["ttft_ms"] > 4.0
     assert document["modes"]["cloud_only"]["passes_per_token"] == 1.0
     assert document["modes"]["stop_and_wait"]["passes_per_token"] < 1.0
+    assert document["modes"]["stop_and_wait"]["hits_per_token"] > 0.1
+    assert document["modes"]["cloud_only"]["hits_per_token"] == 0.0
     assert "stop-and-wait" in finished.stdout and "yes" in finished.stdout
 
 
@@ -142,6 +146,16 @@ def test_the_demo_says_at_once_what_is_missing(monkeypatch: pytest.MonkeyPatch, 
     assert not list(tmp_path.iterdir())
 
 
+def test_the_demos_tree_is_that_of_its_options() -> None:
+    """A wrong width is found before the export; the right one reaches the stream agent."""
+    options = DemoOptions(width="2", effort=Effort.LOW, draft_bytes=80.0, lookup=False)
+    tree = _tree(options)
+    assert (tree.tree.width, tree.effort, tree.bytes_per_token, tree.is_looked_up) == (2, Effort.LOW, 80.0, False)
+    assert _tree(DemoOptions()) == AgentOptions()
+    with pytest.raises(ConfigError, match="width is '9'; expected auto or a number, 1 to 8"):
+        run_demo(DemoOptions(width="9"), Console(quiet=True))
+
+
 def test_figures_that_cannot_be_written_are_refused_at_once(tmp_path: Path) -> None:
     """Not after minutes of measuring."""
     for place in (tmp_path, tmp_path / "missing" / "demo.json"):
@@ -176,7 +190,7 @@ def test_what_does_not_fit_into_the_time_is_left_out() -> None:
 def figures(**changes: Any) -> ModeFigures:
     """Figures as wide as they get."""
     values = ModeFigures(
-        *(1234.5, 12345.0, 1.0, 1.0, 0.7512, 12.34, 0.0812, 1234.0, 1234.0, 1.0, 1.0, 12.34, True, 0, 6, 384)
+        *(1234.5, 12345.0, 1.0, 1.0, 0.7512, 12.34, 0.0812, 1234.0, 1234.0, 1.0, 1.0, 0.9312, 12.34, True, 0, 6, 384)
     )
     return replace(values, **changes)
 
@@ -226,6 +240,7 @@ def test_the_demos_tables_keep_their_numbers_on_a_narrow_terminal(width: int) ->
     assert rows["speed-up"][1:] == ["1.00x", "-", "12.34x"]
     assert rows["tokens/s"][1:] == ["1234.5", "-", "1234.5"]
     assert rows["first token, ms"][-3:] == ["12345", "12345", "12345"]
+    assert rows["guessed"][1:] == ["-", "0.93", "0.93"]
     assert rows["same text"][-4:] == ["yes", "yes", "12", "not"]
     assert rows["stream"][1:] == ["12.34x"] * 4
 

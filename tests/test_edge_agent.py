@@ -318,7 +318,7 @@ def test_a_new_agent_sends_paths_to_an_old_server(width: int) -> None:
     class Old(CloudClient):
         """Reads what an old server would say."""
 
-        async def _events(self, *arguments: Any) -> Any:  # type: ignore[override]
+        async def _events(self, *arguments: Any) -> Any:
             async for event in super()._events(*arguments):
                 is_open = isinstance(event, SessionOpen)
                 yield event.model_copy(update={"protocol": 1}) if is_open else event

@@ -184,7 +184,8 @@ def test_an_always_wrong_draft_shows_within_ten_tokens(gaps: tuple[float, ...]) 
     estimates, guesses = Estimates(), scored(*gaps)
     for _ in range(10):
         belief = Belief(estimates.calibration.chance)
-        belief.tree.expand(*belief.tree.take_best(1, 0.0, 1), guesses)
+        belief.tree.take_best(1, 0.0, 1)
+        belief.tree.expand(belief.tree.root, guesses)
         estimates.on_commit(belief.on_commit(0, [99]), 40.0)
     assert estimates.acceptance < 0.15
     for gap in (0.1, 0.3, 0.7, 1.5, 3.0, 9.0):
@@ -210,7 +211,8 @@ def test_acceptance_is_that_of_the_first_guess_and_hits_count_all() -> None:
     estimates = Estimates()
     for _ in range(80):
         belief = Belief(estimates.calibration.chance)
-        belief.tree.expand(*belief.tree.take_best(1, 0.0, 1), scored(0.1, 0.1))
+        belief.tree.take_best(1, 0.0, 1)
+        belief.tree.expand(belief.tree.root, scored(0.1, 0.1))
         outcome = belief.on_commit(0, [1])
         estimates.on_commit(outcome, 40.0)
         assert [node.rank for node in outcome.hits] == [1] and not outcome.has_diverged

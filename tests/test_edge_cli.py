@@ -11,7 +11,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import pytest
+import typer.main
 from rich.console import Console
 from tests.serving import fake_tokenizer, serve_fake, target_tokens
 
@@ -20,15 +22,16 @@ from outrider.edge.cli.run import make_request
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import mode_numbers, result_as_json, summary_lines
 from outrider.edge.cli.terminal import TokenPrinter
-from outrider.edge.drafting.depth import CostModelDepth, FixedDepth, ThresholdDepth
-from outrider.edge.drafting.drafter import NgramDrafter
+from outrider.edge.drafting.belief import CommitOutcome
+from outrider.edge.drafting.depth import CostModelDepth, Effort, FixedDepth, ThresholdDepth
+from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.lab.comparison import measured_rate, why_no_rate
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.assemble import make_agent, make_depth
+from outrider.edge.modes.assemble import make_agent, make_depth, make_options
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
-from outrider.edge.modes.stream import StreamAgent
+from outrider.edge.modes.stream import AgentOptions, StreamAgent
 from outrider.edge.results import (
     ByteCounts,
     GenerationRequest,
@@ -42,6 +45,7 @@ from outrider.export.quiet import missing_extra as missing_export_extra
 from outrider.export.source.torch_source import load_source_model
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.extras import missing_extra
+from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
 
 
@@ -75,6 +79,9 @@ def test_help_needs_no_model_runtime() -> None:
         (["--draft", "nowhere"], "nowhere"),
         (["--draft", "nowhere", "--temperature", "nan"], "temperature is nan"),
         (["--draft", "nowhere", "--depth", "deep"], "expected auto, threshold or a number"),
+        (["--draft", "nowhere", "--width", "9"], "width is '9'; expected auto or a number, 1 to 8"),
+        (["--draft", "nowhere", "--width", "wide"], "expected auto or a number, 1 to 8"),
+        (["--draft", "nowhere", "--depth", "65"], "expected 0 to 64"),
         (["--draft", "nowhere", "--runtime", "ngram", "--draft-device", "cpu"], "no device runs it"),
         (["--draft", "nowhere", "--emulate-npu", "--draft-device", "cpu"], "leave one of them out"),
         (
@@ -162,6 +169,58 @@ def test_every_mode_makes_an_agent_and_ngrams_draft_without_a_model() -> None:
             result = asyncio.run(generate(mode, "3"))
             assert result.tokens == tuple(target_tokens(prompt, 30, params)) and result.mode is mode
             assert (result.num_drafted > 0) == (mode is not Mode.CLOUD_ONLY)
+            if mode is Mode.STOP_AND_WAIT:
+                assert result.num_sent == result.num_drafted and sum(result.hits.values()) == result.num_accepted
+
+
+def test_an_agent_drafts_as_its_options_say() -> None:
+    """A tree of four by default, with lookup beside a model; a path and stop-and-wait draft with the model alone."""
+    model = ModelDrafter(FakeSequenceRuntime())
+    endpoints = Endpoints([CloudClient("192.0.2.1:1")])
+
+    def made(draft: Drafter, options: AgentOptions | None = None, mode: Mode = Mode.STREAM) -> StreamAgent:
+        agent = make_agent(mode, endpoints, draft, "auto", options)
+        assert isinstance(agent, StreamAgent)
+        return agent
+
+    usual = made(model)
+    assert isinstance(usual.drafter, MixedDrafter) and usual.options == make_options() == AgentOptions()
+    assert (usual.options.tree.width, usual.options.bytes_per_token) == (4, 150.0)
+    assert made(model, make_options("1")).drafter is model
+    assert made(model, make_options("8", is_looked_up=False)).drafter is model
+    assert made(model, make_options("8")).options.tree.width == 8
+    lookup = NgramDrafter()
+    assert made(lookup).drafter is lookup
+    waiting = make_agent(Mode.STOP_AND_WAIT, endpoints, model)
+    assert isinstance(waiting, StopAndWaitAgent) and waiting.drafter is model
+    floors = []
+    for effort in Effort:
+        agent = made(model, make_options("auto", effort, 40.0))
+        assert agent.options.bytes_per_token == 40.0
+        agent.estimates.on_open(10.0, 10.0, 0.1)
+        for _ in range(40):
+            agent.estimates.on_drafted(5.0, 1)
+        agent.depth.observe(CommitOutcome((1,)))
+        floors.append(agent.depth.plan().floor)
+    assert floors == sorted(floors, reverse=True) and len(set(floors)) == 3  # low, normal, high
+    for wrong in ("0", "9", "wide", "2.5", "-1", "²"):
+        with pytest.raises(ConfigError, match="expected auto or a number, 1 to 8"):
+            make_options(wrong)
+
+
+@pytest.mark.parametrize("command", ["run", "demo"])
+def test_the_options_of_the_tree_are_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same words for both commands, and the defaults."""
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, click.Group)
+    context = group.commands[command].make_context(command, [] if command == "demo" else ["text"])
+    assert (context.params["width"], context.params["lookup"]) == ("auto", True)
+    assert (context.params["effort"], context.params["draft_bytes"]) == ("normal", 150.0)
+    explained = {each.opts[0]: getattr(each, "help", "") for each in group.commands[command].params}
+    assert explained["--width"] == "Guesses per token: auto, or 1 to 8; 1 drafts a single path."
+    assert explained["--effort"] == "How much the device drafts; low saves energy."
+    assert explained["--lookup"] == "Also copy earlier passages of the text."
+    assert explained["--draft-bytes"] == "Bytes of drafts sent per token of the text, at most."
 
 
 LONG = GenerationResult(
@@ -215,7 +274,21 @@ def test_the_summary_says_what_happened() -> None:
     text = "\n".join(summary_lines(RESULT))
     for part in ("67 % of drafted tokens accepted", "2.00 tokens per target pass", "100 up, 50 down", "resumed 1 time"):
         assert part in text
+    assert "drafted" not in "\n".join(summary_lines(replace(RESULT, mode=Mode.CLOUD_ONLY)))
     assert "18.8 tokens/s" in "\n".join(summary_lines(LONG))
+
+
+def test_hits_are_shown_by_rank() -> None:
+    """Positions drafted, guesses sent and verified; which guess was the target's pick."""
+    result = replace(LONG, num_drafted=90, num_sent=210, num_proposed=80, hits={0: 54, 1: 9, 2: 2, 5: 1, 8: 2})
+    assert summary_lines(result)[2] == (
+        "drafted 90 positions, sent 210 guesses, 80 verified; hits: 54 first guess, 9 second, 3 third or later, "
+        "2 looked up"
+    )
+    assert "verified; hits: none" in summary_lines(replace(LONG, num_drafted=3))[2]
+    document = result_as_json(result, "")
+    assert (document["num_drafted"], document["num_sent"], document["num_proposed"]) == (90, 210, 80)
+    assert document["hits"] == {"0": 54, "1": 9, "2": 2, "5": 1, "lookup": 2}
 
 
 @pytest.mark.parametrize(

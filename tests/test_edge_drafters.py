@@ -158,6 +158,18 @@ def test_a_draft_has_no_guess_after_a_token_that_it_does_not_have() -> None:
         assert drafter.guess([[]], 2) == [[]]
 
 
+@pytest.mark.parametrize("make", [Unbranched, lambda: branched(8)], ids=["one sequence", "branches"])
+def test_a_text_beyond_the_longest_sequence_has_no_guess(make: Callable[[], SequenceRuntime]) -> None:
+    """The runtime is not asked: it would raise."""
+    drafter = ModelDrafter(make())
+    drafter.begin([1] * 63, SAMPLED)
+    assert [bool(guesses) for guesses in drafter.guess([[], [2]], 4)] == [True, False]
+    drafter.extend([1] * 40)
+    assert drafter.guess([[], [2]], 4) == [[], []]
+    drafter.begin([1] * 200, SAMPLED)
+    assert drafter.guess([[]], 4) == [[]]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_padding_of_the_drafts_embedding_is_never_proposed(temperature: float) -> None:
     """Draft and target may be padded differently: the target may not have an id that no tokenizer knows."""

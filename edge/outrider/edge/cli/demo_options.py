@@ -9,8 +9,10 @@ from typing import Annotated
 
 import typer
 
-from outrider.edge.cli.draft_flags import DraftDevice, EmulateNpu, Runtime
+from outrider.edge.cli.draft_flags import DraftBytes, DraftDevice, EmulateNpu, HowMuch, Lookup, Runtime, Width
 from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.drafting.depth import Effort
+from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.models.errors import ConfigError
 from outrider.models.reference_export import WIDENED_MB
 from outrider.models.sampling import SamplingParams
@@ -41,6 +43,10 @@ class DemoOptions:
     draft_device: DraftDevice = None
     runtime: Runtime = None
     emulate_npu: EmulateNpu = False
+    width: Width = "auto"
+    effort: HowMuch = Effort.NORMAL
+    draft_bytes: DraftBytes = BYTES_PER_TOKEN
+    lookup: Lookup = True
     choice: DraftChoice = field(init=False)
     params: SamplingParams = field(init=False)
 

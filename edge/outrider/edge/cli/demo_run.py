@@ -17,6 +17,8 @@ from outrider.edge.lab.child_process import EndingOnSignals
 from outrider.edge.lab.comparison import ModeFigures, compare
 from outrider.edge.lab.laboratory import CLOUD_ONLY, STREAM, Lab, connected, interleave, open_lab, three_modes
 from outrider.edge.lab.time_budget import Pace, TimeBudget
+from outrider.edge.modes.assemble import make_options
+from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.machine_load import MachineLoad
 from outrider.reference import load_prompts
@@ -43,7 +45,8 @@ class Measured:
 
 def run_demo(options: DemoOptions, console: Console) -> None:
     """Runs the demo. Raises OutriderError; however it ends, no process is left behind."""
-    require_asked_device(options.choice)  # before minutes go into an export for it
+    make_options(options.width)  # wrong options are found before minutes go into an export
+    require_asked_device(options.choice)
     screen = DemoScreen(console)
     screen.show_intro(options)
     with EndingOnSignals() as signals:
@@ -74,18 +77,18 @@ async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen) -> Measur
     budget, load = TimeBudget(options.max_seconds), MachineLoad()
     with load:
         async with connected(lab.url, lab.cores, rtt_ms) as endpoints:
-            agent = (await three_modes(endpoints, lab.drafter))[STREAM]
+            agent = (await three_modes(endpoints, lab.drafter, _tree(options)))[STREAM]
             # Shown, not counted: it also warms everything up.
             with screen.streaming(prompts[0], lab.tokenizer, requests[0].prompt) as on_tokens:
                 await agent.generate(requests[0], on_tokens)
         pace = Pace(budget.part(MAIN_SHARE) if has_sweep else budget)
-        figures = await _compare_at(lab, rtt_ms, requests, screen, pace)
+        figures = await _compare_at(options, lab, rtt_ms, requests, screen, pace)
         measured = Measured(figures)
         if (num_texts := figures[CLOUD_ONLY].num_texts) < len(requests):
             measured.left_out.append(f"{len(requests) - num_texts} of {len(requests)} texts")
         screen.show_figures(figures, rtt_ms)
         if has_sweep:
-            await _sweep(lab, requests[:NUM_OTHER], screen, measured, budget, pace.longest_s)
+            await _sweep(options, lab, requests[:NUM_OTHER], screen, measured, budget, pace.longest_s)
             measured.sweep[rtt_ms] = figures
     measured.load = load.warning()
     if has_sweep:
@@ -94,7 +97,12 @@ async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen) -> Measur
     return measured
 
 
+def _tree(options: DemoOptions) -> AgentOptions:
+    return make_options(options.width, options.effort, options.draft_bytes, options.lookup)
+
+
 async def _sweep(
+    options: DemoOptions,
     lab: Lab,
     requests: Sequence[GenerationRequest],
     screen: DemoScreen,
@@ -107,7 +115,7 @@ async def _sweep(
     for index, rtt_ms in enumerate(OTHER_RTTS_MS):
         pace = Pace(budget.part(1 / (len(OTHER_RTTS_MS) - index)), expected_s)
         if pace.has_time():
-            measured.sweep[rtt_ms] = await _compare_at(lab, rtt_ms, requests, screen, pace)
+            measured.sweep[rtt_ms] = await _compare_at(options, lab, rtt_ms, requests, screen, pace)
         else:
             skipped.append(f"{rtt_ms:g} ms")
     if skipped:
@@ -115,10 +123,15 @@ async def _sweep(
 
 
 async def _compare_at(
-    lab: Lab, rtt_ms: float, requests: Sequence[GenerationRequest], screen: DemoScreen, pace: Pace
+    options: DemoOptions,
+    lab: Lab,
+    rtt_ms: float,
+    requests: Sequence[GenerationRequest],
+    screen: DemoScreen,
+    pace: Pace,
 ) -> dict[str, ModeFigures]:
     async with connected(lab.url, lab.cores, rtt_ms) as endpoints:
-        modes = await three_modes(endpoints, lab.drafter)
+        modes = await three_modes(endpoints, lab.drafter, _tree(options))
         for mode in modes.values():  # connections, and the estimates that an agent keeps from text to text
             await mode.generate(replace(requests[0], max_tokens=min(8, requests[0].max_tokens)))
         with screen.counting(f"round trip {rtt_ms:g} ms", len(modes) * len(requests)) as count:

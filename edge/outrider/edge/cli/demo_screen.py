@@ -124,7 +124,7 @@ class DemoScreen:
         """Explains the figures and their limits."""
         self._console.print(
             "tokens/s leaves out the prompt. Bytes are of bodies, prompt included. Acceptance: accepted / tested "
-            "drafted tokens.",
+            "drafted tokens. Guessed: tokens of the text that the device had guessed, first or not.",
             style="dim",
             highlight=False,
         )
@@ -174,6 +174,7 @@ ROWS: Final[dict[str, Callable[[str, ModeFigures], str]]] = {
     "tokens/s": lambda mode, f: _number(f.tokens_per_s, 1),
     "first token, ms": lambda mode, f: _number(f.ttft_ms, 0),
     "acceptance": lambda mode, f: "-" if mode == CLOUD_ONLY else f"{f.acceptance_rate:.2f}",
+    "guessed": lambda mode, f: "-" if mode == CLOUD_ONLY else f"{f.hits_per_token:.2f}",
     "tokens per pass": lambda mode, f: f"{f.tokens_per_pass:.2f}",
     "passes per token": lambda mode, f: f"{f.passes_per_token:.2f}",
     "bytes up per token": lambda mode, f: f"{f.bytes_up_per_token:.0f}",

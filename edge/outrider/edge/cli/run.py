@@ -20,7 +20,15 @@ from outrider.edge.cli.undrafted import why_undrafted
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.client import ClientOptions, CloudClient, verifier_url
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.assemble import Agent, OpenDraft, make_agent, make_depth, open_draft_bundle, open_drafter
+from outrider.edge.modes.assemble import (
+    Agent,
+    OpenDraft,
+    make_agent,
+    make_depth,
+    make_options,
+    open_draft_bundle,
+    open_drafter,
+)
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.command_line import print_line
 from outrider.models.detokenizer import StreamingDetokenizer
@@ -46,6 +54,7 @@ class Ran:
 def run_once(options: RunOptions, out: Console, about: Console) -> None:
     """Generates a text, shows it and its statistics; raises OutriderError. out: the text. about: everything else."""
     make_depth(options.depth, Estimates())  # a wrong option is found before a model is loaded
+    make_options(options.width)
     for url in options.cloud:
         verifier_url(url)
     if options.draft == REFERENCE and not options.prompt:
@@ -118,7 +127,9 @@ async def _generate(
         clients = [await stack.enter_async_context(CloudClient(url, client_options)) for url in options.cloud]
         endpoints = Endpoints(clients, on_trouble=warn)
         await endpoints.compare_targets()
-        agent = make_agent(options.mode, endpoints, draft.drafter if draft is not None else None, options.depth)
+        drafter = draft.drafter if draft is not None else None
+        tree = make_options(options.width, options.effort, options.draft_bytes, options.lookup)
+        agent = make_agent(options.mode, endpoints, drafter, options.depth, tree)
         result = await agent.generate(request, printer)
         if printer is not None:
             printer.finish()

@@ -8,8 +8,10 @@ from typing import Annotated
 
 import typer
 
-from outrider.edge.cli.draft_flags import DraftDevice, EmulateNpu, Provider, Runtime
+from outrider.edge.cli.draft_flags import DraftBytes, DraftDevice, EmulateNpu, HowMuch, Lookup, Provider, Runtime, Width
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
+from outrider.edge.drafting.depth import Effort
+from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.results import Mode
 from outrider.models.errors import ConfigError
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
@@ -37,7 +39,11 @@ class RunOptions:
     runtime: Runtime = None
     emulate_npu: EmulateNpu = False
     provider: Provider = None
-    depth: Annotated[str, typer.Option(help="How far to draft ahead: auto, threshold or a number, 0 to 32.")] = "auto"
+    depth: Annotated[str, typer.Option(help="How far to draft ahead: auto, threshold or a number, 0 to 64.")] = "auto"
+    width: Width = "auto"
+    effort: HowMuch = Effort.NORMAL
+    draft_bytes: DraftBytes = BYTES_PER_TOKEN
+    lookup: Lookup = True
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest text, in tokens.")] = 128
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8
     top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 0

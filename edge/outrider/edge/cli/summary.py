@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from outrider.edge.devices.placement import Placement
+from outrider.edge.drafting.calibration import LOOKUP_RANK
 from outrider.edge.lab.comparison import measured_rate, why_no_rate
 from outrider.edge.results import GenerationResult, Mode
 
@@ -42,6 +44,9 @@ def result_as_json(result: GenerationResult, text: str) -> dict[str, object]:
         "num_sessions": result.num_sessions,
         "num_posts": result.num_posts,
         "num_drafted": result.num_drafted,
+        "num_sent": result.num_sent,
+        "num_proposed": result.num_proposed,
+        "hits": {"lookup" if rank == LOOKUP_RANK else str(rank): num for rank, num in sorted(result.hits.items())},
         "waited_ms": _number(result.waited_ms),
         "draft_error": result.draft_error,
         "depths": [list(change) for change in result.depths],
@@ -49,7 +54,7 @@ def result_as_json(result: GenerationResult, text: str) -> dict[str, object]:
 
 
 def summary_lines(result: GenerationResult) -> list[str]:
-    """Two lines for a terminal, and one for each thing that went wrong."""
+    """Two lines for a terminal, one of what was drafted, and one for each thing that went wrong."""
     num_tokens = max(1, len(result.tokens))
     first = (
         f"{result.mode.value}: {len(result.tokens)} tokens ({result.finish_reason}), {_speed(result)}, first token "
@@ -62,12 +67,30 @@ def summary_lines(result: GenerationResult) -> list[str]:
         f"bytes per token: {result.bytes_up_per_token:.0f} up, {result.bytes_down_per_token:.0f} down; "
         f"headers {result.wire.headers_up / num_tokens:.0f} up, {result.wire.headers_down / num_tokens:.0f} down",
     ]
+    if result.num_drafted:
+        lines.append(
+            f"drafted {result.num_drafted} positions, sent {result.num_sent} guesses, {result.num_proposed} verified; "
+            f"{hits_words(result.hits)}"
+        )
     if result.num_sessions > 1:
         times = result.num_sessions - 1
         lines.append(f"the connection was lost and resumed {times} time{'s' if times > 1 else ''}")
     if result.draft_error is not None:
         lines.append(f"drafting ended early: {result.draft_error}")
     return lines
+
+
+def hits_words(hits: Mapping[int, int]) -> str:
+    """Tokens of the text that had been guessed, by the rank of the guess."""
+    model = {rank: num for rank, num in hits.items() if rank != LOOKUP_RANK}
+    later = sum(num for rank, num in model.items() if rank > 1)
+    parts = (
+        (model.get(0, 0), "first guess"),
+        (model.get(1, 0), "second"),
+        (later, "third or later"),
+        (hits.get(LOOKUP_RANK, 0), "looked up"),
+    )
+    return "hits: " + (", ".join(f"{num} {name}" for num, name in parts if num) or "none")
 
 
 def _speed(result: GenerationResult) -> str:

@@ -110,7 +110,7 @@ class ModelDrafter:
         if max(self._text[self._agree() :], default=0) >= self._runtime.limits.vocab_size:
             return found
         able = [index for index, branch in enumerate(branches) if self._can_run(branch)]
-        if self._branching is not None and width > 1:
+        if self._branching is not None and width > 1 and able:
             able = self._run_together(self._branching, branches, able, found, width)
         for index in able:
             found[index] = self._best(self._run(branches[index]), len(branches[index]), width)

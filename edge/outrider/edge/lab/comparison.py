@@ -43,6 +43,7 @@ class ModeFigures:
     itl_ms_p50, itl_ms_p95: inter-token latency; tokens that arrive together are 0 apart.
     acceptance_rate: accepted / tested drafted tokens; 0 if none was tested. tokens_per_pass and passes_per_token:
     of the target. bytes_*: bodies, the prompt included; header_bytes_*: HTTP's own.
+    hits_per_token: share of the tokens that the device had guessed, as any of its guesses.
     speed_up: median over the texts of tokens_per_s over that of the baseline; NaN likewise.
     identical: every text equals the baseline's; num_different counts those that do not.
     """
@@ -58,6 +59,7 @@ class ModeFigures:
     bytes_down_per_token: float
     header_bytes_up_per_token: float
     header_bytes_down_per_token: float
+    hits_per_token: float
     speed_up: float
     identical: bool
     num_different: int
@@ -89,6 +91,7 @@ def _figures(texts: Sequence[GenerationResult], baseline: Sequence[GenerationRes
         bytes_down_per_token=wire.body_down / max(1, num_tokens),
         header_bytes_up_per_token=wire.headers_up / max(1, num_tokens),
         header_bytes_down_per_token=wire.headers_down / max(1, num_tokens),
+        hits_per_token=sum(sum(text.hits.values()) for text in texts) / max(1, num_tokens),
         speed_up=median_of(_rate(text) / _rate(base) for text, base in pairs),
         identical=num_different == 0,
         num_different=num_different,

@@ -20,8 +20,9 @@ from outrider.edge.lab.child_process import child_process
 from outrider.edge.lab.cores import CorePlan, Cores, plan_cores, running_on
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.assemble import Agent, make_agent, open_draft_bundle, open_drafter
+from outrider.edge.modes.assemble import Agent, make_agent, make_options, open_draft_bundle, open_drafter
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
+from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.bundle import Bundle
 from outrider.models.tokenizer import Tokenizer, require_same_tokenizer
@@ -29,6 +30,8 @@ from outrider.models.tokenizer import Tokenizer, require_same_tokenizer
 CLOUD_ONLY = "cloud_only"
 STOP_AND_WAIT = "stop_and_wait"
 STREAM = "stream"
+PATH = "path"
+"""Stream mode with one guess per token: the plain twin of a tree."""
 
 ALIKE = ("--no-share-prefixes",)
 """Options of a cloud whose modes are compared by time: else the first to run a prompt computes it for the others."""
@@ -113,8 +116,13 @@ async def connected(url: str, cores: CorePlan, rtt_ms: float = 0.0) -> AsyncIter
             yield Endpoints([client])
 
 
-async def three_modes(endpoints: Endpoints, drafter: Drafter) -> dict[str, Agent]:
-    """Cloud-only, stop-and-wait and stream, each with estimates of its own."""
+def path_agent(endpoints: Endpoints, drafter: Drafter) -> Agent:
+    """The agent of mode `PATH`."""
+    return make_agent(Mode.STREAM, endpoints, drafter, options=make_options("1"))
+
+
+async def three_modes(endpoints: Endpoints, drafter: Drafter, options: AgentOptions | None = None) -> dict[str, Agent]:
+    """Cloud-only, stop-and-wait and stream, each with estimates of its own. options: of the stream agent."""
     waiting = Estimates()
     ready = await endpoints.call(lambda client: client.ready())
     # /v1/verify does not report the step time, and a guess at it would make the twin choose its blocks badly.
@@ -122,7 +130,7 @@ async def three_modes(endpoints: Endpoints, drafter: Drafter) -> dict[str, Agent
     return {
         CLOUD_ONLY: make_agent(Mode.CLOUD_ONLY, endpoints, None),
         STOP_AND_WAIT: StopAndWaitAgent(endpoints, drafter, CostModelDepth(waiting), waiting),
-        STREAM: make_agent(Mode.STREAM, endpoints, drafter),
+        STREAM: make_agent(Mode.STREAM, endpoints, drafter, options=options),
     }
 
 

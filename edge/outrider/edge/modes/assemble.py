@@ -7,9 +7,20 @@ from pathlib import Path
 from typing import Protocol
 
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, Placement, opened_as, place_draft
-from outrider.edge.drafting.depth import MAX_DEPTH, CostModelDepth, DepthController, FixedDepth, ThresholdDepth
-from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
+from outrider.edge.drafting.calibration import MAX_WIDTH
+from outrider.edge.drafting.depth import (
+    MAX_DEPTH,
+    CostModelDepth,
+    CostModelOptions,
+    DepthController,
+    Effort,
+    FixedDepth,
+    ThresholdDepth,
+)
+from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.price import BYTES_PER_TOKEN
+from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import AgentOptions, StreamAgent
@@ -29,15 +40,29 @@ class Agent(Protocol):
         ...
 
 
-def make_depth(name: str, estimates: Estimates) -> DepthController:
+def make_depth(name: str, estimates: Estimates, effort: Effort = Effort.NORMAL) -> DepthController:
     """ "auto" (the cost model), "threshold", or a number of tokens, 0 to 64. Raises ConfigError for anything else."""
     if name == "auto":
-        return CostModelDepth(estimates)
+        return CostModelDepth(estimates, CostModelOptions(effort=effort))
     if name == "threshold":
         return ThresholdDepth()
     if name.isdecimal():
         return FixedDepth(int(name))
     raise ConfigError(f"depth is {name!r}; expected auto, threshold or a number, 0 to {MAX_DEPTH}")
+
+
+def make_options(
+    width: str = "auto",
+    effort: Effort = Effort.NORMAL,
+    bytes_per_token: float = BYTES_PER_TOKEN,
+    is_looked_up: bool = True,
+) -> AgentOptions:
+    """Options of a stream agent. width: "auto", or guesses per token, 1 to 8. Raises ConfigError for anything else."""
+    is_number = width.isascii() and width.isdecimal() and 1 <= int(width) <= MAX_WIDTH
+    if width != "auto" and not is_number:
+        raise ConfigError(f"width is {width!r}; expected auto or a number, 1 to {MAX_WIDTH}")
+    limits = TreeLimits() if width == "auto" else TreeLimits(width=int(width))
+    return AgentOptions(limits, bytes_per_token, effort=effort, is_looked_up=is_looked_up)
 
 
 def make_agent(
@@ -47,13 +72,18 @@ def make_agent(
     depth: str = "auto",
     options: AgentOptions | None = None,
 ) -> Agent:
-    """An agent with estimates of its own, which it keeps from one text to the next."""
-    estimates = Estimates()
+    """An agent with estimates of its own, which it keeps from one text to the next.
+
+    Stop-and-wait sends paths, so of the options only the effort concerns it.
+    """
+    estimates, options = Estimates(), options or AgentOptions()
     if mode is Mode.CLOUD_ONLY or drafter is None:
         return StreamAgent(endpoints)
     if mode is Mode.STOP_AND_WAIT:
-        return StopAndWaitAgent(endpoints, drafter, make_depth(depth, estimates), estimates)
-    return StreamAgent(endpoints, drafter, make_depth(depth, estimates), estimates, options)
+        return StopAndWaitAgent(endpoints, drafter, make_depth(depth, estimates, options.effort), estimates)
+    if options.is_looked_up and options.tree.width > 1 and isinstance(drafter, ModelDrafter):
+        drafter = MixedDrafter(drafter)
+    return StreamAgent(endpoints, drafter, make_depth(depth, estimates, options.effort), estimates, options)
 
 
 def open_draft_bundle(path: str | Path) -> Bundle:

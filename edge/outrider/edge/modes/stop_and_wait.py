@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -43,11 +44,13 @@ class StopAndWaitAgent:
         recorder = Recorder(Mode.STOP_AND_WAIT, on_tokens, self.clock)
         wire_before = self.endpoints.wire
         belief, text, prefix_hash, reason = Belief(self.estimates.calibration.chance), TextOrigin(), None, None
+        hits: Counter[int] = Counter()
         if self.drafter is not None:
             await asyncio.to_thread(self.drafter.begin, request.prompt, request.params)
         while reason is None:
             block = await self._draft(request, belief)
             recorder.num_drafted += len(block)
+            recorder.num_sent += len(block)
             asked_at = self.clock()
             result = await self._verify(request, belief, [guess.token for guess in block], text, prefix_hash)
             self.estimates.on_posted(max(0.0, (self.clock() - asked_at) * 1e3 - self.estimates.step_ms))
@@ -56,6 +59,7 @@ class StopAndWaitAgent:
             # The server may run fewer drafted tokens than were sent: the rest is drafted again, not kept.
             belief.tree.clear()
             self.estimates.on_commit(outcome, None)
+            hits.update(node.rank for node in outcome.hits)
             self.depth.observe(outcome)
             if self.drafter is not None:
                 self.drafter.extend(outcome.tokens)
@@ -66,6 +70,7 @@ class StopAndWaitAgent:
             prefix_hash, reason = result.prefix_hash, result.finish_reason
             if reason is None and belief.num_known >= request.max_tokens:
                 reason = "length"
+        recorder.hits = dict(hits)
         return recorder.finish(reason, self.endpoints.wire - wire_before)
 
     async def _draft(self, request: GenerationRequest, belief: Belief) -> list[Guess]:

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from outrider.edge.drafting.ahead import DraftAhead
-from outrider.edge.drafting.depth import DepthController, FixedDepth
+from outrider.edge.drafting.depth import DepthController, Effort, FixedDepth
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.price import BYTES_PER_TOKEN, SendPrice
@@ -38,11 +38,17 @@ from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft, level_o
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """tree: what the device drafts. bytes_per_token: of draft messages, at most. max_posts: messages in flight."""
+    """What a device drafts and sends.
+
+    tree: its limits. bytes_per_token: of draft messages, at most. max_posts: messages in flight. For `make_agent` only:
+    effort: how much the cost model drafts. is_looked_up: a tree also has what followed the same tokens before.
+    """
 
     tree: TreeLimits = field(default_factory=TreeLimits)
     bytes_per_token: float = BYTES_PER_TOKEN
     max_posts: int = 8
+    effort: Effort = Effort.NORMAL
+    is_looked_up: bool = True
 
 
 class StreamAgent:
