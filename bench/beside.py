@@ -71,15 +71,18 @@ class Opener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RealPair:
-    """Two bundles, opened as the cloud and the agent open them, with one thread each."""
+    """Two bundles, opened as the cloud and the agent open them, with one thread each. is_batch_invariant: as the
+    cloud's runtime, which gives it up to verify trees.
+    """
 
     target: Path
     draft: Path
+    is_batch_invariant: bool = True
 
     def __call__(self) -> tuple[BatchRuntime, SequenceRuntime, int]:
         """Loads both."""
         target, draft = Bundle.open(self.target), open_draft_bundle(self.draft)
-        options = RuntimeOptions(num_threads=1)
+        options = RuntimeOptions(num_threads=1, is_batch_invariant=self.is_batch_invariant)
         manifest = draft.manifest
         device = place_draft(manifest, AS_BUNDLED).open_on
         return (

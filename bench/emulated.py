@@ -26,6 +26,7 @@ from rich.table import Table
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread
+from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.server.serve import READY_PREFIX
 from outrider.cloud.server.serving import VerifierServer, open_socket, url_of
 from outrider.edge.lab.child_process import child_process
@@ -249,7 +250,7 @@ def fit_table(measured: Ranks, emulated: Ranks, title: str) -> Table:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    config = EngineConfig(looks_up=options.lookup)
+    config = EngineConfig(looks_up=options.lookup, form=TreeForm(options.form))
     engine = Engine(
         EmulatedTarget(Emulation(options.step_ms, options.extra_ms, 0.0, temperature=options.temperature)), config
     )
@@ -269,6 +270,7 @@ def main() -> None:
     cli.add_argument("--step-ms", type=float, help="serves: time of a step")
     cli.add_argument("--extra-ms", type=float, default=0.0, help="of each token of a step after the first")
     cli.add_argument("--temperature", type=float, default=0.8, help="of the texts to come")
+    cli.add_argument("--form", choices=tuple(TreeForm), default=TreeForm.LINE, help="what a step verifies of a tree")
     cli.add_argument("--lookup", action="store_true", help="guess by prompt lookup, too")
     cli.add_argument("--data", type=Path, default=Path(__file__).parent / "data", help="what bench.ranks measured")
     options = cli.parse_args()

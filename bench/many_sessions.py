@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
+from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.seam import CommitEvent, Event, GenerateRequest
 from outrider.edge.drafting.belief import Belief
 from outrider.edge.drafting.calibration import Calibration
@@ -110,9 +111,10 @@ def run(
     num_calls: int,
     width: int,
     temperature: float,
+    form: TreeForm,
 ) -> tuple[Run, list[list[int]]]:
     """Generates `num_tokens` after each prompt; returns the figures and the texts."""
-    engine = Engine(target, EngineConfig(share_prefixes=False, policy=Policy.VERIFY))
+    engine = Engine(target, EngineConfig(share_prefixes=False, policy=Policy.VERIFY, form=form))
     engine.calibrate(max_tokens=32)
     devices: dict[int, Device] = {}
     fresh: set[int] = set()
@@ -157,6 +159,7 @@ def main(
     calls: Annotated[int, typer.Option(min=1, help="nodes that a device expands after each commit")] = 8,
     runs: Annotated[int, typer.Option(min=1, help="interleaved; medians are shown")] = 3,
     temperature: Annotated[float, typer.Option()] = 0.8,
+    form: Annotated[TreeForm, typer.Option(help="what a step verifies of a tree")] = TreeForm.LINE,
     core: Annotated[int, typer.Option(help="the core to run on")] = 0,
     json_path: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
@@ -175,7 +178,8 @@ def main(
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {core})
     if emulate is None:
-        target = open_batch_runtime("openvino", bundles[0].model_file, RuntimeOptions(num_threads=1))
+        loading = RuntimeOptions(num_threads=1, is_batch_invariant=form is not TreeForm.TREE)
+        target = open_batch_runtime("openvino", bundles[0].model_file, loading)
         draft = open_sequence_runtime("openvino", bundles[1].model_file, RuntimeOptions(num_threads=1))
     prompts = [tuple(tokenizer.encode(prompt.text)[:CONTEXT]) for prompt in load_prompts(sessions)]
     found: dict[str, list[Run]] = {name: [] for name in WIDTHS}
@@ -183,7 +187,7 @@ def main(
     for _ in range(runs):
         texts = {}
         for name, width in WIDTHS.items():
-            figures, texts[name] = run(target, draft, num_ids, prompts, tokens, calls, width, temperature)
+            figures, texts[name] = run(target, draft, num_ids, prompts, tokens, calls, width, temperature, form)
             found[name].append(figures)
         num_different += sum(a != b for a, b in zip(texts["path"], texts["tree"], strict=True))
     names = ("drafts", "tokens/s", "passes/token", "tokens/pass", "verified/token", "sent/token", "bytes/token")
@@ -198,7 +202,10 @@ def main(
     fewer = middle["tree"].passes / middle["path"].passes
     console.print(f"tree over path: {ratio:.3f}x tokens/s, {fewer:.3f}x passes; {num_different} texts differ")
     raw = {name: [asdict(each) for each in runs] for name, runs in found.items()}
-    write_json(json_path, {"sessions": sessions, "temperature": temperature, "runs": raw, "different": num_different})
+    write_json(
+        json_path,
+        {"sessions": sessions, "temperature": temperature, "form": form, "runs": raw, "different": num_different},
+    )
     if num_different:
         raise typer.Exit(1)
 

@@ -21,7 +21,8 @@ are 0.97 at 10 ms and 0.95 at 25 ms: reported, no bound.
 
 On a busy machine, `--emulate STEP_MS EXTRA_MS DRAFT_MS` measures the protocol alone: steps and drafts that take exactly
 these times without using the processor, with ranks and gaps like the reference pair's (`python -m bench.emulated`).
-`--nodes-per-call N --node-extra MS` emulates a draft that expands several nodes in one call.
+`--nodes-per-call N --node-extra MS` emulates a draft that expands several nodes in one call. `--form tree` has steps
+verify any part of a tree, here and in the simulation; the default is the likeliest path.
 """
 
 from __future__ import annotations
@@ -347,7 +348,6 @@ def main() -> int:
     add_options(cli)
     cli.add_argument("--rtt-ms", type=float, nargs="+", default=[0.0, 10.0, 25.0, 50.0, 100.0, 200.0])
     cli.add_argument("--runs", type=int, default=5)
-    cli.add_argument("--form", choices=tuple(Form), default=Form.LINE, help="the simulation's: what the verifier does")
     cli.add_argument("--leave-out", nargs="*", choices=OPTIONAL, default=[], help="what is not measured, to save time")
     cli.add_argument("--trace", action="store_true", help="show where each mode's time goes")
     cli.add_argument("--json", type=Path)
@@ -375,6 +375,7 @@ def main() -> int:
     for miss in missed:
         console.print(miss, style="red", highlight=False)
     told = {"widen_mb": options.widen, "emulated": options.emulate, "temperature": options.temperature}
+    told["form"] = options.form
     write_json(options.json, {**told, "misses": missed, **as_json(measured, comparisons)})
     return 1 if missed else 0
 

@@ -19,6 +19,7 @@ from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.errors import ConfigError
 from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer
+from outrider.models.tree_plan import Form
 from outrider.reference import load_prompts, target_dir
 
 NO_LOOKUP = "--no-lookup"
@@ -32,6 +33,7 @@ def add_options(cli: argparse.ArgumentParser) -> None:
     cli.add_argument("--emulate", type=float, nargs=3, metavar=names, help="no real pair: sleeps for these times")
     cli.add_argument("--nodes-per-call", type=int, default=1, help="nodes that an emulated draft call takes at most")
     cli.add_argument("--node-extra", type=float, default=0.0, metavar="MS", help="of each further node of such a call")
+    cli.add_argument("--form", choices=tuple(Form), default=Form.LINE, help="what a step verifies of a tree")
     cli.add_argument("--draft", type=Path, help="another draft bundle, such as a widened one")
     cli.add_argument("--prompts", type=int, default=3, help="texts of a run, the same in every run")
     cli.add_argument("--max-tokens", type=int, default=100)
@@ -51,10 +53,12 @@ def open_pair(options: argparse.Namespace, *, beside: bool = True, lookup: bool 
 def _emulated(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterator[Subject]:
     step_ms, extra_ms, draft_ms = options.emulate
     emulation = Emulation(step_ms, extra_ms, draft_ms, options.nodes_per_call, options.node_extra, options.temperature)
-    cores = plan_cores()
+    cores, form = plan_cores(), ["--form", str(options.form)]
     with ExitStack() as stack:
-        url = stack.enter_context(emulated_cloud(emulation, cores.cloud))
-        lookup_url = stack.enter_context(emulated_cloud(emulation, cores.cloud, ["--lookup"])) if lookup else None
+        url = stack.enter_context(emulated_cloud(emulation, cores.cloud, form))
+        lookup_url = (
+            stack.enter_context(emulated_cloud(emulation, cores.cloud, [*form, "--lookup"])) if lookup else None
+        )
         turns = stack.enter_context(open_beside(EmulatedPair(emulation), cores.cloud)) if beside else None
         stack.enter_context(running_on(cores.agent))
         yield Subject(url, cores, ModelDrafter(emulated_draft(emulation)), VOCAB_SIZE, turns, lookup_url)
@@ -64,12 +68,13 @@ def _emulated(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterat
 def _real(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterator[Subject]:
     pair = export_reference_pair(widen_mb=options.widen or None)
     draft = options.draft or pair.draft
-    cores = plan_cores()
+    cores, cloud_options = plan_cores(), (*ALIKE, "--tree", str(options.form))
     with ExitStack() as stack:
-        turns = stack.enter_context(open_beside(RealPair(pair.target, draft), cores.cloud)) if beside else None
-        other = cloud_process(pair.target, cores.cloud, ALIKE)
+        opener = RealPair(pair.target, draft, is_batch_invariant=options.form != Form.TREE)
+        turns = stack.enter_context(open_beside(opener, cores.cloud)) if beside else None
+        other = cloud_process(pair.target, cores.cloud, cloud_options)
         lookup_url = stack.enter_context(other) if lookup else None
-        lab = stack.enter_context(open_lab(pair.target, draft, cloud_options=(*ALIKE, NO_LOOKUP)))
+        lab = stack.enter_context(open_lab(pair.target, draft, cloud_options=(*cloud_options, NO_LOOKUP)))
         num_ids = lab.target.manifest.architecture.vocab_size
         yield Subject(lab.url, lab.cores, lab.drafter, num_ids, turns, lookup_url)
 
