@@ -1,10 +1,11 @@
 """Measures the server's CPU time per session and step: scheduling, verification, HTTP; the model is emulated.
 
-    python -m bench.server_overhead [--sessions 1 16 64 256] [--step-ms 30] [--json PATH]
+    python -m bench.server_overhead [--sessions 1 16 64 256] [--step-ms 30] [--siblings N] [--json PATH]
 
 The server runs as its own process. Its runtime sleeps a step's time and looks its picks up, so neither the model nor
 the picks take CPU time. Each session has a stream, and a connection on which it answers every commit with one post of
-right drafts, so a step commits several tokens per session. The client is another process with bare sockets; its CPU
+right drafts, so a step commits several tokens per session. With --siblings it posts trees in place of paths: the same
+path, and N wrong nodes beside each of its nodes. The client is another process with bare sockets; its CPU
 time does not count.
 
 Counted are the CPU seconds of the server's threads, less those inside the runtime, over the passes (one session's
@@ -49,6 +50,7 @@ from outrider.models.http.security import KeyRing
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
 from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer
+from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 from outrider.reference import target_dir
 
 VOCAB_SIZE: Final = 4096
@@ -161,20 +163,39 @@ def _draft_bodies() -> list[bytes]:
     return bodies
 
 
+def _tree_bodies(num_siblings: int) -> list[bytes]:
+    """For each last token, the nodes of a tree of the path that follows it: what comes after the numbers in a message.
+
+    A parent is named by its distance, so the bytes do not depend on the nodes' numbers.
+    """
+    width, bodies = 1 + num_siblings, []
+    for token in range(VOCAB_SIZE):
+        tokens, parents, levels = [], [], []
+        for depth in range(DRAFT_TOKENS):
+            token = SUCCESSOR[token]
+            tokens += [(token + sibling) % VOCAB_SIZE for sibling in range(width)]
+            parents += [(depth - 1) * width if depth else ROOT] * width
+            levels += [14, *[2] * num_siblings]
+        bodies.append(TreeDraft(0, 0, tokens, parents, levels).encode()[2:])
+    return bodies
+
+
 _PATHS_AFTER: Final = _draft_bodies()
 
 
-def _headers_of(index: int) -> bytes:
+def _headers_of(index: int, media_type: str = "application/json") -> bytes:
     """The headers of a session's requests; an owner has SESSIONS_PER_KEY sessions."""
     key = KEYS[index // SESSIONS_PER_KEY % len(KEYS)]
-    return f"Host: 127.0.0.1\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n".encode()
+    return f"Host: 127.0.0.1\r\nAuthorization: Bearer {key}\r\nContent-Type: {media_type}\r\n".encode()
 
 
 class Posts(asyncio.Protocol):
-    """The connection on which one session posts its drafts."""
+    """The connection on which one session posts its drafts. trees: as `_tree_bodies`; None: paths."""
 
-    def __init__(self, headers: bytes) -> None:
+    def __init__(self, headers: bytes, trees: Sequence[bytes] | None, num_nodes: int) -> None:
         self._headers = headers
+        self._trees = trees
+        self._num_nodes = num_nodes
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keeps the transport."""
@@ -184,7 +205,11 @@ class Posts(asyncio.Protocol):
 
     def post(self, session: bytes, base: int, last_token: int) -> None:
         """Sends the drafts after `last_token`."""
-        body = b'{"base":%d,"paths":%s}' % (base, _PATHS_AFTER[last_token])
+        if self._trees is not None:
+            numbers = TreeDraft(base, self.num_sent * self._num_nodes, (), (), ()).encode()
+            body = numbers + self._trees[last_token]
+        else:
+            body = b'{"base":%d,"paths":%s}' % (base, _PATHS_AFTER[last_token])
         self._transport.write(
             b"POST /v1/sessions/%s/drafts HTTP/1.1\r\n%sPrefer: return=minimal\r\nContent-Length: %d\r\n\r\n%s"
             % (session, self._headers, len(body), body)
@@ -278,14 +303,20 @@ class Counters:
         )
 
 
-async def _measure(url: str, num_sessions: int, num_steps: int, num_windows: int) -> list[Counters]:
-    """Opens the sessions; what each window of about `num_steps` steps took."""
+async def _measure(
+    url: str, num_sessions: int, num_steps: int, num_windows: int, num_siblings: int | None
+) -> list[Counters]:
+    """Opens the sessions; what each window of about `num_steps` steps took. num_siblings: in trees; None: paths."""
     loop = asyncio.get_running_loop()
+    trees = None if num_siblings is None else _tree_bodies(num_siblings)
+    num_nodes = DRAFT_TOKENS * (1 + (num_siblings or 0))
+    media_type = "application/json" if trees is None else TREE_MEDIA_TYPE
     host, port = url.removeprefix("http://").split(":")
     streams = []
     for index in range(num_sessions):
         headers = _headers_of(index)
-        _, posts = await loop.create_connection(partial(Posts, headers), host, int(port))
+        made = partial(Posts, _headers_of(index, media_type), trees, num_nodes)
+        _, posts = await loop.create_connection(made, host, int(port))
         prompt = [(index * 1009 + i * 31) % VOCAB_SIZE for i in range(48)]
         _, stream = await loop.create_connection(partial(Stream, posts, headers, prompt), host, int(port))
         streams.append(stream)
@@ -372,6 +403,7 @@ def main() -> None:
     cli.add_argument("--step-ms", type=float, default=30.0, help="time of an emulated step")
     cli.add_argument("--steps", type=int, default=100, help="steps of a window")
     cli.add_argument("--windows", type=int, default=5, help="windows; medians are shown")
+    cli.add_argument("--siblings", type=int, help="wrong nodes beside each node of a tree; left out: paths")
     cli.add_argument("--json", type=Path)
     cli.add_argument("--serve", type=float, help=argparse.SUPPRESS)
     options = cli.parse_args()
@@ -384,7 +416,8 @@ def main() -> None:
     rows = []
     for num_sessions in options.sessions:
         with _server(options.step_ms, num_sessions) as url:
-            windows = uvloop.run(_measure(url, num_sessions, options.steps, options.windows))
+            measured = _measure(url, num_sessions, options.steps, options.windows, options.siblings)
+            windows = uvloop.run(measured)
         row = Row.of(num_sessions, windows)
         rows.append(row)
         cells = (row.cpu_ms, row.engine_cpu_ms, row.loop_cpu_ms)
@@ -393,7 +426,11 @@ def main() -> None:
         table.add_row(str(row.sessions), *(f"{cell:.3f}" for cell in cells), *walls, *ratios)
     console = Console(width=110)
     console.print(table)
-    document: dict[str, Any] = {"step_ms": options.step_ms, "rows": [_as_dict(row) for row in rows]}
+    document: dict[str, Any] = {
+        "step_ms": options.step_ms,
+        "siblings": options.siblings,
+        "rows": [_as_dict(row) for row in rows],
+    }
     write_json(options.json, document)
     missed = [line for row in rows for line in row.missed()]
     for line in missed:
