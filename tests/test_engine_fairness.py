@@ -537,7 +537,7 @@ def test_under_policy_verify_the_likeliest_drafts_of_all_are_verified() -> None:
         drafts.trie.merge(range(8), prefer=True)
         drafts.acceptance.observe(range(8), range(8))
     chosen = drafting.choose(sessions, 12, StepSize(6, 0), 0.0)
-    assert [len(chosen[drafts]) for drafts in sessions] == [2] * 6
+    assert [len(chosen[drafts].tokens) for drafts in sessions] == [2] * 6
 
 
 def test_drafts_beside_a_prompt_are_priced_as_part_of_its_step() -> None:
