@@ -38,6 +38,7 @@ from bench.attacks.shapes import booleans
 from bench.attacks.sharing import held_prefixes, large_verify_calls, long_sessions, unequal_owners
 from bench.attacks.subject import NotMeasured, Subject
 from bench.attacks.terminal import escapes, huge_answers
+from bench.attacks.trees import large_trees, malformed_trees, orphan_flood, sure_wrong_trees
 from bench.attacks.waiting import late_drafts, long_hints
 from bench.report import write_json
 from rich.console import Console
@@ -66,6 +67,10 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (14, booleans),
     (15, escapes),
     (15, huge_answers),
+    (16, sure_wrong_trees),
+    (17, orphan_flood),
+    (18, large_trees),
+    (19, malformed_trees),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 

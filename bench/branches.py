@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -116,7 +117,7 @@ def main(
     json_path: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
 ) -> None:
     """Measures and prints."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 130)
     table = Table("draft", "runtime", "context", "ms: 8 by rollback", *(f"{n} a call" for n in WIDTHS), "gain of 8")
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as root:

@@ -212,7 +212,7 @@ def main(
     with tempfile.TemporaryDirectory() as root:
         source = Path(root) / "model"
         make_tiny_tokenizer(source)
-        make_tiny_model("qwen2", source, **SIZES)
+        make_tiny_model("qwen2", source, max_parameters=1 << 30, **SIZES)
         for kind, peer in PEERS.items():
             options = ExportOptions("draft", "int8", kind, num_threads=THREADS)
             bundle = export_model(source, Path(root) / kind, options)

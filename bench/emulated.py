@@ -1,7 +1,11 @@
-"""Emulates a target and a draft with exact times: they sleep for a given time, and speak the fake language.
+"""Emulates a target and a draft with exact times: they sleep for a given time, and speak a fake language.
 
 Measures the protocol alone, even on a busy machine: sleeping takes no processor and no memory bandwidth. The cloud is
-the real one, in its own process, over `FakeBatchRuntime`.
+the real one, in its own process, over `FakeBatchRuntime`. The draft's logits are the target's plus noise; how peaked
+the target is and how strong the noise is changes from token to token, so that the ranks of the target's picks among the
+draft's guesses, and the gaps between them, come close to those of the reference pair.
+
+    python -m bench.emulated      # prints ranks and gaps of the emulated pair beside the measured ones
 """
 
 from __future__ import annotations
@@ -10,63 +14,192 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 import numpy as np
-from bench.round_trips import Subject
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel
-from outrider.cloud.engine import Engine, EngineThread
+from outrider.cloud.engine import Engine, EngineConfig, EngineThread
+from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.server.serve import READY_PREFIX
 from outrider.cloud.server.serving import VerifierServer, open_socket, url_of
-from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.lab.child_process import child_process
-from outrider.edge.lab.cores import plan_cores, running_on
-from outrider.models.runtimes.base import SequenceSlice
-from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
+from outrider.edge.lab.cores import Cores
+from outrider.models.runtimes.base import ModelLimits, SequenceSlice
+from outrider.models.runtimes.fake import SHARPNESS, FakeBatchRuntime, FakeSequenceRuntime
+from outrider.models.sampling import SamplingParams, candidates, pick
 from outrider.models.tokenizer import Tokenizer
+from outrider.models.tree_ranks import EDGES, Picked, Ranks, bucket
 from outrider.reference import target_dir
 
-VOCAB_SIZE = 4096
-MAX_POSITIONS = 2048
+Logits = NDArray[np.float32]
+
+VOCAB_SIZE: Final = 4096
+MAX_POSITIONS: Final = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """How peaked the target is, and how noisy the draft.
+
+    At a context with standard normal variates x and y, the target's logits are the fake language's times
+    peak * exp(peak_spread * x), and the draft adds an unrelated fake language times
+    noise * exp(noise_spread * (together * x + sqrt(1 - together ** 2) * y)).
+    """
+
+    peak: float
+    peak_spread: float
+    noise: float
+    noise_spread: float
+    together: float
+
+    def peaks(self, rows: Logits) -> Logits:
+        """[R, V] of the fake language -> [R]: by how much the target's logits are larger."""
+        peaks: Logits = (self.peak * np.exp(self.peak_spread * _variates(rows)[0])).astype(np.float32)
+        return peaks
+
+    def noises(self, rows: Logits) -> Logits:
+        """[R, V] of the fake language -> [R]: how much of the unrelated one the draft adds."""
+        x, y = _variates(rows)
+        mixed = self.together * x + (1.0 - self.together**2) ** 0.5 * y
+        noises: Logits = (self.noise * np.exp(self.noise_spread * mixed)).astype(np.float32)
+        return noises
+
+
+# Fitted to bench/data/ranks_0.8.json and ranks_0.0.json by random search over shares of picks by rank, shares of gaps,
+# and acceptance by gap. No one fit suits both temperatures: the reference draft errs more in the tails.
+SAMPLED: Final = Language(0.899, 0.584, 0.195, 0.557, -0.666)
+GREEDY: Final = Language(1.252, 0.410, 0.154, 0.608, -0.580)
+
+_NOISE_LANGUAGE: Final = 1
+_GUESSES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Emulation:
+    """Times in ms. A step takes step + extra for each token after the first; a draft call takes draft, and node_extra
+    for each node after the first, of which it takes nodes_per_call at most. temperature: 0 speaks as GREEDY, else as
+    SAMPLED.
+    """
+
+    step: float
+    extra: float
+    draft: float
+    nodes_per_call: int = 1
+    node_extra: float = 0.0
+    temperature: float = 0.8
+
+    @property
+    def language(self) -> Language:
+        """The one that fits the temperature."""
+        return SAMPLED if self.temperature else GREEDY
 
 
 @contextmanager
-def open_emulated(step_ms: float, extra_ms: float, acceptance: float, draft_ms: float) -> Iterator[Subject]:
-    """A verifier whose step takes step_ms + extra_ms for each token after the first, and a draft that takes draft_ms
-    per token and is accepted with probability `acceptance`.
-    """
-    cores = plan_cores()
-    serve = ["-m", "bench.emulated", "--step-ms", str(step_ms), "--extra-ms", str(extra_ms)]
-    with child_process(serve, ready_prefix=READY_PREFIX, cores=cores.cloud) as url, running_on(cores.agent):
-        draft = _SlowSequence(draft_ms / 1e3, acceptance)
-        yield Subject(url, cores, ModelDrafter(draft), VOCAB_SIZE)
+def emulated_cloud(emulation: Emulation, cores: Cores, options: Sequence[str] = ()) -> Iterator[str]:
+    """Runs the verifier's process; gives its URL. options: more arguments of this module's command."""
+    serve = ["-m", "bench.emulated", "--step-ms", str(emulation.step), "--extra-ms", str(emulation.extra)]
+    serve += ["--temperature", str(emulation.temperature), *options]
+    with child_process(serve, ready_prefix=READY_PREFIX, cores=cores) as url:
+        yield url
 
 
-class _SlowSequence(FakeSequenceRuntime):
-    def __init__(self, call_s: float, acceptance: float) -> None:
-        super().__init__(vocab_size=VOCAB_SIZE, max_positions=MAX_POSITIONS, agreement=acceptance)
-        self._call_s = call_s
+class EmulatedTarget(FakeBatchRuntime):
+    """The target: a step takes exactly its time."""
 
-    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        due_s = time.perf_counter() + self._call_s
-        row = super().extend(tokens)
-        _sleep_until(due_s)
-        return row
+    def __init__(self, emulation: Emulation) -> None:
+        super().__init__(vocab_size=VOCAB_SIZE, max_positions=MAX_POSITIONS, num_blocks=4096)
+        self._language = emulation.language
+        self._step_s, self._extra_s = emulation.step / 1e3, emulation.extra / 1e3
 
-
-class _SlowBatch(FakeBatchRuntime):
-    def __init__(self, step_s: float, extra_s: float) -> None:
-        super().__init__(vocab_size=VOCAB_SIZE, max_positions=MAX_POSITIONS, num_blocks=1024)
-        self._step_s, self._extra_s = step_s, extra_s
-
-    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+    def forward(self, batch: Sequence[SequenceSlice]) -> Logits:
+        """One step."""
         num_extra = sum(len(item.tokens) for item in batch) - 1
         due_s = time.perf_counter() + self._step_s + self._extra_s * num_extra
         rows = super().forward(batch)
+        if rows.size:
+            rows *= self._language.peaks(rows)[:, None]
         _sleep_until(due_s)
         return rows
+
+
+class EmulatedDraft:
+    """The draft, a `SequenceRuntime`: a call takes exactly its time."""
+
+    def __init__(self, emulation: Emulation) -> None:
+        self._language = emulation.language
+        self._call_s = emulation.draft / 1e3
+        self._truth = FakeSequenceRuntime(vocab_size=VOCAB_SIZE, max_positions=MAX_POSITIONS)
+        self._noise = FakeSequenceRuntime(vocab_size=VOCAB_SIZE, max_positions=MAX_POSITIONS, seed=_NOISE_LANGUAGE)
+
+    @property
+    def limits(self) -> ModelLimits:
+        """As the target's."""
+        return self._truth.limits
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence."""
+        return self._truth.length
+
+    def extend(self, tokens: Sequence[int]) -> Logits:
+        """Appends tokens; returns the logits after the last one."""
+        due_s = time.perf_counter() + self._call_s
+        row = self._row_after(tokens)
+        _sleep_until(due_s)
+        return row
+
+    def truncate(self, length: int) -> None:
+        """Forgets everything from position `length` on."""
+        self._truth.truncate(length)
+        self._noise.truncate(length)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _row_after(self, tokens: Sequence[int]) -> Logits:
+        truth, noise = self._truth.extend(tokens), self._noise.extend(tokens)
+        noise *= self._language.noises(truth[None])[0]
+        truth *= self._language.peaks(truth[None])[0]
+        truth += noise
+        return truth
+
+
+class EmulatedBranches(EmulatedDraft):
+    """The draft, also a `BranchingRuntime`."""
+
+    def __init__(self, emulation: Emulation) -> None:
+        super().__init__(emulation)
+        self.max_branches = emulation.nodes_per_call
+        self._node_s = emulation.node_extra / 1e3
+
+    def extend_branches(self, branches: Sequence[Sequence[int]]) -> Logits:
+        """Logits after each branch, [B, vocab_size]."""
+        due_s = time.perf_counter() + self._call_s + self._node_s * (len(branches) - 1)
+        length, rows = self.length, list[Logits]()
+        for branch in branches:
+            rows.append(self._row_after(branch))
+            self.truncate(length)
+        _sleep_until(due_s)
+        return np.stack(rows)
+
+
+def emulated_draft(emulation: Emulation) -> EmulatedDraft:
+    """The draft that takes as many nodes a call as `emulation` says."""
+    return EmulatedBranches(emulation) if emulation.nodes_per_call > 1 else EmulatedDraft(emulation)
+
+
+def _variates(rows: Logits) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Two standard normal variates for each row of the fake language, from two of its logits (Box and Muller 1958)."""
+    first, second = rows[:, -1].astype(np.float64) / SHARPNESS, rows[:, -2].astype(np.float64) / SHARPNESS
+    radius, angle = np.sqrt(2.0 * first), 2.0 * np.pi * np.exp(-second)
+    return radius * np.cos(angle), radius * np.sin(angle)
 
 
 def _sleep_until(due_s: float) -> None:
@@ -74,13 +207,53 @@ def _sleep_until(due_s: float) -> None:
         time.sleep(wait_s)
 
 
-def main() -> None:
-    """The cloud's process."""
-    cli = argparse.ArgumentParser()
-    cli.add_argument("--step-ms", type=float, required=True)
-    cli.add_argument("--extra-ms", type=float, required=True)
-    options = cli.parse_args()
-    engine = Engine(_SlowBatch(options.step_ms / 1e3, options.extra_ms / 1e3))
+# -- the fit -----------------------------------------------------------------------------------------------------------
+
+
+def emulated_ranks(temperature: float, num_texts: int = 12, num_tokens: int = 200) -> Ranks:
+    """Ranks of the emulated target's picks among the emulated draft's guesses, along the target's own texts."""
+    emulation = Emulation(0.0, 0.0, 0.0, temperature=temperature)
+    target, draft = EmulatedTarget(emulation), EmulatedDraft(emulation)
+    blocks = list(range(MAX_POSITIONS // target.block_size))
+    texts = []
+    for seed in range(num_texts):
+        params = SamplingParams(temperature=temperature, seed=seed)
+        draft.truncate(0)
+        token, picked = seed, []
+        for position in range(num_tokens):
+            guesses = candidates(draft.extend([token]), params, position + 1, _GUESSES)
+            rows = target.forward([SequenceSlice([token], position, blocks, 1)])
+            token = pick(rows[0], params, position + 1)
+            picked.append(Picked.among(guesses, token))
+        texts.append(tuple(picked))
+    return Ranks(tuple(texts))
+
+
+def fit_table(measured: Ranks, emulated: Ranks, title: str) -> Table:
+    """Shares of picks by rank, shares of gaps and acceptance by gap, the pair's and the emulated pair's."""
+    table = Table(title=title, title_justify="left", box=None)
+    for name in ("", "measured", "emulated"):
+        table.add_column(name, justify="right")
+    for width in (1, 2, 4, 8):
+        table.add_row(f"pick among the best {width}", *(f"{ranks.hits(width):.3f}" for ranks in (measured, emulated)))
+    for place, (low, high) in enumerate(zip((0.0, *EDGES), (*EDGES, float("inf")), strict=True)):
+        cells = []
+        for ranks in (measured, emulated):
+            inside = [token for token in ranks.picked if bucket(token.gap(0)) == place]
+            accepted = sum(token.rank == 0 for token in inside) / max(1, len(inside))
+            cells.append(f"{accepted:.2f} ({len(inside) / len(ranks.picked):.0%} of tokens)")
+        table.add_row(f"accepted at gap {low:g} to {high:g}", *cells)
+    return table
+
+
+# -- the cloud's process -----------------------------------------------------------------------------------------------
+
+
+def _serve(options: argparse.Namespace) -> None:
+    config = EngineConfig(looks_up=options.lookup, form=TreeForm(options.form))
+    engine = Engine(
+        EmulatedTarget(Emulation(options.step_ms, options.extra_ms, 0.0, temperature=options.temperature)), config
+    )
     engine.calibrate()
     thread = EngineThread(engine)
     thread.start()
@@ -89,6 +262,24 @@ def main() -> None:
         url = url_of(sock, is_tls=False)
         server = VerifierServer(app, drain_s=0.0, on_ready=lambda: print(READY_PREFIX + url, flush=True))
         server.run(sockets=[sock])
+
+
+def main() -> None:
+    """Prints the fit; with times, the cloud's process."""
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--step-ms", type=float, help="serves: time of a step")
+    cli.add_argument("--extra-ms", type=float, default=0.0, help="of each token of a step after the first")
+    cli.add_argument("--temperature", type=float, default=0.8, help="of the texts to come")
+    cli.add_argument("--form", choices=tuple(TreeForm), default=TreeForm.LINE, help="what a step verifies of a tree")
+    cli.add_argument("--lookup", action="store_true", help="guess by prompt lookup, too")
+    cli.add_argument("--data", type=Path, default=Path(__file__).parent / "data", help="what bench.ranks measured")
+    options = cli.parse_args()
+    if options.step_ms is not None:
+        _serve(options)
+        return
+    for temperature in (0.8, 0.0):
+        measured = Ranks.read(options.data / f"ranks_{temperature}.json")
+        Console(width=90).print(fit_table(measured, emulated_ranks(temperature), f"T {temperature:g}"))
 
 
 if __name__ == "__main__":

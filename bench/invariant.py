@@ -5,7 +5,9 @@ compared token by token with the plain loop of `bench.plain_text` on the same ru
 prefixes and has too few blocks for all texts at once. Prints the counts, and for each difference whether a near-tie in
 float32 explains it. Exits 1 when more than one token in 10,000 differs, or one without such a reason.
 
-    python -m bench.invariant [--prompts 200] [--max-tokens 64] [--widen MB] [--json PATH]
+    python -m bench.invariant [--prompts 200] [--max-tokens 64] [--widen MB] [--tree tree] [--json PATH]
+
+With `--tree tree` the cloud verifies trees, also on OpenVINO, where this gives up bitwise equal logits.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from outrider.cloud.engine.config import TreeForm
 from outrider.edge.lab.laboratory import Lab, open_lab
 from outrider.edge.modes.assemble import open_drafter
 from outrider.edge.results import GenerationRequest, GenerationResult
@@ -160,9 +163,12 @@ def show(console: Console, counts: dict[str, dict[str, Count]]) -> bool:
     return (not differences or len(differences) < LIMIT * num_tokens) and num_unexplained == 0
 
 
-def exercised(counts: dict[str, dict[str, Count]], engine: dict[str, float]) -> dict[str, float]:
+def exercised(
+    counts: dict[str, dict[str, Count]], engine: dict[str, float], *, with_trees: bool = False
+) -> dict[str, float]:
     """How often each event happened that must not change the texts."""
-    return {
+    trees = {"steps with trees": engine["tree_steps"]} if with_trees else {}
+    return trees | {
         "preemption": engine["preempted"],
         "shared prefixes": engine["prefix_hit_tokens"],
         "cut sessions": sum(by_mode[CUT].num_resumed for by_mode in counts.values()),
@@ -183,20 +189,26 @@ def main() -> int:
     cli.add_argument("--workers", type=int, default=8, help="texts at once")
     cli.add_argument("--widen", type=float, default=0.0, help="MB of the widened target; 0: as it is, which is faster")
     cli.add_argument("--kv-cache-mb", type=int, default=4, help="of the cloud; small, so that sequences are preempted")
+    cli.add_argument(
+        "--tree", choices=[form.value for form in TreeForm], default=TreeForm.AUTO.value, help="what the cloud verifies"
+    )
     cli.add_argument("--json", type=Path)
     options = cli.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
     pair = export_reference_pair(widen_mb=options.widen or None)
     started = time.monotonic()
     # Shared prefixes, and too few blocks for all running texts: neither may change a text.
-    with open_lab(pair.target, pair.draft, cloud_options=("--kv-cache-mb", str(options.kv_cache_mb))) as lab:
+    cloud_options = ("--kv-cache-mb", str(options.kv_cache_mb), "--tree", options.tree)
+    with open_lab(pair.target, pair.draft, cloud_options=cloud_options) as lab:
         console.print(lab.cores.note, highlight=False)
         counts = measure(lab, options, console)
         with ServerClock(lab.url) as clock:
-            engine = clock.counters("preempted", "prefix_hit_tokens")
+            engine = clock.counters("preempted", "prefix_hit_tokens", "tree_steps")
     console.print(f"{engine['preempted']:.0f} preemptions, {engine['prefix_hit_tokens']:,.0f} prompt tokens shared")
     is_held = show(console, counts)
-    if idle := [name for name, value in exercised(counts, engine).items() if not value]:
+    if idle := [
+        name for name, value in exercised(counts, engine, with_trees=options.tree == TreeForm.TREE).items() if not value
+    ]:
         console.print(f"shows nothing about {', '.join(idle)}: none happened; give it more prompts or less cache")
         is_held = False
     took_s = time.monotonic() - started

@@ -1,15 +1,28 @@
-"""Compares stream mode with cloud-only streaming by round trip, also with a draft that is always rejected.
+"""Compares drafts by path and by tree with cloud-only streaming and with the draft beside the target, by round trip.
 
 Cloud and agent have a core and a thread each; the target is widened so that a step takes 40 ms or more. A run is every
-mode back to back on the same prompts with the same seeds; the table shows medians of the runs' ratios, and beside them
-what `bench.simulate` computes in its `patient` column from the acceptance, the draft's time, the step's time and the
-extra time per drafted token measured here. Exits 1 when a bound is missed: 0.97 everywhere, 1.5 at 10 ms, 1.2 at 50 ms,
-0.9 of the computed value, and every text the same.
+mode back to back on the same prompts with the same seeds; tables show medians of the runs' ratios:
+
+  stop-and-wait  a block, its answer, the next block
+  path           stream mode with --width 1
+  tree           stream mode as it is
+  always wrong   a tree of width 4 with no right node
+  lookup         tree, and the verifier guesses by prompt lookup; for all others it does not, nor does the simulation
+  beside         the same draft beside the target in turn, one process, one thread, no network: at its best fixed depth
+                 and with depth by gaps, each the best of a search on the same texts (`bench.beside`)
+  computed       `outrider.models.tree_simulation` with the ranks of these very texts, as bench.ranks measures them, and
+                 the times of this run; share: measured over computed
+
+Exits 1 when a bound is missed: 0.97 of cloud-only everywhere; tree 1.5 at 10 ms and 1.2 at 50 ms; tree over path 1.10
+at 25 ms, 1.15 at 50 ms, 1.10 at 100 ms; tree and path 0.9 of computed; every text the same. The goals against `beside`
+are 0.97 at 10 ms and 0.95 at 25 ms: reported, no bound.
 
     python -m bench.never_slower [--widen 1450] [--runs 5] [--rtt-ms 0 10 25 50 100 200] [--trace] [--json PATH]
 
-On a busy machine, `--emulate STEP_MS EXTRA_MS ACCEPTANCE DRAFT_MS` measures the protocol alone: the fake language, with
-steps and drafts that take exactly these times without using the processor.
+On a busy machine, `--emulate STEP_MS EXTRA_MS DRAFT_MS` measures the protocol alone: steps and drafts that take exactly
+these times without using the processor, with ranks and gaps like the reference pair's (`python -m bench.emulated`).
+`--nodes-per-call N --node-extra MS` emulates a draft that expands several nodes in one call. `--form tree` has steps
+verify any part of a tree, here and in the simulation; the default is the likeliest path.
 """
 
 from __future__ import annotations
@@ -17,48 +30,84 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
+from typing import Any, Final
 
-from bench.emulated import open_emulated
+from bench.pairs import add_options, make_requests, open_pair
 from bench.report import write_json
-from bench.round_trips import WRONG, Place, Subject, measure, measured_extra_ms
+from bench.round_trips import (
+    BESIDE,
+    LOOKUP,
+    OPTIONAL,
+    PATH,
+    TREE,
+    WRONG,
+    Cell,
+    Measured,
+    Place,
+    Yardstick,
+    measure,
+    measured_extra_ms,
+)
 from bench.simulate import patient
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from outrider.edge.lab.laboratory import STOP_AND_WAIT, STREAM, open_lab
-from outrider.edge.results import GenerationRequest
-from outrider.export.make.reference_pair import export_reference_pair
-from outrider.models.prediction import Reach, Setting
-from outrider.models.sampling import SamplingParams
-from outrider.models.tokenizer import Tokenizer
-from outrider.reference import load_prompts, target_dir
+from outrider.edge.drafting.price import BYTES_PER_TOKEN
+from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT
+from outrider.models.prediction import Reach
+from outrider.models.tree_beside import Beside, beside
+from outrider.models.tree_plan import Form, Plan, Times
+from outrider.models.tree_ranks import Ranks
+from outrider.models.tree_simulation import Outcome, path, simulate
 
 FLOOR, OF_COMPUTED = 0.97, 0.9
-WANTED = {10.0: 1.5, 50.0: 1.2}
+TREE_BOUNDS: Final = {10.0: 1.5, 50.0: 1.2}
+OVER_PATH_BOUNDS: Final = {25.0: 1.10, 50.0: 1.15, 100.0: 1.10}
+BESIDE_GOALS: Final = {10.0: 0.97, 25.0: 0.95}
+SHORT: Final = {STOP_AND_WAIT: "stop-and-wait", WRONG: "always wrong", LOOKUP: "tree + lookup"}
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What the simulation reaches with the measured ranks and times. patient: `bench.simulate`'s path, from stream
+    mode's acceptance alone.
+    """
+
+    times: Times
+    path: Outcome
+    tree: Outcome
+    patient: Reach
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One round trip: the measurements, the simulation's input, and its result.
-
-    reach, which has a bound, is computed from stream mode's own acceptance. elsewhere: from stop-and-wait's on the same
-    texts, for comparison: over a long round trip stream mode tests only after long accepted runs.
-    """
+    """One round trip: the measurements, and the simulation's figures where there are ranks."""
 
     place: Place
-    setting: Setting
-    reach: Reach
-    elsewhere: Reach
+    yardstick: Yardstick | None
+    computed: Computed | None
 
     @property
-    def share(self) -> float:
-        """Stream mode's share of the simulated speed-up."""
-        return self.place.cells[STREAM].ratio / self.reach.speed_up
+    def over_path(self) -> float:
+        """Tree over path."""
+        return self.place.over(TREE, PATH)
+
+    @property
+    def over_beside(self) -> Mapping[str, float]:
+        """Tree over each stop of the draft beside the target; empty where that was left out."""
+        return self.place.over_beside(TREE, self.yardstick) if self.yardstick is not None else {}
+
+    def share(self, name: str) -> float | None:
+        """Measured over computed."""
+        if self.computed is None:
+            return None
+        outcome = {PATH: self.computed.path, TREE: self.computed.tree}[name]
+        return self.place.cells[name].ratio / outcome.speed_up
 
     @property
     def num_different(self) -> int:
@@ -66,28 +115,48 @@ class Comparison:
         return sum(cell.num_different for cell in self.place.cells.values())
 
 
-def compare(places: list[Place]) -> list[Comparison]:
-    """Runs the simulation with the measured values."""
-    extra_ms = measured_extra_ms(places)
-    settings = [place.setting(extra_ms) for place in places]
+def compare(measured: Measured, form: Form) -> list[Comparison]:
+    """Runs the simulation with the measured values. form: what the verifier's steps verify."""
+    extra_ms = measured_extra_ms(measured.places)
     return [
-        Comparison(place, setting, patient(setting), patient(place.setting(extra_ms, STOP_AND_WAIT)))
-        for place, setting in zip(places, settings, strict=True)
+        Comparison(place, measured.yardstick, _computed(place, measured.ranks, extra_ms, form))
+        for place in measured.places
     ]
+
+
+def _computed(place: Place, ranks: Ranks | None, extra_ms: float, form: Form) -> Computed | None:
+    if ranks is None:
+        return None
+    times = place.times(extra_ms)
+    plan = Plan(form=form, bytes_per_token=BYTES_PER_TOKEN, hints="levels")
+    alone = replace(place.times(extra_ms, PATH), nodes_per_call=1)  # a path's nodes come one after the other
+    return Computed(
+        times,
+        simulate(ranks, alone, place.rtt_ms, path(plan)),
+        simulate(ranks, times, place.rtt_ms, plan),
+        patient(place.setting(extra_ms)),
+    )
 
 
 def misses(found: Comparison) -> list[str]:
     """The bounds that this round trip misses, in words."""
     place = found.place
-    stream, wrong = place.cells[STREAM].ratio, place.cells[WRONG].ratio
-    told = []
-    for name, value, bound in (
-        ("stream", stream, max(FLOOR, WANTED.get(place.rtt_ms, 0.0))),
-        ("stream with an always-wrong draft", wrong, FLOOR),
-        ("stream over computed", found.share, OF_COMPUTED),
-    ):
-        if value < bound:
-            told.append(f"RTT {place.rtt_ms:g} ms: {name} is {value:.3f}, expected at least {bound:g}")
+    tree_bound = max(FLOOR, TREE_BOUNDS.get(place.rtt_ms, 0.0))
+    checks: list[tuple[str, float | None, float]] = [
+        ("path over cloud-only", place.cells[PATH].ratio, FLOOR),
+        ("tree over cloud-only", place.cells[TREE].ratio, tree_bound),
+        ("an always-wrong tree over cloud-only", place.cells[WRONG].ratio, FLOOR),
+        ("tree over path", found.over_path, OVER_PATH_BOUNDS.get(place.rtt_ms, 0.0)),
+        ("path over computed", found.share(PATH), OF_COMPUTED),
+        ("tree over computed", found.share(TREE), OF_COMPUTED),
+    ]
+    if LOOKUP in place.cells:
+        checks.append(("tree with lookup over cloud-only", place.cells[LOOKUP].ratio, FLOOR))
+    told = [
+        f"RTT {place.rtt_ms:g} ms: {name} is {value:.3f}, expected at least {bound:g}"
+        for name, value, bound in checks
+        if value is not None and value < bound
+    ]
     if found.num_different:
         told.append(
             f"RTT {place.rtt_ms:g} ms: {found.num_different} texts differ from cloud-only's; run bench.invariant"
@@ -95,51 +164,132 @@ def misses(found: Comparison) -> list[str]:
     return told
 
 
-def show(console: Console, comparisons: list[Comparison]) -> None:
-    """Prints the table, and below it the simulation's input."""
-    table = Table(title="tokens/s over cloud-only's, medians of the runs", title_justify="left", box=None)
-    columns = ("RTT ms", "stop-and-wait", "stream", "lowest", "always wrong", "lowest", "computed", "share", "passes")
-    for name in columns:
+def goals(found: Comparison) -> list[str]:
+    """The goals against the draft beside the target, reached or not, in words."""
+    goal, place = BESIDE_GOALS.get(found.place.rtt_ms), found.place
+    share = found.over_beside.get("depth")
+    if goal is None or share is None:
+        return []
+    steps = place.rtt_ms / place.cells[CLOUD_ONLY].ms_per_token
+    verdict = "reached" if share >= goal else "missed"
+    return [
+        f"RTT {place.rtt_ms:g} ms ({steps:.2f} steps): tree is {share:.3f} of the draft beside the target at its best "
+        f"fixed depth; goal {goal:g} {verdict}"
+    ]
+
+
+def _x(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _with_lowest(cell: Cell | None) -> str:
+    return "-" if cell is None else f"{cell.ratio:.2f}x ({min(cell.ratios):.2f})"
+
+
+def show(console: Console, comparisons: Sequence[Comparison]) -> None:
+    """Prints the tables."""
+    table = Table(title="tokens/s over cloud-only's, medians of the runs (lowest run)", title_justify="left", box=None)
+    names = ("RTT ms", "RTT/step", *SHORT.values(), "path", "tree", "tree/path", "tree/beside", "by gaps")
+    for name in (*names, "computed path", "share", "computed tree", "share"):
         table.add_column(name, justify="right")
     for found in comparisons:
-        wait, stream, wrong = (found.place.cells[name] for name in (STOP_AND_WAIT, STREAM, WRONG))
+        place, computed = found.place, found.computed
+        cells, over = place.cells, found.over_beside
         table.add_row(
-            f"{found.place.rtt_ms:g}",
-            f"{wait.ratio:.2f}x",
-            f"[bold]{stream.ratio:.2f}x[/bold]",
-            f"{min(stream.ratios):.2f}",
-            f"{wrong.ratio:.2f}x",
-            f"{min(wrong.ratios):.2f}",
-            f"{found.reach.speed_up:.2f}x",
-            f"{found.share:.2f}",
-            f"{stream.passes_per_token:.2f}",
+            f"{place.rtt_ms:g}",
+            f"{place.rtt_ms / cells[CLOUD_ONLY].ms_per_token:.2f}",
+            *(_with_lowest(cells.get(name)) for name in SHORT),
+            _with_lowest(cells[PATH]),
+            f"[bold]{_with_lowest(cells[TREE])}[/bold]",
+            _x(found.over_path),
+            _share(over.get("depth")),
+            _share(over.get("gaps")),
+            _x(computed.path.speed_up if computed else None),
+            _share(found.share(PATH)),
+            _x(computed.tree.speed_up if computed else None),
+            _share(found.share(TREE)),
         )
     console.print(table)
+
+
+def show_yardstick(console: Console, measured: Measured, comparisons: Sequence[Comparison]) -> None:
+    """The draft beside the target, and what the simulation reaches there."""
+    yardstick, ranks = measured.yardstick, measured.ranks
+    if yardstick is not None:
+        searched = ", ".join(f"{stop}: {rate:.1f}" for stop, rate in yardstick.searched.items())
+        for name, ratios in yardstick.ratios.items():
+            best = yardstick.best[name]
+            console.print(f"beside, {name}: {median(ratios):.2f}x over cloud-only with {best}", highlight=False)
+        console.print(f"searched, tokens/s: {searched}; {yardstick.num_different} texts differ", style="dim")
+    if ranks is not None:
+        within = ", ".join(f"{width}: {ranks.hits(width):.3f}" for width in (1, 2, 4, 8))
+        console.print(f"the target's pick is among the draft's best {within}", highlight=False)
+        if near := _beside_computed(ranks, comparisons):
+            console.print(f"computed beside: {near.fixed:.2f}x (depth {near.depth}), by gaps {near.by_gap:.2f}x")
     for found in comparisons:
-        s, reach = found.setting, found.reach
-        console.print(
-            f"RTT {s.rtt_ms:g}: acceptance {s.alpha:.3f} (stop-and-wait's "
-            f"{found.place.cells[STOP_AND_WAIT].acceptance:.3f}: computed {found.elsewhere.speed_up:.2f}x), "
-            f"draft {s.draft_ms:.2f} ms per token, step {s.step_ms:.1f} ms, "
-            f"{s.extra_ms:.2f} ms more per drafted token; computed with patience {reach.choice[0]} ms for "
-            f"{reach.choice[1]}: {reach.passes_per_token:.2f} passes per token; "
-            f"{found.num_different} texts differ",
-            style="dim",
-            highlight=False,
-        )
+        if found.computed is not None:
+            t, c = found.computed.times, found.computed
+            console.print(
+                f"RTT {found.place.rtt_ms:g}: step {t.step_ms:.1f} ms, {t.extra_ms:.2f} ms more per verified node, "
+                f"draft {t.draft_ms:.2f} ms, at most {t.nodes_per_call} nodes a call ({t.call_extra:.2f} of one each); "
+                f"path's acceptance {found.place.cells[PATH].acceptance:.3f}: {c.patient.speed_up:.2f}x by "
+                f"bench.simulate; computed tree: {c.tree.passes:.2f} passes, {c.tree.sent:.0f} nodes sent, "
+                f"{c.tree.bytes_up:.0f} B up per token; {found.num_different} texts differ",
+                style="dim",
+                highlight=False,
+            )
 
 
-def show_trace(console: Console, places: list[Place]) -> None:
+def _beside_computed(ranks: Ranks, comparisons: Sequence[Comparison]) -> Beside | None:
+    computed = comparisons[0].computed
+    return beside(ranks, computed.times) if computed is not None else None
+
+
+def show_traffic(console: Console, places: Sequence[Place]) -> None:
+    """What each mode sends, drafts and verifies, per token."""
+    table = Table(title="per token (bytes of bodies)", title_justify="left", box=None)
+    names = ("RTT ms", "mode", "bytes up", "of drafts", "bytes down", "posts", "drafted", "sent", "verified", "passes")
+    for name in (*names, "hits by rank"):
+        table.add_column(name, justify="left" if name in ("mode", "hits by rank") else "right")
+    for place in places:
+        opening = place.cells[CLOUD_ONLY].traffic.bytes_up
+        for name, cell in place.cells.items():
+            t = cell.traffic
+            table.add_row(
+                f"{place.rtt_ms:g}",
+                name,
+                f"{t.bytes_up:.1f}",
+                f"{t.bytes_up - opening:.1f}",
+                f"{t.bytes_down:.1f}",
+                *(f"{count:.2f}" for count in (t.posts, t.drafted, t.sent, t.verified, t.passes)),
+                " ".join(f"{rank}: {share:.3f}" for rank, share in t.hits.items()),
+            )
+    console.print(table)
+
+
+def show_trace(console: Console, places: Sequence[Place]) -> None:
     """Where a token's time goes in each mode: all in ms per token, prefill included."""
     table = Table(title="Time per token, ms", title_justify="left", box=None)
     for name in (
-        *("RTT ms", "mode", "total", "model", "engine", "waiting", "other", "passes", "drafted", "ms/step"),
-        *("verified/pass", "posts"),
+        "RTT ms",
+        "mode",
+        "total",
+        "model",
+        "engine",
+        "waiting",
+        "other",
+        "passes",
+        "ms/step",
+        "verified/pass",
     ):
         table.add_column(name, justify="left" if name == "mode" else "right")
     for place in places:
         for name, cell in place.cells.items():
-            t, num_tokens = cell.times, sum(len(text.tokens) for text in cell.texts)
+            t, num_tokens = cell.times, cell.num_tokens
             total_s = sum(text.arrival_s[-1] for text in cell.texts)
             parts_s = (t.model_seconds, t.overhead_seconds, t.waited_seconds)
             table.add_row(
@@ -147,96 +297,86 @@ def show_trace(console: Console, places: list[Place]) -> None:
                 name,
                 *(f"{1e3 * s / num_tokens:.1f}" for s in (total_s, *parts_s, total_s - sum(parts_s))),
                 f"{cell.passes_per_token:.2f}",
-                f"{sum(text.num_drafted for text in cell.texts) / num_tokens:.2f}",
                 f"{1e3 * t.model_seconds / max(1.0, t.steps):.1f}",
                 f"{t.proposed / max(1.0, t.passes):.2f}",
-                f"{sum(text.num_posts for text in cell.texts) / num_tokens:.2f}",
             )
     console.print(table)
 
 
-def as_json(comparisons: list[Comparison]) -> list[dict[str, object]]:
-    """The table as plain data."""
-    return [
-        {
-            "rtt_ms": found.place.rtt_ms,
-            "measured": asdict(found.setting),
-            "computed": asdict(found.reach),
-            "share": found.share,
-            "computed_elsewhere": asdict(found.elsewhere),
-            "modes": {
-                name: {
-                    "speed_up": cell.ratio,
-                    "ratios": cell.ratios,
-                    "ms_per_token": cell.ms_per_token,
-                    "acceptance": cell.acceptance,
-                    "passes_per_token": cell.passes_per_token,
-                    "num_different": cell.num_different,
-                    "server": asdict(cell.times),
-                }
-                for name, cell in found.place.cells.items()
-            },
-        }
-        for found in comparisons
-    ]
-
-
-@contextmanager
-def open_subject(options: argparse.Namespace) -> Iterator[Subject]:
-    """The widened reference pair, or the emulated one."""
-    if options.emulate:
-        with open_emulated(*options.emulate) as subject:
-            yield subject
-        return
-    pair = export_reference_pair(widen_mb=options.widen or None)
-    with open_lab(pair.target, pair.draft) as lab:
-        yield Subject(lab.url, lab.cores, lab.drafter, lab.target.manifest.architecture.vocab_size)
-
-
-def make_requests(options: argparse.Namespace) -> list[GenerationRequest]:
-    """Held-out prompts, each with its own seed."""
-    tokenizer = Tokenizer.from_dir(target_dir())
-    return [
-        GenerationRequest(
-            prompt=tuple(tokenizer.encode(prompt.text)),
-            params=SamplingParams(temperature=options.temperature, seed=seed),
-            max_tokens=options.max_tokens,
-            stop_ids=frozenset(),
-            ignore_eos=True,
-        )
-        for seed, prompt in enumerate(load_prompts(options.prompts))
-    ]
+def as_json(measured: Measured, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """The tables as plain data."""
+    yardstick, ranks = measured.yardstick, measured.ranks
+    return {
+        "beside": None
+        if yardstick is None
+        else {
+            "best": {name: asdict(stop) for name, stop in yardstick.best.items()},
+            "searched_tokens_per_s": yardstick.searched,
+            "speed_ups": yardstick.ratios,
+            "num_different": yardstick.num_different,
+        },
+        "hits": None if ranks is None else {width: ranks.hits(width) for width in (1, 2, 4, 8)},
+        "round_trips": [
+            {
+                "rtt_ms": found.place.rtt_ms,
+                "tree_over_path": found.over_path,
+                "tree_over_beside": found.over_beside,
+                "computed": asdict(found.computed) if found.computed is not None else None,
+                "shares": {name: found.share(name) for name in (PATH, TREE)},
+                "modes": {
+                    name: {
+                        "speed_up": cell.ratio,
+                        "ratios": cell.ratios,
+                        "tokens_per_s": cell.rates,
+                        "ms_per_token": cell.ms_per_token,
+                        "acceptance": cell.acceptance,
+                        "per_token": asdict(cell.traffic),
+                        "num_different": cell.num_different,
+                        "server": asdict(cell.times),
+                    }
+                    for name, cell in found.place.cells.items()
+                },
+            }
+            for found in comparisons
+        ],
+    }
 
 
 def main() -> int:
     """The command."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cli.add_argument("--widen", type=float, default=1450.0, help="MB of the widened FP32 target; 0: as it is")
-    names = ("STEP_MS", "EXTRA_MS", "ACCEPTANCE", "DRAFT_MS")
-    cli.add_argument("--emulate", type=float, nargs=4, metavar=names, help="no real pair; see above")
+    add_options(cli)
     cli.add_argument("--rtt-ms", type=float, nargs="+", default=[0.0, 10.0, 25.0, 50.0, 100.0, 200.0])
     cli.add_argument("--runs", type=int, default=5)
-    cli.add_argument("--prompts", type=int, default=3, help="texts of a run, the same in every run")
-    cli.add_argument("--max-tokens", type=int, default=100)
-    cli.add_argument("--temperature", type=float, default=0.8)
+    cli.add_argument("--leave-out", nargs="*", choices=OPTIONAL, default=[], help="what is not measured, to save time")
     cli.add_argument("--trace", action="store_true", help="show where each mode's time goes")
     cli.add_argument("--json", type=Path)
     options = cli.parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 130)
+    console = Console(width=None if sys.stdout.isatty() else 190)
     requests = make_requests(options)
-    with open_subject(options) as subject, Progress(console=console, transient=True, refresh_per_second=1) as progress:
+    with (
+        open_pair(options, beside=BESIDE not in options.leave_out, lookup=LOOKUP not in options.leave_out) as subject,
+        Progress(console=console, transient=True, refresh_per_second=1) as progress,
+    ):
         console.print(subject.cores.note, highlight=False)
         task = progress.add_task("runs", total=options.runs * len(options.rtt_ms))
-        places = asyncio.run(measure(subject, options.rtt_ms, requests, options.runs, lambda: progress.advance(task)))
-    comparisons = compare(places)
+        measured = asyncio.run(
+            measure(subject, options.rtt_ms, requests, options.runs, lambda: progress.advance(task), options.leave_out)
+        )
+    comparisons = compare(measured, Form(options.form))
     show(console, comparisons)
+    show_yardstick(console, measured, comparisons)
+    show_traffic(console, measured.places)
     if options.trace:
-        show_trace(console, places)
+        show_trace(console, measured.places)
+    for line in (line for found in comparisons for line in goals(found)):
+        console.print(line, highlight=False)
     missed = [miss for found in comparisons for miss in misses(found)]
     for miss in missed:
         console.print(miss, style="red", highlight=False)
     told = {"widen_mb": options.widen, "emulated": options.emulate, "temperature": options.temperature}
-    write_json(options.json, {**told, "misses": missed, "round_trips": as_json(comparisons)})
+    told["form"] = options.form
+    write_json(options.json, {**told, "misses": missed, **as_json(measured, comparisons)})
     return 1 if missed else 0
 
 

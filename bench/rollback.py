@@ -87,7 +87,7 @@ def main(
             if not source.is_dir():
                 make_tiny_tokenizer(source)
                 known = {key: size for key, size in SIZES.items() if family == "qwen2" or key not in _SMALLER}
-                make_tiny_model(family, source, **known)
+                make_tiny_model(family, source, max_parameters=1 << 30, **known)
             bundle = export_model(source, Path(root) / name, options)
             with closing(open_draft(bundle.model_file, options)) as runtime:
                 step, rolled, cost, alone = measure(runtime, runs)

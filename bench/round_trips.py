@@ -1,48 +1,75 @@
 """Runs the modes by round trip and keeps their results: the measuring part of `bench.never_slower`.
 
-A run is every mode back to back on the same prompts with the same seeds, at every round trip in turn.
+A run is every mode back to back on the same prompts with the same seeds, at every round trip in turn, and the draft
+beside the target.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
-from statistics import median
+from itertools import chain
+from statistics import fmean, median
+from typing import Final
 
+from bench.beside import Beside, Stop, Written
 from bench.server_clock import ServerClock, ServerTimes
 
 from outrider.edge.drafting.depth import CostModelDepth
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.lab.always_wrong import AlwaysWrongDrafter
 from outrider.edge.lab.cores import CorePlan
-from outrider.edge.lab.laboratory import CLOUD_ONLY, STREAM, connected, three_modes
+from outrider.edge.lab.laboratory import CLOUD_ONLY, STOP_AND_WAIT, STREAM, connected, three_modes
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent
-from outrider.edge.modes.stream import StreamAgent
+from outrider.edge.modes.stream import AgentOptions, StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.export.check.acceptance import Continuation
 from outrider.models.prediction import Setting
+from outrider.models.tree_plan import Times
+from outrider.models.tree_ranks import Ranks
 
-WRONG = "stream_always_wrong"
+PATH: Final = "path"
+TREE: Final = "tree"
+WRONG: Final = "tree_always_wrong"
+LOOKUP: Final = "tree_with_server_lookup"
+BESIDE: Final = "beside"
+OPTIONAL: Final = (STOP_AND_WAIT, LOOKUP, BESIDE)
+"""What a measurement may leave out."""
+
+WRONG_WIDTH: Final = 4
+DEPTHS: Final = (1, 2, 3, 4, 5, 6, 8, 10, 12)
+FLOORS: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.55)
+"""Among these the best stop of the draft beside the target is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The measured pair: a verifier, the draft, and where they run."""
+    """The measured pair: a verifier, the draft, and where they run.
+
+    beside: both in one process. lookup_url: the same target behind a verifier that guesses by prompt lookup, too.
+    """
 
     url: str
     cores: CorePlan
     drafter: Drafter
     vocab_size: int
+    beside: Beside | None = None
+    lookup_url: str | None = None
 
 
 @dataclass(slots=True)
 class Cell:
-    """One mode at one round trip. ratios: tokens/s over cloud-only's, per run."""
+    """One mode at one round trip. rates: tokens/s per run; ratios: over cloud-only's of the same run."""
 
     texts: list[GenerationResult] = field(default_factory=list)
     times: ServerTimes = field(default_factory=ServerTimes)
+    rates: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     num_different: int = 0
 
@@ -54,7 +81,8 @@ class Cell:
     @property
     def ms_per_token(self) -> float:
         """Time per token after the first commit, over all texts."""
-        return 1e3 * sum(_spans(text)[0] for text in self.texts) / sum(_spans(text)[1] for text in self.texts)
+        spans = [span_of(text.arrival_s) for text in self.texts]
+        return 1e3 * sum(took_s for took_s, _ in spans) / sum(count for _, count in spans)
 
     @property
     def acceptance(self) -> float:
@@ -62,66 +90,209 @@ class Cell:
         return sum(text.num_accepted for text in self.texts) / max(1, sum(text.num_tested for text in self.texts))
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of all texts."""
+        return sum(len(text.tokens) for text in self.texts)
+
+    def per_token(self, count: Callable[[GenerationResult], float]) -> float:
+        """A count over all texts, per token."""
+        return sum(map(count, self.texts)) / self.num_tokens
+
+    @property
     def passes_per_token(self) -> float:
         """Target passes per token."""
-        return sum(text.num_passes for text in self.texts) / sum(len(text.tokens) for text in self.texts)
+        return self.per_token(lambda text: text.num_passes)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What the mode sent and drafted."""
+        hits: Counter[int] = Counter()
+        for text in self.texts:
+            hits.update(text.hits)
+        return Traffic(
+            bytes_up=self.per_token(lambda text: text.wire.body_up),
+            bytes_down=self.per_token(lambda text: text.wire.body_down),
+            posts=self.per_token(lambda text: text.num_posts),
+            drafted=self.per_token(lambda text: text.num_drafted),
+            sent=self.per_token(lambda text: text.num_sent),
+            verified=self.times.proposed / self.num_tokens,
+            passes=self.passes_per_token,
+            hits={rank: count / self.num_tokens for rank, count in sorted(hits.items())},
+        )
 
 
-def _spans(text: GenerationResult) -> tuple[float, int]:
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Per token of the text. bytes: of bodies, prompt included. drafted: positions at which the draft guessed. sent,
+    verified: guesses. hits: share of tokens that the device had guessed, by rank (8: prompt lookup's).
+    """
+
+    bytes_up: float
+    bytes_down: float
+    posts: float
+    drafted: float
+    sent: float
+    verified: float
+    passes: float
+    hits: dict[int, float]
+
+
+@dataclass(slots=True)
+class Yardstick:
+    """The draft beside the target. best: the stops that were best on these texts: a fixed depth, and by gaps.
+
+    rates: tokens/s of each, per run; ratios: over the mean cloud-only of the same run.
+    """
+
+    beside: Beside
+    best: dict[str, Stop] = field(default_factory=dict)
+    searched: dict[str, float] = field(default_factory=dict)  # tokens/s by stop
+    rates: dict[str, list[float]] = field(default_factory=dict)
+    ratios: dict[str, list[float]] = field(default_factory=dict)
+    num_different: int = 0
+
+    def search(self, requests: Sequence[GenerationRequest]) -> None:
+        """Looks for the best fixed depth and the best floor, with all the texts."""
+        self._rate(requests, Stop(depth=1))  # warms up
+        for name, stops in (
+            ("depth", [Stop(depth=depth) for depth in DEPTHS]),
+            ("gaps", [Stop(floor=floor) for floor in FLOORS]),
+        ):
+            found = {stop: self._rate(requests, stop)[0] for stop in stops}
+            self.searched |= {str(stop): rate for stop, rate in found.items()}
+            self.best[name] = max(found, key=lambda stop: found[stop])
+
+    def run(self, requests: Sequence[GenerationRequest]) -> list[list[Written]]:
+        """One run of each stop; returns the texts."""
+        written = []
+        for name, stop in self.best.items():
+            rate, texts = self._rate(requests, stop)
+            self.rates.setdefault(name, []).append(rate)
+            written.append(texts)
+        return written
+
+    def compare(self, cloud_only: float) -> None:
+        """Takes cloud-only's tokens/s of the run that `run` belongs to."""
+        for name, rates in self.rates.items():
+            self.ratios.setdefault(name, []).append(rates[-1] / cloud_only)
+
+    def _rate(self, requests: Sequence[GenerationRequest], stop: Stop) -> tuple[float, list[Written]]:
+        texts = [self.beside.generate(each.prompt, each.params, each.max_tokens, stop) for each in requests]
+        return rate_of([text.arrival_s for text in texts]), texts
+
+
+def span_of(arrival_s: Sequence[float]) -> tuple[float, int]:
     """Seconds from the first commit to the last, and the tokens in that time."""
-    first, last = text.arrival_s[0], text.arrival_s[-1]
-    return last - first, sum(at > first for at in text.arrival_s)
+    first, last = arrival_s[0], arrival_s[-1]
+    return last - first, sum(at > first for at in arrival_s)
+
+
+def rate_of(texts: Sequence[Sequence[float]]) -> float:
+    """Tokens/s after the first commit, over texts given by their tokens' arrivals."""
+    spans = [span_of(arrival_s) for arrival_s in texts]
+    return sum(count for _, count in spans) / sum(took_s for took_s, _ in spans)
 
 
 @dataclass(slots=True)
 class Place:
-    """One round trip: its modes and their results. estimates: of the stream agent."""
+    """One round trip: its modes and their results. estimates: of the agents that draft, by mode."""
 
     rtt_ms: float
     modes: dict[str, Agent]
-    estimates: Estimates
+    estimates: dict[str, Estimates]
     cells: dict[str, Cell]
 
-    def setting(self, extra_ms: float, acceptance: str = STREAM) -> Setting:
-        """The measured values, for the simulation. The step is cloud-only's time per token, overheads included.
+    def over(self, name: str, base: str) -> float:
+        """Median of the runs' ratios of two modes' tokens/s."""
+        return median(a / b for a, b in zip(self.cells[name].rates, self.cells[base].rates, strict=True))
 
-        acceptance: of the mode named; see `bench.never_slower`. extra_ms: see `measured_extra_ms`.
+    def over_beside(self, name: str, yardstick: Yardstick) -> dict[str, float]:
+        """The same over each stop of the draft beside the target."""
+        mine = self.cells[name].rates
+        return {
+            stop: median(a / b for a, b in zip(mine, rates, strict=True)) for stop, rates in yardstick.rates.items()
+        }
+
+    def times(self, extra_ms: float, name: str = TREE) -> Times:
+        """The measured times, for the simulation. The step is cloud-only's time per token, overheads included.
+
+        extra_ms: see `measured_extra_ms`. The draft's times are the agent's estimates.
         """
-        return Setting(
-            alpha=self.cells[acceptance].acceptance,
-            draft_ms=self.estimates.draft_ms,
+        estimates, most = self.estimates[name], self.modes[name].drafter.max_branches  # type: ignore[attr-defined]
+        one_ms, most_ms = estimates.call_ms(1), estimates.call_ms(most)
+        return Times(
             step_ms=self.cells[CLOUD_ONLY].ms_per_token,
             extra_ms=extra_ms,
-            rtt_ms=self.rtt_ms,
+            draft_ms=one_ms,
+            nodes_per_call=most,
+            call_extra=max(0.0, (most_ms / one_ms - 1.0) / (most - 1)) if most > 1 else 0.0,
         )
+
+    def setting(self, extra_ms: float) -> Setting:
+        """The same for `bench.simulate`, which knows one path and its acceptance."""
+        times = self.times(extra_ms, PATH)
+        return Setting(self.cells[PATH].acceptance, times.draft_ms, times.step_ms, extra_ms, self.rtt_ms)
 
 
 def measured_extra_ms(places: Sequence[Place]) -> float:
-    """The time that a drafted token adds to a step of stream mode, in ms; a ratio of sums over all round trips.
+    """The time that a drafted token adds to a step, in ms; a ratio of sums over all round trips, path and tree.
 
     Cloud-only gives the time and steps of the prompts' prefill (all but one step per token), and the time of a plain
-    step; the rest of stream mode's step time is that of its drafted tokens. Measured under load: the server's own
-    estimate, made when it starts, may differ.
+    step; the rest of a mode's step time is that of its drafted tokens. Measured under load: the server's own estimate,
+    made when it starts, may differ.
     """
     extra_s = num_drafted = 0.0
     for place in places:
-        plain, stream = place.cells[CLOUD_ONLY], place.cells[STREAM]
+        plain = place.cells[CLOUD_ONLY]
         plain_s = plain.ms_per_token / 1e3 - plain.times.overhead_seconds / plain.times.steps
         num_plain = sum(len(text.tokens) - 1 for text in plain.texts)
         prefill_s = plain.times.model_seconds - num_plain * plain_s
-        num_steps = stream.times.steps - (plain.times.steps - num_plain)
-        extra_s += stream.times.model_seconds - prefill_s - num_steps * plain_s
-        num_drafted += stream.times.proposed
+        for cell in (place.cells[PATH], place.cells[TREE]):
+            num_steps = cell.times.steps - (plain.times.steps - num_plain)
+            extra_s += cell.times.model_seconds - prefill_s - num_steps * plain_s
+            num_drafted += cell.times.proposed
     return max(0.0, 1e3 * extra_s / num_drafted) if num_drafted else 0.0
 
 
-async def open_place(subject: Subject, rtt_ms: float, endpoints: Endpoints) -> Place:
-    """The three modes, and stream mode again with a draft that is always rejected."""
+@dataclass(slots=True)
+class Measured:
+    """All round trips, the yardstick where it was measured, and the ranks of the texts' tokens among the guesses."""
+
+    places: list[Place]
+    yardstick: Yardstick | None
+    ranks: Ranks | None
+
+
+def stream_agent(
+    endpoints: Endpoints, drafter: Drafter, options: AgentOptions | None = None
+) -> tuple[StreamAgent, Estimates]:
+    """Stream mode with estimates of its own."""
+    estimates = Estimates()
+    return StreamAgent(endpoints, drafter, CostModelDepth(estimates), estimates, options), estimates
+
+
+def path_options() -> AgentOptions:
+    """Drafts of one path."""
+    return AgentOptions(tree=TreeLimits(width=1))
+
+
+async def open_place(subject: Subject, rtt_ms: float, stack: AsyncExitStack, left_out: Collection[str]) -> Place:
+    """The modes at one round trip."""
+    endpoints = await stack.enter_async_context(connected(subject.url, subject.cores, rtt_ms))
     modes = await three_modes(endpoints, subject.drafter)
-    estimates, wrong = Estimates(), Estimates()
-    modes[STREAM] = StreamAgent(endpoints, subject.drafter, CostModelDepth(estimates), estimates)
-    drafter = AlwaysWrongDrafter(subject.drafter, subject.vocab_size)
-    modes[WRONG] = StreamAgent(endpoints, drafter, CostModelDepth(wrong), wrong)
+    del modes[STREAM]
+    wrong = AlwaysWrongDrafter(subject.drafter, subject.vocab_size)
+    streams: dict[str, tuple[StreamAgent, Estimates]] = {
+        PATH: stream_agent(endpoints, subject.drafter, path_options()),
+        TREE: stream_agent(endpoints, subject.drafter),
+        WRONG: stream_agent(endpoints, wrong, AgentOptions(tree=TreeLimits(width=WRONG_WIDTH))),
+    }
+    if subject.lookup_url is not None:
+        others = await stack.enter_async_context(connected(subject.lookup_url, subject.cores, rtt_ms))
+        streams[LOOKUP] = stream_agent(others, subject.drafter)
+    modes |= {name: agent for name, (agent, _) in streams.items()}
+    modes = {name: agent for name, agent in modes.items() if name not in left_out}
+    estimates = {name: found for name, (_, found) in streams.items()}
     return Place(rtt_ms, modes, estimates, {name: Cell() for name in modes})
 
 
@@ -131,41 +302,75 @@ async def measure(
     requests: Sequence[GenerationRequest],
     num_runs: int,
     on_run: Callable[[], None] = lambda: None,
-) -> list[Place]:
+    left_out: Collection[str] = (),
+) -> Measured:
     """The same texts in every run, all modes interleaved; a run visits every round trip.
 
-    So changes on the machine affect all modes and round trips alike, and runs differ in nothing else.
+    So changes on the machine affect all modes and round trips alike, and runs differ in nothing else. left_out: of
+    OPTIONAL.
     """
     async with AsyncExitStack() as stack:
         clock = stack.enter_context(ServerClock(subject.url))
-        places = []
-        for rtt_ms in rtts_ms:
-            endpoints = await stack.enter_async_context(connected(subject.url, subject.cores, rtt_ms))
-            places.append(await open_place(subject, rtt_ms, endpoints))
+        clocks = {}
+        if subject.lookup_url is not None:
+            clocks[LOOKUP] = stack.enter_context(ServerClock(subject.lookup_url))
+        places = [await open_place(subject, rtt_ms, stack, left_out) for rtt_ms in rtts_ms]
         for place in places:  # warms up connections, and the estimates that agents keep between texts
             for mode in place.modes.values():
-                await mode.generate(replace(requests[-1], max_tokens=32))
+                await mode.generate(replace(requests[-1], max_tokens=min(32, requests[-1].max_tokens)))
+        yardstick = Yardstick(subject.beside) if subject.beside is not None and BESIDE not in left_out else None
+        if yardstick is not None:
+            await asyncio.to_thread(yardstick.search, requests)
         for index in range(num_runs):
+            written = await asyncio.to_thread(yardstick.run, requests) if yardstick is not None else []
+            plain = []
             for place in places:
-                await _run(place, requests, clock, index)
+                plain = await run_once(place, requests, clock, clocks, index)
                 on_run()
-    return places
+            if yardstick is not None:
+                yardstick.compare(fmean(place.cells[CLOUD_ONLY].rates[-1] for place in places))
+                pairs = chain.from_iterable(zip(texts, plain, strict=True) for texts in written)
+                yardstick.num_different += sum(a.tokens != b.tokens for a, b in pairs)
+        ranks = await asyncio.to_thread(_ranks, subject.beside, requests, places[0]) if subject.beside else None
+    return Measured(places, yardstick, ranks)
 
 
-async def _run(place: Place, requests: Sequence[GenerationRequest], clock: ServerClock, index: int) -> None:
-    rates: dict[str, float] = {}
+def _ranks(beside: Beside, requests: Sequence[GenerationRequest], place: Place) -> Ranks:
+    """Ranks along the texts that were measured."""
+    texts = place.cells[CLOUD_ONLY].texts[: len(requests)]
+    found = beside.ranks([Continuation(r.prompt, t.tokens, r.params) for r, t in zip(requests, texts, strict=True)])
+    return Ranks(tuple(map(tuple, found)))
+
+
+async def run_once(
+    place: Place,
+    requests: Sequence[GenerationRequest],
+    clock: ServerClock,
+    clocks: dict[str, ServerClock],
+    index: int,
+) -> list[GenerationResult]:
+    """One run at one round trip; returns cloud-only's texts. clocks: of modes that have a verifier of their own."""
     texts: dict[str, list[GenerationResult]] = {name: [] for name in place.modes}
-    names = list(place.modes)
-    for shift, request in enumerate(requests, start=index):
-        # Another order each time, so that no mode always follows the same one.
-        for i in range(len(names)):
-            name = names[(i + shift) % len(names)]
-            before = clock.read()
-            texts[name].append(await place.modes[name].generate(request))
-            place.cells[name].times += clock.read() - before
+    for name, request in _in_turn(list(place.modes), requests, index):
+        reader = clocks.get(name, clock)
+        before = reader.read()
+        texts[name].append(await place.modes[name].generate(request))
+        place.cells[name].times += reader.read() - before
     for name, found in texts.items():
         cell = place.cells[name]
         cell.texts += found
         cell.num_different += sum(a.tokens != b.tokens for a, b in zip(found, texts[CLOUD_ONLY], strict=True))
-        rates[name] = sum(_spans(text)[1] for text in found) / sum(_spans(text)[0] for text in found)
-        cell.ratios.append(rates[name] / rates[CLOUD_ONLY])
+        cell.rates.append(rate_of([text.arrival_s for text in found]))
+    for name in texts:
+        cell = place.cells[name]
+        cell.ratios.append(cell.rates[-1] / place.cells[CLOUD_ONLY].rates[-1])
+    return texts[CLOUD_ONLY]
+
+
+def _in_turn(
+    names: Sequence[str], requests: Sequence[GenerationRequest], index: int
+) -> Iterator[tuple[str, GenerationRequest]]:
+    """Every mode on each request, in another order each time, so that no mode always follows the same one."""
+    for shift, request in enumerate(requests, start=index):
+        for i in range(len(names)):
+            yield names[(i + shift) % len(names)], request

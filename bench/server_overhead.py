@@ -1,11 +1,16 @@
 """Measures the server's CPU time per session and step: scheduling, verification, HTTP; the model is emulated.
 
-    python -m bench.server_overhead [--sessions 1 16 64 256] [--step-ms 30] [--json PATH]
+    python -m bench.server_overhead [--sessions 1 16 64 256] [--drafts paths trees32] [--step-ms 30] [--json PATH]
 
 The server runs as its own process. Its runtime sleeps a step's time and looks its picks up, so neither the model nor
 the picks take CPU time. Each session has a stream, and a connection on which it answers every commit with one post of
 right drafts, so a step commits several tokens per session. The client is another process with bare sockets; its CPU
 time does not count.
+
+Drafts are paths in JSON, as before protocol version 2, or trees, in turn in windows of one run: trees32 are the same
+eight right tokens with three wrong alternatives each, in trees56, trees80 and trees104 one, two and three more nodes
+follow each alternative. A device at the default budget of 150 bytes sends some 40 nodes per token of its text, but
+commits fewer tokens per pass than here.
 
 Counted are the CPU seconds of the server's threads, less those inside the runtime, over the passes (one session's
 part of one step). "engine's wall" is the time per step that the engine spends outside the runtime, by the clock: it
@@ -49,6 +54,7 @@ from outrider.models.http.security import KeyRing
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
 from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer
+from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft, level_of
 from outrider.reference import target_dir
 
 VOCAB_SIZE: Final = 4096
@@ -58,10 +64,14 @@ DRAFT_TOKENS: Final = 8
 KEYS: Final = tuple(f"key-{index}-of-the-benchmark" for index in range(16))
 SESSIONS_PER_KEY: Final = 64
 WARM_UP_STEPS: Final = 15
+SETTLE_STEPS: Final = 5
+"""Steps after a change of kind that do not count: drafts of the other kind are still on their way."""
 
 MAX_CPU_MS: Final = 0.15
 """Bound on the CPU time per session and step, all threads together, from 16 sessions on; one session alone may take
 more, because a step has costs of its own."""
+MAX_TREE_RATIO: Final = 1.3
+"""Bound on the CPU time per session and step at 16 sessions with trees32, over that with paths."""
 MAX_ENGINE_MS: Final = {64: 6.0, 256: 20.0}
 """Bound on the engine's wall time per step outside the runtime, by the number of sessions."""
 
@@ -150,7 +160,13 @@ def _ident_of(name: str) -> int:
 # -- the client --------------------------------------------------------------------------------------------------------
 
 
-def _draft_bodies() -> list[bytes]:
+PATHS: Final = "paths"
+TREES: Final = {f"trees{DRAFT_TOKENS * (1 + 3 * (1 + below))}": below for below in range(4)}
+"""By the number of nodes: how many nodes follow each wrong alternative."""
+_RIGHT, _WRONG, _BELOW = level_of(0.88), level_of(0.07), level_of(0.5)
+
+
+def _path_bodies() -> list[bytes]:
     """For each last token, the JSON of the path that follows it."""
     bodies = []
     for token in range(VOCAB_SIZE):
@@ -161,20 +177,66 @@ def _draft_bodies() -> list[bytes]:
     return bodies
 
 
-_PATHS_AFTER: Final = _draft_bodies()
+def _tree_after(token: int, below: int) -> bytes:
+    """The nodes of the tree after a token, as `tree_draft` encodes them: they do not depend on base and first."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    levels: list[int] = []
+    right = ROOT
+    for _ in range(DRAFT_TOKENS):
+        token = SUCCESSOR[token]
+        parent, right = right, len(tokens)
+        for rank in range(4):
+            last = parent
+            for index in range(1 + (below if rank else 0)):
+                tokens.append((token + rank * 1009 + index) % VOCAB_SIZE)
+                parents.append(last)
+                levels.append((_BELOW if index else _WRONG) if rank else _RIGHT)
+                last = len(tokens) - 1
+    return TreeDraft(0, 0, tokens, parents, levels).encode()[2:]  # without base and first, a byte each
+
+
+class Bodies:
+    """Draft messages by the last token, of the kind that is sent now."""
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        self._paths = _path_bodies()
+        self._trees = {
+            kind: [_tree_after(token, TREES[kind]) for token in range(VOCAB_SIZE)] for kind in kinds if kind != PATHS
+        }
+        self.kind = kinds[0]
+
+    def message(self, base: int, first: int, last_token: int) -> tuple[bytes, bytes, int]:
+        """Content type, body, and nodes; `first` is the number of the first node."""
+        if self.kind == PATHS:
+            return b"application/json", b'{"base":%d,"paths":%s}' % (base, self._paths[last_token]), 0
+        num_nodes = int(self.kind.removeprefix("trees"))
+        body = _varint(base) + _varint(first) + self._trees[self.kind][last_token]
+        return TREE_MEDIA_TYPE.encode(), body, num_nodes
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    found.append(value)
+    return bytes(found)
 
 
 def _headers_of(index: int) -> bytes:
     """The headers of a session's requests; an owner has SESSIONS_PER_KEY sessions."""
     key = KEYS[index // SESSIONS_PER_KEY % len(KEYS)]
-    return f"Host: 127.0.0.1\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n".encode()
+    return f"Host: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n".encode()
 
 
 class Posts(asyncio.Protocol):
     """The connection on which one session posts its drafts."""
 
-    def __init__(self, headers: bytes) -> None:
+    def __init__(self, headers: bytes, bodies: Bodies) -> None:
         self._headers = headers
+        self._bodies = bodies
+        self._num_nodes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keeps the transport."""
@@ -184,10 +246,11 @@ class Posts(asyncio.Protocol):
 
     def post(self, session: bytes, base: int, last_token: int) -> None:
         """Sends the drafts after `last_token`."""
-        body = b'{"base":%d,"paths":%s}' % (base, _PATHS_AFTER[last_token])
+        media_type, body, num_nodes = self._bodies.message(base, self._num_nodes, last_token)
+        self._num_nodes += num_nodes
         self._transport.write(
-            b"POST /v1/sessions/%s/drafts HTTP/1.1\r\n%sPrefer: return=minimal\r\nContent-Length: %d\r\n\r\n%s"
-            % (session, self._headers, len(body), body)
+            b"POST /v1/sessions/%s/drafts HTTP/1.1\r\n%sContent-Type: %s\r\nPrefer: return=minimal\r\n"
+            b"Content-Length: %d\r\n\r\n%s" % (session, self._headers, media_type, len(body), body)
         )
         self.num_sent += 1
 
@@ -216,7 +279,8 @@ class Stream(asyncio.Protocol):
         request = {"prompt": list(self._prompt), "max_tokens": MAX_POSITIONS - 64, "patience_ms": 0}
         body = json.dumps(request).encode()
         transport.write(
-            b"POST /v1/sessions HTTP/1.1\r\n%sContent-Length: %d\r\n\r\n%s" % (self._headers, len(body), body)
+            b"POST /v1/sessions HTTP/1.1\r\n%sContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+            % (self._headers, len(body), body)
         )
 
     def data_received(self, data: bytes) -> None:
@@ -278,14 +342,17 @@ class Counters:
         )
 
 
-async def _measure(url: str, num_sessions: int, num_steps: int, num_windows: int) -> list[Counters]:
-    """Opens the sessions; what each window of about `num_steps` steps took."""
+async def _measure(
+    url: str, num_sessions: int, num_steps: int, num_windows: int, kinds: Sequence[str]
+) -> dict[str, list[Counters]]:
+    """Opens the sessions; what each window of about `num_steps` steps took, by the kind of drafts, which take turns."""
+    bodies = Bodies(kinds)
     loop = asyncio.get_running_loop()
     host, port = url.removeprefix("http://").split(":")
     streams = []
     for index in range(num_sessions):
         headers = _headers_of(index)
-        _, posts = await loop.create_connection(partial(Posts, headers), host, int(port))
+        _, posts = await loop.create_connection(partial(Posts, headers, bodies), host, int(port))
         prompt = [(index * 1009 + i * 31) % VOCAB_SIZE for i in range(48)]
         _, stream = await loop.create_connection(partial(Stream, posts, headers, prompt), host, int(port))
         streams.append(stream)
@@ -296,15 +363,16 @@ async def _measure(url: str, num_sessions: int, num_steps: int, num_windows: int
             assert time.monotonic() < deadline, "the sessions do not advance"
             await asyncio.sleep(0.02)
 
-    windows = []
+    windows: dict[str, list[Counters]] = {kind: [] for kind in kinds}
     async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {KEYS[0]}"}) as http:
         await steps_until(WARM_UP_STEPS)
-        before = await Counters.read(http)
         for _ in range(num_windows):
-            await steps_until(min(stream.num_commits for stream in streams) + num_steps)
-            after = await Counters.read(http)
-            windows.append(after - before)
-            before = after
+            for kind in kinds:
+                bodies.kind = kind
+                await steps_until(min(stream.num_commits for stream in streams) + SETTLE_STEPS)
+                before = await Counters.read(http)
+                await steps_until(min(stream.num_commits for stream in streams) + num_steps)
+                windows[kind].append(await Counters.read(http) - before)
     return windows
 
 
@@ -313,6 +381,7 @@ class Row:
     """The medians of one number of sessions."""
 
     sessions: int
+    drafts: str
     cpu_ms: float
     engine_cpu_ms: float
     loop_cpu_ms: float
@@ -324,7 +393,7 @@ class Row:
     steps: int
 
     @classmethod
-    def of(cls, sessions: int, windows: Sequence[Counters]) -> Row:
+    def of(cls, sessions: int, drafts: str, windows: Sequence[Counters]) -> Row:
         """CPU times are per session and step, the engine's wall time and the step's time per step."""
 
         def middle(name: str, over: str, scale: float = 1.0) -> float:
@@ -332,6 +401,7 @@ class Row:
 
         return cls(
             sessions,
+            drafts,
             middle("process_s", "passes", 1e3),
             middle("engine_s", "passes", 1e3),
             middle("loop_s", "passes", 1e3),
@@ -346,12 +416,12 @@ class Row:
     def missed(self) -> list[str]:
         """The bounds that are missed, in words."""
         found = []
-        if self.sessions >= 16 and self.cpu_ms > MAX_CPU_MS:
+        if self.sessions >= 16 and self.drafts == PATHS and self.cpu_ms > MAX_CPU_MS:
             found.append(
                 f"{self.sessions} sessions: {self.cpu_ms:.3f} ms of CPU per session and step, over {MAX_CPU_MS}"
             )
         bound = MAX_ENGINE_MS.get(self.sessions)
-        if bound is not None and self.engine_wall_ms > bound:
+        if bound is not None and self.drafts == PATHS and self.engine_wall_ms > bound:
             found.append(
                 f"{self.sessions} sessions: the engine takes {self.engine_wall_ms:.1f} ms per step, over {bound}"
             )
@@ -374,35 +444,56 @@ def main() -> None:
     cli.add_argument("--windows", type=int, default=5, help="windows; medians are shown")
     cli.add_argument("--json", type=Path)
     cli.add_argument("--serve", type=float, help=argparse.SUPPRESS)
+    cli.add_argument("--drafts", nargs="+", choices=(PATHS, *TREES), default=[PATHS, "trees32"], help="kinds, in turn")
     options = cli.parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
     if options.serve is not None:
         serve(options.serve / 1e3, options.sessions[0])
         return
-    names = ("sessions", "CPU", "engine", "event loop", "engine's wall", "step", "posts/pass", "tokens/pass")
+    names = ("sessions", "drafts", "CPU", "engine", "event loop", "engine's wall", "step", "posts/pass", "tokens/pass")
     table = Table(*names, title="ms of CPU per session and step; ms per step by the clock")
     rows = []
+    ratios: list[dict[str, Any]] = []
     for num_sessions in options.sessions:
         with _server(options.step_ms, num_sessions) as url:
-            windows = uvloop.run(_measure(url, num_sessions, options.steps, options.windows))
-        row = Row.of(num_sessions, windows)
-        rows.append(row)
-        cells = (row.cpu_ms, row.engine_cpu_ms, row.loop_cpu_ms)
-        walls = (f"{row.engine_wall_ms:.2f}", f"{row.step_ms:.1f}")
-        ratios = (f"{row.posts_per_pass:.2f}", f"{row.tokens_per_pass:.2f}")
-        table.add_row(str(row.sessions), *(f"{cell:.3f}" for cell in cells), *walls, *ratios)
+            measuring = _measure(url, num_sessions, options.steps, options.windows, options.drafts)
+            windows = uvloop.run(measuring)
+        for kind, found in windows.items():
+            row = Row.of(num_sessions, kind, found)
+            rows.append(row)
+            cells = (row.cpu_ms, row.engine_cpu_ms, row.loop_cpu_ms)
+            walls = (f"{row.engine_wall_ms:.2f}", f"{row.step_ms:.1f}")
+            counts = (f"{row.posts_per_pass:.2f}", f"{row.tokens_per_pass:.2f}")
+            table.add_row(str(row.sessions), kind, *(f"{cell:.3f}" for cell in cells), *walls, *counts)
+            if kind != PATHS and PATHS in windows:
+                ratio = _ratio(found, windows[PATHS])
+                ratios.append({"sessions": num_sessions, "drafts": kind, "cpu_over_paths": ratio})
     console = Console(width=110)
     console.print(table)
-    document: dict[str, Any] = {"step_ms": options.step_ms, "rows": [_as_dict(row) for row in rows]}
+    for each in ratios:
+        console.print(f"{each['sessions']} sessions: {each['drafts']} take {each['cpu_over_paths']:.2f}x of paths' CPU")
+    document: dict[str, Any] = {"step_ms": options.step_ms, "rows": [_as_dict(row) for row in rows], "ratios": ratios}
     write_json(options.json, document)
     missed = [line for row in rows for line in row.missed()]
+    missed += [
+        f"16 sessions: trees32 take {each['cpu_over_paths']:.2f}x of paths' CPU, over {MAX_TREE_RATIO}"
+        for each in ratios
+        if each["sessions"] == 16 and each["drafts"] == "trees32" and each["cpu_over_paths"] > MAX_TREE_RATIO
+    ]
     for line in missed:
         console.print(line)
     if missed:
         raise SystemExit(1)
 
 
-def _as_dict(row: Row) -> dict[str, float]:
+def _ratio(trees: Sequence[Counters], paths: Sequence[Counters]) -> float:
+    """CPU per pass over that of the window of paths beside it, the median."""
+    return median(
+        (tree.process_s / tree.passes) / (path.process_s / path.passes) for tree, path in zip(trees, paths, strict=True)
+    )
+
+
+def _as_dict(row: Row) -> dict[str, float | str]:
     return {each.name: getattr(row, each.name) for each in fields(row)}
 
 

@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.stream import encode_commit
+from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.seam import CommitEvent
 from outrider.cloud.server import exporter
 from outrider.cloud.server import main as cli
@@ -402,6 +403,16 @@ def test_a_bundle_is_refused_in_a_runtime_that_it_was_not_made_for(tmp_path: Pat
         ConfigError, match=r"a bundle for openvino, which torch cannot run.*target MODEL --runtime torch"
     ):
         serve_module._loading(bundle, ServeOptions(str(tmp_path), runtime=RuntimeName.TORCH))  # type: ignore[arg-type]
+
+
+def test_trees_on_request_give_up_batch_invariance(tmp_path: Path) -> None:
+    """OpenVINO takes masks only without it: `--tree tree` loads so, the default does not."""
+    file = FileEntry(path="openvino_model.xml", size=1, sha256="0" * 64)
+    manifest = make_manifest((file,), "0" * 64).model_copy(update={"role": "target", "runtime": "openvino"})
+    bundle = types.SimpleNamespace(path=tmp_path, manifest=manifest, model_file=tmp_path)
+    for form, is_invariant in ((TreeForm.AUTO, True), (TreeForm.LINE, True), (TreeForm.TREE, False)):
+        loading = serve_module._loading(bundle, ServeOptions(str(tmp_path), tree=form))  # type: ignore[arg-type]
+        assert loading.is_batch_invariant is is_invariant
 
 
 def test_the_next_command_names_what_is_known(tmp_path: Path) -> None:

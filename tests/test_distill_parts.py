@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
 import shutil
 import signal
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,12 @@ from outrider.export.distill.trainer import (  # noqa: E402
     order,
     rollout,
 )
-from outrider.export.distill.trainer.files import load_tensors, save_tensors  # noqa: E402
+from outrider.export.distill.trainer.distill import distill  # noqa: E402
+from outrider.export.distill.trainer.files import load_tensors, save_json, save_tensors  # noqa: E402
 from outrider.export.distill.trainer.optim import Average, MatrixOptimizer, Rates  # noqa: E402
+from outrider.export.distill.trainer.plan import DistillPlan  # noqa: E402
+from outrider.export.distill.trainer.pool import Pool  # noqa: E402
+from outrider.export.distill.trainer.training import Trainer  # noqa: E402
 
 
 def test_prompts_are_read_from_every_format(tmp_path: Path) -> None:
@@ -176,11 +181,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_for_torch(read_source(tiny.make_tiny_source("llama", tmp_path_factory.mktemp("m"))), "float32", "cpu")
 
 
-def sample(model: Any, stop_ids: Sequence[int] = (), top_k: int = 300) -> rollout.Rollout:
+def sample(
+    model: Any, stop_ids: Sequence[int] = (), top_k: int = 300, length: int = 24, seed: int = 3
+) -> rollout.Rollout:
     """Two rows of 24 tokens after prompts of 4 and 9."""
-    writing = rollout.Writing(24, (0.5, 1.0), top_k, num_ids=300, stop_ids=tuple(stop_ids))
+    writing = rollout.Writing(length, (0.5, 1.0), top_k, num_ids=300, stop_ids=tuple(stop_ids))
     prompts = [list(range(5, 9)), list(range(20, 29))]
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator().manual_seed(seed)
     rows = rollout.sample_rows(model, prompts, torch.tensor([1.0, 1.0]), writing, generator)
     assert rows is not None
     return rows
@@ -223,6 +230,54 @@ def test_a_model_agrees_with_itself(model: Any) -> None:
     known = losses.Masks.of(rows, 0).known
     assert float(kl[known].abs().max()) < 5e-3  # the logits are kept in fp16
     assert float(match[known].min()) > 0.99
+
+
+def stored_pool(folder: Path, rows: Sequence[rollout.Rollout]) -> Pool:
+    """A finished pool of the rows, one part each."""
+    for number, part in enumerate(rows):
+        save_tensors(asdict(part), folder / f"part-{number:05d}.pt")
+    made = {"parts": len(rows), "rows": sum(len(part) for part in rows), "is_complete": True}
+    save_json(made, folder / "pool.json")
+    return Pool(folder)
+
+
+class Gradients(MatrixOptimizer):
+    """Keeps the gradients of the last step, and changes no weight."""
+
+    def step(self, scale: float) -> None:
+        found = [parameter.grad for parameter in self._parameters]
+        self.last = torch.cat([gradient.flatten() for gradient in found if gradient is not None])
+
+
+def gradient(model: Any, pools: Sequence[Pool], **choices: Any) -> Any:
+    """The gradient of the first step on the pools, as one vector."""
+    student = copy.deepcopy(model)
+    optimizer = Gradients(student, Rates())
+    plan = DistillPlan(seed=1, steps=1, is_compiled=False, skip_positions=0, match_k=8, **choices)
+    Trainer(student, optimizer, Average(student, 0.9), pools, (0.5, 1.0), plan, 300, print).train(0.5)
+    return optimizer.last
+
+
+def test_several_pools_are_one_whose_rows_may_differ_in_length(model: Any, tmp_path: Path) -> None:
+    """A step on two pools trains as on one pool of all their rows; rows of other lengths need nothing else."""
+    first, second = sample(model, top_k=16, length=24), sample(model, top_k=16, length=24, seed=4)
+    one, two = stored_pool(tmp_path / "one", [first]), stored_pool(tmp_path / "two", [second])
+    both = stored_pool(tmp_path / "both", [first, second])
+    together = gradient(model, [both], rows_per_step=4)
+    apart = gradient(model, [one, two], pool_rows=(2, 2))
+    alone = gradient(model, [one], rows_per_step=2)
+    longer = stored_pool(tmp_path / "longer", [sample(model, top_k=16, length=40)])
+    mixed = gradient(model, [one, longer], pool_rows=(2, 2))
+    assert (together - apart).norm() < 0.02 * together.norm()  # bfloat16 rounds
+    assert (together - alone).norm() > 0.2 * together.norm()
+    assert (mixed - alone).norm() > 0.2 * mixed.norm()
+
+
+def test_pools_without_their_rows_are_refused(model: Any, tmp_path: Path) -> None:
+    """Two pools need two numbers of rows per step."""
+    pool = stored_pool(tmp_path, [sample(model, top_k=16)])
+    with pytest.raises(ValueError, match="2 pools, and rows per step for 1"):
+        distill(model, [pool, pool], (0.5, 1.0), DistillPlan(seed=1, steps=1))
 
 
 def small_pass(model: Any, rows: Any) -> tuple[Any, Any]:

@@ -305,7 +305,8 @@ def test_a_run_sends_its_answer_whole_and_lets_no_guess_wait_long(
 ) -> None:
     """Wakes when the answer is complete, else after 4 ms unless it will soon be complete; then every 10 ms.
 
-    Each call takes `token_ms`, which the first does not tell, because it runs the prompt. The rest is sent at the end.
+    Each call takes `token_ms`, which the first, with the prompt, does not tell. What comes after the last wake is sent
+    when the run ends.
     """
     now = [0.0]
 

@@ -58,6 +58,19 @@ def test_stored_metrics_hold_the_promises_of_the_pair() -> None:
     assert {row["temperature"]: row["in_chain"] for row in metrics["acceptance"]}[0.8] >= 0.66
 
 
+def test_acceptance_holds_up_on_long_contexts() -> None:
+    """At temperature 0.8 and greedy, acceptance after 300, 600 and 900 tokens is near that after 100."""
+    metrics = stored("metrics.json")
+    assert isinstance(metrics, dict)
+    rows = metrics["acceptance_by_context"]
+    assert [(row["temperature"], row["context"]) for row in rows] == [
+        (temperature, context) for temperature in (0.0, 0.8) for context in (100, 300, 600, 900)
+    ]
+    for temperature, least in ((0.0, LEAST0), (0.8, LEAST8)):
+        found = [row for row in rows if row["temperature"] == temperature]
+        assert all(row["in_chain"] >= least and row["error"] < 0.01 for row in found)
+
+
 def test_both_models_have_one_tokenizer() -> None:
     """tokenizer.json and tokenizer_config.json are equal byte for byte, and name a class that every release knows."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -161,6 +174,90 @@ def test_the_match_bound_is_the_match_probability_when_nothing_is_left_out() -> 
     share = ((log_p + noise).argmax(-1) == (log_q + noise).argmax(-1)).float().mean()
     assert math.isclose(match_bound(log_p, log_q, nothing, nothing), share, abs_tol=0.01)
     assert math.isclose(match_bound(log_p, log_p, nothing, nothing), 1.0, abs_tol=1e-5)
+
+
+def test_the_draft_follows_the_target_at_far_positions(tokenizer: Tokenizer) -> None:
+    """Over real text their likeliest tokens agree as often at positions 600 to 900 as at 50 to 200."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from outrider.export.reference_training.evaluate import heldout_passages, load_heldout
+
+    ids = torch.tensor(heldout_passages(tokenizer, load_heldout(), count=4, length=900))
+    picks = []
+    for directory in (reference.target_dir(), reference.draft_dir()):
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        with torch.inference_mode():
+            picks.append(model(input_ids=ids).logits.argmax(-1))
+    agrees = (picks[0] == picks[1]).float().mean(dim=0)
+    near, far = float(agrees[50:200].mean()), float(agrees[600:].mean())
+    assert far > near - 0.06, (near, far)
+
+
+def test_heldout_passages_are_spread_over_the_files(tokenizer: Tokenizer) -> None:
+    """Each is a piece of one file, of the length asked for; more files than one are used; too many are refused."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from outrider.export.reference_training.evaluate import heldout_passages
+
+    files = [SourceFile("a.py", "abc = 1\n" * 30), SourceFile("b.py", "x"), SourceFile("c.py", "def f(): pass\n" * 30)]
+    passages = heldout_passages(tokenizer, files, count=6, length=12)
+    texts = [tokenizer.decode(passage) for passage in passages]
+    assert [len(passage) for passage in passages] == [12] * 6
+    sources = [[index for index, file in enumerate(files) if text in file.text] for text in texts]
+    assert sources == sorted(sources) and sources[0] == [0] and sources[-1] == [2]
+    with pytest.raises(ValueError, match="2 passages of 2000 tokens; the files have room for 1 to 0"):
+        heldout_passages(tokenizer, files, count=2, length=2000)
+
+
+def test_the_long_stage_continues_a_stored_pair(tmp_path: Path) -> None:
+    """Its checkpoints are the pair's weights, its record is the pair's with the two stages after it."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from outrider.export.reference_training import recipe, training_record
+    from outrider.export.reference_training.train import Workshop
+
+    work = Workshop(tmp_path, tmp_path / "out", recipe.REFERENCE_RECIPE)
+    work.start_from(HERE)
+    for stage, directory in (("target", reference.target_dir()), ("distill", reference.draft_dir())):
+        found = torch.load(tmp_path / f"{stage}.pt", weights_only=True)["model"]
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        assert all(torch.equal(found[name], weight) for name, weight in model.state_dict().items())
+    rows = {192: 16, 512: 12, 1024: 10}
+    for plan in work.recipe.long_pools:
+        folder = work.long_pool_folder(plan)
+        folder.mkdir()
+        made = {"rows": rows[plan.row_length], "is_complete": True}
+        (folder / "pool.json").write_text(json.dumps(made), encoding="utf-8")
+    torch.save({"step": 10, "used_s": 120.0}, tmp_path / "long_distill.pt")
+    nothing = np.zeros(1, dtype=np.uint16)
+    record = training_record.collect(tmp_path, load_corpus(), (nothing, nothing), work.recipe, ["shared"])
+    before = stored("training.json")
+    assert isinstance(before, dict)
+    assert record["stages"][:-2] == before["stages"] and record["notes"] == [*before["notes"], "shared"]
+    assert "16 rows of 192, 12 rows of 512 and 10 rows of 1,024 tokens" in record["stages"][-2]
+    assert (
+        "2 minutes, 10 steps of 4 rows of 192, 3 rows of 512 and 2 rows of 1,024 tokens, 2.5, 2.5 and 2.0 times"
+        in (record["stages"][-1])
+    )
+
+
+def test_long_passages_leave_the_target_something_to_write(tmp_path: Path) -> None:
+    """They are pieces of the training stream that fill a row but for 64 to 191 tokens, the same in every run."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from outrider.export.reference_training import recipe
+    from outrider.export.reference_training.train import Workshop
+
+    stream = np.arange(4000, dtype=np.uint16)
+    plan = recipe.REFERENCE_RECIPE.long_pools[-1]
+    both = []
+    for _ in range(2):
+        work = Workshop(tmp_path, tmp_path, recipe.REFERENCE_RECIPE)
+        work.__dict__["streams"] = (stream, stream[:0])
+        both.append(work.long_passages(plan))
+    assert both[0] == both[1]
+    assert {plan.row_length - len(passage) for passage in both[0]} == set(range(64, 192))
+    assert all(passage == list(range(passage[0], passage[0] + len(passage))) for passage in both[0])
 
 
 def test_the_models_load_and_write_python(tokenizer: Tokenizer) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tests.conftest import TINY_VOCAB
 from tests.onnx_graphs import build
 
-from outrider.models.errors import ConfigError
+from outrider.models.errors import ConfigError, ModelFault
 from outrider.models.runtimes.base import BranchingRuntime, RuntimeOptions, SequenceRuntime
 from outrider.models.runtimes.branch_blocks import BranchBlocks
 from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence
@@ -228,6 +228,35 @@ def test_a_failed_call_forgets_its_branches(tiny_ir: Callable[..., Path], monkey
             runtime.extend([7] * 30)
     assert runtime.length == 40 and runtime._blocks.num_nodes == 0
     assert runtime._blocks.num_blocks - runtime._blocks.num_free == 2
+    assert_close(runtime.extend_branches([[1, 2, 4]])[0], plain.extend([*range(40), 1, 2, 4]))
+    plain.truncate(40)
+    assert_close(runtime.extend([5]), plain.extend([5]))
+
+
+def test_a_failed_step_of_onnx_runtime_forgets_its_branches(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault is the runtime's own; the sequence stays, and the next calls have the correct logits."""
+    build(tiny_model("llama"), tmp_path / "onnx", "fp32")
+    runtime, plain = (OnnxRuntimeSequence(tmp_path / "onnx", OPTIONS) for _ in range(2))
+    runtime.extend(list(range(40)))
+    runtime.extend_branches([[1], [2]])
+    assert runtime._rows is not None
+
+    class Broken:
+        def run_with_iobinding(self, binding: object) -> None:
+            raise RuntimeError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime._rows, "_model", replace(runtime._rows._model, session=Broken()))
+        with pytest.raises(ModelFault, match="a step of 2 branches after 40: broken"):
+            runtime.extend_branches([[1, 2], [1, 3]])
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime, "_session", Broken())
+        runtime.extend_branches([[1]])
+        with pytest.raises(ModelFault, match="a step of 2 tokens after 41: broken"):
+            runtime.extend([1, 2, 3])
+    assert runtime.length == 40 and len(runtime._rows.nodes) == 0
     assert_close(runtime.extend_branches([[1, 2, 4]])[0], plain.extend([*range(40), 1, 2, 4]))
     plain.truncate(40)
     assert_close(runtime.extend([5]), plain.extend([5]))

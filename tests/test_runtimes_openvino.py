@@ -88,6 +88,37 @@ def test_invariance_can_be_given_up(tiny_ir: Callable[..., Path]) -> None:
     assert np.abs(logits - all_logits(tiny_ir("llama"))[-10:]).max() < 1e-4
 
 
+def test_an_accepted_branch_can_be_moved(tiny_ir: Callable[..., Path]) -> None:
+    """Two branches in one step; after the move of the second one, the next token has the logits of its line."""
+    runtime = OpenVinoPagedRuntime(tiny_ir("llama"), replace(OPTIONS, is_batch_invariant=False))
+    assert runtime.why_no_trees is None
+    runtime.forward([SequenceSlice(TOKENS[:31], 0, [5, 3], 0)])
+    mask = np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1]], np.uint8)
+    tree = SequenceSlice([7, 8, 9, 10], 31, [5, 3], 4, [31, 31, 32, 32], mask)
+    rows = runtime.forward([tree]).copy()
+    runtime.move([3 * 32, 3 * 32 + 1], [5 * 32 + 31, 3 * 32])  # 8 and 9, across the end of a block
+    moved = runtime.forward([SequenceSlice([11], 33, [5, 3], 1)]).copy()
+    line = runtime.forward([SequenceSlice([*TOKENS[:31], 8, 9, 11], 0, [1, 2], 3)])
+    assert np.abs(np.concatenate([rows[1:3], moved]) - line).max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["mistral", "bloom"])
+def test_masks_that_are_wrong_are_not_used(tiny_ir: Callable[..., Path], family: str) -> None:
+    """With a sliding window or ALiBi the plugin takes slots for positions: a tree's logits would be off by 0.2 to 2."""
+    runtime = OpenVinoPagedRuntime(tiny_ir(family), replace(OPTIONS, is_batch_invariant=False))
+    assert runtime.why_no_trees is not None and "sliding window or ALiBi" in runtime.why_no_trees
+    with pytest.raises(AssertionError, match="sliding window"):
+        runtime.move([1], [0])
+
+
+def test_trees_need_a_plain_load(tiny_ir: Callable[..., Path]) -> None:
+    """Masks end batch invariance; a quantized cache cannot be moved. Both reasons name a remedy."""
+    invariant = OpenVinoPagedRuntime(tiny_ir("llama"), OPTIONS)
+    assert "is_batch_invariant=False" in str(invariant.why_no_trees)
+    small = OpenVinoPagedRuntime(tiny_ir("llama"), replace(OPTIONS, is_batch_invariant=False, kv_precision="u8"))
+    assert "use an f32 cache" in str(small.why_no_trees)
+
+
 def test_rows_are_gathered_before_a_soft_cap(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
     """Element-wise operations between LM head and logits (scaling, Gemma's soft cap) do not hide the MatMul."""
 

@@ -14,7 +14,14 @@ from tests.tiny_models import FAMILIES
 
 from outrider.models.errors import BundleError
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
-from outrider.models.runtimes.base import BatchRuntime, PickingRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
+from outrider.models.runtimes.base import (
+    BatchRuntime,
+    PickingRuntime,
+    RuntimeOptions,
+    SequenceRuntime,
+    SequenceSlice,
+    TreeRuntime,
+)
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
 from outrider.models.runtimes.torch_reference import reference_logits
 from outrider.models.sampling import SamplingParams, pick
@@ -164,6 +171,14 @@ def test_tree_mask_beside_a_causal_sequence(runtime: BatchRuntime, truth: Truth)
     assert_close(logits[:4], truth(SECOND[:24])[-4:])
     assert_close(logits[[4, 5, 7]], truth([*FIRST[:50], a, b, d])[-3:])
     assert_close(logits[[4, 6, 8]], truth([*FIRST[:50], a, c, e])[-3:])
+    assert isinstance(runtime, TreeRuntime)
+    if runtime.why_no_trees is not None:
+        assert "batch-invariant" in runtime.why_no_trees or "attention of its own" in runtime.why_no_trees
+        return
+    slots = [blocks[i // 32] * 32 + i % 32 for i in range(50, 55)]
+    runtime.move([slots[2], slots[4]], [slots[1], slots[2]])  # the second branch, behind its root
+    following = runtime.forward([SequenceSlice([9], 53, blocks, 1)])
+    assert_close(following, truth([*FIRST[:50], a, c, e, 9])[-1:])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from functools import cache
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
+from bench.ranks import auc, log_loss
 from bench.simulate_trees import DATA
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -233,3 +235,14 @@ def test_what_cannot_be_is_refused(make: object, message: str) -> None:
     """By name, with what was expected."""
     with pytest.raises(ConfigError, match=message):
         make()  # type: ignore[operator]
+
+
+def test_predictors_of_acceptance_are_judged_by_their_own_measures() -> None:
+    """AUC 1 where every hit scores above every miss, 0.5 where all scores are equal; log loss of shares per bin."""
+    hits = np.array([False, False, True, True] * 50)
+    assert (
+        auc(hits.astype(float), hits) == 1.0 and auc(np.zeros(200), hits) == 0.5 and auc(-hits.astype(float), hits) == 0
+    )
+    halves = np.arange(200) // 4 % 2
+    assert log_loss(np.zeros(200), hits, halves) == pytest.approx(np.log(2), abs=1e-3)
+    assert log_loss(hits.astype(float), hits, halves) < 0.05

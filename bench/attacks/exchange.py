@@ -63,11 +63,18 @@ def ask(
         connection.close()
 
 
-def request_bytes(port: int, method: str, path: str, body: bytes = b"", key: str | None = None) -> bytes:
+def request_bytes(
+    port: int,
+    method: str,
+    path: str,
+    body: bytes = b"",
+    key: str | None = None,
+    content_type: str = "application/json",
+) -> bytes:
     """The same request as bytes."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {HOST}:{port}"]
     if body:
-        lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+        lines += [f"Content-Type: {content_type}", f"Content-Length: {len(body)}"]
     if key:
         lines.append(f"Authorization: Bearer {key}")
     return "\r\n".join([*lines, "", ""]).encode() + body

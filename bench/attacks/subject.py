@@ -112,11 +112,13 @@ class Subject:
                 yield server
 
     @contextmanager
-    def emulated(self, step_ms: float) -> Iterator[Server]:
-        """Runs this version's `bench.emulated`: the real server over a model whose every step takes `step_ms`."""
+    def emulated(self, step_ms: float, extra_ms: float = 0.0) -> Iterator[Server]:
+        """Runs this version's `bench.emulated`: the real server over a model whose every step takes `step_ms`, and
+        extra_ms more for each token after the first.
+        """
         if not (self.tree / "bench" / "emulated.py").is_file():
             raise NotMeasured(f"{self.tree} has no bench/emulated.py, which a step of a given time needs")
-        arguments = ["-m", "bench.emulated", "--step-ms", str(step_ms), "--extra-ms", "0"]
+        arguments = ["-m", "bench.emulated", "--step-ms", str(step_ms), "--extra-ms", str(extra_ms)]
         with self._running(arguments) as server:
             yield server
 

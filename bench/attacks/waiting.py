@@ -48,7 +48,7 @@ def late_drafts(subject: Subject) -> Iterator[Row]:
     """Serves 40 devices on 32 places whose drafts come 200 ms late, waiting as the server likes and not waiting."""
     rates: dict[str, list[float]] = {"auto": [], "never waits": []}
     with subject.emulated(step_ms=20.0) as server:
-        texts = _texts(server, 40, 200)
+        texts = texts_of(server, 40, 200)
         for _ in range(2):
             for kind, patience_ms in (("never waits", 0.0), ("auto", None)):
                 server.wait_until_idle()
@@ -66,12 +66,12 @@ def late_drafts(subject: Subject) -> Iterator[Row]:
     )
 
 
-def _texts(server: Server, num_devices: int, num_tokens: int) -> list[tuple[list[int], list[int]]]:
+def texts_of(server: Server, num_devices: int, num_tokens: int) -> list[tuple[list[int], list[int]]]:
     """The target's own texts, which its drafts are made from. The emulated model gives one prompt one text."""
     prompts = [prompt_of(i) for i in range(num_devices)]
     common = {"max_tokens": num_tokens, "ignore_eos": True, "patience_ms": 0}
     bodies = [{"prompt": prompt, **common} for prompt in prompts]
     with crowd_of(server.port, bodies) as crowd:
         if not crowd.wait(lambda: all(len(s.tokens) == num_tokens for s in crowd.streams), 60.0):
-            raise NotMeasured("the texts of 40 sessions were not complete after 60 s")
+            raise NotMeasured(f"the texts of {num_devices} sessions were not complete after 60 s")
         return [(prompt, stream.tokens) for prompt, stream in zip(prompts, crowd.streams, strict=True)]

@@ -124,6 +124,7 @@ class Totals:
     preempted: int = _shown("Sequences whose blocks went to older ones.", default=0)
     finished: int = _shown("Sequences that ended, for any reason.", default=0)
     faults: int = _shown("Steps that failed in the model or the engine; the log says where.", default=0)
+    tree_steps: int = _shown("Engine steps that verified drafts that branch.", default=0)
     prefix_hit_tokens: int = _shown("Prompt tokens whose cache was shared.", default=0)
     waited_s: float = _shown("Seconds that sequences waited for drafts.", default=0.0)
     model_s: float = _shown("Seconds in the model.", default=0.0)
@@ -163,6 +164,7 @@ class EngineStats:
     step_ms: float | None = _shown("Measured decode step with nothing drafted, milliseconds.")
     draft_token_ms: float | None = _shown("Measured extra time of a drafted token in a step, milliseconds.")
     failed: int = _shown("1 while the engine cannot work and /health/ready answers 503, else 0.", default=0)
+    trees: int = _shown("1 where steps may verify drafts that branch, 0 where only paths: --tree.", default=0)
 
 
 class ServingEngine(Protocol):

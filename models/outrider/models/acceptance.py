@@ -1,4 +1,4 @@
-"""Accepts drafted tokens by a rule. Both rules are exact and need only token ids.
+"""Accepts drafted tokens by a rule, of a line or of a tree. Both rules are exact and need only token ids.
 
 | rule    | what is accepted                              | output            |
 |---------|-----------------------------------------------|-------------------|
@@ -11,7 +11,7 @@ Never mix shared noise with p/q rejection: the draft's token is not an independe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import StrEnum
 
 import numpy as np
@@ -61,9 +61,75 @@ def accept_picks(
     """As `accept`, for tokens already picked; None stands for logits that were not finite. Reads only what it needs."""
     tokens: list[int] = []
     for token, guess in zip(picks, [*drafted, None], strict=True):
-        if token is None:
-            raise ModelFault("the model's logits are not finite; check the export with a parity run")
-        tokens.append(token)
+        tokens.append(_finite(token))
         if token != guess or token in stop_ids or len(tokens) == max_tokens:
             break
     return tokens
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AcceptedBranch:
+    """tokens: the target's. nodes: indices of the drafted tokens that equal all of them but the last."""
+
+    tokens: list[int]
+    nodes: list[int]
+
+
+def accept_tree(
+    logits: NDArray[np.float32],
+    drafted: Sequence[int],
+    parents: Sequence[int],
+    params: SamplingParams,
+    position: int,
+    *,
+    stop_ids: Collection[int] = (),
+    max_tokens: int | None = None,
+) -> AcceptedBranch:
+    """As `accept`, for drafted tokens that branch: goes from each to the child that equals the target's pick there.
+
+    drafted, parents: tokens and the index of each one's parent, a lower one; -1: it follows the last committed token.
+    logits: [len(drafted) + 1, vocab_size] float32; row 0 is after the last committed token, row i + 1 after drafted
+    token i. Picks from the rows that it reaches only; what the others hold does not matter. Raises ModelFault on a
+    reached row that is not finite.
+    """
+    return _walk(lambda row, depth: pick(logits[row], params, position + depth), drafted, parents, stop_ids, max_tokens)
+
+
+def accept_tree_picks(
+    picks: Sequence[int | None],
+    drafted: Sequence[int],
+    parents: Sequence[int],
+    *,
+    stop_ids: Collection[int] = (),
+    max_tokens: int | None = None,
+) -> AcceptedBranch:
+    """As `accept_tree`, for tokens already picked; None stands for logits that were not finite."""
+    return _walk(lambda row, depth: _finite(picks[row]), drafted, parents, stop_ids, max_tokens)
+
+
+def _walk(
+    pick_at: Callable[[int, int], int],
+    drafted: Sequence[int],
+    parents: Sequence[int],
+    stop_ids: Collection[int],
+    max_tokens: int | None,
+) -> AcceptedBranch:
+    children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, drafted, strict=True))}
+    tokens: list[int] = []
+    nodes: list[int] = []
+    node: int | None = -1
+    while node is not None:
+        token = pick_at(node + 1, len(nodes))
+        tokens.append(token)
+        node = children.get((node, token))
+        if token in stop_ids or len(tokens) == max_tokens:
+            node = None
+        if node is not None:
+            nodes.append(node)
+    return AcceptedBranch(tokens, nodes)
+
+
+def _finite(token: int | None) -> int:
+    if token is None:
+        raise ModelFault("the model's logits are not finite; check the export with a parity run")
+    return token

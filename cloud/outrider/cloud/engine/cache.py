@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
+from collections.abc import Sequence
 
 from outrider.cloud.engine.parked import ParkedPrefix, ParkedPrefixes
 from outrider.cloud.engine.pool import BlockPool, chain_hash
@@ -59,6 +60,20 @@ class SequenceCache:
         if needed > 0:
             sequence.blocks += self.pool.allocate(needed) or []
         return True
+
+    def moves(self, sequence: SequenceState, nodes: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Slots of the accepted drafted tokens `nodes`, and the slots where they belong, as far as these differ.
+
+        nodes: indices of drafted tokens, ascending, that ran behind the sequence's tokens. Call it before the accepted
+        tokens are appended. A slot is block * block_size + offset.
+        """
+        end, size, blocks = len(sequence.tokens), self.pool.block_size, sequence.blocks
+
+        def slot(place: int) -> int:
+            return blocks[(end + place) // size] * size + (end + place) % size
+
+        moved = [(slot(node), slot(place)) for place, node in enumerate(nodes) if node != place]
+        return [source for source, _ in moved], [target for _, target in moved]
 
     def match_prefix(self, sequence: SequenceState) -> None:
         """Takes shared blocks that hold the sequence's beginning; leaves at least its last token to run."""

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from outrider.cloud.pending.policy import Policy
 from outrider.models.protocol import MAX_VERIFY_ITEMS
 
 _TOKENS_PER_PLACE = 8
+
+
+class TreeForm(StrEnum):
+    """What a step verifies of a sequence's drafted tree: its likeliest path, or any part of it."""
+
+    AUTO = "auto"
+    LINE = "line"
+    TREE = "tree"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +29,7 @@ class EngineConfig:
     max_draft: drafted tokens verified per sequence and step.
     max_parked: sequences per owner whose cache is kept for the next /v1/verify call; as many as one call can have.
     looks_up: guess by prompt lookup where a device has sent nothing.
+    form: auto verifies trees where the runtime is right with them; tree requires such a runtime.
     share_prefixes: reuse KV blocks by hash. share_between_owners: also those of other owners' prompts.
     """
 
@@ -32,6 +42,7 @@ class EngineConfig:
     share_prefixes: bool = True
     share_between_owners: bool = False
     policy: Policy = Policy.AUTO
+    form: TreeForm = TreeForm.AUTO
 
     @property
     def token_budget(self) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from outrider.cloud.engine.cache import SequenceCache
-from outrider.cloud.engine.config import EngineConfig
+from outrider.cloud.engine.config import EngineConfig, TreeForm
 from outrider.cloud.engine.health import Health
 from outrider.cloud.engine.parked import ParkedPrefix
 from outrider.cloud.engine.requests import check_draft, check_request, check_tree
@@ -32,7 +32,7 @@ from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, GenerateRequest, SequenceEndReason, Sink, Totals
 from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.faults import log_fault
-from outrider.models.runtimes.base import BatchRuntime, ModelLimits
+from outrider.models.runtimes.base import BatchRuntime, ModelLimits, TreeRuntime
 from outrider.models.tree_draft import TreeDraft
 
 _CACHES_QUEUED = 8
@@ -53,7 +53,8 @@ class Engine:
         self._runtime = runtime
         self._config = config or EngineConfig()
         self._clock = clock
-        self._drafting = Drafting(self._config.max_draft, self._config.policy)
+        self._with_trees = verifies_trees(runtime, self._config.form)
+        self._drafting = Drafting(self._config.max_draft, self._config.policy, with_trees=self._with_trees)
         self._totals = Totals()
         self._health = Health(clock)
         self._runner = ModelRunner(runtime, self._health, clock)
@@ -223,6 +224,7 @@ class Engine:
             draft_token_ms=None if extra_s is None else extra_s * 1e3,
             patience_ms=max((s.drafts.wait.lag_s * 1e3 for s in list(self._scheduler.running)), default=0.0),
             failed=int(self.fault() is not None),
+            trees=int(self._with_trees),
         )
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
@@ -250,7 +252,9 @@ class Engine:
         else:
             ran = self._clock()
             self._commit(shares, rows, ran)
-            self._drafting.stepped(size, ran - ready, has_trees=False)
+            has_trees = any(share.depths for share in shares)
+            self._totals.tree_steps += has_trees
+            self._drafting.stepped(size, ran - ready, has_trees)
         self._totals.count_step(size.tokens, model_s=ran - ready, overhead_s=ready - started + self._clock() - ran)
         if self._totals.passes > passes:
             self._health.worked()
@@ -264,9 +268,9 @@ class Engine:
         Returns those that fail alone, each with its error. Nothing of the failed call is used: each run writes the
         keys and values of its new tokens again.
         """
-        if len(shares) == 1 and not shares[0].drafted:
+        if len(shares) == 1 and not shares[0].num_drafted:
             return [(shares[0], error)]
-        bare = [replace(share, new=share.new[: len(share.new) - len(share.drafted)], drafted=[]) for share in shares]
+        bare = [share.without_drafts() for share in shares]
         middle = len(bare) // 2
         failed: list[tuple[Share, BaseException]] = []
         for half in filter(None, (bare[:middle], bare[middle:])):
@@ -324,16 +328,29 @@ class Engine:
             stops, left = sequence.request.stop_ids, sequence.num_left
             try:
                 position = len(sequence.tokens)
-                tokens = picked(own, share.drafted, params, position, stop_ids=stops, max_tokens=left)
+                branch = picked(own, share.drafted, params, position, stop_ids=stops, max_tokens=left)
             except ModelFault as fault:
                 self._fail([(share, fault)], fault)
+                continue
+            try:
+                self._move_into_place(sequence, branch.nodes)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # what the slots hold now is not known
+                self._fail([(share, error)], error)
             else:
-                self._take_tokens(share, tokens, now)
+                self._take_tokens(share, branch.tokens, now)
+
+    def _move_into_place(self, sequence: SequenceState, nodes: Sequence[int]) -> None:
+        """Moves keys and values of the accepted drafted tokens to where those of the next positions belong."""
+        sources, targets = self._cache.moves(sequence, nodes)
+        if sources:
+            self._runner.move(sources, targets)
 
     def _take_tokens(self, share: Share, tokens: list[int], now: float) -> None:
         """Appends the picked tokens to the sequence, notifies its sink, and ends it where they end it."""
         sequence = share.sequence
-        base, proposed, accepted = len(sequence.generated), len(share.drafted), len(tokens) - 1
+        base, proposed, accepted = len(sequence.generated), share.num_drafted, len(tokens) - 1
         pending = sequence.drafts.trie.likeliest_of_device(self._config.max_draft)
         sequence.computed = len(sequence.tokens) + accepted
         sequence.tokens += tokens
@@ -435,6 +452,16 @@ class Engine:
             for n in sizes:  # untimed: a runtime may prepare for a new shape
                 self._runner.time(n, context, blocks, n)
             for n in sizes * repeats:
-                self._drafting.curve.observe(StepSize.of(n, context), self._runner.time(n, context, blocks, n))
+                self._drafting.stepped(StepSize.of(n, context), self._runner.time(n, context, blocks, n), False)
         finally:
             self._cache.pool.release(blocks)
+
+
+def verifies_trees(runtime: BatchRuntime, form: TreeForm) -> bool:
+    """Whether steps may verify trees. ConfigError for `tree` on a runtime that cannot."""
+    if form is TreeForm.LINE:
+        return False
+    reason = runtime.why_no_trees if isinstance(runtime, TreeRuntime) else "the runtime has no trees; use --tree line"
+    if form is TreeForm.TREE and reason is not None:
+        raise ConfigError(f"steps cannot verify trees here: {reason}")
+    return reason is None

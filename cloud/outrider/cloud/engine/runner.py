@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.cloud.engine.health import Health
 from outrider.cloud.engine.scheduler import Share
-from outrider.models.acceptance import accept, accept_picks
+from outrider.cloud.pending.chosen import NOTHING, Chosen
+from outrider.models.acceptance import AcceptedBranch, accept, accept_picks, accept_tree, accept_tree_picks
 from outrider.models.errors import ModelFault
-from outrider.models.runtimes.base import BatchRuntime, PickingRuntime, SequenceSlice
+from outrider.models.runtimes.base import BatchRuntime, PickingRuntime, SequenceSlice, TreeRuntime
 from outrider.models.sampling import SamplingParams
 
 # Logits [rows, V], or for each row the token that the runtime picked.
@@ -29,13 +31,19 @@ class ModelRunner:
     def forward(self, shares: Sequence[Share]) -> Rows:
         """Runs the shares of a step. Raises what the runtime raises, ModelFault when rows are missing."""
         params = [share.sequence.request.params for share in shares for _ in range(share.num_rows)]
-        positions = [len(share.sequence.tokens) + i for share in shares for i in range(share.num_rows)]
+        positions = [position for share in shares for position in share.row_positions]
         return self._run([share.as_slice() for share in shares], params, positions)
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Moves keys and values of an accepted branch into place. Raises what the runtime raises."""
+        assert isinstance(self._runtime, TreeRuntime)
+        with self._watched():
+            self._runtime.move(sources, targets)
 
     def probe(self, blocks: Sequence[int]) -> None:
         """Runs one token in `blocks`. Raises what the runtime raises, ModelFault when the row is not finite."""
         rows = self._run([SequenceSlice([0], 0, blocks, 1)], [SamplingParams()], [1])
-        picked(rows, [], SamplingParams(), 1)
+        picked(rows, NOTHING, SamplingParams(), 1)
 
     def time(self, num_new: int, past: int, blocks: Sequence[int], num_rows: int) -> float:
         """Seconds of a step of `num_new` tokens after `past`, as `forward` runs it: the runtime's picks included."""
@@ -46,31 +54,43 @@ class ModelRunner:
         return self._clock() - started
 
     def _run(self, slices: Sequence[SequenceSlice], params: Sequence[SamplingParams], positions: Sequence[int]) -> Rows:
-        self._health.begin()
-        is_success = False
-        try:
+        with self._watched():
             if isinstance(self._runtime, PickingRuntime):
                 rows: Rows = self._runtime.forward_picks(slices, params, positions)
             else:
                 rows = self._runtime.forward(slices)
             if len(rows) != len(params):
                 raise ModelFault(f"the runtime returned {len(rows)} rows of logits; expected {len(params)}")
+        return rows
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        self._health.begin()
+        is_success = False
+        try:
+            yield
             is_success = True
         finally:
             self._health.end(is_success=is_success)
-        return rows
 
 
 def picked(
     rows: Rows,
-    drafted: Sequence[int],
+    drafted: Chosen,
     params: SamplingParams,
     position: int,
     *,
     stop_ids: Collection[int] = (),
     max_tokens: int | None = None,
-) -> list[int]:
-    """The target's tokens from `position` on, as `accept` gives them, from logits or from picks."""
+) -> AcceptedBranch:
+    """The target's tokens from `position` on, as `accept` and `accept_tree` give them, from logits or from picks."""
+    tokens, parents = drafted.tokens, drafted.parents
+    if not drafted.is_line:
+        if isinstance(rows, list):
+            return accept_tree_picks(rows, tokens, parents, stop_ids=stop_ids, max_tokens=max_tokens)
+        return accept_tree(rows, tokens, parents, params, position, stop_ids=stop_ids, max_tokens=max_tokens)
     if isinstance(rows, list):
-        return accept_picks(rows, drafted, stop_ids=stop_ids, max_tokens=max_tokens)
-    return accept(rows, drafted, params, position, stop_ids=stop_ids, max_tokens=max_tokens)
+        accepted = accept_picks(rows, tokens, stop_ids=stop_ids, max_tokens=max_tokens)
+    else:
+        accepted = accept(rows, tokens, params, position, stop_ids=stop_ids, max_tokens=max_tokens)
+    return AcceptedBranch(accepted, list(range(len(accepted) - 1)))

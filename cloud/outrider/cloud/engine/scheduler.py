@@ -12,18 +12,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.engine.config import EngineConfig
 from outrider.cloud.engine.owners import Owners
 from outrider.cloud.engine.sequence_state import SequenceState
+from outrider.cloud.pending.chosen import NOTHING, Chosen
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.policy import NO_WAIT
 from outrider.cloud.seam import Totals
 from outrider.models.runtimes.base import SequenceSlice
+from outrider.models.trees import depths, tree_mask
 
 _TURN_STEPS: Final = 32
 """Steps for which a sequence keeps its blocks once it has committed a token: computing them again must pay off."""
@@ -38,27 +40,60 @@ class Share:
     """One sequence's part of a step: `new` tokens to run, the last of them `drafted`.
 
     is_complete: the tokens reach the sequence's end, so the target picks its next token in this step.
+    depths: of the drafted tokens, where they are no line.
     """
 
     sequence: SequenceState
     new: list[int]
-    drafted: list[int]
+    drafted: Chosen
     is_complete: bool
+    depths: list[int] | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "depths", None if self.drafted.is_line else depths(self.drafted.parents))
+
+    @property
+    def num_drafted(self) -> int:
+        """Drafted tokens in it."""
+        return len(self.drafted.tokens)
 
     @property
     def num_rows(self) -> int:
         """Rows of logits that it needs."""
-        return 1 + len(self.drafted) if self.is_complete else 0
+        return 1 + self.num_drafted if self.is_complete else 0
+
+    @property
+    def row_positions(self) -> Sequence[int]:
+        """The position of the token that each row picks."""
+        end = len(self.sequence.tokens)
+        if self.depths is None:
+            return range(end, end + self.num_rows)
+        return [end, *(end + depth for depth in self.depths)]
 
     @property
     def num_attended(self) -> int:
         """Positions that its tokens attend to, in all."""
         count = len(self.new)
-        return count * self.sequence.computed + count * (count + 1) // 2
+        if self.depths is None:
+            return count * self.sequence.computed + count * (count + 1) // 2
+        before = count - self.num_drafted
+        own = before * (before + 1) // 2 + self.num_drafted * before + sum(self.depths)
+        return count * self.sequence.computed + own
 
     def as_slice(self) -> SequenceSlice:
         """The same for the runtime."""
-        return SequenceSlice(self.new, self.sequence.computed, self.sequence.blocks, self.num_rows)
+        past, blocks = self.sequence.computed, self.sequence.blocks
+        if self.depths is None:
+            return SequenceSlice(self.new, past, blocks, self.num_rows)
+        before = len(self.new) - self.num_drafted
+        end = past + before
+        positions = [*range(past, end), *(end + depth - 1 for depth in self.depths)]
+        mask = tree_mask(self.drafted.parents, before)
+        return SequenceSlice(self.new, past, blocks, self.num_rows, positions, mask)
+
+    def without_drafts(self) -> Share:
+        """The same without drafted tokens."""
+        return Share(self.sequence, self.new[: len(self.new) - self.num_drafted], NOTHING, self.is_complete)
 
 
 class Scheduler:
@@ -215,23 +250,22 @@ class Scheduler:
         if prompts:
             fixed += StepSize.of(for_prompts, sum(s.computed for s in prompts) // len(prompts))
         context = sum(s.computed for s in decoding) / max(1, len(decoding))
-        choice = self._drafting.choose([s.drafts for s in decoding], max(0, budget - for_prompts), fixed, context)
-        drafts = {pending: list(chosen.tokens) for pending, chosen in choice.items()}  # lines: `with_trees` is off
-        left = max(budget - sum(map(len, drafts.values())), for_prompts)
+        drafts = self._drafting.choose([s.drafts for s in decoding], max(0, budget - for_prompts), fixed, context)
+        left = max(budget - sum(len(chosen.tokens) for chosen in drafts.values()), for_prompts)
         chunks = self._owners.split_tokens(prompts, left)
         shares: list[Share] = []
         taking_part: set[SequenceState] = set()
         for sequence in [*decoding, *prompts]:
-            new, drafted = self._part_of(sequence, drafts.get(sequence.drafts, []), chunks.get(sequence, 1))
+            new, drafted = self._part_of(sequence, drafts.get(sequence.drafts, NOTHING), chunks.get(sequence, 1))
             if not new or not self._owners.is_running(sequence):
                 continue  # no budget is left, or it has just given way to another
             is_complete = len(new) == sequence.num_missing
             length = sequence.computed + len(new)
-            if drafted and not self._cache.grow(sequence, length + len(drafted)):
-                drafted = []  # no sequence gives way for a guess
-            if self._reserve(sequence, length + len(drafted), taking_part):
+            if drafted.tokens and not self._cache.grow(sequence, length + len(drafted.tokens)):
+                drafted = NOTHING  # no sequence gives way for a guess
+            if self._reserve(sequence, length + len(drafted.tokens), taking_part):
                 taking_part.add(sequence)
-                shares.append(Share(sequence, [*new, *drafted], drafted, is_complete))
+                shares.append(Share(sequence, [*new, *drafted.tokens], drafted, is_complete))
                 if is_complete and sequence.turn_began is None:
                     sequence.turn_began = self._step
         self._owners.took_part(taking_part)
@@ -264,7 +298,7 @@ class Scheduler:
                 room = max(0, room - num_drafted)
         return late
 
-    def _part_of(self, sequence: SequenceState, chosen: list[int], room: int) -> tuple[list[int], list[int]]:
+    def _part_of(self, sequence: SequenceState, chosen: Chosen, room: int) -> tuple[list[int], Chosen]:
         """The tokens to run and the drafted ones after them.
 
         chosen: the drafts of a decoding sequence. room: tokens that a prompt may run. A /v1/verify item gets one pass,
@@ -276,7 +310,7 @@ class Scheduler:
         if sequence.num_wanted > max(missing, room) and room > 1:
             room = min(room, missing - 1)
         new = sequence.tokens[sequence.computed : sequence.computed + room]
-        return new, sequence.drafts.own_draft(room - missing) if len(new) == missing else []
+        return new, Chosen.line(sequence.drafts.own_draft(room - missing)) if len(new) == missing else NOTHING
 
     def _is_waiting(self, sequence: SequenceState, now: float) -> bool:
         if sequence.drafts.wait is NO_WAIT:

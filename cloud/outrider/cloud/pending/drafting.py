@@ -120,19 +120,19 @@ class Drafting:
     def committed(
         self, drafts: PendingDrafts, pending: Sequence[int], tokens: Sequence[int], now: float, *, crowding: float
     ) -> None:
-        """Learns from a commit; looks up what follows, and starts a wait, if nothing of the device's is pending.
+        """Learns from a commit; starts a wait if nothing of the device's is pending after it.
 
         pending: the likeliest path before the step, as far as the device sent it. crowding: sequences for each place.
         """
         drafts.acceptance.observe(pending, tokens)
         if not drafts.trie.has_device_nodes:  # it is out of sync: how fast it answers is what a wait would cost
             drafts.lag.committed(len(drafts.committed), now)
-            if drafts.lookup is not None and not drafts.trie:
-                self._look_up(drafts)
             self._start_wait(drafts, now, crowding)
 
     def _look_up(self, drafts: PendingDrafts) -> None:
-        assert drafts.lookup is not None
+        """Looks up what follows, where nothing is pending."""
+        if drafts.lookup is None or drafts.trie:
+            return
         if max(drafts.chances.rates()[:NUM_LOOKUP_KINDS]) < _HOPELESS and drafts.num_skipped < _PROBE_EVERY:
             drafts.num_skipped += 1
             return
@@ -146,9 +146,11 @@ class Drafting:
         if allowed == 0 or self._max_draft == 0 or drafts.num_left <= 1 or not drafts.lag.is_known:
             return
         alpha = drafts.acceptance.rate
-        looked_up = drafts.trie.root.best
-        if looked_up is not None and drafts.chances.rates()[looked_up.kind] >= alpha:
-            return  # what is here is as good as what would come
+        if drafts.lookup is not None and max(drafts.chances.rates()[:NUM_LOOKUP_KINDS]) >= alpha:
+            self._look_up(drafts)
+            looked_up = drafts.trie.root.best
+            if looked_up is not None and drafts.chances.rates()[looked_up.kind] >= alpha:
+                return  # what is here is as good as what would come
         step_s, extra_s = self.curve.step_and_extra()
         most = min(self._max_draft, _worth_waiting_for(alpha), drafts.num_left - 1)
         lags = [bounded(lag, step_s) for lag in drafts.lag.seconds_until(most)]
@@ -206,6 +208,8 @@ class Drafting:
                 budget -= len(own)
                 fixed += StepSize(len(own), round(len(own) * context))
         others = [drafts for drafts in decoding if drafts.num_own is None]
+        for drafts in others:
+            self._look_up(drafts)
         rows = [self._line(drafts) for drafts in others]
         counts, rate = self._counts(rows, len(decoding), budget, fixed, context)
         if self._with_trees and any(drafts.trie for drafts in others):

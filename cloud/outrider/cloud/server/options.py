@@ -9,6 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
+from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.server.connection_limits import ConnectionLimits
 from outrider.cloud.server.logs import LogFormat
@@ -80,6 +81,13 @@ class ServeOptions:
     lookup: Annotated[
         bool, typer.Option(help="Guess by prompt lookup where a device has sent nothing; also for completions.")
     ] = True
+    tree: Annotated[
+        TreeForm,
+        typer.Option(
+            help="line: steps verify the likeliest drafted path; tree: any part of a drafted tree; auto: tree where "
+            "texts stay as exact. On OpenVINO, tree gives up logits that are bitwise equal in all steps."
+        ),
+    ] = TreeForm.AUTO
     share_prefixes: Annotated[
         bool, typer.Option(help="Reuse the KV cache of prompts that begin alike; turn it off to measure TTFT.")
     ] = True

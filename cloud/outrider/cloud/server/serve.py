@@ -16,6 +16,7 @@ from typing import Final
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread
+from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.server.collector import relieve_collector
 from outrider.cloud.server.connection_limits import ConnectionLimits
 from outrider.cloud.server.exporter import export_reference_target
@@ -63,6 +64,7 @@ def serve(options: ServeOptions) -> None:
                 share_prefixes=options.share_prefixes,
                 share_between_owners=options.share_caches_between_keys,
                 policy=options.policy,
+                form=options.tree,
             )
             engine = Engine(runtime, config)
             engine.calibrate()
@@ -157,6 +159,7 @@ def _loading(bundle: Bundle, options: ServeOptions) -> RuntimeOptions:
         device=options.device or default_device,
         num_threads=options.threads,
         kv_cache_bytes=options.kv_cache_bytes,
+        is_batch_invariant=options.tree is not TreeForm.TREE,
         cache_dir=str(options.cache_dir) if options.cache_dir else None,
         # torch loads safetensors in any type; the export was checked in this one.
         properties={"dtype": _TORCH_DTYPES[manifest.precision]} if kind == "torch" else {},

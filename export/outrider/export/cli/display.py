@@ -75,6 +75,7 @@ def print_report(console: Console, bundle: Bundle) -> None:
         if found is not None and found.by_gap:
             console.print(_by_rank(manifest.report.acceptance))
             console.print(_by_gap(found))
+            console.print(f"  {BY_GAP_EXPLAINED}", style="dim", highlight=False)
     timing = manifest.report.timing
     if timing is not None and timing.forecast is not None:
         console.print(_curve(timing.forecast))
@@ -218,8 +219,6 @@ def _by_gap(found: Acceptance) -> Table:
     for name, row in zip(leads(found), found.by_gap, strict=True):
         best, second = row.rates
         table.add_row(name, f"{row.share:.0%}", f"{best:.2f}", f"{second:.2f}")
-    table.caption = BY_GAP_EXPLAINED
-    table.caption_justify = "left"
     return table
 
 

@@ -16,8 +16,8 @@ real acceptance, on real text, without a download. They are not chat models: the
 and their code is plausible, not correct.
 
 * Format: Hugging Face directories `target/` and `draft/`, bfloat16 safetensors, up to 1,024 positions.
-* Limit: the target was trained at context {contexts} and gets slowly worse beyond; the draft was trained at
-  {draft_contexts} and distilled on rows of {row_length}, so **acceptance falls clearly beyond about 250 positions**.
+* Limit: the target was trained at context {contexts} and gets slowly worse beyond. The draft was trained at
+  {draft_contexts} and distilled on rows of {row_lengths}: {limit}.
 * Use: `AutoModelForCausalLM.from_pretrained(...)`, or `outrider.reference.target_dir()` and `draft_dir()`.
 * `prompts.json`: prompts, the beginnings of functions and methods in held-out files, with file and line.
 
@@ -36,6 +36,11 @@ standard error). *Per position* is that share over every position; *tokens per p
 *rejection* is the sum of min(p, q): what classic rejection sampling would accept, the most that any coupling can.
 Greedy text repeats itself, which flatters its row. The draft's own perplexity is high because distillation fits it to
 the target's text, not to human text.
+
+After long contexts, at {places} places spread evenly over the same files: the same places in every row, with more or
+less of the file before them, then {new_tokens} tokens by the target.
+
+{contexts_table}
 
 ## Data
 
@@ -65,8 +70,13 @@ Python {python}, torch {torch}, transformers {transformers}:
   temperatures from {low} to {high}; its 64 likeliest next tokens are recorded at every position. The draft is trained
   on that pool, first by forward KL divergence, then by the probability that shared noise makes both pick the same
   token (`outrider.export.distill.trainer.losses.match_bound`), and ends with an exponential average of its weights.
+* Long distillation, on all lengths of row in every step, starts from the first distillation's weights, with a rotary
+  base of {theta} in place of 10,000: the slowest rotations at 1,024 positions are then about those of 256 before. Rows
+  of {short_length} are as before. Longer ones are mostly real passages of the training files, over which the target's
+  distribution is recorded too, with {written} tokens by the target at their end. `--from-pair` repeats this stage
+  alone, from a stored pair.
 {notes}
-* Seeds: data {data_seed}, target {target_seed}, draft {draft_seed}, distillation {distill_seed}.
+* Seeds: data {data_seed}, target {target_seed}, draft {draft_seed}, distillation {distill_seed}, long {long_seed}.
 
 Held-out files:
 
@@ -84,18 +94,45 @@ def tables(metrics: Record) -> str:
         )
     lines += ["", "| temperature | in chain | per position | tokens per pass | rejection |", "|---|---|---|---|---|"]
     for row in metrics["acceptance"]:
-        name = "0 (greedy)" if row["temperature"] == 0.0 else f"{row['temperature']}"
         rejection = "-" if row["temperature"] == 0.0 else f"{row['rejection']:.3f}"
-        lines.append(
-            f"| {name} | {row['in_chain']:.3f} ± {row['error']:.3f} | {row['per_position']:.3f} | "
-            f"{row['tokens_per_pass']:.2f} | {rejection} |"
-        )
+        lines.append(f"| {_temperature(row)} | {_rates(row)} | {rejection} |")
     return "\n".join(lines)
+
+
+def contexts_table(metrics: Record) -> str:
+    """A Markdown table: acceptance by temperature and number of tokens before the target's text."""
+    lines = [
+        "| temperature | context | in chain | per position | tokens per pass | rejection |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in metrics["acceptance_by_context"]:
+        lines.append(f"| {_temperature(row)} | {row['context']} | {_rates(row)} |")
+    return "\n".join(lines)
+
+
+def limit(metrics: Record, temperature: float = 0.8) -> str:
+    """How acceptance at the longest context compares with that at the shortest, in words."""
+    rows = [row for row in metrics["acceptance_by_context"] if row["temperature"] == temperature]
+    first, last = rows[0], rows[-1]
+    return (
+        f"at temperature {temperature} acceptance is {first['in_chain']:.2f} after {first['context']} tokens and "
+        f"{last['in_chain']:.2f} after {last['context']}"
+    )
+
+
+def _temperature(row: Record) -> str:
+    return "0 (greedy)" if row["temperature"] == 0.0 else f"{row['temperature']}"
+
+
+def _rates(row: Record) -> str:
+    return f"{row['in_chain']:.3f} ± {row['error']:.3f} | {row['per_position']:.3f} | {row['tokens_per_pass']:.2f}"
 
 
 def render(metrics: Record, training: Record) -> str:
     """The text of MODEL_CARD.md, from `metrics.json` and `training.json`."""
     corpus, seeds, distillation = training["corpus"], training["seeds"], training["distillation"]
+    long = training["long_distillation"]
+    *shorter, longest = [f"{pool['row_length']:,}" for pool in long["pools"]]
     stages = [f"{number}. {text}" for number, text in enumerate(training["stages"], start=1)]
     return TEXT.format(
         target_m=metrics["parameters"]["target"] / 1e6,
@@ -103,7 +140,13 @@ def render(metrics: Record, training: Record) -> str:
         vocabulary=f"{training['vocabulary']:,}",
         contexts=training["contexts"],
         draft_contexts=training["draft_contexts"],
-        row_length=distillation["row_length"],
+        row_lengths=f"{', '.join(shorter)} and {longest}",
+        limit=limit(metrics),
+        places=metrics["places"],
+        contexts_table=contexts_table(metrics),
+        theta=f"{long['rope_theta']:,.0f}",
+        short_length=distillation["row_length"],
+        written=f"{long['written'][0]} to {long['written'][1] - 1}",
         num_prompts=metrics["prompts"],
         new_tokens=metrics["new_tokens"],
         num_files=len(corpus["heldout"]),
@@ -126,5 +169,6 @@ def render(metrics: Record, training: Record) -> str:
         target_seed=seeds["target"],
         draft_seed=seeds["draft"],
         distill_seed=seeds["distillation"],
+        long_seed=seeds["long"],
         files="\n".join(f"* `{path}`" for path in corpus["heldout"]),
     )

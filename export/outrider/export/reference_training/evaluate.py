@@ -26,6 +26,10 @@ from outrider.reference import draft_dir, load_prompts, pair_dir, target_dir
 TEMPERATURES = (0.0, 0.5, 0.8, 1.0)
 NUM_PROMPTS = 256
 NEW_TOKENS = 96
+CONTEXTS = (100, 300, 600, 900)
+CONTEXT_TEMPERATURES = (0.0, 0.8)
+NUM_PLACES = 96
+ROWS_AT_ONCE = 32
 HERE = pair_dir()
 ACCEPTANCE_TOLERANCE = 0.015
 """Absolute. Another processor rounds differently, so a sampled text may differ from the stored run's at some point."""
@@ -70,12 +74,38 @@ def load_heldout() -> list[SourceFile]:
     return [SourceFile(**entry) for entry in entries]
 
 
+def heldout_passages(tokenizer: Tokenizer, files: Sequence[SourceFile], count: int, length: int) -> list[list[int]]:
+    """`count` passages of `length` tokens `[count, length]`, spread evenly over all places where one fits a file."""
+    texts = [tokenizer.encode(file.text).ids for file in files]
+    places = [(text, first) for text in texts for first in range(len(text) - length + 1)]
+    if not 0 < count <= len(places):
+        raise ValueError(f"{count} passages of {length} tokens; the files have room for 1 to {len(places)}")
+    chosen = (places[(2 * number + 1) * len(places) // (2 * count)] for number in range(count))
+    return [list(text[first : first + length]) for text, first in chosen]
+
+
+def by_context(
+    target: PreTrainedModel, draft: PreTrainedModel, passages: Sequence[Sequence[int]]
+) -> list[dict[str, object]]:
+    """Acceptance after the last 100, 300, 600 and 900 tokens of every passage: the same places, more context."""
+    rows: list[dict[str, object]] = []
+    for temperature in CONTEXT_TEMPERATURES:
+        for length in CONTEXTS:
+            prompts = [passage[-length:] for passage in passages]
+            found = measure(target, draft, prompts, temperature, NEW_TOKENS, rows=ROWS_AT_ONCE, with_rejection=False)
+            rows.append(
+                {"context": length} | {name: value for name, value in asdict(found).items() if value is not None}
+            )
+    return rows
+
+
 def evaluate(target: Path, draft: Path, num_prompts: int = NUM_PROMPTS) -> dict[str, object]:
     """All that `metrics.json` holds, computed in fp32 from the models stored in the two directories."""
     models = {"target": load_model(target), "draft": load_model(draft)}
     tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
     files = load_heldout()
     prompts = [tokenizer.encode(prompt.text).ids for prompt in load_prompts(num_prompts)]
+    passages = heldout_passages(tokenizer, files, min(num_prompts, NUM_PLACES), max(CONTEXTS))
     acceptance: list[Acceptance] = []
     for temperature in TEMPERATURES:
         acceptance.append(measure(models["target"], models["draft"], prompts, temperature, NEW_TOKENS))
@@ -85,6 +115,8 @@ def evaluate(target: Path, draft: Path, num_prompts: int = NUM_PROMPTS) -> dict[
         "prompts": len(prompts),
         "new_tokens": NEW_TOKENS,
         "acceptance": [asdict(row) for row in acceptance],
+        "places": len(passages),
+        "acceptance_by_context": by_context(models["target"], models["draft"], passages),
     }
 
 
@@ -137,7 +169,9 @@ def main() -> int:
     if (arguments.check or arguments.write) and arguments.prompts != NUM_PROMPTS:
         parser.error(f"--check and --write need the first {NUM_PROMPTS} prompts; leave out --prompts")
     metrics = evaluate(arguments.target, arguments.draft, arguments.prompts)
-    print(json.dumps(metrics, indent=2) if arguments.json else card.tables(metrics))
+    print(
+        json.dumps(metrics, indent=2) if arguments.json else f"{card.tables(metrics)}\n\n{card.contexts_table(metrics)}"
+    )
     stored = HERE / "metrics.json"
     if arguments.write:
         stored.write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 
 from outrider.export.check.timing import processor
 from outrider.export.distill.trainer.optim import Rates
+from outrider.export.distill.trainer.pool import Pool, PoolPlan
 from outrider.export.reference_training import recipe
 from outrider.export.reference_training.corpus import Corpus, SourceFile
 from outrider.export.reference_training.pretrain import Plan
@@ -27,14 +30,47 @@ def collect(
     streams: tuple[NDArray[np.uint16], NDArray[np.uint16]],
     plans: recipe.Recipe,
     notes: Sequence[str] = (),
-) -> dict[str, object]:
-    """Everything `card.render` needs: plain values, from the checkpoints in `work` where they were measured."""
+) -> dict[str, Any]:
+    """Everything that `card.render` needs: plain values, from the checkpoints in `work` where they were measured.
+
+    Of a run that started from a stored pair, the earlier stages are as in that pair's record.
+    """
+    if start_path(work).exists():
+        record: dict[str, Any] = json.loads(start_path(work).read_text(encoding="utf-8"))
+    else:
+        record = _from_the_beginning(work, corpus, streams, plans)
+    record["notes"] += notes
+    if (work / "long_distill.pt").exists():
+        record["stages"] += _long_distillation(plans, work)
+        record["seeds"]["long"] = recipe.LONG_SEED
+        record["long_distillation"] = {
+            "pools": [asdict(pool) for pool in plans.long_pools],
+            "rope_theta": recipe.LONG_ROPE_THETA,
+            "written": list(recipe.LONG_WRITTEN),
+            **asdict(plans.long_distillation),
+        }
+    return record
+
+
+def start_path(work: Path) -> Path:
+    """Where the record of the pair is kept that a run started from."""
+    return work / "start.json"
+
+
+def long_pool_folder(work: Path, plan: PoolPlan, rank: int, size: int) -> Path:
+    """The part of a long pool that one of `size` processes samples."""
+    return work / f"pool{plan.row_length}-{rank}-of-{size}"
+
+
+def _from_the_beginning(
+    work: Path, corpus: Corpus, streams: tuple[NDArray[np.uint16], NDArray[np.uint16]], plans: recipe.Recipe
+) -> dict[str, Any]:
     stages = [_pretraining(name, plan, work, len(streams[0])) for name, plan in _pretrained(plans)]
     if (work / "distill.pt").exists():
         stages += _distillation(plans, work)
     return {
         "stages": stages,
-        "notes": list(notes),
+        "notes": [],
         "hardware": f"{os.cpu_count()} cores of {processor()}, shared with other work",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -94,6 +130,31 @@ def _distillation(plans: recipe.Recipe, work: Path) -> list[str]:
         f"distillation: {state['used_s'] / 60:.0f} minutes, {steps:,.0f} steps of {plan.rows_per_step} rows, "
         f"{steps * plan.rows_per_step / rows:.1f} times over the pool; {_rates(plan.rates)}",
     ]
+
+
+def _long_distillation(plans: recipe.Recipe, work: Path) -> list[str]:
+    plan, state = plans.long_distillation, _facts(work / "long_distill.pt")
+    lengths = [f"{pool.row_length:,}" for pool in plans.long_pools]
+    rows = [_pool_rows(work, pool) for pool in plans.long_pools]
+    epochs = [state["step"] * size / count for size, count in zip(plan.pool_rows, rows, strict=True)]
+    return [
+        f"long pools: {_listed(f'{pool.minutes:g}' for pool in plans.long_pools)} minutes, "
+        f"{_listed(f'{count:,} rows of {length}' for count, length in zip(rows, lengths, strict=True))} tokens",
+        f"long distillation: {state['used_s'] / 60:.0f} minutes, {state['step']:,.0f} steps of "
+        f"{_listed(f'{size} rows of {length}' for size, length in zip(plan.pool_rows, lengths, strict=True))} tokens, "
+        f"{_listed(f'{times:.1f}' for times in epochs)} times over the pools; {_rates(plan.rates)}",
+    ]
+
+
+def _pool_rows(work: Path, plan: PoolPlan) -> int:
+    """Rows of a long pool, over all processes that sampled it."""
+    folders = work.glob(f"pool{plan.row_length}-*-of-*")
+    return sum(Pool(folder).made.rows for folder in folders)
+
+
+def _listed(items: Iterable[str]) -> str:
+    *first, last = items
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _rates(rates: Rates) -> str:

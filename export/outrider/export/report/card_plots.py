@@ -76,7 +76,7 @@ def speed_up_plot(drafts: Sequence[Item], marks_ms: Sequence[float] = (), best: 
     """
     curves = [(item, item.forecast) for item in drafts if item.forecast is not None]
     shown = next((item for item, _ in curves if item.label == best), curves[0][0])
-    with _drawing(4.4, "predicted speed-up by round trip") as drawn:
+    with _drawing(4.9, "predicted speed-up by round trip") as drawn:
         axes = drawn.figure.subplots()
         last_ms = max((*marks_ms, *(_last_of_interest(forecast) for _, forecast in curves)))
         round_trips = [last_ms * index / (_NUM_POINTS - 1) for index in range(_NUM_POINTS)]

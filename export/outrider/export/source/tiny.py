@@ -224,13 +224,21 @@ def list_tiny_families() -> TinyFamilies:
     return TinyFamilies(tuple(names), left_out)
 
 
-def make_tiny_model(family: str, directory: Path, *, vocab_size: int = 96, seed: int = 0, **overrides: Any) -> Path:
+def make_tiny_model(
+    family: str,
+    directory: Path,
+    *,
+    vocab_size: int = 96,
+    seed: int = 0,
+    max_parameters: int = _LARGEST,
+    **overrides: Any,
+) -> Path:
     """Writes a random FP32 model of `family` (a model_type of transformers) to `directory`, and returns it.
 
     Defaults: 2 layers, hidden 64, 4 query heads of 16, 2 key/value heads where the family has fewer, embeddings tied
     where the family ties them, 512 positions; where it slides, a window of WINDOW in every layer (Mistral, Phi-3) or in
     every other (Gemma, GPT-Neo). `overrides` are fields of the family's config, under its own names or the usual ones
-    (`tie_word_embeddings=True`, `num_hidden_layers=3`, ...).
+    (`tie_word_embeddings=True`, `num_hidden_layers=3`, ...). Raises ExportError for more than `max_parameters`.
     """
     with quiet_upstream(f"making a tiny {family}"):
         import torch
@@ -247,8 +255,8 @@ def make_tiny_model(family: str, directory: Path, *, vocab_size: int = 96, seed:
         config = kind(**{kind.attribute_map.get(name, name): value for name, value in fields.items()})
         with torch.device("meta"):
             size = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).num_parameters()
-        if size > _LARGEST:
-            raise ExportError(f"a {family} model of {size:,} parameters is not tiny; expected at most {_LARGEST:,}")
+        if size > max_parameters:
+            raise ExportError(f"a {family} model of {size:,} parameters is not tiny; expected at most {max_parameters:,}")
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -101,6 +101,23 @@ class PickingRuntime(Protocol):
 
 
 @runtime_checkable
+class TreeRuntime(Protocol):
+    """A BatchRuntime that verifies trees: slices with `positions` and `mask`, then `move` of the accepted branch."""
+
+    @property
+    def why_no_trees(self) -> str | None:
+        """Why this model, loaded as it is, must get no masks, and what to do; None: it may get them."""
+        ...
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies keys and values of all layers from slots to slots, as if all were read before any is written.
+
+        A slot is block * block_size + offset. Same thread as `forward`, between two steps.
+        """
+        ...
+
+
+@runtime_checkable
 class SequenceRuntime(Protocol):
     """One sequence that grows by `extend` and is cut back by `truncate`, which never copies the cache."""
 

@@ -136,6 +136,16 @@ class FakeBatchRuntime:
             logits[np.concatenate(failed)] = np.nan
         return logits
 
+    @property
+    def why_no_trees(self) -> str | None:
+        """None: its masks are right."""
+        return None
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies slots to slots. AssertionError for a source that was never written."""
+        assert self._slots[list(sources)].all(), "a slot is moved that was never written"
+        self._slots[list(targets)] = self._slots[list(sources)]
+
     @staticmethod
     def _attended_new(step: RaggedStep, values: NDArray[np.uint64], num_new: NDArray[np.integer]) -> NDArray[np.uint64]:
         """For each new token, the sum over the new tokens of its sequence that it attends: [T] uint64."""

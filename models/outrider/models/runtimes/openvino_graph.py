@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 MODEL_FILE: Final = "openvino_model.xml"
 KV_PRECISIONS: Final = ("auto", "f32", "f16", "bf16", "u8")
 _NO_REASON: Final = re.compile(r"\W*\w*(?:map|vector|optional|variant)\w*::\S*(?: .*)?|std::.*|basic_string.*")
+_WINDOW_INPUT: Final = 10  # of PagedAttentionExtension
+_ALIBI_INPUT: Final = 11
 # Only these may come between the LM head's MatMul and the result: each works row by row, so it commutes with the choice
 # of rows (soft-capping, scaling, a change of type).
 _ROW_WISE: Final = frozenset({"Add", "Convert", "Divide", "Multiply", "Subtract", "Tanh"})
@@ -40,6 +42,8 @@ class PagedModel:
 
     block_bytes: bytes that one block takes over all layers, keys and values.
     gathers_rows: whether the graph has the `logit_rows` input; without it, every token gets logits.
+    masks_by_position: whether tree masks are right: with a sliding window or ALiBi the plugin takes a token's slot for
+      its position. has_plain_cache: whether a token's keys and values are rows of plain numbers in the cache.
     """
 
     compiled: Any
@@ -48,6 +52,8 @@ class PagedModel:
     block_size: int
     block_bytes: int
     gathers_rows: bool
+    masks_by_position: bool
+    has_plain_cache: bool
 
     def bind_cache(self, num_blocks: int) -> list[Any]:
         """Allocates zeroed key and value tensors of `num_blocks` blocks and binds them; the caller must keep them."""
@@ -90,6 +96,11 @@ def load_paged_model(path: Path, options: RuntimeOptions, *, tree_masks: bool) -
             f"{xml} cannot use paged attention: {failure_reason(error)}; expected the stateful decoder that "
             "`outrider-export` or optimum-intel's default text-generation export writes"
         ) from error
+    masks_by_position = all(
+        _is_zero(node.input_value(_WINDOW_INPUT)) and _is_zero(node.input_value(_ALIBI_INPUT))
+        for node in model.get_ops()
+        if node.get_type_name() == "PagedAttentionExtension"
+    )
     gathers_rows = _gather_rows(model)
     if not gathers_rows:
         logger.info("%s: no MatMul in front of the logits; they are computed for every token", xml)
@@ -111,6 +122,8 @@ def load_paged_model(path: Path, options: RuntimeOptions, *, tree_masks: bool) -
         block_size=_trailing(values)[1],
         block_bytes=sum(int(np.prod(_trailing(port))) * port.element_type.size for port in caches),
         gathers_rows=gathers_rows,
+        masks_by_position=masks_by_position,
+        has_plain_cache=all(port.element_type in (ov.Type.f32, ov.Type.f16) for port in caches),
     )
 
 
@@ -175,6 +188,12 @@ def _is_constant(value: Any) -> bool:
     return node.get_type_name() == "Constant" or (
         node.get_type_name() == "Convert" and _is_constant(node.input_value(0))
     )
+
+
+def _is_zero(value: Any) -> bool:
+    """Whether a value is a constant that is empty or zero."""
+    node = value.get_node()
+    return node.get_type_name() == "Constant" and not np.any(node.data)
 
 
 def _is_cache(port: Any) -> bool:

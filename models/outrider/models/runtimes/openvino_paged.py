@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError
 from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, SequenceSlice
-from outrider.models.runtimes.openvino_graph import load_paged_model, shared_tensor
+from outrider.models.runtimes.openvino_graph import PagedModel, load_paged_model, shared_tensor
 from outrider.models.runtimes.ragged import RaggedStep, lay_out
 
 
@@ -41,6 +41,7 @@ class OpenVinoPagedRuntime:
                 f"kv_cache_bytes is {options.kv_cache_bytes}; one block of this model takes {self._model.block_bytes}"
             )
         self._caches: list[Any] = self._model.bind_cache(self._num_blocks)
+        self._why_no_trees = _why_no_trees(self._model, options)
         self._is_split = options.is_batch_invariant and options.device == "CPU"
         self._min_pieces = int(self._model.compiled.get_property("INFERENCE_NUM_THREADS")) if self._is_split else 1
         self._request: Any = self._model.request
@@ -93,9 +94,37 @@ class OpenVinoPagedRuntime:
         logits = logits.reshape(-1, self.limits.vocab_size)
         return logits if self._model.gathers_rows else logits[step.logit_rows]
 
+    @property
+    def why_no_trees(self) -> str | None:
+        """Masks are for whole sequences, so not for a batch-invariant load; wrong with sliding windows and ALiBi."""
+        return self._why_no_trees
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies keys and values of all layers from slots to slots, in the memory that the infer request reads."""
+        assert self._why_no_trees is None, self._why_no_trees
+        read, written = np.array([sources, targets])
+        assert min(read.min(), written.min()) >= 0, "a slot outside the cache"
+        assert max(read.max(), written.max()) < self._num_blocks * self.block_size, "a slot outside the cache"
+        size = self.block_size
+        for cache in self._caches:
+            slots = cache.data  # [blocks, heads, block size, head size]
+            slots[written // size, :, written % size] = slots[read // size, :, read % size]
+
     def close(self) -> None:
         """Releases model and cache; safe to call twice."""
         self._request = None
         self._bound = None
         self._caches = []
         self._model = None  # type: ignore[assignment]
+
+
+def _why_no_trees(model: PagedModel, options: RuntimeOptions) -> str | None:
+    if options.device != "CPU":
+        return f"masks are not checked on {options.device}; use --tree line"
+    if options.is_batch_invariant:
+        return "a batch-invariant load takes no masks; load with is_batch_invariant=False, or use --tree line"
+    if not model.masks_by_position:
+        return "OpenVINO's masks are wrong with a sliding window or ALiBi, which this model has; use --tree line"
+    if not model.has_plain_cache:
+        return "slots of a quantized KV cache cannot be moved; use an f32 cache, or --tree line"
+    return None

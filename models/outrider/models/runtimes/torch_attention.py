@@ -61,6 +61,11 @@ class LayerCache:
         """Keys and values at `slots` [G, C]: [G, kv_heads, C, size] each."""
         return self.keys[slots].transpose(1, 2).to(dtype), self.values[slots].transpose(1, 2).to(dtype)
 
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copies slots to slots: both [N] int64. All are read before one is written."""
+        self.keys[targets] = self.keys[sources]
+        self.values[targets] = self.values[sources]
+
 
 SlotShape = tuple[tuple[int, int], tuple[int, int]]
 """(kv_heads, size) of a layer's keys and of its values."""

@@ -162,6 +162,22 @@ class TorchPagedRuntime:
         logits = self._logits(batch)
         return pick_rows(logits, params, positions) if len(logits) else []
 
+    @property
+    def why_no_trees(self) -> str | None:
+        """Masks are right with sliding windows too; but attention of a family's own may count slots, as ALiBi does."""
+        if self._is_packed:
+            return None
+        return f"the model in {self._path} has attention of its own, which may go by slots; use --tree line"
+
+    @torch.inference_mode()
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies keys and values of all layers from slots to slots: an indexed copy per layer."""
+        assert len(sources) == len(targets)
+        assert min(*sources, *targets) >= 0 and max(*sources, *targets) < self._padding_slot, "a slot outside the cache"
+        read, written = torch.tensor([sources, targets], dtype=torch.int64, device=self._device)
+        for layer in (self._layers or {}).values():
+            layer.move(read, written)
+
     def _logits(self, batch: Sequence[SequenceSlice]) -> torch.Tensor:
         step = lay_out(
             batch,

@@ -170,22 +170,28 @@ def measure(
     temperature: float,
     new_tokens: int,
     depth: int = 4,
+    rows: int | None = None,
+    with_rejection: bool = True,
 ) -> Acceptance:
-    """Acceptance over `new_tokens` of the target's text after each prompt, or until it ends; 0 is greedy."""
+    """Acceptance over `new_tokens` of the target's text after each prompt, or until it ends; 0 is greedy.
+
+    rows: prompts at once while the target writes, None for all. with_rejection: also measures what rejection sampling
+    would accept, for which the target reads all its text once more.
+    """
     end = target.config.eos_token_id
     stop_ids = end if isinstance(end, list) else [] if end is None else [end]
     scores: list[Score] = []
     overlap = 0.0
-    for passage in continue_prompts(target, prompts, temperature, new_tokens, stop_ids=stop_ids) or ():
+    for passage in continue_prompts(target, prompts, temperature, new_tokens, stop_ids=stop_ids, rows=rows) or ():
         found, drafted = score(draft, passage, temperature, depth)
         scores.append(found)
-        if temperature > 0.0:
+        if with_rejection and temperature > 0.0:
             p = torch.softmax(row_logits(target, passage.ids, passage.start) / temperature, dim=-1)
             q = torch.softmax(drafted / temperature, dim=-1)
             overlap += float(torch.minimum(p, q).sum())
         else:
             overlap += found.hits
-    return summarize(temperature, scores, depth, overlap)
+    return summarize(temperature, scores, depth, overlap if with_rejection else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ class TrainingResult:
 
 def distill(
     student: PreTrainedModel,
-    pool: Pool,
+    pool: Pool | Sequence[Pool],
     temperatures: Sequence[float],
     plan: DistillPlan,
     checkpoint: Path | None = None,
@@ -52,15 +52,17 @@ def distill(
 ) -> TrainingResult:
     """Trains `student` in place on the pool, which was sampled with normalizers at `temperatures`.
 
+    Of several pools, whose rows may differ in length, every step takes `plan.pool_rows`.
     It ends with the average of its late weights; with `validation` rows, with the best average that was judged on them.
     With a `checkpoint` the state is written there every few minutes and on `stop`, and continued from there; at the end
     it holds, under "model", the weights of `student`. With a budget of steps the result does
     not depend on how often the run was interrupted. Under `torchrun` each process has its own part of the pool and of
     every step's rows. num_ids: tokens of the tokenizer; None for all that the model has.
 
-    Raises `ValueError` when the plan names not exactly one budget.
+    Raises `ValueError` when the plan names not exactly one budget, or rows for another number of pools.
     """
-    run = _Run(student, pool, temperatures, plan, checkpoint, num_ids, validation, report)
+    pools = (pool,) if isinstance(pool, Pool) else tuple(pool)
+    run = _Run(student, pools, temperatures, plan, checkpoint, num_ids, validation, report)
     if run.state.resume():
         return run.outcome(is_complete=True, used_s=run.budget.used_s)
     run.start()
@@ -80,7 +82,7 @@ class _Run:
     def __init__(
         self,
         student: PreTrainedModel,
-        pool: Pool,
+        pools: Sequence[Pool],
         temperatures: Sequence[float],
         plan: DistillPlan,
         checkpoint: Path | None,
@@ -100,7 +102,7 @@ class _Run:
             student,
             MatrixOptimizer(student, plan.rates),
             Average(student, plan.average_decay),
-            pool,
+            pools,
             self.temperatures,
             plan,
             self.num_ids,
@@ -146,7 +148,8 @@ class _Run:
         """Judges the last weights and gives the student the best."""
         self._judge()
         self.state.finish()
-        self._news(f"done: {self.trainer.step} steps, {self.trainer.epochs():.1f} times over the pool")
+        epochs = " and ".join(f"{times:.1f}" for times in self.trainer.epochs())
+        self._news(f"done: {self.trainer.step} steps, {epochs} times over the pool")
 
     def outcome(self, *, is_complete: bool, used_s: float) -> TrainingResult:
         """The present result of the run."""

@@ -33,6 +33,8 @@ class DistillPlan:
     rates: Rates = field(default_factory=lambda: Rates(muon=0.015, adamw=2e-3, weight_decay=0.01))
     weights: Weights = Weights()
     rows_per_step: int = 16
+    pool_rows: tuple[int, ...] = ()
+    """Rows that each of several pools gives to every step, in their order, in place of `rows_per_step`."""
     rows_per_pass: int = 16
     """Rows that go through the draft at once; a step's gradients are added up over its passes."""
     temperature_shares: tuple[float, ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ class Trainer:
         student: PreTrainedModel,
         optimizer: MatrixOptimizer,
         average: Average,
-        pool: Pool,
+        pools: Sequence[Pool],
         temperatures: tuple[float, ...],
         plan: DistillPlan,
         num_ids: int,
@@ -40,12 +40,12 @@ class Trainer:
         self.optimizer = optimizer
         self.average = average
         self.step = 0
-        self._pool = pool
+        self._pools = tuple(pools)
         self._temperatures = temperatures
         self._plan = plan
         self._num_ids = num_ids
         self._pass = BackwardPass(weighted_loss, is_compiled=plan.is_compiled, tell=tell)
-        self._rows_per_step = max(1, plan.rows_per_step // parallel.size())
+        self._rows_per_step = _rows_per_step(plan, len(self._pools))
         self._recent = np.zeros(3)
 
     @property
@@ -55,38 +55,40 @@ class Trainer:
 
     @property
     def pool_rows(self) -> int:
-        """Rows of this process's pool."""
-        return len(self._pool)
+        """Rows of this process's pools."""
+        return sum(len(pool) for pool in self._pools)
 
     def train(self, progress: float) -> None:
         """One step at `progress` in [0, 1] of the budget. Raises ModelFault when the training diverges."""
         plan = self._plan
         random = np.random.default_rng([plan.seed, 3, self.step, parallel.rank()])
         choice = int(random.choice(len(self._temperatures), p=plan.temperature_shares or None))
-        rows = self._rows()
-        masks = Masks.of(rows, plan.skip_positions)
-        counts = torch.stack([masks.known.sum(), masks.known.sum(), masks.written.sum()]).clamp(min=1)
+        drawn = self._rows()
+        masks = [Masks.of(rows, plan.skip_positions) for rows in drawn]
+        known = _count(mask.known for mask in masks)
+        counts = torch.stack([known, known, _count(mask.written for mask in masks)]).clamp(min=1)
         share = plan.divergence_share(progress)
         wanted = (plan.weights.divergence * share, -plan.weights.match * (1.0 - share), plan.weights.cross_entropy)
-        weights = torch.tensor(wanted, device=rows.ids.device) / counts
-        parts = torch.zeros(3, device=rows.ids.device)
-        for first in range(0, len(rows), plan.rows_per_pass):
-            cut = slice(first, first + plan.rows_per_pass)
-            parts += self._pass(
-                self.student,
-                rows.ids[cut].long(),
-                rows.top_ids[cut].long(),
-                rows.top_logits[cut],
-                rows.log_norms[cut, :, choice],
-                torch.tensor(self._temperatures[choice], device=rows.ids.device),
-                rows.temperatures[cut],
-                masks.known[cut],
-                masks.written[cut],
-                weights,
-                plan.match_k,
-                self._num_ids,
-                plan.weights.cross_entropy != 0.0,
-            )
+        weights = torch.tensor(wanted, device=counts.device) / counts
+        parts = torch.zeros(3, device=counts.device)
+        for rows, mask in zip(drawn, masks, strict=True):
+            for first in range(0, len(rows), plan.rows_per_pass):
+                cut = slice(first, first + plan.rows_per_pass)
+                parts += self._pass(
+                    self.student,
+                    rows.ids[cut].long(),
+                    rows.top_ids[cut].long(),
+                    rows.top_logits[cut],
+                    rows.log_norms[cut, :, choice],
+                    torch.tensor(self._temperatures[choice], device=counts.device),
+                    rows.temperatures[cut],
+                    mask.known[cut],
+                    mask.written[cut],
+                    weights,
+                    plan.match_k,
+                    self._num_ids,
+                    plan.weights.cross_entropy != 0.0,
+                )
         self._remember(parts / counts)
         self.optimizer.step(rate_scale(progress, plan.rates.warmup))
         self.average.update(self.student)
@@ -98,17 +100,32 @@ class Trainer:
         entropy = f", cross-entropy {nats:.3f}" if self._plan.weights.cross_entropy else ""
         return f"step {self.step}: KL {divergence:.3f}, match {match:.4f}{entropy}"
 
-    def epochs(self) -> float:
-        """How many times every row of the pool has been seen, on average."""
-        return self.step * self._rows_per_step / len(self._pool)
+    def epochs(self) -> tuple[float, ...]:
+        """How many times every row of each pool has been seen, on average."""
+        return tuple(self.step * size / len(pool) for size, pool in zip(self._rows_per_step, self._pools, strict=True))
 
-    def _rows(self) -> Rollout:
-        size = self._rows_per_step
-        numbers = shuffled(len(self._pool), self._plan.seed, self.step * size, size)
-        return self._pool.take(numbers).to(self.student.device)
+    def _rows(self) -> list[Rollout]:
+        """The rows of this step, of each pool apart because their lengths differ."""
+        drawn = []
+        for pool, size in zip(self._pools, self._rows_per_step, strict=True):
+            numbers = shuffled(len(pool), self._plan.seed, self.step * size, size)
+            drawn.append(pool.take(numbers).to(self.student.device))
+        return drawn
 
     def _remember(self, parts: Tensor) -> None:
         found = parts.double().cpu().numpy()
         if not np.isfinite(found).all():
             raise ModelFault(f"the training diverged at step {self.step}; begin again with a lower --rate")
         self._recent = found if not self._recent.any() else _SMOOTHING * self._recent + (1.0 - _SMOOTHING) * found
+
+
+def _rows_per_step(plan: DistillPlan, num_pools: int) -> tuple[int, ...]:
+    """Rows of each pool that this process takes for a step."""
+    rows = plan.pool_rows or (plan.rows_per_step,)
+    if len(rows) != num_pools:
+        raise ValueError(f"{num_pools} pools, and rows per step for {len(rows)}; give pool_rows one number per pool")
+    return tuple(max(1, count // parallel.size()) for count in rows)
+
+
+def _count(masks: Iterable[Tensor]) -> Tensor:
+    return torch.stack([mask.sum() for mask in masks]).sum()

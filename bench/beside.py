@@ -1,0 +1,234 @@
+"""Generates with the draft beside the target, in turn, with no network: the yardstick of drafts over a network.
+
+One process, one thread, on the cloud's core. A round drafts a path, runs it behind the last token in one step of the
+target, and commits the target's picks, until the first that differs from the path. How far a round drafts is fixed, or
+decided by the gaps of the draft's guesses (`Stop`). No engine and no HTTP, so nothing is faster with these two models
+and one sequence. `bench.never_slower` compares with it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from bench.emulated import EmulatedTarget, Emulation, emulated_draft
+
+from outrider.edge.devices.placement import AS_BUNDLED, place_draft
+from outrider.edge.drafting.calibration import Calibration, Guess
+from outrider.edge.drafting.drafter import ModelDrafter
+from outrider.edge.lab.cores import Cores, running_on
+from outrider.edge.modes.assemble import open_draft_bundle
+from outrider.export.check.acceptance import Continuation, read_along
+from outrider.models.bundle import Bundle
+from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime, sequence_kind
+from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime, SequenceSlice
+from outrider.models.sampling import SamplingParams, candidates, pick
+from outrider.models.tree_ranks import Picked
+
+MOST_DRAFTED: Final = 24
+"""Tokens of a round at most, as the simulation of drafts beside a target has it (`tree_beside`)."""
+GUESSES: Final = 16
+_START_TIMEOUT_S: Final = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """How far a round drafts: `depth` tokens; or, where it is 0, while the path's calibrated chance is at least
+    `floor`, and one token at least.
+    """
+
+    depth: int = 0
+    floor: float = 0.0
+
+    def __str__(self) -> str:
+        return f"depth {self.depth}" if self.depth else f"floor {self.floor:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One text. arrival_s: seconds from the start to each token, as `GenerationResult` has it."""
+
+    tokens: tuple[int, ...]
+    arrival_s: tuple[float, ...]
+    num_passes: int
+    num_drafted: int
+    num_accepted: int
+
+
+class Opener(Protocol):
+    """Opens target and draft, and says how many ids the draft may propose. It is sent to the process that runs them."""
+
+    def __call__(self) -> tuple[BatchRuntime, SequenceRuntime, int]:
+        """Called once, in that process."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RealPair:
+    """Two bundles, opened as the cloud and the agent open them, with one thread each. is_batch_invariant: as the
+    cloud's runtime, which gives it up to verify trees.
+    """
+
+    target: Path
+    draft: Path
+    is_batch_invariant: bool = True
+
+    def __call__(self) -> tuple[BatchRuntime, SequenceRuntime, int]:
+        """Loads both."""
+        target, draft = Bundle.open(self.target), open_draft_bundle(self.draft)
+        options = RuntimeOptions(num_threads=1, is_batch_invariant=self.is_batch_invariant)
+        manifest = draft.manifest
+        device = place_draft(manifest, AS_BUNDLED).open_on
+        return (
+            open_batch_runtime(target.manifest.runtime, target.model_file, options),
+            open_sequence_runtime(
+                sequence_kind(manifest.runtime, manifest.device),
+                draft.model_file,
+                RuntimeOptions(device=device, num_threads=1, static_shapes=manifest.static_shapes),
+            ),
+            manifest.architecture.tokenizer_size,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedPair:
+    """The pair of `bench.emulated`."""
+
+    emulation: Emulation
+
+    def __call__(self) -> tuple[BatchRuntime, SequenceRuntime, int]:
+        """Makes both."""
+        target, draft = EmulatedTarget(self.emulation), emulated_draft(self.emulation)
+        return target, draft, draft.limits.vocab_size
+
+
+class Turns:
+    """The two models and their turns. Calibration is kept from text to text, as an agent keeps it."""
+
+    def __init__(self, target: BatchRuntime, draft: SequenceRuntime, num_ids: int) -> None:
+        self._target = target
+        self._draft = draft
+        self._num_ids = num_ids
+        self._calibration = Calibration()
+        self._blocks = list(range(target.num_blocks))
+
+    def generate(self, prompt: Sequence[int], params: SamplingParams, num_tokens: int, stop: Stop) -> Written:
+        """Writes `num_tokens` tokens after the prompt."""
+        started_s = time.perf_counter()
+        self._draft.truncate(0)
+        drafter = ModelDrafter(self._draft, self._num_ids)
+        drafter.begin(prompt, params)
+        text, past = list(prompt), 0
+        arrival_s: list[float] = []
+        num_passes = num_drafted = num_accepted = 0
+        while (left := num_tokens - len(arrival_s)) > 0:
+            # The first pass reads the prompt, as the cloud's does; the draft reads it in its first round.
+            path, num_calls = self._path(drafter, min(left - 1, MOST_DRAFTED), stop) if past else (list[Guess](), 0)
+            drafted = [guess.token for guess in path]
+            new = [*text[past:], *drafted]
+            rows = self._target.forward([SequenceSlice(new, past, self._blocks, len(path) + 1)])
+            picked: list[int] = []
+            for row in rows:
+                picked.append(pick(row, params, len(text) + len(picked)))
+                if len(picked) > len(path) or drafted[len(picked) - 1] != picked[-1]:
+                    break
+            for guess, token in zip(path, picked, strict=False):
+                self._calibration.observe((guess,), token)
+            past = len(text) + len(picked) - 1
+            text += picked
+            drafter.extend(picked)
+            now_s = time.perf_counter() - started_s
+            arrival_s += [now_s] * len(picked)
+            num_passes += 1
+            num_drafted += num_calls
+            num_accepted += len(picked) - 1
+        return Written(tuple(text[len(prompt) :]), tuple(arrival_s), num_passes, num_drafted, num_accepted)
+
+    def ranks(self, texts: Sequence[Continuation]) -> list[list[Picked]]:
+        """Ranks of the texts' tokens among the draft's guesses, as `bench.ranks` measures them."""
+        return [
+            [
+                Picked.among(candidates(logits, text.params, position, GUESSES), token)
+                for position, token, logits in read_along(self._draft, text, self._num_ids)
+            ]
+            for text in texts
+        ]
+
+    def _path(self, drafter: ModelDrafter, most: int, stop: Stop) -> tuple[list[Guess], int]:
+        """The guesses to verify, and the draft calls made for them."""
+        path: list[Guess] = []
+        reached, num_calls = 1.0, 0
+        while len(path) < (min(stop.depth, most) if stop.depth else most):
+            (guesses,) = drafter.guess([[guess.token for guess in path]], 1)
+            num_calls += 1
+            if not guesses:
+                break
+            reached *= self._calibration.chance(guesses[0].cell)
+            if not stop.depth and path and reached < stop.floor:
+                break
+            path.append(guesses[0])
+        return path, num_calls
+
+    def close(self) -> None:
+        """Releases both."""
+        self._target.close()
+        self._draft.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The process with both models, as its parent sees it. Calls block."""
+
+    pipe: Connection
+
+    def generate(self, prompt: Sequence[int], params: SamplingParams, num_tokens: int, stop: Stop) -> Written:
+        """As `Turns.generate`."""
+        found: Written = self._call("generate", prompt, params, num_tokens, stop)
+        return found
+
+    def ranks(self, texts: Sequence[Continuation]) -> list[list[Picked]]:
+        """As `Turns.ranks`."""
+        found: list[list[Picked]] = self._call("ranks", texts)
+        return found
+
+    def _call(self, name: str, *arguments: object) -> Any:
+        self.pipe.send((name, arguments))
+        return self.pipe.recv()  # EOFError where the process failed; its traceback is on standard error
+
+
+@contextmanager
+def open_beside(opener: Opener, cores: Cores) -> Iterator[Beside]:
+    """Starts the process on `cores`; ends it with the context."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, opener), daemon=True)
+    with running_on(cores):
+        process.start()
+    theirs.close()
+    try:
+        if not ours.poll(_START_TIMEOUT_S):
+            raise TimeoutError(f"the models beside each other were not loaded after {_START_TIMEOUT_S:g} s")
+        assert ours.recv() == "ready"
+        yield Beside(ours)
+    finally:
+        ours.close()
+        process.terminate()
+        process.join()
+
+
+def _serve(pipe: Connection, opener: Opener) -> None:
+    turns = Turns(*opener())
+    pipe.send("ready")
+    calls: dict[str, Callable[..., object]] = {"generate": turns.generate, "ranks": turns.ranks}
+    try:
+        while True:
+            name, arguments = pipe.recv()
+            pipe.send(calls[name](*arguments))
+    except (EOFError, BrokenPipeError):  # the parent has closed its end
+        turns.close()

@@ -1,0 +1,94 @@
+"""Opens what measurements by round trip compare: the widened reference pair, or the emulated one; and their texts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from bench.beside import EmulatedPair, RealPair, open_beside
+from bench.emulated import VOCAB_SIZE, Emulation, emulated_cloud, emulated_draft
+from bench.round_trips import Subject
+
+from outrider.edge.drafting.drafter import ModelDrafter
+from outrider.edge.lab.cores import plan_cores, running_on
+from outrider.edge.lab.laboratory import ALIKE, cloud_process, open_lab
+from outrider.edge.results import GenerationRequest
+from outrider.export.make.reference_pair import export_reference_pair
+from outrider.models.errors import ConfigError
+from outrider.models.sampling import SamplingParams
+from outrider.models.tokenizer import Tokenizer
+from outrider.models.tree_plan import Form
+from outrider.reference import load_prompts, target_dir
+
+NO_LOOKUP = "--no-lookup"
+"""The simulation knows no prompt lookup, so the verifier that is compared with it makes no guesses of its own."""
+
+
+def add_options(cli: argparse.ArgumentParser) -> None:
+    """Options of the pair and of its texts."""
+    cli.add_argument("--widen", type=float, default=1450.0, help="MB of the widened FP32 target; 0: as it is")
+    names = ("STEP_MS", "EXTRA_MS", "DRAFT_MS")
+    cli.add_argument("--emulate", type=float, nargs=3, metavar=names, help="no real pair: sleeps for these times")
+    cli.add_argument("--nodes-per-call", type=int, default=1, help="nodes that an emulated draft call takes at most")
+    cli.add_argument("--node-extra", type=float, default=0.0, metavar="MS", help="of each further node of such a call")
+    cli.add_argument("--form", choices=tuple(Form), default=Form.LINE, help="what a step verifies of a tree")
+    cli.add_argument("--draft", type=Path, help="another draft bundle, such as a widened one")
+    cli.add_argument("--prompts", type=int, default=3, help="texts of a run, the same in every run")
+    cli.add_argument("--max-tokens", type=int, default=100)
+    cli.add_argument("--temperature", type=float, default=0.8)
+
+
+@contextmanager
+def open_pair(options: argparse.Namespace, *, beside: bool = True, lookup: bool = True) -> Iterator[Subject]:
+    """The pair that the options name. beside: also in one process; lookup: also behind a verifier that looks up."""
+    if options.emulate is None and options.nodes_per_call != 1:
+        raise ConfigError("--nodes-per-call is for --emulate; a real draft takes what its runtime can")
+    with _emulated(options, beside, lookup) if options.emulate else _real(options, beside, lookup) as subject:
+        yield subject
+
+
+@contextmanager
+def _emulated(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterator[Subject]:
+    step_ms, extra_ms, draft_ms = options.emulate
+    emulation = Emulation(step_ms, extra_ms, draft_ms, options.nodes_per_call, options.node_extra, options.temperature)
+    cores, form = plan_cores(), ["--form", str(options.form)]
+    with ExitStack() as stack:
+        url = stack.enter_context(emulated_cloud(emulation, cores.cloud, form))
+        lookup_url = (
+            stack.enter_context(emulated_cloud(emulation, cores.cloud, [*form, "--lookup"])) if lookup else None
+        )
+        turns = stack.enter_context(open_beside(EmulatedPair(emulation), cores.cloud)) if beside else None
+        stack.enter_context(running_on(cores.agent))
+        yield Subject(url, cores, ModelDrafter(emulated_draft(emulation)), VOCAB_SIZE, turns, lookup_url)
+
+
+@contextmanager
+def _real(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterator[Subject]:
+    pair = export_reference_pair(widen_mb=options.widen or None)
+    draft = options.draft or pair.draft
+    cores, cloud_options = plan_cores(), (*ALIKE, "--tree", str(options.form))
+    with ExitStack() as stack:
+        opener = RealPair(pair.target, draft, is_batch_invariant=options.form != Form.TREE)
+        turns = stack.enter_context(open_beside(opener, cores.cloud)) if beside else None
+        other = cloud_process(pair.target, cores.cloud, cloud_options)
+        lookup_url = stack.enter_context(other) if lookup else None
+        lab = stack.enter_context(open_lab(pair.target, draft, cloud_options=(*cloud_options, NO_LOOKUP)))
+        num_ids = lab.target.manifest.architecture.vocab_size
+        yield Subject(lab.url, lab.cores, lab.drafter, num_ids, turns, lookup_url)
+
+
+def make_requests(options: argparse.Namespace) -> list[GenerationRequest]:
+    """Held-out prompts, each with its own seed."""
+    tokenizer = Tokenizer.from_dir(target_dir())
+    return [
+        GenerationRequest(
+            prompt=tuple(tokenizer.encode(prompt.text)),
+            params=SamplingParams(temperature=options.temperature, seed=seed),
+            max_tokens=options.max_tokens,
+            stop_ids=frozenset(),
+            ignore_eos=True,
+        )
+        for seed, prompt in enumerate(load_prompts(options.prompts))
+    ]

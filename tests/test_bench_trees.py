@@ -1,0 +1,131 @@
+"""Tests of what the measurements of trees rest on: the draft beside the target, the emulated pair, bounds, bodies."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from bench.attacks.tree_bytes import chain, fan, tree_bytes
+from bench.beside import EmulatedPair, Stop, Turns
+from bench.emulated import Emulation, emulated_draft, emulated_ranks
+from bench.never_slower import Comparison, goals, misses
+from bench.round_trips import PATH, TREE, WRONG, Cell, Place, Yardstick, rate_of
+from bench.server_overhead import DRAFT_TOKENS, SUCCESSOR, TREES, Bodies
+
+from outrider.edge.lab.laboratory import CLOUD_ONLY
+from outrider.edge.results import GenerationResult, Mode, Source
+from outrider.export.check.acceptance import Continuation
+from outrider.models.runtimes.base import BranchingRuntime
+from outrider.models.sampling import SamplingParams
+from outrider.models.tree_draft import ROOT, decode_tree
+from outrider.models.tree_ranks import Ranks
+
+DATA = Path(__file__).parent.parent / "bench" / "data"
+NO_TIME = Emulation(0.0, 0.0, 0.0)
+PARAMS = SamplingParams(temperature=0.8, seed=3)
+
+
+@pytest.mark.parametrize("stop", [Stop(depth=1), Stop(depth=5), Stop(floor=0.2)], ids=str)
+def test_the_draft_beside_the_target_writes_the_targets_text(stop: Stop) -> None:
+    """However far a round drafts, and in fewer passes than tokens."""
+    turns = Turns(*EmulatedPair(NO_TIME)())
+    plain = turns.generate([5, 6, 7], PARAMS, 40, Stop(floor=2.0))
+    found = turns.generate([5, 6, 7], PARAMS, 40, stop)
+    assert found.tokens == plain.tokens and len(found.tokens) == len(found.arrival_s) == 40
+    assert found.num_passes + found.num_accepted == 40 and found.num_passes < 40
+
+
+def test_a_round_by_gaps_drafts_at_least_once_and_stops_at_the_floor() -> None:
+    """A floor that no path reaches drafts one token and looks at the second."""
+    turns = Turns(*EmulatedPair(NO_TIME)())
+    found = turns.generate([5, 6, 7], PARAMS, 30, Stop(floor=1.0))
+    rounds = found.num_passes - 1
+    assert rounds <= found.num_drafted <= 2 * rounds
+
+
+def test_ranks_are_measured_along_the_given_texts() -> None:
+    """One record per token; the draft's own pick counts as rank 0."""
+    turns = Turns(*EmulatedPair(NO_TIME)())
+    written = turns.generate([5, 6, 7], PARAMS, 30, Stop(depth=4))
+    (found,) = turns.ranks([Continuation((5, 6, 7), written.tokens, PARAMS)])
+    assert len(found) == 30 and sum(token.rank == 0 for token in found) >= written.num_accepted
+
+
+@pytest.mark.parametrize("temperature", [0.8, 0.0])
+def test_the_emulated_pair_has_the_ranks_of_the_measured_one(temperature: float) -> None:
+    """Within 0.06 for the draft's own pick and its best two, four and eight."""
+    measured = Ranks.read(DATA / f"ranks_{temperature}.json")
+    emulated = emulated_ranks(temperature, num_texts=6, num_tokens=120)
+    for width in (1, 2, 4, 8):
+        assert emulated.hits(width) == pytest.approx(measured.hits(width), abs=0.06)
+
+
+def test_an_emulated_draft_of_several_nodes_gives_each_branch_its_own_logits() -> None:
+    """And its sequence stays as it is."""
+    draft, alone = emulated_draft(replace(NO_TIME, nodes_per_call=4)), emulated_draft(NO_TIME)
+    assert isinstance(draft, BranchingRuntime) and not isinstance(alone, BranchingRuntime)
+    draft.extend([1, 2])
+    alone.extend([1, 2])
+    rows = draft.extend_branches([[3], [4, 5]])
+    assert draft.length == 2
+    assert (rows[0] == alone.extend([3])).all()
+    alone.truncate(2)
+    assert (rows[1] == alone.extend([4, 5])).all()
+
+
+def _text(ms_per_token: float) -> GenerationResult:
+    arrival_s = tuple(index * ms_per_token / 1e3 for index in range(11))
+    return GenerationResult(Mode.STREAM, tuple(range(11)), (Source.TARGET,) * 11, arrival_s, "length", 11, 0, 0, 0)
+
+
+def _comparison(rtt_ms: float, **speed_ups: float) -> Comparison:
+    """A round trip with these speed-ups over a step of 40 ms."""
+    cells = {}
+    for name, speed_up in {CLOUD_ONLY: 1.0, **speed_ups}.items():
+        text = _text(40.0 / speed_up)
+        cells[name] = Cell(texts=[text], rates=[rate_of([text.arrival_s])], ratios=[speed_up])
+    yardstick = Yardstick(None, rates={"depth": [25.0 * 2.0]})  # type: ignore[arg-type]
+    return Comparison(Place(rtt_ms, {}, {}, cells), yardstick, None)
+
+
+def test_bounds_hold_tree_against_path_and_cloud_only() -> None:
+    """1.15 over the path at 50 ms, and the floor for an always-wrong tree."""
+    good = _comparison(50.0, **{PATH: 1.5, TREE: 1.8, WRONG: 1.0})
+    assert misses(good) == []
+    slow = _comparison(50.0, **{PATH: 1.6, TREE: 1.8, WRONG: 1.0})
+    assert misses(slow) == ["RTT 50 ms: tree over path is 1.125, expected at least 1.15"]
+    wrong = _comparison(50.0, **{PATH: 1.5, TREE: 1.8, WRONG: 0.96})
+    assert misses(wrong) == ["RTT 50 ms: an always-wrong tree over cloud-only is 0.960, expected at least 0.97"]
+
+
+def test_goals_compare_with_the_draft_beside_the_target() -> None:
+    """The line gives the round trip in steps, and says whether the goal is reached."""
+    (line,) = goals(_comparison(10.0, **{PATH: 1.5, TREE: 1.8, WRONG: 1.0}))
+    assert line.startswith("RTT 10 ms (0.25 steps): tree is 0.900 of") and line.endswith("goal 0.97 missed")
+    assert goals(_comparison(100.0, **{PATH: 1.5, TREE: 1.8, WRONG: 1.0})) == []
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_the_overheads_trees_hold_the_right_path_and_nothing_else_that_is_right(kind: str) -> None:
+    """As many nodes as the kind says, eight of them right."""
+    _, body, num_nodes = Bodies([kind]).message(300, 70_000, 17)
+    tree = decode_tree(body)
+    assert (tree.base, tree.first, len(tree.tokens)) == (300, 70_000, num_nodes) == (300, 70_000, int(kind[5:]))
+    right = {ROOT: 17}
+    for number, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), start=tree.first):
+        if parent in right and token == SUCCESSOR[right[parent]]:
+            right[number] = token
+    assert len(right) - 1 == DRAFT_TOKENS
+
+
+def test_the_attackers_trees_are_valid_messages() -> None:
+    """Each chain node below the one before it, each child of a fan below the root."""
+    rng = random.Random(0)
+    deep = decode_tree(tree_bytes(3, 10, chain(512, rng)))
+    assert deep.parents == [ROOT, *range(10, 521)] and set(deep.levels) == {15}
+    wide = decode_tree(tree_bytes(3, 10, fan(512, rng)))
+    assert set(wide.parents) == {ROOT} and len(set(wide.tokens)) == 512
+    far = decode_tree(tree_bytes(0, 2_000_000, [(7, 1_000_000)]))
+    assert far.parents == [1_000_000]

@@ -1,0 +1,334 @@
+"""Tests trees in the engine: the text is the target's own whatever branches are drafted, and moved keys are right."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
+
+from outrider.cloud.engine import Engine, EngineConfig
+from outrider.cloud.engine.config import TreeForm
+from outrider.cloud.engine.scheduler import Share
+from outrider.cloud.engine.sequence_state import SequenceState
+from outrider.cloud.pending.chosen import Chosen
+from outrider.cloud.pending.drafting import Drafting
+from outrider.cloud.pending.drafts import PendingDrafts
+from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
+from outrider.cloud.seam import GenerateRequest
+from outrider.models.errors import ConfigError
+from outrider.models.runtimes import open_batch_runtime
+from outrider.models.runtimes.base import BatchRuntime, ModelLimits, RuntimeOptions, SequenceSlice, TreeRuntime
+from outrider.models.runtimes.fake import FakeBatchRuntime
+from outrider.models.sampling import SamplingParams
+
+PROMPTS = [[(7 * i + j * j) % VOCAB for j in range(3 + 5 * i)] for i in range(5)]
+COUNT = 30
+MOST = 7
+
+
+def grown(truth: Sequence[int], kind: str, rng: random.Random, most: int, vocab_size: int) -> Chosen:
+    """A random tree of at most `most` tokens. kind: which of them continue `truth`.
+
+    half: half of those on its path. alternatives: all, each behind a wrong sibling and its child. wrong: none.
+    """
+    tokens: list[int] = []
+    parents: list[int] = []
+    on_truth = {-1: 0}  # of the nodes that are: how many tokens of `truth` lead there
+
+    def add(parent: int, token: int) -> None:
+        if (parent, token) in zip(parents, tokens, strict=True) or len(tokens) >= most:
+            return
+        tokens.append(token)
+        parents.append(parent)
+        depth = on_truth.get(parent)
+        if depth is not None and truth[depth : depth + 1] == [token]:
+            on_truth[len(tokens) - 1] = depth + 1
+
+    def wrong(parent: int) -> int:
+        depth = on_truth.get(parent)
+        right = truth[depth] if depth is not None and depth < len(truth) else 0
+        return (right + rng.randrange(1, vocab_size)) % vocab_size
+
+    while len(tokens) < most:
+        before = len(tokens)
+        if kind == "alternatives":
+            tip = max(on_truth, key=lambda node: on_truth[node])
+            if on_truth[tip] == len(truth):
+                break
+            add(tip, wrong(tip))
+            add(len(tokens) - 1, wrong(len(tokens) - 1))
+            add(tip, truth[on_truth[tip]])
+        else:
+            parent = rng.randrange(-1, len(tokens))
+            depth = on_truth.get(parent)
+            if kind == "half" and depth is not None and depth < len(truth) and rng.random() < 0.5:
+                add(parent, truth[depth])
+            else:
+                add(parent, wrong(parent))
+        if len(tokens) == before and rng.random() < 0.2:
+            break
+    return Chosen(tokens, parents)
+
+
+class RandomTrees(Drafting):
+    """Chooses random trees where it knows what a sequence will commit."""
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        self.truths: dict[PendingDrafts, list[int]] = {}
+        self.kind, self.vocab_size, self.rng = "half", VOCAB, random.Random(1)
+
+    def choose(
+        self, decoding: Sequence[PendingDrafts], budget: int, fixed: StepSize, context: float
+    ) -> dict[PendingDrafts, Chosen]:
+        chosen: dict[PendingDrafts, Chosen] = {}
+        for drafts in decoding:
+            rest = self.truths.get(drafts, [])[len(drafts.committed) :][: drafts.num_left - 1]
+            if rest:
+                # Wrong branches may be as deep as there are tokens, so they must not reach beyond the last position.
+                most = min(MOST, budget, len(rest))
+                chosen[drafts] = grown(rest, self.kind, self.rng, most, self.vocab_size)
+                budget -= len(chosen[drafts].tokens)
+        return chosen
+
+
+@pytest.fixture(autouse=True)
+def random_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines made in this file choose random trees."""
+    monkeypatch.setattr("outrider.cloud.engine.engine.Drafting", RandomTrees)
+
+
+def trees_of(engine: Engine) -> RandomTrees:
+    assert isinstance(engine._drafting, RandomTrees)
+    return engine._drafting
+
+
+def submit(
+    harness: Harness, prompt: Sequence[int], params: SamplingParams = SAMPLED, *, count: int = COUNT
+) -> tuple[Collector, list[int]]:
+    """A sequence with trees of drafts, and its plain text."""
+    truth = plain(prompt, params, count)
+    sequence_id, collector = harness.submit(prompt, count, params=params)
+    trees_of(harness.engine).truths[harness.engine._sequences[sequence_id].drafts] = truth
+    return collector, truth
+
+
+@pytest.mark.parametrize("kind", ["half", "alternatives", "wrong"])
+@pytest.mark.parametrize("params", [SamplingParams(), SAMPLED, SamplingParams(temperature=0.8, seed=3)])
+def test_texts_with_trees_equal_the_plain_loop(kind: str, params: SamplingParams) -> None:
+    """Several sequences at once, bit for bit; right branches are accepted, also those that are not the first."""
+    moved: list[int] = []
+    harness = Harness()
+    trees_of(harness.engine).kind = kind
+    move = harness.runtime.move
+    harness.runtime.move = lambda sources, targets: (moved.append(len(sources)), move(sources, targets))[1]  # type: ignore[method-assign, func-returns-value]
+    pairs = [submit(harness, prompt, params) for prompt in PROMPTS]
+    harness.run()
+    assert all(collector.tokens == truth for collector, truth in pairs)
+    totals = harness.engine.stats().totals
+    assert totals.tree_steps > 0 and harness.engine.stats().trees == 1
+    assert (totals.accepted == 0, not moved) == (kind == "wrong", kind == "wrong")
+    if kind == "alternatives":
+        assert max(commit.accepted for commit in pairs[0][0].commits) >= 2
+    harness.assert_all_returned()
+
+
+def test_trees_stand_chunks_and_preemption() -> None:
+    """Long prompts in chunks beside trees, and too few blocks for all sequences: the texts stay the same."""
+    harness = Harness(config=EngineConfig(step_tokens=20), num_blocks=24)
+    trees_of(harness.engine).kind = "alternatives"
+    pairs = [submit(harness, prompt) for prompt in [*PROMPTS, list(range(50)), *PROMPTS]]
+    harness.run()
+    assert all(collector.tokens == truth for collector, truth in pairs)
+    totals = harness.engine.stats().totals
+    assert totals.preempted > 0 and totals.tree_steps > 0 and totals.accepted > 0
+    assert max(map(sum, harness.batches)) <= 20
+    harness.assert_all_returned()
+
+
+def test_moved_keys_can_be_shared() -> None:
+    """A second sequence that continues the text of the first finds its moved keys and values in shared blocks."""
+    harness = Harness(block_size=4)
+    trees_of(harness.engine).kind = "alternatives"
+    first, truth = submit(harness, PROMPTS[2])
+    harness.run()
+    assert first.tokens == truth and any(commit.accepted for commit in first.commits)
+    prompt = PROMPTS[2] + truth
+    second, expected = submit(harness, prompt, count=8)
+    harness.run()
+    assert second.tokens == expected
+    assert second.end is not None and second.end.usage.cached_prompt_tokens > len(PROMPTS[2]) + 20
+
+
+class Faulty(FakeBatchRuntime):
+    """A row after the token `bad` is not finite; moves fail on request."""
+
+    bad: int | None = None
+    move_fails = False
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+        rows = super().forward(batch)
+        last = [token for item in batch for token in list(item.tokens)[len(item.tokens) - item.num_rows :]]
+        rows[np.array(last) == self.bad] = np.nan
+        return rows
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        if self.move_fails:
+            raise RuntimeError("no copy today")
+        super().move(sources, targets)
+
+
+def run_faulty(runtime: Faulty, tree: Callable[[list[int]], Chosen], count: int = 6) -> tuple[Collector, list[int]]:
+    """One sequence that verifies `tree` of what it will commit in its second step."""
+    engine, collector = Engine(runtime), Collector()
+    truth = plain(PROMPTS[1], SAMPLED, count)
+    engine.submit(GenerateRequest(tuple(PROMPTS[1]), SAMPLED, count), collector)
+    engine.step()
+    (sequence,) = engine._sequences.values()
+    trees_of(engine).choose = lambda decoding, *rest: {sequence.drafts: tree(truth[1:])}  # type: ignore[method-assign]
+    engine.step()
+    trees_of(engine).choose = lambda decoding, *rest: {}  # type: ignore[method-assign]
+    while engine.has_work:
+        engine.step()
+    stats = engine.stats()
+    assert stats.free_blocks == stats.num_blocks
+    return collector, truth
+
+
+def test_a_fault_matters_only_on_the_branch_that_is_taken() -> None:
+    """Not finite after a token that is not picked: nothing. After one that is: the sequence ends with model_fault."""
+    runtime = Faulty(vocab_size=VOCAB)
+    runtime.bad = next(token for token in range(VOCAB) if token not in plain(PROMPTS[1], SAMPLED, 6))
+    bad = runtime.bad
+    collector, truth = run_faulty(runtime, lambda rest: Chosen([bad, rest[0], rest[1]], [-1, -1, 1]))
+    assert collector.tokens == truth and collector.commits[1].accepted == 2
+    runtime = Faulty(vocab_size=VOCAB)
+    runtime.bad = truth[2]
+    collector, _ = run_faulty(runtime, lambda rest: Chosen([(rest[0] + 1) % VOCAB, rest[0], rest[1]], [-1, -1, 1]))
+    assert collector.tokens == truth[:1]
+    assert collector.end is not None and collector.end.error is not None
+    assert collector.end.error.code == "model_fault"
+
+
+def test_a_move_that_fails_ends_its_sequence() -> None:
+    """What the slots hold then is not known: nothing of the step is committed."""
+    runtime = Faulty(vocab_size=VOCAB)
+    runtime.move_fails = True
+    collector, truth = run_faulty(runtime, lambda rest: Chosen([(rest[0] + 1) % VOCAB, rest[0]], [-1, -1]))
+    assert collector.tokens == truth[:1]
+    assert collector.end is not None and collector.end.error is not None
+    assert "no copy today" in str(collector.end.error)
+
+
+def test_a_step_that_fails_with_a_tree_runs_without_it() -> None:
+    """The batch runs again by halves without drafts; the texts are the same."""
+    has_failed: list[int] = []
+
+    def fail_once(batch: Sequence[SequenceSlice]) -> None:
+        if not has_failed and any(item.mask is not None for item in batch):
+            has_failed.append(len(batch))
+            raise RuntimeError("no masks this time")
+
+    harness = Harness(on_step=fail_once)
+    pairs = [submit(harness, prompt) for prompt in PROMPTS]
+    harness.run()
+    assert has_failed and all(collector.tokens == truth for collector, truth in pairs)
+
+
+def share_of(chosen: Chosen, *, computed: int = 9, num_tokens: int = 10) -> Share:
+    drafts = PendingDrafts([], 100, AcceptanceEstimator(8))
+    request = GenerateRequest(tuple(range(num_tokens)), SAMPLED, 20)
+    sequence = SequenceState(1, request, Collector(), list(range(num_tokens)), drafts, [3, 1, 2], computed=computed)
+    return Share(sequence, [*sequence.tokens[computed:], *chosen.tokens], chosen, is_complete=True)
+
+
+def test_a_share_is_laid_out_by_its_tree() -> None:
+    """Positions go by depth, attended positions are those of the mask, rows are after the last committed token on."""
+    share = share_of(Chosen([20, 21, 22, 23], [-1, 0, -1, 2]), computed=8)
+    item = share.as_slice()
+    assert item.tokens == [8, 9, 20, 21, 22, 23] and (item.past, item.num_rows) == (8, 5)
+    assert item.positions == [8, 9, 10, 11, 10, 11]
+    assert list(share.row_positions) == [10, 11, 12, 11, 12]
+    assert item.mask is not None
+    assert share.num_attended == 6 * 8 + int(item.mask.sum())
+    assert item.mask[5].tolist() == [1, 1, 0, 0, 1, 1]
+
+
+def test_a_line_is_run_as_before() -> None:
+    """No mask and no positions; the rows' positions count up."""
+    share = share_of(Chosen.line([20, 21, 22]))
+    item = share.as_slice()
+    assert (item.positions, item.mask, item.num_rows) == (None, None, 4)
+    assert list(share.row_positions) == [10, 11, 12, 13]
+    assert share.num_attended == 4 * 9 + 10
+
+
+class LinesOnly:
+    """A runtime without trees."""
+
+    limits, block_size, num_blocks = ModelLimits(VOCAB, 512), 16, 8
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def test_the_form_follows_runtime_and_option() -> None:
+    """`auto` takes trees where the runtime is right with them, `line` never; `tree` needs such a runtime."""
+    for form, trees in ((TreeForm.AUTO, 1), (TreeForm.LINE, 0), (TreeForm.TREE, 1)):
+        assert Engine(FakeBatchRuntime(), EngineConfig(form=form)).stats().trees == trees
+    assert Engine(LinesOnly()).stats().trees == 0
+    with pytest.raises(ConfigError, match="cannot verify trees here: the runtime has no trees; use --tree line"):
+        Engine(LinesOnly(), EngineConfig(form=TreeForm.TREE))
+
+
+@pytest.fixture(scope="module", params=["torch-qwen2", "torch-mistral", "openvino-qwen2"])
+def runtime(
+    request: pytest.FixtureRequest, tiny_model: Callable[[str], Path], tiny_ir: Callable[..., Path]
+) -> Iterator[BatchRuntime]:
+    """A runtime that takes trees; Mistral has a window of 16."""
+    kind, family = request.param.split("-")
+    path = tiny_ir(family) if kind == "openvino" else tiny_model(family)
+    options = RuntimeOptions(num_threads=1, kv_cache_bytes=1 << 20, is_batch_invariant=False)
+    opened = open_batch_runtime(kind, path, options)
+    yield opened
+    opened.close()
+
+
+def texts(runtime: BatchRuntime, truths: Sequence[list[int]] | None, kind: str = "") -> list[list[int]]:
+    """Three texts of 24 tokens, greedy and sampled; with trees of `truths` if given, on a small cache."""
+    engine = Engine(runtime, EngineConfig(step_tokens=24))
+    requests = [
+        GenerateRequest(
+            tuple((5 * i + j * j) % 96 for j in range(30)), SamplingParams(temperature=0.8 * (i > 0), seed=i), 24
+        )
+        for i in range(3)
+    ]
+    collectors = [Collector() for _ in requests]
+    ids = [engine.submit(request, collector) for request, collector in zip(requests, collectors, strict=True)]
+    trees = trees_of(engine)
+    trees.kind, trees.vocab_size = kind, runtime.limits.vocab_size
+    for sequence_id, truth in zip(ids, truths or [], strict=False):
+        trees.truths[engine._sequences[sequence_id].drafts] = truth
+    while engine.has_work:
+        engine.step()
+    assert bool(engine.stats().totals.tree_steps) == bool(truths)
+    if kind == "alternatives":
+        assert engine.stats().totals.accepted > 20
+    return [collector.tokens for collector in collectors]
+
+
+def test_real_models_keep_their_texts_with_trees(runtime: BatchRuntime) -> None:
+    """On random models of the runtimes that users run, also beyond a sliding window."""
+    assert isinstance(runtime, TreeRuntime) and runtime.why_no_trees is None
+    truths = texts(runtime, None)
+    assert all(len(set(truth)) > 3 for truth in truths)
+    for kind in ("half", "alternatives", "wrong"):
+        assert texts(runtime, truths, kind) == truths
