@@ -15,8 +15,9 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from outrider.edge.drafting.depth import CostModelDepth, FixedDepth
-from outrider.edge.drafting.drafter import Drafter
+from outrider.edge.drafting.drafter import Drafter, MixedDrafter
 from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.lab.always_wrong import AlwaysWrongDrafter
 from outrider.edge.lab.faults import FaultRates, FaultyPosts
 from outrider.edge.lab.proxy import DelayProxy
@@ -24,7 +25,7 @@ from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
-from outrider.edge.modes.stream import StreamAgent
+from outrider.edge.modes.stream import AgentOptions, StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, OnTokens, TokenBatch
 
 FAULTS: Final = FaultRates(drop=0.2, duplicate=0.2, delay=0.5, max_delay_s=0.05)
@@ -35,8 +36,22 @@ MakeAgent = Callable[[Endpoints, Drafter, int], Agent]
 
 
 def _stream(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
-    estimates = Estimates()
-    return StreamAgent(endpoints, drafter, CostModelDepth(estimates), estimates)
+    """A tree: four guesses per token."""
+    return _streaming(endpoints, drafter, 4)
+
+
+def _path(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
+    return _streaming(endpoints, drafter, 1)
+
+
+def _streaming(endpoints: Endpoints, drafter: Drafter, width: int) -> Agent:
+    estimates, options = Estimates(), AgentOptions(tree=TreeLimits(width=width))
+    return StreamAgent(endpoints, drafter, CostModelDepth(estimates), estimates, options)
+
+
+def _mixed(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
+    """Model and prompt lookup in one tree."""
+    return StreamAgent(endpoints, MixedDrafter(drafter), FixedDepth(DEPTH))
 
 
 def _stop_and_wait(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
@@ -45,6 +60,7 @@ def _stop_and_wait(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> A
 
 
 def _always_wrong(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Agent:
+    """A tree of four guesses per token, none of which is the draft's own."""
     return StreamAgent(endpoints, AlwaysWrongDrafter(drafter, vocab_size), FixedDepth(DEPTH))
 
 
@@ -68,13 +84,18 @@ def _many_drafts(endpoints: Endpoints, drafter: Drafter, vocab_size: int) -> Age
     return StreamAgent(endpoints, drafter, FixedDepth(DEPTH))
 
 
+PATH: Final = "path"
+MIXED: Final = "mixed"
+WRONG_TREE: Final = "always-wrong tree"
 WRONG_BLOCKS: Final = "always-wrong blocks"
 FAULTY: Final = "faulty network"
 CUT: Final = "cut and resumed"
 MODES: Final[dict[str, MakeAgent]] = {
     "stream": _stream,
+    PATH: _path,
+    MIXED: _mixed,
     "stop-and-wait": _stop_and_wait,
-    "always-wrong draft": _always_wrong,
+    WRONG_TREE: _always_wrong,
     WRONG_BLOCKS: _wrong_blocks,
     "no draft": _no_draft,
     FAULTY: _faulty,

@@ -14,7 +14,7 @@ from contextlib import closing
 
 import pytest
 from bench.invariant import SAMPLINGS, count, make_requests, measure
-from bench.invariant_modes import CUT, FAULTY, MODES, WRONG_BLOCKS, generate_all
+from bench.invariant_modes import CUT, FAULTY, MIXED, MODES, PATH, WRONG_BLOCKS, WRONG_TREE, generate_all
 from bench.plain_text import first_difference, plain_texts
 from rich.console import Console
 from tests.serving import EOS_ID, FakeServer, fake_tokenizer, serve_fake
@@ -33,6 +33,7 @@ from outrider.models.sampling import SamplingParams
 NUM_TEXTS = 6
 NUM_WORKERS = 3
 MAX_TOKENS = 40
+NUM_TOKENS = len(SAMPLINGS) * NUM_TEXTS * MAX_TOKENS
 HOT = "temperature 0.8"
 STEP_S = 0.002  # long enough that drafts arrive between steps
 
@@ -83,8 +84,14 @@ def test_every_mode_gives_the_targets_own_text(server: FakeServer, drafters: lis
         assert sum(result.num_failed_posts for result in results) > 0
     elif mode == WRONG_BLOCKS:
         assert num_accepted < 0.02 * num_tested  # a wrong token, shifted, may be correct by chance
-    elif mode in ("stream", "stop-and-wait"):
+    elif mode == WRONG_TREE:
+        # A tree that the server may have stopped to verify, but that was sent and was not the text.
+        assert sum(result.num_sent for result in results) > 0
+        assert sum(num for result in results for num in result.hits.values()) < 0.02 * NUM_TOKENS
+    elif mode in ("stream", PATH, MIXED, "stop-and-wait"):
         assert 0 < num_accepted < num_tested
+        ranks = {rank for result in results for rank in result.hits}
+        assert (ranks == {0}) == (mode in (PATH, "stop-and-wait"))
     server.wait_until(lambda: server.core.engine.stats().running == len(server.core.sessions) == 0)
 
 

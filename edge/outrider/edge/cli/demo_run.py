@@ -15,7 +15,7 @@ from outrider.edge.cli.exporter import export_reference_pair
 from outrider.edge.devices.placement import require_asked_device
 from outrider.edge.lab.child_process import EndingOnSignals
 from outrider.edge.lab.comparison import ModeFigures, compare
-from outrider.edge.lab.laboratory import CLOUD_ONLY, STREAM, Lab, connected, interleave, open_lab, three_modes
+from outrider.edge.lab.laboratory import ALONE, CLOUD_ONLY, STREAM, Lab, connected, interleave, open_lab, three_modes
 from outrider.edge.lab.time_budget import Pace, TimeBudget
 from outrider.edge.modes.assemble import make_options
 from outrider.edge.modes.stream import AgentOptions
@@ -51,7 +51,7 @@ def run_demo(options: DemoOptions, console: Console) -> None:
     screen.show_intro(options)
     with EndingOnSignals() as signals:
         pair = export_reference_pair(options.choice, options.widen)
-        with open_lab(pair.target, pair.draft, options.choice) as lab:
+        with open_lab(pair.target, pair.draft, options.choice, ALONE) as lab:
             measured = signals.run(_measure(options, lab, screen))
     if options.json is not None:
         document = report(options, lab, measured)

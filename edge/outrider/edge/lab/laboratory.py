@@ -36,6 +36,9 @@ PATH = "path"
 ALIKE = ("--no-share-prefixes",)
 """Options of a cloud whose modes are compared by time: else the first to run a prompt computes it for the others."""
 
+ALONE = (*ALIKE, "--no-lookup")
+"""Options of a cloud whose target is alone where the device drafts nothing: else it guesses by prompt lookup."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lab:
