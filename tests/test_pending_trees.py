@@ -75,7 +75,7 @@ def histories(draw: st.DrawFn) -> tuple[list[int], list[TreeDraft], list[tuple[i
 
 
 @given(histories())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_lost_repeated_and_reordered_messages_leave_a_subset_of_the_faultless_trie(
     history: tuple[list[int], list[TreeDraft], list[tuple[int, int]]],
 ) -> None:
@@ -222,7 +222,7 @@ def closed_sets(parents: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_chosen_part_of_a_tree_is_the_best_of_all_parts(data: st.DataObject) -> None:
     """Best-first choice equals brute force for any step-time curve that does not fall; parents come first."""
     size = data.draw(st.integers(1, 8))
@@ -442,7 +442,7 @@ def test_sure_drafts_are_verified_and_waited_for_beyond_eight() -> None:
 
 
 @given(st.lists(st.integers(0, 2), max_size=30), st.integers(0, 8))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_lookup_finds_the_newest_longest_match(text: list[int], most: int) -> None:
     """As the plain search does; the array grows with the text."""
     lookup = PromptLookup(growing := text[: len(text) // 2])
