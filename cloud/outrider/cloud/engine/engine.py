@@ -316,8 +316,13 @@ class Engine:
             self._scheduler.add(sequence)
 
     def _commit(self, shares: Sequence[Share], rows: Rows, now: float) -> None:
-        """Picks row by row, accepts drafted tokens while they equal the picks, and notifies the sinks."""
+        """Picks row by row, accepts drafted tokens while they equal the picks, and notifies the sinks.
+
+        A share whose rows are not finite runs again without drafts: keys of a wrong guess that are not finite reach the
+        rows beside it (a masked weight of 0 times NaN is NaN), and no guess may end a sequence.
+        """
         first = 0
+        spoiled: list[tuple[Share, ModelFault]] = []
         for share in shares:
             own = rows[first : first + share.num_rows]
             first += share.num_rows
@@ -330,7 +335,7 @@ class Engine:
                 position = len(sequence.tokens)
                 branch = picked(own, share.drafted, params, position, stop_ids=stops, max_tokens=left)
             except ModelFault as fault:
-                self._fail([(share, fault)], fault)
+                spoiled.append((share, fault))
                 continue
             try:
                 self._move_into_place(sequence, branch.nodes)
@@ -340,6 +345,8 @@ class Engine:
                 self._fail([(share, error)], error)
             else:
                 self._take_tokens(share, branch.tokens, now)
+        for share, fault in spoiled:  # last: another forward may overwrite the rows
+            self._fail(self._run_apart([share], fault), fault)
 
     def _move_into_place(self, sequence: SequenceState, nodes: Sequence[int]) -> None:
         """Moves keys and values of the accepted drafted tokens to where those of the next positions belong."""
