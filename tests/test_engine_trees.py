@@ -261,6 +261,28 @@ def test_a_move_that_fails_ends_its_sequence() -> None:
     assert "no copy today" in str(collector.end.error)
 
 
+def test_what_a_move_takes_is_part_of_what_a_tree_costs() -> None:
+    """A move of 60 ms after a step of 40: trees take 2.5 times as long as lines, and it is the model's time."""
+    harness = Harness(step_s=lambda num_tokens: 0.040)
+    harness.engine.calibrate()
+    before = harness.engine.stats().totals
+    move = harness.runtime.move
+
+    def slow_move(sources: Sequence[int], targets: Sequence[int]) -> None:
+        move(sources, targets)
+        harness.clock.now += 0.060
+
+    harness.runtime.move = slow_move  # type: ignore[method-assign]
+    trees = trees_of(harness.engine)
+    trees.kind = "alternatives"
+    collector, truth = submit(harness, PROMPTS[1])
+    harness.run()
+    totals = harness.engine.stats().totals
+    assert collector.tokens == truth and totals.tree_steps > 5
+    assert trees.tree_ratio > 2.0
+    assert totals.model_s - before.model_s == pytest.approx(0.040 * totals.steps + 0.060 * totals.tree_steps)
+
+
 def test_a_step_that_fails_with_a_tree_runs_without_it() -> None:
     """The batch runs again by halves without drafts; the texts are the same."""
     has_failed: list[int] = []

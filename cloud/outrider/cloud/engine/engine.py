@@ -56,6 +56,7 @@ class Engine:
         self._with_trees = verifies_trees(runtime, self._config.form)
         self._drafting = Drafting(self._config.max_draft, self._config.policy, with_trees=self._with_trees)
         self._totals = Totals()
+        self._moved_s = 0.0  # seconds of the step in which accepted branches were moved
         self._health = Health(clock)
         self._runner = ModelRunner(runtime, self._health, clock)
         self._gate = threading.Lock()  # between `submit` and `reset`
@@ -242,6 +243,7 @@ class Engine:
         ready = self._clock()
         size = StepSize(sum(len(share.new) for share in shares), sum(share.num_attended for share in shares))
         passes, faults = self._totals.passes, self._totals.faults
+        self._moved_s = 0.0
         try:
             rows = self._runner.forward(shares)
         except KeyboardInterrupt:
@@ -254,8 +256,9 @@ class Engine:
             self._commit(shares, rows, ran)
             has_trees = any(share.depths for share in shares)
             self._totals.tree_steps += has_trees
-            self._drafting.stepped(size, ran - ready, has_trees)
-        self._totals.count_step(size.tokens, model_s=ran - ready, overhead_s=ready - started + self._clock() - ran)
+            self._drafting.stepped(size, ran - ready + self._moved_s, has_trees)
+        model_s = ran - ready + self._moved_s
+        self._totals.count_step(size.tokens, model_s=model_s, overhead_s=self._clock() - started - model_s)
         if self._totals.passes > passes:
             self._health.worked()
         elif self._totals.faults > faults and self._health.fault is None:
@@ -352,7 +355,9 @@ class Engine:
         """Moves keys and values of the accepted drafted tokens to where those of the next positions belong."""
         sources, targets = self._cache.moves(sequence, nodes)
         if sources:
+            started = self._clock()
             self._runner.move(sources, targets)
+            self._moved_s += self._clock() - started
 
     def _take_tokens(self, share: Share, tokens: list[int], now: float) -> None:
         """Appends the picked tokens to the sequence, notifies its sink, and ends it where they end it."""
