@@ -234,7 +234,7 @@ def test_a_guess_with_keys_that_are_not_finite_ends_no_text(parents: list[int]) 
     """Its sequence runs again without drafts; the one beside it keeps what it got."""
     runtime = Spoiled(vocab_size=VOCAB)
     truths = [plain(prompt, SAMPLED, 6) for prompt in PROMPTS[1:3]]
-    runtime.bad = next(token for token in range(VOCAB) if token not in sum([*truths, *PROMPTS[1:3]], []))
+    runtime.bad = next(token for token in range(VOCAB) if all(token not in text for text in [*truths, *PROMPTS[1:3]]))
     engine, collectors = Engine(runtime), [Collector(), Collector()]
     for prompt, collector in zip(PROMPTS[1:3], collectors, strict=True):
         engine.submit(GenerateRequest(tuple(prompt), SAMPLED, 6), collector)
