@@ -348,8 +348,8 @@ class Engine:
                 self._fail([(share, error)], error)
             else:
                 self._take_tokens(share, branch.tokens, now)
-        for share, fault in spoiled:  # last: another forward may overwrite the rows
-            self._fail(self._run_apart([share], fault), fault)
+        for share, not_finite in spoiled:  # last: another forward may overwrite the rows
+            self._fail(self._run_apart([share], not_finite), not_finite)
 
     def _move_into_place(self, sequence: SequenceState, nodes: Sequence[int]) -> None:
         """Moves keys and values of the accepted drafted tokens to where those of the next positions belong."""
