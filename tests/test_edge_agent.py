@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -336,6 +337,9 @@ def test_a_new_agent_sends_paths_to_an_old_server(width: int) -> None:
     assert result.tokens == truth(request) and result.num_failed_posts == 0
     assert not spy.trees and len(spy.paths) > 4
     assert all(len(path.paths) == 1 and 0 < len(path.paths[0]) <= 6 for path in spy.paths)
+    texts = [[*result.tokens[: path.base], *path.paths[0]] for path in spy.paths]
+    # A new alternative is no new path.
+    assert not [text for before, text in pairwise(texts) if before[: len(text)] == text]
     assert result.num_accepted > 5
 
 

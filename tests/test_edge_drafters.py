@@ -352,7 +352,7 @@ class Unsure(NgramDrafter):
 
 
 def test_an_answer_that_does_not_become_whole_is_sent_all_the_same() -> None:
-    """Where alternatives are likelier than the path's next token, the path hardly grows: the server gets what there is."""
+    """Where alternatives are likelier than the path's next token, the path hardly grows; what there is goes out."""
     now = [0.0]
 
     async def scenario() -> list[float]:

@@ -115,7 +115,8 @@ class DraftWorker:
                 for node, guesses in zip(nodes, found, strict=True):
                     self._belief.tree.expand(node, guesses)
                 self.num_drafted += sum(map(bool, found))
-                if self._has_begun and any(found):  # the first call includes the prompt; one without guesses ran nothing
+                # The first call includes the prompt; one without guesses ran nothing.
+                if self._has_begun and any(found):
                     self._estimates.on_drafted((now - before) * 1e3, len(nodes))
                 is_due = self._is_due(before, now)
             self._has_begun = True
