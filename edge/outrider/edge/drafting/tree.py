@@ -123,7 +123,8 @@ class GuessTree:
         if not self.is_live(node):
             return []
         node.state = _EXPANDED
-        node.guesses = guesses
+        if guesses:  # else those that another source made stay
+            node.guesses = guesses
         return self._add(node, guesses)
 
     def add_path(self, guesses: Sequence[Guess]) -> None:
