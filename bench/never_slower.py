@@ -7,7 +7,8 @@ mode back to back on the same prompts with the same seeds; tables show medians o
   path           stream mode with --width 1
   tree           stream mode as it is
   always wrong   a tree of width 4 with no right node
-  lookup         tree, and the verifier guesses by prompt lookup; for all others it does not, nor does the simulation
+  lookup         tree, and device and verifier also guess by prompt lookup, as they do by default; for all other columns
+                 they do not, nor does the simulation
   beside         the same draft beside the target in turn, one process, one thread, no network: at its best fixed depth
                  and with depth by gaps, each the best of a search on the same texts (`bench.beside`)
   computed       `outrider.models.tree_simulation` with the ranks of these very texts, as bench.ranks measures them, and

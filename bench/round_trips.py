@@ -19,7 +19,7 @@ from bench.beside import Beside, Stop, Written
 from bench.server_clock import ServerClock, ServerTimes
 
 from outrider.edge.drafting.depth import CostModelDepth
-from outrider.edge.drafting.drafter import Drafter
+from outrider.edge.drafting.drafter import Drafter, MixedDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.lab.always_wrong import AlwaysWrongDrafter
@@ -37,7 +37,7 @@ from outrider.models.tree_ranks import Ranks
 PATH: Final = "path"
 TREE: Final = "tree"
 WRONG: Final = "tree_always_wrong"
-LOOKUP: Final = "tree_with_server_lookup"
+LOOKUP: Final = "tree_with_lookup"
 BESIDE: Final = "beside"
 OPTIONAL: Final = (STOP_AND_WAIT, LOOKUP, BESIDE)
 """What a measurement may leave out."""
@@ -289,7 +289,7 @@ async def open_place(subject: Subject, rtt_ms: float, stack: AsyncExitStack, lef
     }
     if subject.lookup_url is not None:
         others = await stack.enter_async_context(connected(subject.lookup_url, subject.cores, rtt_ms))
-        streams[LOOKUP] = stream_agent(others, subject.drafter)
+        streams[LOOKUP] = stream_agent(others, MixedDrafter(subject.drafter))  # as `outrider run` drafts
     modes |= {name: agent for name, (agent, _) in streams.items()}
     modes = {name: agent for name, agent in modes.items() if name not in left_out}
     estimates = {name: found for name, (_, found) in streams.items()}

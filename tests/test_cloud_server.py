@@ -90,6 +90,8 @@ def test_what_is_no_event_is_refused() -> None:
 
 def test_a_token_costs_less_than_sixty_bytes_down(client: httpx.Client) -> None:
     """The worst case of a session, a commit for every token, with numbers of four digits."""
+    with_lookup = encode_commit(CommitEvent(3, (1, 2, 3), 2, 4, 1)).decode().strip()
+    assert parse_event(with_lookup[6:]) == Commit(base=3, tokens=[1, 2, 3], accepted=2, proposed=4, looked_up=1)
     assert len(encode_commit(CommitEvent(9999, (151_935,), 0, 0))) < 60
     with client.stream("POST", "/v1/sessions", json=BODY) as response:
         received = sum(map(len, response.iter_raw()))

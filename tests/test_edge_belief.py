@@ -230,3 +230,17 @@ def test_the_time_of_a_call_is_predicted_from_those_that_were_measured() -> None
         times.add(6.0, 5)
     assert times.ms(3) == pytest.approx(5.0, rel=0.01) and times.ms(5) == pytest.approx(6.0, rel=0.01)
     assert times.ms(9) > times.ms(5)
+
+
+def test_a_call_that_took_long_once_is_tried_again() -> None:
+    """Its first call of a size, or a busy machine, would else decide how many nodes are run for good."""
+    times = CallTimes()
+    times.add(4.0, 1)
+    times.add(200.0, 8)
+    assert times.ms(8) > 100.0
+    for _ in range(400):
+        times.add(4.0, 1)
+    assert times.ms(8) == pytest.approx(4.0 * (1.0 + 7 * 0.25), rel=0.01)
+    for _ in range(400):
+        times.add(11.0, 8)
+    assert times.ms(1) == pytest.approx(4.0, rel=0.01)  # the smallest is kept

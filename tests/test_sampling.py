@@ -279,6 +279,25 @@ def test_candidates_of_a_large_vocabulary(chosen: SamplingParams) -> None:
         _require_best_candidates(np.round(logits), chosen, 7, 6)
 
 
+@pytest.mark.parametrize("chosen", [SamplingParams(), SamplingParams(0.8, seed=3), SamplingParams(0.8, top_k=9)])
+def test_ids_that_a_model_masks_are_no_candidates(chosen: SamplingParams) -> None:
+    """Whatever their noise, -inf is never picked: with fewer other ids there are fewer candidates."""
+    logits = np.full(4096, -math.inf, np.float32)
+    logits[[7, 9, 4000]] = 1.0, 0.5, 0.2
+    found = candidates(logits, chosen, 3, 6)
+    assert sorted(found.tokens) == [7, 9, 4000] and max(found.gaps) < math.inf
+    logits[[9, 4000]] = -math.inf
+    assert candidates(logits, chosen, 3, 6).gaps == [math.inf]
+
+
+def test_more_candidates_than_blocks() -> None:
+    """Each block's best is far above the rest: the bound on the scores needs as many blocks as candidates."""
+    logits = np.linspace(0.0, 1.0, 1100).astype(np.float32)
+    logits[64::128] += 50.0
+    for chosen in (SamplingParams(), SamplingParams(0.8, seed=3)):
+        _require_best_candidates(logits, chosen, 7, 16)
+
+
 def _require_best_candidates(logits: Logits, chosen: SamplingParams, position: int, count: int) -> None:
     ids = np.arange(logits.size) if chosen.is_greedy else survivors(logits, chosen)
     scores = logits[ids].astype(np.float64)

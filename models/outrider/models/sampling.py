@@ -206,7 +206,7 @@ def pick(logits: NDArray[np.float32], params: SamplingParams, position: int) -> 
 class Candidates:
     """The tokens with the best scores, best first.
 
-    tokens: ids; at least one, and fewer than asked for where truncation leaves no more. gaps: by how much each score is
+    tokens: ids; at least one, and fewer than asked for where no more can be picked. gaps: by how much each score is
     behind the best one, in units of the noise (greedy: of the logits); but gaps[0] is the lead of the best over the
     second, infinite where there is no second.
     """
@@ -240,6 +240,7 @@ def candidates(logits: NDArray[np.float32], params: SamplingParams, position: in
         among = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
         ids, scores = ids[among], scores[among]
     order = np.lexsort((ids, -scores))[:count]
+    order = order[np.isfinite(scores[order])]  # a model may mask ids with -inf; no noise picks these
     found = scores[order]
     gaps = (found[0] - found).tolist()
     gaps[0] = gaps[1] if len(gaps) > 1 else math.inf
@@ -249,7 +250,7 @@ def candidates(logits: NDArray[np.float32], params: SamplingParams, position: in
 def _floor_of_best(logits: NDArray[np.float32], count: int) -> float:
     """A logit that at least `count` tokens reach, if there are so many: cheap, and not much under the count-th."""
     whole = logits.size // _BLOCK * _BLOCK
-    highest = logits[:whole].reshape(-1, _BLOCK).max(axis=1) if whole >= 8 * _BLOCK else logits
+    highest = logits[:whole].reshape(-1, _BLOCK).max(axis=1) if whole >= max(8, count) * _BLOCK else logits
     kept = min(count, highest.size)
     return float(np.partition(highest, -kept)[-kept])
 

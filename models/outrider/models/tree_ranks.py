@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,7 +54,7 @@ class Picked(NamedTuple):
 
 def bucket(gap: float) -> int:
     """The index of a gap's bucket, 0 to len(EDGES)."""
-    return sum(gap >= edge for edge in EDGES)
+    return bisect_right(EDGES, gap)
 
 
 @dataclass(frozen=True)

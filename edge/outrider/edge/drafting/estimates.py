@@ -132,18 +132,27 @@ class CallTimes:
     """Time of a drafter's call by the number of nodes that it expands: ratios of sums, on the line between two sizes.
 
     Until another size was measured, each further node costs a quarter of a call: little enough to try some, and what
-    is tried is measured.
+    is tried is measured. A size that was not run for long is forgotten, except the smallest: its few calls may have
+    been slow for another reason, and nobody would try it again.
     """
 
     _KEEP = 0.95
     _GUESS = 0.25
+    _LONG = 256  # calls
 
     def __init__(self) -> None:
         self._seen: dict[int, ForgettingRatio] = {}
+        self._last: dict[int, int] = {}  # the call that had this size
+        self._num_calls = 0
 
     def add(self, took_ms: float, num_nodes: int) -> None:
         """Takes one call."""
+        self._num_calls += 1
+        self._last[num_nodes] = self._num_calls
         self._seen.setdefault(num_nodes, ForgettingRatio(1.0, 0.01, self._KEEP)).add(took_ms, 1.0)
+        for size in sorted(self._seen)[1:]:
+            if self._num_calls - self._last[size] > self._LONG:
+                del self._seen[size]
 
     def ms(self, num_nodes: int) -> float:
         """Predicted milliseconds."""

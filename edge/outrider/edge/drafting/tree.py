@@ -20,10 +20,12 @@ class Node:
 
     depth: tokens from the root's first position, so it does not change when the root moves. rank, cell: of its guess.
     chance: that the target picks it after its parent. reach: that the target gets here. guesses: all that were made of
-    what follows it, also those that are no nodes. number: under which it was sent; None: not sent.
+    what follows it, also those that are no nodes. number: under which it was sent; None: not sent. anchor: depth of the
+    known token that it was sent after; between the two, each node's message names its parent's number.
     """
 
     __slots__ = (
+        "anchor",
         "cell",
         "chance",
         "children",
@@ -49,6 +51,7 @@ class Node:
         self.children: dict[int, Node] = {}
         self.guesses: Sequence[Guess] = ()
         self.number: int | None = None
+        self.anchor = 0
         self.state = _WAITING
         self.epoch = 0
 
@@ -224,6 +227,7 @@ class GuessTree:
             is_sendable = parent is self.root or parent.number is not None
             if is_sendable and node.reach >= floor and len(taken) < most:
                 node.number = self.num_sent
+                node.anchor = parent.depth if parent is self.root else parent.anchor
                 self.num_sent += 1
                 taken.append(node)
             else:
@@ -242,8 +246,16 @@ class GuessTree:
         return any(child.number is not None for child in self.root.children.values())
 
     def unsend(self, lost: Sequence[Node]) -> None:
-        """Takes nodes whose message was lost, and all below them, as not sent: the server cannot attach them."""
-        stack = [node for node in lost if self.is_live(node)]
+        """Takes nodes whose message was lost, and all that hang on them, as not sent: the server cannot attach them.
+
+        A lost node may be committed by now: what was sent below it before that hangs on it.
+        """
+        stack: list[Node] = []
+        for node in lost:
+            if node.parent is None:  # committed
+                stack += (child for child in self.root.children.values() if child.anchor < node.depth)
+            elif self.is_live(node):
+                stack.append(node)
         while stack:
             node = stack.pop()
             node.number = None

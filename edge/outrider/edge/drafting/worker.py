@@ -19,8 +19,10 @@ from outrider.edge.drafting.depth import LEAST_REACH, DraftPlan
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.tree import Node
+from outrider.models.runtimes.base import BRANCH_COUNTS, padded_branches
 from outrider.models.sampling import SamplingParams
 
+_CLEARLY = 1.2  # how much better another number of nodes per call must be
 _MAX_CHAIN = 16  # tokens that a source without a model may add at once
 
 
@@ -70,6 +72,7 @@ class DraftWorker:
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-draft")
+        self._size = 1  # nodes of a call
         self._has_begun = False
         self._is_closed = False
         self._continued: Node | None = None  # the root whose continuation was looked up
@@ -116,7 +119,7 @@ class DraftWorker:
                     self._belief.tree.expand(node, guesses)
                 self.num_drafted += sum(map(bool, found))
                 if self._has_begun:  # the first call includes the prompt
-                    self._estimates.on_drafted((now - before) * 1e3, len(nodes))
+                    self._estimates.on_drafted((now - before) * 1e3, padded_branches(len(nodes)))
                 is_due = self._is_due(before, now)
             self._has_begun = True
             if is_due:
@@ -140,15 +143,15 @@ class DraftWorker:
         tree, depth = self._belief.tree, min(self._plan().depth, self._room())
         if depth <= 0 or tree.num_nodes >= self._limits.max_nodes:
             return []
-        most = 1
-        if self._drafter.max_branches > 1:
-            best = gained = 0.0
-            for count, reach in enumerate(tree.reaches(self._drafter.max_branches), start=1):
-                gained += reach
-                rate = gained / self._estimates.call_ms(count)
-                if rate > best:
-                    best, most = rate, count
-        return tree.take_best(most, self._floor(), depth)
+        if (most := self._drafter.max_branches) > 1:
+            reaches = tree.reaches(most)
+            sizes = [size for size in BRANCH_COUNTS if size <= most]
+            rates = {size: sum(reaches[:size]) / self._estimates.call_ms(size) for size in sizes}
+            best = max(sizes, key=rates.__getitem__)
+            # A change of size is dear where a runtime prepares for it.
+            if rates[best] > _CLEARLY * rates[self._size]:
+                self._size = best
+        return tree.take_best(self._size, self._floor(), depth)
 
     def _is_due(self, before: float, now: float) -> bool:
         """Whether to send now instead of waiting for more. before, now: when the last call began and ended."""

@@ -34,8 +34,8 @@ and target pick with the same position-keyed noise (`outrider.models.sampling`),
 the main figure: the share of tested draft tokens that equal the target's pick, in rounds of four drafted tokens (±
 standard error). *Per position* is that share over every position; *tokens per pass* includes the target's own token;
 *rejection* is the sum of min(p, q): what classic rejection sampling would accept, the most that any coupling can.
-Greedy text repeats itself, which flatters its row. The draft's own perplexity is high because distillation fits it to
-the target's text, not to human text.
+Greedy text repeats itself, which flatters its row. Distillation fits the draft to the target's text, not to human
+text: its own perplexity says little.
 
 After long contexts, at {places} places spread evenly over the same files: the same places in every row, with more or
 less of the file before them, then {new_tokens} tokens by the target.
@@ -101,10 +101,7 @@ def tables(metrics: Record) -> str:
 
 def contexts_table(metrics: Record) -> str:
     """A Markdown table: acceptance by temperature and number of tokens before the target's text."""
-    lines = [
-        "| temperature | context | in chain | per position | tokens per pass | rejection |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| temperature | context | in chain | per position | tokens per pass |", "|---|---|---|---|---|"]
     for row in metrics["acceptance_by_context"]:
         lines.append(f"| {_temperature(row)} | {row['context']} | {_rates(row)} |")
     return "\n".join(lines)

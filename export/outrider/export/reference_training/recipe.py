@@ -20,9 +20,9 @@ DRAFT_SEED = 22
 DISTILL_SEED = 23
 LONG_SEED = 24
 LONG_ROPE_THETA = 60_000.0
-"""The draft's rotary base from its long stage on, in place of 10,000: slower rotations, so that at 1,024 positions it
-meets about the angles that it learned at 256. Unchanged weights then agree with the target in 0.56 of the positions
-400 to 600 in place of 0.29, so that the stage has less to mend.
+"""The draft's rotary base from its long stage on, in place of 10,000: at 1,024 positions the slowest rotations are then
+about those that it learned at 256. It agrees better at far positions before any training (docs/log.md has a table), so
+the stage has less to mend.
 """
 
 LONG_WRITTEN = (64, 192)

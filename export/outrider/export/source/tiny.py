@@ -256,7 +256,9 @@ def make_tiny_model(
         with torch.device("meta"):
             size = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).num_parameters()
         if size > max_parameters:
-            raise ExportError(f"a {family} model of {size:,} parameters is not tiny; expected at most {max_parameters:,}")
+            raise ExportError(
+                f"a {family} model of {size:,} parameters is not tiny; expected at most {max_parameters:,}"
+            )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

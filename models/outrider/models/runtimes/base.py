@@ -164,6 +164,15 @@ class BranchingRuntime(Protocol):
         ...
 
 
+BRANCH_COUNTS: Final = (1, 4, 8)
+"""Branches of a call: runtimes that prepare for shapes are faster on few of them."""
+
+
+def padded_branches(count: int) -> int:
+    """The entry of BRANCH_COUNTS that `count` branches are padded to; `count` itself beyond the last."""
+    return next((size for size in BRANCH_COUNTS if size >= count), count)
+
+
 @runtime_checkable
 class Proposer(Protocol):
     """A draft without a model: it has no logits, only guesses of the next tokens."""

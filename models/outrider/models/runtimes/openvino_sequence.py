@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.models.runtimes.base import RuntimeOptions, telling_of_memory
+from outrider.models.runtimes.base import RuntimeOptions, padded_branches, telling_of_memory
 from outrider.models.runtimes.branch_blocks import BranchBlocks, BranchRun
 from outrider.models.runtimes.one_sequence import OneSequence
 from outrider.models.runtimes.openvino_graph import PagedModel, load_paged_model, shared_tensor
@@ -157,7 +157,12 @@ class OpenVinoSequenceRuntime(OneSequence):
             planned[index] = run
         return planned
 
-    def _infer_branches(self, runs: Sequence[BranchRun]) -> NDArray[np.float32]:
+    def _infer_branches(self, runs: list[BranchRun]) -> NDArray[np.float32]:
+        num_branches = len(runs)
+        # Another number of tokens than in the last call costs more than the padding: it runs a branch once more, into
+        # the same slots.
+        shortest = min(runs, key=lambda run: len(run.tokens))
+        runs += [shortest] * (padded_branches(num_branches) - num_branches)
         past = np.array([run.past for run in runs], np.int32)
         num_new = np.array([len(run.tokens) for run in runs])
         token_begins = begins(num_new)
@@ -179,7 +184,7 @@ class OpenVinoSequenceRuntime(OneSequence):
         self._request.infer(share_outputs=True)
         logits: NDArray[np.float32] = self._request.get_output_tensor(0).data
         logits = logits.reshape(-1, self._limits.vocab_size)
-        return logits if self._gathers_rows else logits[last_rows]
+        return (logits if self._gathers_rows else logits[last_rows])[:num_branches]
 
     def close(self) -> None:
         """Releases model and cache; safe to call twice."""
