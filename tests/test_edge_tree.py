@@ -104,7 +104,7 @@ def test_unlikely_guesses_are_not_kept() -> None:
 @settings(deadline=None, max_examples=150)
 @given(seed=SEEDS)
 def test_each_node_is_sent_once_after_its_parent(seed: int) -> None:
-    """Never twice, likely ones only; all again after `renumber`, and after `unsend` those that the server cannot attach.
+    """Never twice, likely ones only; all again after `renumber`; after `unsend` those that the server cannot attach.
 
     These hang on a lost node, also on one that was committed before its loss was noticed.
     """
