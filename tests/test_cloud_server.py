@@ -44,6 +44,7 @@ from outrider.models.manifest import FileEntry
 from outrider.models.protocol import Commit, ReadyAnswer, SessionEnd, SessionOpen, parse_event
 from outrider.models.reference_export import export_arguments
 from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.tree_draft import TREE_MEDIA_TYPE
 
 PROMPT = [5, 17, 99, 3]
 ALIASES = {
@@ -199,6 +200,9 @@ def test_the_openapi_document_is_complete(client: httpx.Client, server: FakeServ
                 assert operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
             good = next(answer for status, answer in operation["responses"].items() if status[0] == "2")
             assert good.get("content") or "204" in operation["responses"], path
+    drafts = document["paths"]["/v1/sessions/{session_id}/drafts"]["post"]
+    assert drafts["requestBody"]["content"][TREE_MEDIA_TYPE]["schema"]["format"] == "binary"
+    assert TREE_MEDIA_TYPE in drafts["description"]
     text = json.dumps(document)
     references = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
     assert references <= set(document["components"]["schemas"])

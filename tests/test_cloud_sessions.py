@@ -11,6 +11,7 @@ import httpx
 import pytest
 from tests.serving import EOS_ID, JSON, FakeServer, StepGate, read_events, run_session, serve_fake, target_tokens
 
+from outrider.cloud.api.drafts import MAX_TREE_BYTES
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.models.http.sse import EventStream
@@ -125,6 +126,12 @@ def test_a_tree_is_a_draft(media_type: str) -> None:
             refused = client.post(url, content=content, headers=headers)
             assert (refused.status_code, refused.json()["error"]["code"]) == (400, code)
         assert client.post(url, content=tree.encode(), headers=JSON).json()["error"]["code"] == "malformed_json"
+        for content, kind, status, code in (
+            (tree.encode(), "application/octet-stream", 415, "unsupported_media_type"),
+            (bytes(MAX_TREE_BYTES + 1), media_type, 413, "body_too_large"),
+        ):
+            refused = client.post(url, content=content, headers={"content-type": kind})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (status, code)
         gate.open()
         *commits, end = list(events)
     assert isinstance(end, SessionEnd)

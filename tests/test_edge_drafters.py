@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from outrider.edge.drafting.ahead import DraftAhead
 from outrider.edge.drafting.belief import Belief
-from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess, shared_guess
+from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess, model_guesses, shared_guess
 from outrider.edge.drafting.depth import DraftPlan, FixedDepth
 from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
-from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.estimates import CallTimes, Estimates
 from outrider.edge.drafting.price import SendPrice
 from outrider.edge.drafting.tree import Node
 from outrider.edge.drafting.worker import DraftWorker, TreeLimits
@@ -27,7 +27,7 @@ from outrider.edge.lab.always_wrong import AlwaysWrongDrafter
 from outrider.edge.results import GenerationRequest
 from outrider.models.runtimes.base import BranchingRuntime, ModelLimits, SequenceRuntime
 from outrider.models.runtimes.fake import FakeSequenceRuntime
-from outrider.models.sampling import SamplingParams, pick
+from outrider.models.sampling import Candidates, SamplingParams, pick
 
 VOCAB = 30
 SAMPLED = SamplingParams(0.8, seed=4)
@@ -55,9 +55,9 @@ class Unbranched:
         return self._inner.extend(tokens)
 
 
-def branched(max_branches: int) -> FakeSequenceRuntime:
+def branched(max_branches: int, max_positions: int = 64) -> FakeSequenceRuntime:
     """The same language, with branches."""
-    return FakeSequenceRuntime(vocab_size=VOCAB, max_positions=64, agreement=0.7, max_branches=max_branches)
+    return FakeSequenceRuntime(vocab_size=VOCAB, max_positions=max_positions, agreement=0.7, max_branches=max_branches)
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -223,6 +223,21 @@ def test_lookup_alone_does_not_go_on_where_the_model_ends() -> None:
     assert mixed.guess([[]], 4) != [[]]
 
 
+def test_lookups_are_tested_where_the_model_ends_and_its_empty_calls_are_not_timed() -> None:
+    """Else nothing would be learned of them, and the next text's calls would be expected to take no time."""
+
+    async def scenario() -> None:
+        driven = Driven(MixedDrafter(ModelDrafter(branched(8, max_positions=6))), DraftPlan(4), TreeLimits())
+        driven.commit([1, 2, 3, 1])
+        await driven.worker.run()
+        driven.worker.close()
+        outcome = driven.belief.on_commit(4, [2])
+        assert [[guess.rank for guess in guesses] for guesses, _ in outcome.tested] == [[LOOKUP_RANK]]
+        assert driven.worker.num_drafted == 0 and driven.worker._estimates.draft_ms == CallTimes().ms(1)
+
+    asyncio.run(scenario())
+
+
 def test_an_always_wrong_drafter_guesses_none_of_the_best() -> None:
     """As many guesses as asked for, all different, none of the inner drafter's eight best."""
     inner, wrong = ModelDrafter(branched(8)), AlwaysWrongDrafter(ModelDrafter(branched(8)), VOCAB)
@@ -326,6 +341,39 @@ def test_a_run_sends_its_answer_whole_and_lets_no_guess_wait_long(
         return driven.woken
 
     assert asyncio.run(scenario()) == woken_at
+
+
+class Unsure(NgramDrafter):
+    """Four guesses after every branch, each about as likely as the next. Each call takes a millisecond of `now`."""
+
+    def __init__(self, now: list[float]) -> None:
+        super().__init__()
+        self._now = now
+
+    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
+        self._now[0] += 1e-3
+        return [model_guesses(Candidates([11, 12, 13, 14], [0.1] * 4), 4) for _ in branches]
+
+
+def test_an_answer_that_does_not_become_whole_is_sent_all_the_same() -> None:
+    """Where alternatives are likelier than the path's next token, the path hardly grows; what there is goes out."""
+    now = [0.0]
+
+    async def scenario() -> list[float]:
+        driven = Driven(
+            Unsure(now),
+            DraftPlan(9, answer=5),
+            TreeLimits(width=4, max_nodes=300),
+            lambda: round(now[0], 6),
+            on_wake=lambda: times.append(now[0]),
+        )
+        times: list[float] = []
+        await driven.worker.run()
+        driven.worker.close()
+        return times
+
+    first, *_ = asyncio.run(scenario())
+    assert first <= 0.008
 
 
 def test_a_run_takes_commits_between_calls() -> None:

@@ -106,7 +106,7 @@ def test_unlikely_guesses_are_not_kept() -> None:
 def test_each_node_is_sent_once_after_its_parent(seed: int) -> None:
     """Never twice, likely ones only; all again after `renumber`; after `unsend` those that the server cannot attach.
 
-    These hang on a lost node, also on one that was committed before its loss was noticed.
+    They hang on a lost node, also on one that was committed before its loss was noticed.
     """
     chance = random.Random(seed)
     tree = GuessTree(CHANCES.__getitem__)

@@ -201,7 +201,7 @@ def run_faulty(runtime: Faulty, tree: Callable[[list[int]], Chosen], count: int 
 
 
 def test_a_fault_matters_only_on_the_branch_that_is_taken() -> None:
-    """Not finite after a token that is not picked: nothing. After one that is: the sequence ends with model_fault."""
+    """Not finite after a token that is not picked: nothing. After one that is: the text ends there with model_fault."""
     runtime = Faulty(vocab_size=VOCAB)
     runtime.bad = next(token for token in range(VOCAB) if token not in plain(PROMPTS[1], SAMPLED, 6))
     bad = runtime.bad
@@ -210,9 +210,45 @@ def test_a_fault_matters_only_on_the_branch_that_is_taken() -> None:
     runtime = Faulty(vocab_size=VOCAB)
     runtime.bad = truth[2]
     collector, _ = run_faulty(runtime, lambda rest: Chosen([(rest[0] + 1) % VOCAB, rest[0], rest[1]], [-1, -1, 1]))
-    assert collector.tokens == truth[:1]
+    assert collector.tokens == truth[:3]
     assert collector.end is not None and collector.end.error is not None
     assert collector.end.error.code == "model_fault"
+
+
+class Spoiled(FakeBatchRuntime):
+    """The keys of the token `bad` are not finite, which reaches all rows of its sequence's step, as on torch."""
+
+    bad = -1
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+        rows, first = super().forward(batch).copy(), 0
+        for item in batch:
+            if self.bad in item.tokens:
+                rows[first : first + item.num_rows] = np.nan
+            first += item.num_rows
+        return rows
+
+
+@pytest.mark.parametrize("parents", [[-1, 0], [-1, -1]], ids=["line", "tree"])
+def test_a_guess_with_keys_that_are_not_finite_ends_no_text(parents: list[int]) -> None:
+    """Its sequence runs again without drafts; the one beside it keeps what it got."""
+    runtime = Spoiled(vocab_size=VOCAB)
+    truths = [plain(prompt, SAMPLED, 6) for prompt in PROMPTS[1:3]]
+    runtime.bad = next(token for token in range(VOCAB) if all(token not in text for text in [*truths, *PROMPTS[1:3]]))
+    engine, collectors = Engine(runtime), [Collector(), Collector()]
+    for prompt, collector in zip(PROMPTS[1:3], collectors, strict=True):
+        engine.submit(GenerateRequest(tuple(prompt), SAMPLED, 6), collector)
+    engine.step()
+    spoiled, other = (sequence.drafts for sequence in engine._sequences.values())
+    chosen = {spoiled: Chosen([runtime.bad, truths[0][1]], parents), other: Chosen.line(truths[1][1:3])}
+    trees_of(engine).choose = lambda decoding, *rest: chosen  # type: ignore[method-assign]
+    engine.step()
+    trees_of(engine).choose = lambda decoding, *rest: {}  # type: ignore[method-assign]
+    while engine.has_work:
+        engine.step()
+    assert [collector.tokens for collector in collectors] == truths
+    assert [collector.commits[1].accepted for collector in collectors] == [0, 2]
+    assert engine.stats().free_blocks == engine.stats().num_blocks
 
 
 def test_a_move_that_fails_ends_its_sequence() -> None:
@@ -223,6 +259,28 @@ def test_a_move_that_fails_ends_its_sequence() -> None:
     assert collector.tokens == truth[:1]
     assert collector.end is not None and collector.end.error is not None
     assert "no copy today" in str(collector.end.error)
+
+
+def test_what_a_move_takes_is_part_of_what_a_tree_costs() -> None:
+    """A move of 60 ms after a step of 40: trees take 2.5 times as long as lines, and it is the model's time."""
+    harness = Harness(step_s=lambda num_tokens: 0.040)
+    harness.engine.calibrate()
+    before = harness.engine.stats().totals
+    move = harness.runtime.move
+
+    def slow_move(sources: Sequence[int], targets: Sequence[int]) -> None:
+        move(sources, targets)
+        harness.clock.now += 0.060
+
+    harness.runtime.move = slow_move  # type: ignore[method-assign]
+    trees = trees_of(harness.engine)
+    trees.kind = "alternatives"
+    collector, truth = submit(harness, PROMPTS[1])
+    harness.run()
+    totals = harness.engine.stats().totals
+    assert collector.tokens == truth and totals.tree_steps > 5
+    assert trees.tree_ratio > 2.0
+    assert totals.model_s - before.model_s == pytest.approx(0.040 * totals.steps + 0.060 * totals.tree_steps)
 
 
 def test_a_step_that_fails_with_a_tree_runs_without_it() -> None:

@@ -383,6 +383,18 @@ def test_misses_that_alternatives_cover_are_measured() -> None:
     assert paths.chances.beta == 0.0
 
 
+def test_devices_without_alternatives_say_nothing_of_those_with_them() -> None:
+    """A new session of trees starts as if there had been no sessions of paths."""
+    drafting = Drafting(32, Policy.AUTO)
+    paths = pending(drafting)
+    for base in range(50):
+        drafting.merge(paths, base, [[1]], 0.0)
+        commit(paths, 2)
+    trees = pending(drafting)
+    drafting.merge_tree(trees, line_message(0, 0, [1]), 0.0)
+    assert trees.chances.beta == pytest.approx(0.3)
+
+
 def test_a_first_tree_message_answers_its_commit_with_its_deepest_node() -> None:
     """Lag and size come from it; what is looked up is no answer."""
     drafting = Drafting(32, Policy.AUTO)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.cloud.api.drafts import MAX_TREE_BYTES
 from outrider.models.errors import RequestError
 from outrider.models.protocol import MAX_COUNT
 from outrider.models.tree_draft import CHANCES, MAX_MESSAGE_NODES, ROOT, TreeDraft, decode_tree, level_of
@@ -46,6 +47,16 @@ def test_the_bytes_of_a_small_tree() -> None:
     """The example of docs/protocol.md: three bytes a node."""
     tree = TreeDraft(17, 40, [812, 331, 90, 5], [ROOT, 40, 40, ROOT], [13, 10, 7, 5])
     assert tree.encode().hex(" ") == "11 28 d0 ac 06 a1 cb 02 72 5a 50 05"
+
+
+def test_the_longest_message_is_taken() -> None:
+    """Under the route's limit."""
+    size, last = MAX_MESSAGE_NODES, MAX_COUNT
+    longest = TreeDraft(last, last, [last] * size, [0] * size, [15] * size)
+    with pytest.raises(RequestError, match="expected at most"):  # a distance has 31 bits too
+        decode_tree(longest.encode())
+    longest = TreeDraft(last, last - size, [last] * size, [0] * size, [15] * size)
+    assert decode_tree(longest.encode()) == longest and len(longest.encode()) <= MAX_TREE_BYTES
 
 
 def test_what_no_device_sends_is_refused() -> None:

@@ -73,7 +73,10 @@ class TreeDraft:
 
 
 def decode_tree(body: bytes) -> TreeDraft:
-    """Decodes a message. Raises RequestError `invalid_request` for what `TreeDraft.encode` never writes."""
+    """Decodes a message. Raises RequestError `invalid_request` for other bytes.
+
+    Takes varints that are longer than needed, up to five bytes, which `TreeDraft.encode` never writes.
+    """
     try:
         base, at = _varint(body, 0)
         first, at = _varint(body, at)

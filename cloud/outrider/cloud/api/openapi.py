@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from outrider.cloud.api.drafts import DRAFTS_PATH
+from outrider.cloud.api.drafts import DRAFTS_PATH, MAX_TREE_BYTES
 from outrider.models import protocol
 from outrider.models.http import openai
 from outrider.models.tree_draft import TREE_MEDIA_TYPE
@@ -28,6 +28,10 @@ _STREAMS: Final[dict[str, tuple[type[BaseModel], ...]]] = {
     "/v1/completions": (openai.Completion, protocol.ErrorAnswer),
     "/v1/chat/completions": (openai.ChatChunk, protocol.ErrorAnswer),
 }
+_TREE_WORDS: Final = f"""
+    A body of the type {TREE_MEDIA_TYPE} is a tree instead, at most {MAX_TREE_BYTES} bytes: each guess once, with the
+    chance that it follows; later messages go on below it. 409 when every node contradicts newer commits, or ends there.
+    """
 _WITH_DONE: Final = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -97,7 +101,7 @@ def _drafts_operation() -> dict[str, Any]:
     return {
         "tags": ["sessions"],
         "summary": "Send Drafts",
-        "description": protocol.DraftRequest.__doc__,
+        "description": f"{protocol.DraftRequest.__doc__}\n{_TREE_WORDS}",
         "operationId": "send_drafts",
         "parameters": [name],
         "responses": {"204": {"description": "Taken"}},

@@ -56,6 +56,7 @@ class Engine:
         self._with_trees = verifies_trees(runtime, self._config.form)
         self._drafting = Drafting(self._config.max_draft, self._config.policy, with_trees=self._with_trees)
         self._totals = Totals()
+        self._moved_s = 0.0  # seconds of the step in which accepted branches were moved
         self._health = Health(clock)
         self._runner = ModelRunner(runtime, self._health, clock)
         self._gate = threading.Lock()  # between `submit` and `reset`
@@ -242,6 +243,7 @@ class Engine:
         ready = self._clock()
         size = StepSize(sum(len(share.new) for share in shares), sum(share.num_attended for share in shares))
         passes, faults = self._totals.passes, self._totals.faults
+        self._moved_s = 0.0
         try:
             rows = self._runner.forward(shares)
         except KeyboardInterrupt:
@@ -254,8 +256,9 @@ class Engine:
             self._commit(shares, rows, ran)
             has_trees = any(share.depths for share in shares)
             self._totals.tree_steps += has_trees
-            self._drafting.stepped(size, ran - ready, has_trees)
-        self._totals.count_step(size.tokens, model_s=ran - ready, overhead_s=ready - started + self._clock() - ran)
+            self._drafting.stepped(size, ran - ready + self._moved_s, has_trees)
+        model_s = ran - ready + self._moved_s
+        self._totals.count_step(size.tokens, model_s=model_s, overhead_s=self._clock() - started - model_s)
         if self._totals.passes > passes:
             self._health.worked()
         elif self._totals.faults > faults and self._health.fault is None:
@@ -316,8 +319,13 @@ class Engine:
             self._scheduler.add(sequence)
 
     def _commit(self, shares: Sequence[Share], rows: Rows, now: float) -> None:
-        """Picks row by row, accepts drafted tokens while they equal the picks, and notifies the sinks."""
+        """Picks row by row, accepts drafted tokens while they equal the picks, and notifies the sinks.
+
+        A share whose rows are not finite runs again without drafts: keys of a wrong guess that are not finite reach the
+        rows beside it (a masked weight of 0 times NaN is NaN), and no guess may end a sequence.
+        """
         first = 0
+        spoiled: list[tuple[Share, ModelFault]] = []
         for share in shares:
             own = rows[first : first + share.num_rows]
             first += share.num_rows
@@ -330,7 +338,7 @@ class Engine:
                 position = len(sequence.tokens)
                 branch = picked(own, share.drafted, params, position, stop_ids=stops, max_tokens=left)
             except ModelFault as fault:
-                self._fail([(share, fault)], fault)
+                spoiled.append((share, fault))
                 continue
             try:
                 self._move_into_place(sequence, branch.nodes)
@@ -340,12 +348,16 @@ class Engine:
                 self._fail([(share, error)], error)
             else:
                 self._take_tokens(share, branch.tokens, now)
+        for share, not_finite in spoiled:  # last: another forward may overwrite the rows
+            self._fail(self._run_apart([share], not_finite), not_finite)
 
     def _move_into_place(self, sequence: SequenceState, nodes: Sequence[int]) -> None:
         """Moves keys and values of the accepted drafted tokens to where those of the next positions belong."""
         sources, targets = self._cache.moves(sequence, nodes)
         if sources:
+            started = self._clock()
             self._runner.move(sources, targets)
+            self._moved_s += self._clock() - started
 
     def _take_tokens(self, share: Share, tokens: list[int], now: float) -> None:
         """Appends the picked tokens to the sequence, notifies its sink, and ends it where they end it."""

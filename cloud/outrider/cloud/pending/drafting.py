@@ -15,7 +15,17 @@ from outrider.cloud.pending.chosen import NOTHING, Chosen
 from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize, StepTimeCurve
 from outrider.cloud.pending.node_chances import NodeChances
-from outrider.cloud.pending.policy import NO_WAIT, Policy, Wait, bounded, choose_drafts, longest_wait, plan_wait
+from outrider.cloud.pending.policy import (
+    NO_WAIT,
+    Policy,
+    Wait,
+    best_rate,
+    bounded,
+    choose_drafts,
+    longest_wait,
+    next_rate,
+    plan_wait,
+)
 from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, UNHINTED, Node
 from outrider.models.tree_draft import ROOT, TreeDraft
 
@@ -23,6 +33,8 @@ _LIKELY: Final = 0.05  # survival below which a drafted token is not verified ev
 _LEAST: Final = 0.001  # survival below which no drafted token is verified, however little it costs
 _MANY: Final = 64  # drafted tokens of all sequences beyond which nodes are looked at more sparingly
 _STRETCH: Final = 8  # tokens over which the cheapest of them is averaged: a curve may have flat steps
+_SURE: Final = 0.6  # chance of the next token from which a pending guess is not compared with a wait
+_LITTLE: Final = 0.25  # survival of a path's end beyond which little is gained by waiting for more of it
 _HOPELESS: Final = 0.04  # the chance of a lookup's first token below which few are made
 _PROBE_EVERY: Final = 16  # commits between lookups that are hopeless
 _TREE_MEMORY: Final = 0.9
@@ -120,14 +132,23 @@ class Drafting:
     def committed(
         self, drafts: PendingDrafts, pending: Sequence[int], tokens: Sequence[int], now: float, *, crowding: float
     ) -> None:
-        """Learns from a commit; starts a wait if nothing of the device's is pending after it.
+        """Learns from a commit; starts a wait if little of the device's is pending after it.
 
         pending: the likeliest path before the step, as far as the device sent it. crowding: sequences for each place.
         """
         drafts.acceptance.observe(pending, tokens)
-        if not drafts.trie.has_device_nodes:  # it is out of sync: how fast it answers is what a wait would cost
+        if self._is_thin(drafts):  # how fast the device answers now is what a wait would cost
             drafts.lag.committed(len(drafts.committed), now)
             self._start_wait(drafts, now, crowding)
+
+    def _is_thin(self, drafts: PendingDrafts) -> bool:
+        """Whether the device is out of sync, or has only an unlikely guess of the next token pending."""
+        trie = drafts.trie
+        best = trie.root.best
+        if best is None or not trie.has_device_nodes:
+            return True
+        kind = best.kind
+        return kind != UNHINTED and kind >= NUM_LOOKUP_KINDS and drafts.chances.rates()[kind] < _SURE
 
     def _look_up(self, drafts: PendingDrafts) -> None:
         """Looks up what follows, where nothing is pending."""
@@ -170,23 +191,40 @@ class Drafting:
             )
         if wait.want == 0 or (allowed is not None and wait.lag_s * 1e3 > allowed):
             return
+        here = self._line(drafts).survivals if drafts.trie.has_device_nodes else []
+        if here and not saves_passes and best_rate(here, step_s, extra_s) > next_rate(alpha, wait, step_s, extra_s):
+            return  # what is here is worth a step now
         longest = longest_wait(wait.lag_s)
         drafts.wait, drafts.wait_started = wait, now
+        drafts.wait_nodes = drafts.trie.num_nodes - drafts.trie.num_looked_up
         drafts.wait_deadline = now + (longest if allowed is None else min(longest, allowed / 1e3))
 
     def is_waiting(self, drafts: PendingDrafts, now: float) -> bool:
         """Whether the sequence sits this step out for a draft; ends the wait when the draft is here or late."""
         if drafts.wait is NO_WAIT:
             return False
-        want, trie = min(drafts.wait.want, drafts.num_left - 1), drafts.trie
-        # A tree's alternatives come before the end of its likeliest path where they are likelier to be reached.
-        num_here = trie.num_nodes - trie.num_looked_up if drafts.chances.has_hints else 0
-        if now < drafts.wait_deadline and num_here < want and len(trie.likeliest_of_device(want)) < want:
+        if now < drafts.wait_deadline and not self._is_enough(drafts):
             return True
-        drafts.lag.waited(trie.has_device_nodes)
+        trie = drafts.trie
+        drafts.lag.waited(trie.num_nodes - trie.num_looked_up > drafts.wait_nodes)
         drafts.waited_s += now - drafts.wait_started
         drafts.wait = NO_WAIT
         return False
+
+    def _is_enough(self, drafts: PendingDrafts) -> bool:
+        """Whether what was waited for is here, or what is here and likely has come to its end."""
+        want, trie = min(drafts.wait.want, drafts.num_left - 1), drafts.trie
+        num_here = trie.num_nodes - trie.num_looked_up
+        if num_here <= drafts.wait_nodes:
+            return want <= 0
+        if len(trie.likeliest_of_device(want)) >= want:
+            return True
+        if not drafts.chances.has_hints:
+            return False
+        if self._with_trees:  # alternatives come before the end of the path where they are likelier to be reached
+            return num_here >= want
+        survivals = self._line(drafts).survivals
+        return bool(survivals) and survivals[-1] < _LITTLE
 
     # -- what is verified --------------------------------------------------------------------------------------------
 

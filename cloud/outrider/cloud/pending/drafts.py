@@ -36,6 +36,7 @@ class PendingDrafts:
     wait: Wait = NO_WAIT
     wait_started: float = 0.0
     wait_deadline: float = 0.0
+    wait_nodes: int = 0  # of the device, pending when the wait began
     waited_s: float = 0.0
     has_company: bool = False
     num_lookup_chosen: int = 0

@@ -43,11 +43,11 @@ class _Ratio:
         self._memory = _COMMON_MEMORY if parent is None else _OWN_MEMORY
         self._hits = self._of = 0.0
 
-    def observe(self, hits: float, of: float) -> None:
-        """Adds to both sums, also to those of all sessions."""
+    def observe(self, hits: float, of: float, *, is_common: bool = True) -> None:
+        """Adds to both sums. is_common: also to those of all sessions."""
         self._hits = self._memory * self._hits + hits
         self._of = self._memory * self._of + of
-        if self._parent is not None:
+        if is_common and self._parent is not None:
             self._parent.observe(hits, of)
 
     def value(self, weight: float | None = None) -> float:
@@ -101,7 +101,7 @@ class NodeChances:
         if looked_up:
             self._lookup.observe(found, looked_up)
         if missed:
-            self._covered.observe(covered, missed)
+            self._covered.observe(covered, missed, is_common=self.has_hints)
         self._rates = None
 
     @property

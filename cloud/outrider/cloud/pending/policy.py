@@ -109,6 +109,21 @@ def rate_streaming(
     return (blind + passes * expected) / (blind * step_s + passes * (step_s + extra_s * k))
 
 
+def best_rate(survivals: Sequence[float], step_s: float, extra_s: float) -> float:
+    """Tokens per second of a step that verifies the best number of pending tokens now; survivals as above."""
+    gained, best = 1.0, 1.0 / step_s
+    for count, survival in enumerate(survivals, start=1):
+        gained += survival
+        best = max(best, gained / (step_s + extra_s * count))
+    return best
+
+
+def next_rate(alpha: float, wait: Wait, step_s: float, extra_s: float) -> float:
+    """Tokens per second of a wait and the step that follows it."""
+    expected = (1 - alpha ** (wait.want + 1)) / (1 - alpha) if alpha < 1.0 else wait.want + 1.0
+    return expected / (wait.lag_s + step_s + extra_s * wait.want)
+
+
 def plan_wait(
     alpha: float,
     step_s: float,

@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 MAX_SENT = 256  # nodes of a message
 
-# Called with the number of known tokens and the nodes to send, parents first; returns the bytes that were sent, 0 if
-# nothing can be sent now.
+# Called with the number of known tokens and the nodes to send, parents first; returns the bytes that were sent: 0 where
+# the server has no use for these nodes.
 Send = Callable[[int, Sequence[Node]], int]
 
 
@@ -167,8 +167,8 @@ class DraftAhead:
             tree = self._belief.tree
             nodes = tree.take_unsent(self._price.floor, MAX_SENT)
             self._worker.sent()
-            if nodes:
-                self._price.sent(self._send(self._belief.num_known, nodes))
+            if nodes and (num_bytes := self._send(self._belief.num_known, nodes)):
+                self._price.sent(num_bytes)
                 self.num_sent += len(nodes)
 
     def _on_run_done(self, run: asyncio.Future[None]) -> None:

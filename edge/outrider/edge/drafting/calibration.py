@@ -35,10 +35,10 @@ _LOOKUP_PRIOR: Final = (0.30, 0.45, 0.65)
 _BOTH_LIFT: Final = 0.5
 """A guess that model and lookup share: this part of the doubt of either is left."""
 
-_PRIOR_WEIGHT: Final = 6.0  # tests that a cell's prior counts as
+_PRIOR_WEIGHT: Final = 16.0  # tests that a cell's prior counts as
 _SCALE_WEIGHT: Final = 3.0  # promised hits that the prior's own scale starts with
 _MOST_SCALE: Final = 1.2
-_KEEP: Final = 0.99  # of a cell's past, per test
+_KEEP: Final = 0.995  # of a cell's past, per test
 _SURE: Final = 0.995
 
 

@@ -10,7 +10,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 
-from outrider.edge.drafting.calibration import Guess
+from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess
 
 _WAITING, _BUSY, _EXPANDED = range(3)  # states of a node: to be expanded, being expanded, expanded
 
@@ -123,7 +123,8 @@ class GuessTree:
         if not self.is_live(node):
             return []
         node.state = _EXPANDED
-        node.guesses = guesses
+        if guesses:  # else those that another source made stay
+            node.guesses = guesses
         return self._add(node, guesses)
 
     def add_path(self, guesses: Sequence[Guess]) -> None:
@@ -141,8 +142,12 @@ class GuessTree:
     def _add(self, node: Node, guesses: Sequence[Guess]) -> list[Node]:
         added: list[Node] = []
         is_changed = False
+        most = 1.0
         for guess in guesses:
             chance = self._chance(guess.cell)
+            if guess.rank < LOOKUP_RANK:
+                # A score is never likelier than a better one, however few tests say so.
+                chance = most = min(most, chance)
             known = node.children.get(guess.token)
             if known is not None:
                 is_changed = is_changed or known.chance != chance
@@ -209,7 +214,6 @@ class GuessTree:
                 if node.number is None and node is not self.root:
                     self._unsent.append(node)
                 for child in node.children.values():
-                    child.chance = self._chance(child.cell)
                     child.reach = node.reach * child.chance
                     below.append(child)
             layer = below

@@ -118,7 +118,8 @@ class DraftWorker:
                 for node, guesses in zip(nodes, found, strict=True):
                     self._belief.tree.expand(node, guesses)
                 self.num_drafted += sum(map(bool, found))
-                if self._has_begun:  # the first call includes the prompt
+                # The first call includes the prompt; one without guesses ran nothing.
+                if self._has_begun and any(found):
                     self._estimates.on_drafted((now - before) * 1e3, padded_branches(len(nodes)))
                 is_due = self._is_due(before, now)
             self._has_begun = True
@@ -169,4 +170,5 @@ class DraftWorker:
         # If the answer will be complete soon, wait for it.
         missing_s = (answer - path) * self._estimates.call_ms(1) / 1e3
         is_nearly_whole = answer > path and missing_s < self._limits.flush_s
-        return waited_s >= self._limits.flush_s and not is_nearly_whole
+        # But not for long: the best nodes may be alternatives, which do not make the path longer.
+        return waited_s >= self._limits.flush_s * (2 if is_nearly_whole else 1)

@@ -110,6 +110,9 @@ class _Generation:
         self._session = ""
         self._session_start = 0  # tokens known when the session was opened
         self._takes_trees = True
+        # The last path for a server that takes no trees, and the number of tokens known before it.
+        self._path: list[int] = []
+        self._path_base = 0
         # Where the text ends besides its length, as the server that began it reported.
         self._stop_ids: frozenset[int] | None = None
         self._max_positions: int | None = None
@@ -173,7 +176,7 @@ class _Generation:
         if not self._ahead.known:  # later sessions go on with the same target
             self._stop_ids, self._max_positions = frozenset(event.stop_ids), event.max_positions
         self._posts, self._session = self._agent.wrap_posts(client), event.session
-        self._takes_trees = event.protocol >= TREES_SINCE
+        self._takes_trees, self._path = event.protocol >= TREES_SINCE, []
         took_ms = (self._agent.clock() - self._opening_at) * 1e3
         self._agent.estimates.on_open(took_ms, event.step_ms, event.draft_token_ms)
         self._last_commit_at = 0.0
@@ -199,13 +202,22 @@ class _Generation:
     def _send(self, num_known: int, nodes: Sequence[Node]) -> int:
         assert self._posts is not None
         base = num_known - self._session_start
-        message = tree_message(base, nodes) if self._takes_trees else path_message(base, self._ahead.path())
+        if self._takes_trees:
+            message = tree_message(base, nodes)
+        else:
+            path = self._ahead.path()[:MAX_PATH_TOKENS]
+            since_last = [*self._ahead.known[self._path_base :], *path]
+            if since_last == self._path[: len(since_last)]:
+                return 0  # the new nodes are alternatives
+            self._path, self._path_base = path, num_known
+            message = path_message(base, path)
         session = self._session
         self._sender.send(self._posts, session, message, lambda: self._on_lost(session, nodes))
         return len(message.body)
 
     def _on_lost(self, session: str, nodes: Sequence[Node]) -> None:
         if session == self._session:
+            self._path = []
             self._ahead.lost(nodes)
 
 
