@@ -19,7 +19,7 @@ import pytest
 from tests.serving import EOS_ID, FakeServer, fake_tokenizer, serve_fake
 
 from outrider.cloud.api.state import ServerSettings
-from outrider.cloud.engine import EngineConfig
+from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.depth import CostModelDepth, DepthController, FixedDepth, ThresholdDepth
 from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
@@ -45,6 +45,10 @@ from outrider.models.tree_draft import TREE_MEDIA_TYPE, TreeDraft, decode_tree
 
 VOCAB = fake_tokenizer().size
 SETTINGS = [SamplingParams(), SamplingParams(0.8, seed=11), SamplingParams(0.8, top_p=0.9, top_k=40, seed=12)]
+
+
+SURE = EngineConfig(policy=Policy.VERIFY, looks_up=False)
+"""Verifies what a device sends and nothing else, whatever the times of this machine are."""
 
 
 def truth(request: GenerationRequest, vocab_size: int = VOCAB) -> tuple[int, ...]:
@@ -183,7 +187,7 @@ class Pacing:
                 try:
                     await faulty.post_drafts(session, message)
                 except OutriderError as e:
-                    if getattr(e, "code", None) != "unknown_session":  # else the text has ended meanwhile
+                    if "unknown_session" not in str(e):  # else the text has ended meanwhile
                         failed.append(e)
                     raise
 
@@ -272,7 +276,7 @@ class Spying:
 def test_the_text_goes_on_after_a_lost_message() -> None:
     """Later messages reach the target, which accepts what they carry."""
     spy, pacing, request = Spying(num_lost=1), Pacing(FaultRates()), asking(seed=3, max_tokens=40)
-    with serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=pacing.step)) as server:
+    with serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=pacing.step), config=SURE) as server:
         result = run(
             generate(
                 [server.url],
@@ -334,7 +338,7 @@ def test_a_new_agent_sends_paths_to_an_old_server(width: int) -> None:
                 is_open = isinstance(event, SessionOpen)
                 yield event.model_copy(update={"protocol": 1}) if is_open else event
 
-    with serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=wait_for_draft)) as server:
+    with serve_fake(runtime=FakeBatchRuntime(vocab_size=VOCAB, on_step=wait_for_draft), config=SURE) as server:
 
         async def scenario() -> GenerationResult:
             async with Old(server.url) as client:
@@ -364,7 +368,7 @@ def test_accepted_tokens_are_told_from_the_targets_own() -> None:
     seen: list[TokenBatch] = []
     runtime = FakeBatchRuntime(vocab_size=VOCAB, on_step=wait_for_draft)
     # The server's own guesses, where the device has sent nothing, may be wrong.
-    with serve_fake(runtime=runtime, config=EngineConfig(looks_up=False)) as server:
+    with serve_fake(runtime=runtime, config=SURE) as server:
         request = asking(seed=3)
         result = run(
             generate(
