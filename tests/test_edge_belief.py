@@ -181,7 +181,7 @@ def test_chances_are_learned_by_gap_and_by_rank() -> None:
     calibration = Calibration()
     sure, unsure = scored(5.0, 5.0, 6.0), scored(0.1, 0.1, 0.2)
     assert calibration.chance(sure[0].cell) > 0.9 and 0.3 < calibration.chance(unsure[0].cell) < 0.5
-    for _ in range(60):
+    for _ in range(120):
         calibration.observe(sure, sure[0].token)
         calibration.observe(unsure, unsure[2].token)
     assert calibration.chance(sure[0].cell) > 0.97

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.edge.drafting.calibration import Guess
+from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess
 from outrider.edge.drafting.price import SendPrice
 from outrider.edge.drafting.tree import GuessTree, Node
 from outrider.edge.modes.stream import path_message, tree_message
@@ -22,11 +22,10 @@ SEEDS = st.integers(0, 1 << 32)
 
 
 def some_guesses(chance: random.Random) -> list[Guess]:
-    """Up to three guesses of other tokens, with any chances."""
-    return [
-        Guess(token, rank, chance.randrange(len(CHANCES)))
-        for rank, token in enumerate(chance.sample(range(5), chance.randrange(4)))
-    ]
+    """Up to three guesses of other tokens, with chances that do not rise."""
+    tokens = chance.sample(range(5), chance.randrange(4))
+    cells = sorted(chance.choices(range(len(CHANCES)), k=len(tokens)))
+    return [Guess(token, rank, cell) for rank, (token, cell) in enumerate(zip(tokens, cells, strict=True))]
 
 
 def below(node: Node) -> Iterator[tuple[Node, float]]:
@@ -45,6 +44,14 @@ def change(tree: GuessTree, chance: random.Random) -> None:
         for _ in range(chance.randint(1, 2)):
             tree.advance(chance.choice([*tree.root.children, 9]))
         tree.replant()
+
+
+def test_a_guess_is_no_likelier_than_a_better_one() -> None:
+    """Whatever few tests say of their cells; lookup's is another kind of guess."""
+    tree = GuessTree(CHANCES.__getitem__)
+    (root,) = tree.take_best(1, 0.0, 9)
+    found = tree.expand(root, [Guess(1, 0, 2), Guess(2, 1, 0), Guess(3, 2, 4), Guess(4, LOOKUP_RANK, 1)])
+    assert [node.chance for node in found] == [0.52, 0.52, 0.17, 0.71]
 
 
 @settings(deadline=None, max_examples=150)
@@ -188,7 +195,7 @@ def test_the_path_for_an_old_server_is_the_likeliest() -> None:
     tree = GuessTree((0.99, 0.01).__getitem__)
     for depth in range(MAX_PATH_TOKENS + 4):
         (node,) = tree.take_best(1, 0.0, 99)
-        tree.expand(node, [Guess(depth, 1, 1), Guess(100 + depth, 0, 0)])
+        tree.expand(node, [Guess(100 + depth, 0, 0), Guess(depth, 1, 1)])
     path = [node.token for node in tree.likeliest()]
     assert path == [*range(100, 104 + MAX_PATH_TOKENS)] and tree.likeliest_length() == len(path)
     message = path_message(7, path)
