@@ -101,6 +101,18 @@ def test_belief_is_always_the_truth_so_far_and_a_tree_that_follows_it(truth: lis
         assert paths(belief.tree) == expected and belief.tree.num_nodes == len(expected)
 
 
+def test_only_a_first_guess_that_was_wrong_is_contradicted() -> None:
+    """Not where the path had ended, nor where the pick was the first guess; where nothing was guessed it is unknown."""
+    belief = Belief(CHANCES.__getitem__)
+    assert belief.on_commit(0, [5]).contradicts_at(0)
+    belief.tree.replant()
+    belief.tree.expand(belief.tree.root, ranked([1, 2]))
+    for node in list(belief.tree.root.children.values()):
+        belief.tree.expand(node, ranked([3, 4]))
+    outcome = belief.on_commit(1, [1, 4, 6])
+    assert [outcome.contradicts_at(index) for index in range(3)] == [False, True, False]
+
+
 def test_a_repeated_commit_changes_nothing() -> None:
     """A duplicate has no new tokens, tests nothing and drops nothing."""
     belief = Belief(CHANCES.__getitem__)

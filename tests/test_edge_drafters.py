@@ -14,13 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from outrider.edge.drafting.ahead import DraftAhead
 from outrider.edge.drafting.belief import Belief
 from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess, model_guesses, shared_guess
-from outrider.edge.drafting.depth import DraftPlan
+from outrider.edge.drafting.depth import DraftPlan, FixedDepth
 from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import CallTimes, Estimates
+from outrider.edge.drafting.price import SendPrice
+from outrider.edge.drafting.tree import Node
 from outrider.edge.drafting.worker import DraftWorker, TreeLimits
 from outrider.edge.lab.always_wrong import AlwaysWrongDrafter
+from outrider.edge.results import GenerationRequest
 from outrider.models.runtimes.base import BranchingRuntime, ModelLimits, SequenceRuntime
 from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.sampling import Candidates, SamplingParams, pick
@@ -436,3 +440,61 @@ def test_a_worker_that_is_stopped_ends_after_the_call_in_progress() -> None:
     asyncio.run(scenario())
     assert num_calls == 1
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("outrider-draft")]
+
+
+def test_the_guesses_of_a_lost_message_are_sent_again() -> None:
+    """With the next message and not before, under new numbers, parents first; delivered ones are not."""
+
+    async def scenario() -> None:
+        sent: list[list[tuple[Node, int | None]]] = []
+
+        def send(num_known: int, nodes: Sequence[Node]) -> int:
+            sent.append([(node, node.number) for node in nodes])
+            return 4 * len(nodes)
+
+        estimates, is_free = Estimates(), False
+        ahead = DraftAhead(
+            GenerationRequest((1, 2, 3), SAMPLED, 50),
+            ModelDrafter(branched(8)),
+            FixedDepth(3),
+            send,
+            lambda: is_free,
+            estimates,
+            TreeLimits(width=2),
+            SendPrice(),
+        )
+        ahead.pump()
+        while ahead._run is not None:
+            await asyncio.sleep(0.001)
+        is_free = True
+        ahead.pump()
+        (first,) = sent
+        (root, number), *rest = first
+        assert number == 0 and len(first) > 4
+        below = {node for node, _ in rest if root in _above(node)} | {root}
+        ahead.lost([root])
+        assert len(sent) == 1
+        ahead.pump()
+        (again,) = sent[1:]
+        assert {node for node, _ in again} == below
+        assert [number for _, number in again] == [*range(len(first), len(first) + len(again))]
+        arrived = {node for node, _ in first} - below
+        for node, _ in again:
+            assert node.parent is not None and (node.parent.parent is None or node.parent in arrived)
+            arrived.add(node)
+        ahead.pump()
+        assert len(sent) == 2 and ahead.num_sent == len(first) + len(again)
+        ahead.resend()
+        ahead.pump()
+        assert [number for _, number in sent[2]] == [*range(len(first))]
+        await ahead.aclose()
+
+    asyncio.run(scenario())
+
+
+def _above(node: Node) -> list[Node]:
+    above = []
+    while node.parent is not None:
+        node = node.parent
+        above.append(node)
+    return above

@@ -275,6 +275,10 @@ def test_a_result_tells_rates_as_ratios_of_sums() -> None:
     assert result.gap_ms(50) == pytest.approx(0.0) and result.gap_ms(99) == pytest.approx(100.0)
     assert (result.bytes_up_per_token, result.bytes_down_per_token) == (100.0, 20.0)
     assert [batch.num_accepted for batch in batches] == [0, 2, 1]
+    tree = Recorder(Mode.STREAM)
+    tree.commit((1, 2, 3), 2, 9, may_reject=False)  # the rest were other branches
+    tree.commit((4,), 0, 6)
+    assert tree.finish("length", ByteCounts()).acceptance_rate == pytest.approx(2 / 3)
     empty = Recorder(Mode.CLOUD_ONLY).finish("length", ByteCounts())
     assert math.isnan(empty.tokens_per_s) and empty.acceptance_rate is None
 

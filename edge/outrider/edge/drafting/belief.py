@@ -39,6 +39,12 @@ class CommitOutcome:
         """First tokens that were in the tree."""
         return len(self.hits)
 
+    def contradicts_at(self, index: int) -> bool:
+        """Whether the token at `index` was not the first guess; also where nothing was guessed of the commit at all."""
+        if not self.tested:
+            return True
+        return index < len(self.tested) and self.tested[index].guesses[0].token != self.tested[index].token
+
     @property
     def has_diverged(self) -> bool:
         """Whether a token was not in the tree though guesses had been made of it."""

@@ -35,8 +35,12 @@ class Recorder:
         self.num_sessions = 0
         self.waited_ms = 0.0
 
-    def commit(self, tokens: tuple[int, ...], accepted: int, proposed: int) -> None:
-        """Records one target pass and passes on its tokens."""
+    def commit(self, tokens: tuple[int, ...], accepted: int, proposed: int, *, may_reject: bool = True) -> None:
+        """Records one target pass and passes on its tokens.
+
+        may_reject: False where what it ran beyond the accepted ones were other branches of a tree, and its own pick
+        after them contradicts no first guess.
+        """
         at_s = self._clock() - self._started
         accepted = min(accepted, len(tokens))
         self._tokens.extend(tokens)
@@ -46,7 +50,7 @@ class Recorder:
         self._num_accepted += accepted
         self._num_proposed += proposed
         # A pass that commits only accepted drafts ended at a stop token or the length: it rejected nothing.
-        self._num_tested += accepted + (accepted < proposed and accepted < len(tokens))
+        self._num_tested += accepted + (may_reject and accepted < proposed and accepted < len(tokens))
         if self._on_tokens is not None and tokens:
             self._on_tokens(TokenBatch(tokens, accepted, at_s))
 

@@ -190,7 +190,8 @@ class _Generation:
         self._last_commit_at = now
         if outcome.tokens:
             self._recorder.depth(self._ahead.plan.depth)
-            self._recorder.commit(outcome.tokens, commit.accepted, commit.proposed)
+            may_reject = outcome.contradicts_at(commit.accepted)
+            self._recorder.commit(outcome.tokens, commit.accepted, commit.proposed, may_reject=may_reject)
 
     def _on_end(self, end: SessionEnd) -> str:
         self._recorder.waited_ms += end.usage.waited_ms
