@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bench.ranks import auc, log_loss
-from bench.simulate_trees import DATA
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
