@@ -16,7 +16,7 @@ from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.pending.chosen import Chosen
 from outrider.cloud.pending.drafting import Drafting, likeliest_path
 from outrider.cloud.pending.drafts import PendingDrafts
-from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
+from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
 from outrider.cloud.pending.lookup import PromptLookup, kind_of
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.policy import NO_WAIT, plan_wait, rate_streaming, rate_waiting
@@ -448,6 +448,46 @@ def test_sure_drafts_are_verified_and_waited_for_beyond_eight() -> None:
         drafting.committed(drafts, line, text[base : base + 40], now, crowding=1.0)
     assert len(chosen.tokens) == 32
     assert drafts.wait.want > 16
+
+
+@pytest.mark.parametrize(("level", "waits"), [(0, True), (6, True), (15, False)], ids=["hopeless", "unlikely", "sure"])
+def test_an_unlikely_guess_does_not_rule_out_a_wait(level: int, waits: bool) -> None:
+    """What is pending is weighed against what would come in 4 ms; a sure path is verified at once."""
+    drafting = Drafting(8, Policy.AUTO)
+    for tokens in range(1, 10):
+        drafting.curve.observe(StepSize(tokens), 0.039 + 0.001 * tokens)
+    drafts = pending(drafting)
+    drafts.lag = DraftLag(4.0)
+    commit(drafts, 1)
+    drafting.merge_tree(drafts, line_message(1, 0, [2] * (1 if waits else 6), level), 0.001)
+    drafting.committed(drafts, [], [1], 0.001, crowding=1.0)
+    assert (drafts.wait != NO_WAIT) == waits
+    if not waits:
+        return
+    assert drafting.is_waiting(drafts, 0.002)  # the guess was here before
+    drafting.merge_tree(drafts, line_message(1, 1, [3], 13), 0.003)
+    assert drafting.is_waiting(drafts, 0.003)  # not all that is waited for
+    drafting.merge_tree(drafts, line_message(1, 2, [3] * 8, 13), 0.004)
+    assert not drafting.is_waiting(drafts, 0.004) and drafts.lag.answer_rate == 1.0
+
+
+def test_a_wait_ends_where_its_path_is_unlikely_to_go_on() -> None:
+    """The device would draft other guesses first; a wait that ends with nothing new was not answered."""
+    drafting = Drafting(8, Policy.AUTO)
+    for tokens in range(1, 10):
+        drafting.curve.observe(StepSize(tokens), 0.039 + 0.001 * tokens)
+    drafts = pending(drafting)
+    drafts.lag = DraftLag(4.0)
+    commit(drafts, 1)
+    drafting.merge_tree(drafts, line_message(1, 0, [2], 0), 0.001)
+    drafting.committed(drafts, [], [1], 0.001, crowding=1.0)
+    assert drafts.wait.want > 2
+    drafting.merge_tree(drafts, line_message(1, 1, [3, 4], 8), 0.002)
+    assert not drafting.is_waiting(drafts, 0.002)
+    commit(drafts, 9)
+    drafting.committed(drafts, [], [9], 0.003, crowding=1.0)
+    assert drafting.is_waiting(drafts, 0.004) and not drafting.is_waiting(drafts, 1.0)
+    assert drafts.lag.answer_rate < 1.0
 
 
 # -- prompt lookup -----------------------------------------------------------------------------------------------------
