@@ -102,7 +102,7 @@ def test_every_mode_gives_the_targets_own_text(
     server: FakeServer, steps: Steps, drafters: list[Drafter], mode: str
 ) -> None:
     """Bit for bit, greedy and sampled; no session stays open."""
-    steps.step_s = PAID_STEP_S if mode in ("stream", PATH) else STEP_S
+    steps.step_s = PAID_STEP_S if mode in ("stream", PATH, MIXED) else STEP_S
     results: list[GenerationResult] = []
     for sampling in SAMPLINGS.values():
         requests = _requests(sampling)
