@@ -37,6 +37,7 @@ from typing import Any, Final, cast
 import httpx
 import numpy as np
 import uvloop
+from bench.attacks.tree_bytes import varint
 from bench.report import write_json
 from fastapi import FastAPI
 from numpy.typing import NDArray
@@ -211,17 +212,8 @@ class Bodies:
         if self.kind == PATHS:
             return b"application/json", b'{"base":%d,"paths":%s}' % (base, self._paths[last_token]), 0
         num_nodes = int(self.kind.removeprefix("trees"))
-        body = _varint(base) + _varint(first) + self._trees[self.kind][last_token]
+        body = varint(base) + varint(first) + self._trees[self.kind][last_token]
         return TREE_MEDIA_TYPE.encode(), body, num_nodes
-
-
-def _varint(value: int) -> bytes:
-    found = bytearray()
-    while value > 127:
-        found.append(value & 127 | 128)
-        value >>= 7
-    found.append(value)
-    return bytes(found)
 
 
 def _headers_of(index: int) -> bytes:
