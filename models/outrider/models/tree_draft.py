@@ -96,8 +96,11 @@ def decode_tree(body: bytes) -> TreeDraft:
             if back > number:
                 raise _invalid(f"node {number} has a parent {back} numbers before it")
             token = body[at]
-            if token < 128:  # inline: this runs for every node
+            if token < 128:  # one byte or two inline: this runs for every node
                 at += 1
+            elif body[at + 1] < 128:
+                token += (body[at + 1] << 7) - 128
+                at += 2
             else:
                 token, at = _varint(body, at)
             tokens.append(token)

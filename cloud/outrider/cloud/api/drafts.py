@@ -78,11 +78,7 @@ class DraftsEndpoint:
         except (asyncio.CancelledError, ClientDisconnect):
             return  # the server is closing, or the client left while its body was read
         except Exception as error:
-            answer = as_answer(error)
-            if _STATUS not in scope:
-                scope[_STATUS] = answer.status
-                headers = {"allow": "POST"} if answer.status == 405 else None
-                await error_response(answer, headers)(scope, receive, send)
+            await _answer(error, scope, receive, send)
         self._core.metrics.answered(DRAFTS_PATH, scope["method"], scope[_STATUS], time.perf_counter() - started_s)
 
     async def _take(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,6 +128,15 @@ class DraftsEndpoint:
                 raise body_too_large(max_bytes)
             if not message.get("more_body"):
                 return body
+
+
+async def _answer(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+    # Not in `__call__`: a variable there would be part of a circle with its own traceback, left to the collector.
+    answer = as_answer(error)
+    if _STATUS not in scope:
+        scope[_STATUS] = answer.status
+        headers = {"allow": "POST"} if answer.status == 405 else None
+        await error_response(answer, headers)(scope, receive, send)
 
 
 def _announced(scope: Scope) -> int | None:

@@ -103,6 +103,7 @@ class DraftTrie:
         committed: the tokens generated so far; `message.base` of them at most were known to the device.
         """
         numbers, orphans = self._numbers, self._orphans
+        known = numbers.get
         root, num_committed = self.root, self.root.position
         base_node = root if message.base == num_committed else Node(ROOT, message.base, UNHINTED)
         deepest = num_taken_over = 0
@@ -111,7 +112,7 @@ class DraftTrie:
         # Up to a hundred nodes arrive per step and session: this is `_attach`, without its calls.
         for token, parent_number, level in zip(message.tokens, message.parents, message.levels, strict=True):
             number += 1
-            parent = base_node if parent_number == ROOT else numbers.get(parent_number)
+            parent = base_node if parent_number == ROOT else known(parent_number)
             if parent is None:
                 self._hold(parent_number, number, token, level + LEVELS)
                 continue
@@ -124,18 +125,16 @@ class DraftTrie:
                 kind = level + LEVELS
                 children = parent.children
                 if children is None:
-                    children = parent.children = {}
+                    parent.children = children = {}
                 if token not in children:
                     if num_free == 0:
                         numbers[number] = _GONE
                         continue
                     num_free -= 1
-                    child = children[token] = Node(token, position + 1, kind)
-                else:
-                    child = children[token]
-                    if kind > child.kind:
-                        num_taken_over += child.kind < NUM_LOOKUP_KINDS
-                        child.kind = kind
+                    children[token] = child = Node(token, position + 1, kind)
+                elif kind > (child := children[token]).kind:
+                    num_taken_over += child.kind < NUM_LOOKUP_KINDS
+                    child.kind = kind
                 best = parent.best
                 if best is None or child.kind > best.kind:
                     parent.best = child
@@ -237,15 +236,15 @@ class DraftTrie:
         """Drops subtrees: each node once."""
         stack = [children]
         num_looked_up = num_nodes = 0
-        while stack:
-            siblings = stack.pop()
+        for siblings in stack:  # grows meanwhile
             num_nodes += len(siblings)
             for node in siblings.values():
                 node.position = _DROPPED
                 if node.kind < NUM_LOOKUP_KINDS:
                     num_looked_up += 1
-                if node.children is not None:
-                    stack.append(node.children)
+                below = node.children
+                if below is not None:
+                    stack.append(below)
                     node.children = node.best = None
         self.num_nodes -= num_nodes
         self.num_looked_up -= num_looked_up

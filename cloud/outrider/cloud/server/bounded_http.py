@@ -129,15 +129,16 @@ class BoundedProtocol(HttpToolsProtocol):
         """Gives the connection's place back, and ends the request that runs, also while others wait behind it."""
         self._table.forget(self)
         self._ticket.release()
-        last = self.cycle
         super().connection_lost(exc)
-        if last is not None:
-            last.body = bytearray()  # a request that is over is part of a cycle, and may wait long for the collector
         for cycle in self._earlier:
-            cycle.body = bytearray()
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
+        # Each request refers to this connection, and one that waits never runs now. Left in circles, the requests of a
+        # client that connects again and again pile up until the garbage collector frees them, which takes 0.2 s.
+        self._earlier.clear()
+        self.pipeline.clear()
+        self.cycle = None  # type: ignore[assignment]  # as before the first request
 
     def data_received(self, data: bytes) -> None:
         """Feeds the parser, slice by slice, and checks the bounds after each."""
@@ -265,12 +266,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 # Nothing is upgraded to: the request is answered as it stands, and what follows it is the next one.
                 data = data[error.args[0] :]
             except httptools.HttpParserError as error:
-                overrun = error.__context__
-                if not isinstance(overrun, _Overrun):
-                    if not isinstance(overrun, httptools.HttpParserError | UnicodeError | None):
-                        log_fault(overrun)  # ours, or uvicorn's
-                    overrun = _Overrun("malformed requests", _malformed())
-                self._refuse(overrun.cause, overrun.refusal)
+                self._refuse_unparsed(error)
                 return
         if self._phase == _IDLE and self._fed_bytes <= self._max_header_bytes:
             return
@@ -285,6 +281,15 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._refuse("large bodies at once", too_many_bytes("unfinished"))
         elif self._fed_bytes > self._max_header_bytes or len(self.headers) > self._max_headers:
             self._refuse("large headers", self._head_overrun().refusal)
+
+    def _refuse_unparsed(self, error: httptools.HttpParserError) -> None:
+        # Not in `_feed`: a variable there would be part of a circle with its own traceback.
+        overrun = error.__context__
+        if not isinstance(overrun, _Overrun):
+            if not isinstance(overrun, httptools.HttpParserError | UnicodeError | None):
+                log_fault(overrun)  # ours, or uvicorn's
+            overrun = _Overrun("malformed requests", _malformed())
+        self._refuse(overrun.cause, overrun.refusal)
 
     def _hold(self, num_bytes: int) -> bool:
         self._is_holding = num_bytes > 0

@@ -118,8 +118,9 @@ class ErrorBoundary:
         except ClientDisconnect:
             pass  # the client left while its body was read
         except Exception as error:
-            answer = as_answer(error)
+            # Not the error itself: kept in a variable here it would be part of a circle with its own traceback.
+            response = error_response(as_answer(error))
             # After a response has begun, returning is enough: the server closes the connection and the client sees a
             # cut.
             if not started:
-                await error_response(answer)(scope, receive, send)
+                await response(scope, receive, send)
