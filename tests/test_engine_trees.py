@@ -151,6 +151,19 @@ def test_trees_stand_chunks_and_preemption() -> None:
     harness.assert_all_returned()
 
 
+def test_a_tree_is_cut_to_the_blocks_that_there_are() -> None:
+    """A guess takes nobody's blocks, but those that fit are verified."""
+    harness = Harness()
+    trees_of(harness.engine).kind = "alternatives"
+    harness.engine._cache.room = lambda sequence: len(sequence.tokens) + 4  # type: ignore[method-assign]
+    collector, truth = submit(harness, PROMPTS[1])
+    harness.run()
+    assert collector.tokens == truth
+    assert max(commit.proposed for commit in collector.commits) == 4
+    assert harness.engine.stats().totals.accepted > 0
+    harness.assert_all_returned()
+
+
 def test_moved_keys_can_be_shared() -> None:
     """A second sequence that continues the text of the first finds its moved keys and values in shared blocks."""
     harness = Harness(block_size=4)

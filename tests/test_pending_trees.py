@@ -197,6 +197,23 @@ def test_a_tree_that_is_always_wrong_is_soon_not_verified(width: int) -> None:
     assert NodeChances(drafting.chances).rates()[LEVELS + 15] > 0.4  # a new session's hints are still believed
 
 
+def test_earlier_sessions_spoil_no_estimate_of_later_ones() -> None:
+    """Whatever a client did a thousand times, a new session of anybody begins within bounds."""
+    drafting = Drafting(8, Policy.AUTO)
+    for guess in (60, 1):
+        for _ in range(1000):
+            drafts = pending(drafting)
+            drafting.merge_tree(drafts, line_message(0, 0, [1, 2], 15), 0.0)
+            likeliest = drafts.trie.likeliest_of_device(8)
+            drafting.acceptance.observe(likeliest, [guess, 2])
+            commit(drafts, guess)
+        fresh = pending(drafting)
+        fresh.chances.has_hints = True
+        assert 0.3 <= AcceptanceEstimator(8, drafting.acceptance).rate <= 0.9
+        assert 0.1 <= fresh.chances.beta <= 0.9
+        assert fresh.chances.rates()[LEVELS + 15] > 0.4
+
+
 def test_false_hints_take_no_room_from_others() -> None:
     """Where a step has room for eight drafted tokens, an honest tree soon gets all of them."""
     drafting = Drafting(8, Policy.VERIFY)

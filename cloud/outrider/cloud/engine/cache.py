@@ -61,6 +61,10 @@ class SequenceCache:
             sequence.blocks += self.pool.allocate(needed) or []
         return True
 
+    def room(self, sequence: SequenceState) -> int:
+        """Tokens for which there may be blocks; an upper bound, as `num_obtainable`."""
+        return (len(sequence.blocks) + self.num_obtainable) * self.pool.block_size
+
     def moves(self, sequence: SequenceState, nodes: Sequence[int]) -> tuple[list[int], list[int]]:
         """Slots of the accepted drafted tokens `nodes`, and the slots where they belong, as far as these differ.
 

@@ -367,7 +367,7 @@ class Engine:
         sequence.computed = len(sequence.tokens) + accepted
         sequence.tokens += tokens
         sequence.generated.extend(tokens)
-        num_lookup_proposed = sequence.drafts.num_lookup_chosen if proposed else 0
+        num_lookup_proposed = min(sequence.drafts.num_lookup_chosen, proposed)
         looked_up = sequence.drafts.advance(tokens)
         self._cache.register_full_blocks(sequence)
         sequence.usage.count_pass(len(tokens), proposed, accepted, looked_up)

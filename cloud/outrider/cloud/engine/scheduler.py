@@ -261,8 +261,10 @@ class Scheduler:
                 continue  # no budget is left, or it has just given way to another
             is_complete = len(new) == sequence.num_missing
             length = sequence.computed + len(new)
-            if drafted.tokens and not self._cache.grow(sequence, length + len(drafted.tokens)):
-                drafted = NOTHING  # no sequence gives way for a guess
+            if drafted.tokens:
+                drafted = drafted.first(self._cache.room(sequence) - length)  # no sequence gives way for a guess
+                if not self._cache.grow(sequence, length + len(drafted.tokens)):
+                    drafted = NOTHING
             if self._reserve(sequence, length + len(drafted.tokens), taking_part):
                 taking_part.add(sequence)
                 shares.append(Share(sequence, [*new, *drafted.tokens], drafted, is_complete))

@@ -22,6 +22,11 @@ class Chosen:
         """One path."""
         return cls(tokens, range(-1, len(tokens) - 1))
 
+    def first(self, count: int) -> Chosen:
+        """The first `count` of them."""
+        count = max(0, count)
+        return Chosen(self.tokens[:count], self.parents[:count])
+
     @property
     def is_line(self) -> bool:
         """Whether each token follows the one before it."""

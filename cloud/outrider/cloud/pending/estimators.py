@@ -20,6 +20,7 @@ from outrider.cloud.pending.policy import ENOUGH_ANSWERS, longest_wait
 # Weight of the earlier sessions' average in a new session, in tokens tested.
 _PRIOR_WEIGHT = 3.0
 _FIRST_GUESS = 0.6
+_PRIOR_RANGE = 0.3, 0.9  # whatever earlier sessions did: no client spoils it for later ones
 _SHORTEST_S = 1e-6  # a clock may show no time for a very fast step
 _EXPECTED_TOKENS = 4  # of a device's first answer, until one has arrived
 _UNSEEN_DISCOUNT = 0.01
@@ -61,7 +62,8 @@ class AcceptanceEstimator:
     @property
     def rate(self) -> float:
         """Acceptance over all positions: tokens accepted per token tested."""
-        prior = _FIRST_GUESS if self._parent is None else self._parent.rate
+        low, high = _PRIOR_RANGE
+        prior = _FIRST_GUESS if self._parent is None else min(high, max(low, self._parent.rate))
         return (max(0.0, self._all_accepted) + _PRIOR_WEIGHT * prior) / (self._all_tested + _PRIOR_WEIGHT)
 
     def survival(self, count: int) -> list[float]:

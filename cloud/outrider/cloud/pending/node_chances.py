@@ -27,6 +27,7 @@ _RATIO_WEIGHT: Final = 1.0  # of the ratio in earlier sessions, in promised chan
 _OWN_MEMORY: Final = 0.95  # weight of a commit after a newer one, in the sums of a session
 _COMMON_MEMORY: Final = 0.999  # and in those over all sessions
 _LEAST_PRIOR: Final = 0.5  # whatever earlier sessions did: no client spoils it for later ones
+_LEAST_COVERED: Final = 0.1
 _MOST_RATIO: Final = 1.2
 _MOST_RATE: Final = 0.995
 
@@ -66,7 +67,7 @@ class NodeChances:
         self._device: _Ratio = promise(parent=parent._device if parent is not None else None)
         self._lookup: _Ratio = promise(parent=parent._lookup if parent is not None else None)
         self._covered: _Ratio = _Ratio(
-            0.3, 5.0, least=0.0, most=0.95, parent=parent._covered if parent is not None else None
+            0.3, 5.0, least=_LEAST_COVERED, most=0.95, parent=parent._covered if parent is not None else None
         )
         self._accepted = [0.0] * NUM_KINDS
         self._tested = [0.0] * NUM_KINDS
