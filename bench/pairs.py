@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from bench.beside import EmulatedPair, RealPair, open_beside
 from bench.emulated import VOCAB_SIZE, Emulation, emulated_cloud, emulated_draft
 from bench.round_trips import Subject
 
-from outrider.edge.drafting.drafter import ModelDrafter
+from outrider.edge.drafting.calibration import Guess
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter
 from outrider.edge.lab.cores import plan_cores, running_on
 from outrider.edge.lab.laboratory import ALIKE, cloud_process, open_lab
 from outrider.edge.results import GenerationRequest
+from outrider.export.make.pipeline import export_model
 from outrider.export.make.reference_pair import export_reference_pair
+from outrider.export.recipes import ExportOptions
+from outrider.export.source.widen import widen
 from outrider.models.errors import ConfigError
 from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.tree_plan import Form
-from outrider.reference import load_prompts, target_dir
+from outrider.reference import draft_dir, load_prompts, target_dir
 
 NO_LOOKUP = "--no-lookup"
 """The simulation knows no prompt lookup, so the verifier that is compared with it makes no guesses of its own."""
@@ -31,10 +36,15 @@ def add_options(cli: argparse.ArgumentParser) -> None:
     cli.add_argument("--widen", type=float, default=1450.0, help="MB of the widened FP32 target; 0: as it is")
     names = ("STEP_MS", "EXTRA_MS", "DRAFT_MS")
     cli.add_argument("--emulate", type=float, nargs=3, metavar=names, help="no real pair: sleeps for these times")
-    cli.add_argument("--nodes-per-call", type=int, default=1, help="nodes that an emulated draft call takes at most")
+    cli.add_argument(
+        "--nodes-per-call",
+        type=int,
+        help="of a draft: at most; 1 if emulated, else what it can",
+    )
     cli.add_argument("--node-extra", type=float, default=0.0, metavar="MS", help="of each further node of such a call")
     cli.add_argument("--form", choices=tuple(Form), default=Form.LINE, help="what a step verifies of a tree")
-    cli.add_argument("--draft", type=Path, help="another draft bundle, such as a widened one")
+    cli.add_argument("--draft", type=Path, help="another draft bundle")
+    cli.add_argument("--widen-draft", type=float, metavar="MB", help="widens the draft, too: its size in FP32")
     cli.add_argument("--prompts", type=int, default=3, help="texts of a run, the same in every run")
     cli.add_argument("--max-tokens", type=int, default=100)
     cli.add_argument("--temperature", type=float, default=0.8)
@@ -43,8 +53,10 @@ def add_options(cli: argparse.ArgumentParser) -> None:
 @contextmanager
 def open_pair(options: argparse.Namespace, *, beside: bool = True, lookup: bool = True) -> Iterator[Subject]:
     """The pair that the options name. beside: also in one process; lookup: also behind a verifier that looks up."""
-    if options.emulate is None and options.nodes_per_call != 1:
-        raise ConfigError("--nodes-per-call is for --emulate; a real draft takes what its runtime can")
+    if options.emulate is None and options.nodes_per_call not in (None, 1):
+        raise ConfigError("a real draft takes what its runtime can, or --nodes-per-call 1")
+    if options.widen_draft and (options.emulate or options.draft):
+        raise ConfigError("--widen-draft widens the reference draft: give it without --emulate and --draft")
     with _emulated(options, beside, lookup) if options.emulate else _real(options, beside, lookup) as subject:
         yield subject
 
@@ -52,7 +64,9 @@ def open_pair(options: argparse.Namespace, *, beside: bool = True, lookup: bool 
 @contextmanager
 def _emulated(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterator[Subject]:
     step_ms, extra_ms, draft_ms = options.emulate
-    emulation = Emulation(step_ms, extra_ms, draft_ms, options.nodes_per_call, options.node_extra, options.temperature)
+    emulation = Emulation(
+        step_ms, extra_ms, draft_ms, options.nodes_per_call or 1, options.node_extra, options.temperature
+    )
     cores, form = plan_cores(), ["--form", str(options.form)]
     with ExitStack() as stack:
         url = stack.enter_context(emulated_cloud(emulation, cores.cloud, form))
@@ -67,16 +81,44 @@ def _emulated(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterat
 @contextmanager
 def _real(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterator[Subject]:
     pair = export_reference_pair(widen_mb=options.widen or None)
-    draft = options.draft or pair.draft
     cores, cloud_options = plan_cores(), (*ALIKE, "--tree", str(options.form))
     with ExitStack() as stack:
+        draft = options.draft or pair.draft
+        if options.widen_draft:
+            draft = _widened_draft(options.widen_draft, Path(stack.enter_context(TemporaryDirectory())))
         opener = RealPair(pair.target, draft, is_batch_invariant=options.form != Form.TREE)
         turns = stack.enter_context(open_beside(opener, cores.cloud)) if beside else None
         other = cloud_process(pair.target, cores.cloud, cloud_options)
         lookup_url = stack.enter_context(other) if lookup else None
         lab = stack.enter_context(open_lab(pair.target, draft, cloud_options=(*cloud_options, NO_LOOKUP)))
         num_ids = lab.target.manifest.architecture.vocab_size
-        yield Subject(lab.url, lab.cores, lab.drafter, num_ids, turns, lookup_url)
+        drafter = OneNodeDrafter(lab.drafter) if options.nodes_per_call == 1 else lab.drafter
+        yield Subject(lab.url, lab.cores, drafter, num_ids, turns, lookup_url)
+
+
+def _widened_draft(megabytes: float, root: Path) -> Path:
+    widen(draft_dir(), root / "source", megabytes)
+    return export_model(root / "source", root / "bundle", ExportOptions("draft", "int8", "openvino")).path
+
+
+class OneNodeDrafter:
+    """Another drafter, one branch per call."""
+
+    max_branches = 1
+
+    def __init__(self, inner: Drafter) -> None:
+        self._inner = inner
+        self.begin, self.extend, self.close = inner.begin, inner.extend, inner.close
+        self.continuation = inner.continuation
+
+    @property
+    def length(self) -> int:
+        """See `Drafter`."""
+        return self._inner.length
+
+    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
+        """See `Drafter`."""
+        return [found for branch in branches for found in self._inner.guess([branch], width)]
 
 
 def make_requests(options: argparse.Namespace) -> list[GenerationRequest]:
