@@ -51,9 +51,7 @@ class StopAndWaitAgent:
             block = await self._draft(request, belief)
             recorder.num_drafted += len(block)
             recorder.num_sent += len(block)
-            asked_at = self.clock()
             result = await self._verify(request, belief, [guess.token for guess in block], text, prefix_hash)
-            self.estimates.on_posted(max(0.0, (self.clock() - asked_at) * 1e3 - self.estimates.step_ms))
             belief.tree.add_path(block)
             outcome = belief.on_commit(belief.num_known, result.tokens)
             # The server may run fewer drafted tokens than were sent: the rest is drafted again, not kept.
@@ -110,13 +108,17 @@ class StopAndWaitAgent:
 
     async def _ask(self, request: GenerationRequest, item: VerifyItem, text: TextOrigin) -> VerifyResult:
         async def ask(client: CloudClient) -> VerifyResult:
+            self.estimates.use(client.url)
+            asked_at = self.clock()
             answer = await client.verify(VerifyRequest(items=[item], tokenizer=request.tokenizer))
+            took_ms = (self.clock() - asked_at) * 1e3
             served = Served(client.url, answer.model or "a model without a name", answer.target)
             text.require_same(served)
             (result,) = answer.results
             if result.error is not None:
                 raise refusal_error(client.url, result.error, 400)
             text.took_tokens(served)
+            self.estimates.on_posted(max(0.0, took_ms - self.estimates.step_ms))
             return result
 
         return await self.endpoints.call(ask, text)
