@@ -18,10 +18,12 @@ from rich.console import Console
 from tests.serving import fake_tokenizer, serve_fake, target_tokens
 
 from outrider.edge.cli import main as cli
-from outrider.edge.cli.run import make_request
+from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison
+from outrider.edge.cli.run import Ran, make_request
+from outrider.edge.cli.run import _document as as_document
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import mode_numbers, result_as_json, summary_lines
-from outrider.edge.cli.terminal import TokenPrinter
+from outrider.edge.cli.terminal import TokenPrinter, print_document
 from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.depth import CostModelDepth, Effort, FixedDepth, ThresholdDepth
 from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
@@ -267,6 +269,25 @@ def test_numbers_for_programs_are_plain_json() -> None:
     assert mode_numbers(LONG)["tokens_per_s"] == pytest.approx(15 / 0.8)
     document = result_as_json(RESULT, "text")
     assert json.loads(json.dumps(document, allow_nan=False)) == document
+
+
+def test_a_comparison_of_one_token_is_a_document_that_every_parser_reads() -> None:
+    """`run --compare --json --max-tokens 1`: numbers that cannot be known are null, and NaN is never printed."""
+    one = replace(RESULT, tokens=(1,), sources=(Source.TARGET,), arrival_s=(0.1,), num_accepted=0, num_tested=0)
+    compared = Comparison(1, (), "only 1 token", {CLOUD_ONLY: one, DRAFTED: one}, True, None)
+    out = io.StringIO()
+    ran = Ran(one, one, None, compared)
+    print_document(Console(file=out), as_document(RunOptions("x", compare=True), ran, None, fake_tokenizer()))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    document = json.loads(out.getvalue(), parse_constant=refuse)
+    unknown = ("tokens_per_s", "itl_ms_p50", "itl_ms_p95", "acceptance_rate")
+    assert document["speed_up"] is None and document["speed_up_unknown"] == "only 1 token"
+    assert all(found[key] is None for key in unknown for found in (document, document["cloud_only"]))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        print_document(Console(file=out), {"tokens_per_s": one.tokens_per_s})
 
 
 def test_the_summary_says_what_happened() -> None:
