@@ -223,6 +223,20 @@ def test_devices_that_this_machine_lacks_are_told_by_their_names(monkeypatch: py
     assert found.devices[-1].full_name == "Intel(R) AI Boost"
     for device in get_args(Device):
         require_device("openvino", device, found)
+    manifest = manifest_for("openvino", "gpu", "GPU")
+    for asked, opened in (("gpu.1", "GPU.1"), ("GPU.0", "GPU.0"), ("gpu", "GPU")):
+        placement = place_draft(manifest, DraftChoice(device=asked), found)
+        assert (placement.device, placement.open_on) == ("gpu", opened)
+    assert place_draft(manifest, DraftChoice(device="gpu.1"), found).words.endswith("OpenVINO on the GPU.1")
+    with pytest.raises(RuntimeUnavailable, match=r"sees no GPU\.2 on this machine, only CPU .*GPU\.1 \(Arc \(dGPU\)\)"):
+        place_draft(manifest, DraftChoice(device="gpu.2"), found)
+
+
+@pytest.mark.parametrize("asked", ["cpu.1", "gpu.", "gpu.x", "xpu", "gpu.1.2"])
+def test_a_device_that_cannot_be_is_refused(asked: str) -> None:
+    """With the words that are expected."""
+    with pytest.raises(ConfigError, match=r"--draft-device is .*; expected cpu, gpu or npu, or one .* such as gpu\.1"):
+        DraftChoice(device=asked)
 
 
 def make_nodes(root: Path, *paths: str) -> Path:
@@ -455,5 +469,5 @@ def test_a_provider_is_chosen_by_name_or_by_policy_and_the_one_that_ran_is_told(
     for missing in (DraftChoice(provider="QNNExecutionProvider"), DraftChoice(device="npu")):
         with pytest.raises(RuntimeUnavailable, match="onnxruntime-qnn"):
             open_drafter(bundle, missing)
-    with pytest.raises(ConfigError, match="expected CPU, GPU, NPU, prefer-npu or a provider's full name"):
+    with pytest.raises(ConfigError, match=r"expected CPU, GPU, GPU\.1, NPU, prefer-npu or a provider's full name"):
         open_drafter(bundle, DraftChoice(provider="abacus"))

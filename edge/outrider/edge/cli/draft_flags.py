@@ -8,11 +8,13 @@ import typer
 
 from outrider.edge.devices.placement import DraftRuntime
 from outrider.edge.drafting.depth import Effort
-from outrider.models.manifest import Device
 
 DraftDevice = Annotated[
-    Device | None,
-    typer.Option(help="What the draft runs on; default: the device that its bundle was made for."),
+    str | None,
+    typer.Option(
+        metavar="[cpu|gpu|npu|gpu.N]",
+        help="What the draft runs on, gpu.1 for the second GPU; default: the device that its bundle was made for.",
+    ),
 ]
 Runtime = Annotated[
     DraftRuntime | None,

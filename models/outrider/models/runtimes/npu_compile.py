@@ -59,7 +59,7 @@ def npu_properties(shapes: StaticShapes, options: RuntimeOptions) -> dict[str, s
         "NPUW_LLM_MIN_RESPONSE_LEN": str(shapes.response_len),
         "NPUW_LLM_MAX_GENERATION_TOKEN_LEN": str(shapes.step_len),
         # One device: with a list the plugin would silently go on to the next.
-        "NPUW_DEVICES": "CPU" if options.emulate_npu else "NPU",
+        "NPUW_DEVICES": "CPU" if options.emulate_npu else _device(options),
         # Compiled whole: slower to compile, faster to run. Cut into repeated blocks, the default, some models fail
         # ("Model references undeclared parameters"), the bundled draft among them.
         "NPUW_ONLINE_PIPELINE": "NONE",

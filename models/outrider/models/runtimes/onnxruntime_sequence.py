@@ -78,7 +78,7 @@ class OnnxRuntimeSequence(OneSequence):
                 self._host_caches.append(lazy_zeros(shape, model.dtype))
                 value = ort.OrtValue.ortvalue_from_numpy(self._host_caches[-1])
             else:
-                value = ort.OrtValue.ortvalue_from_shape_and_type(shape, model.dtype, device)
+                value = ort.OrtValue.ortvalue_from_shape_and_type(shape, model.dtype, device, model.device_id)
             self._binding.bind_ortvalue_input(cache.past, value)
             self._binding.bind_ortvalue_output(cache.present, value)
             values[cache.past] = value
