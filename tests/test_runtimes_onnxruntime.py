@@ -25,7 +25,7 @@ from outrider.export.convert.onnx_blocks import read_dequantized
 from outrider.export.convert.onnx_dynamo import export_with_dynamo
 from outrider.export.source.tiny import make_tiny_model
 from outrider.models.errors import BundleError, ConfigError, ModelFault, RuntimeUnavailable
-from outrider.models.runtimes import onnxruntime_providers, open_sequence_runtime
+from outrider.models.runtimes import open_sequence_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
 from outrider.models.runtimes.onnxruntime_providers import (
     CPU,
@@ -354,7 +354,7 @@ def test_a_plug_in_gets_its_options_and_the_device_that_was_asked_for(
     """Its devices are numbered within their kind; one that is not there is an error, and the CPU is a warning."""
     intel = "OpenVINOExecutionProvider"
     devices = [found_device(intel, kind) for kind in ("CPU", "GPU", "GPU", "NPU")]
-    monkeypatch.setattr(onnxruntime_providers.ort, "get_ep_devices", lambda: devices)
+    monkeypatch.setattr(ort, "get_ep_devices", lambda: devices)
     for asked, device in (("GPU", devices[1]), ("gpu.1", devices[2]), (intel, devices[3])):
         settings = Settings()
         choice = replace(choose_provider(asked, [intel]), options={"cache_dir": "here"})
@@ -372,7 +372,7 @@ def test_a_plug_in_gets_its_options_and_the_device_that_was_asked_for(
 def test_a_provider_that_is_built_in_gets_the_number_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an option, in the provider's own words; one that takes none refuses it."""
     built_in = ["CUDAExecutionProvider", "OpenVINOExecutionProvider", "WebGpuExecutionProvider"]
-    monkeypatch.setattr(onnxruntime_providers.ort, "get_available_providers", lambda: built_in)
+    monkeypatch.setattr(ort, "get_available_providers", lambda: built_in)
     for name, expected in zip(built_in, ({"device_id": "1"}, {"device_type": "GPU.1"}), strict=False):
         arguments = apply_choice(choose_provider("GPU.1", [name]), Settings())
         assert arguments == {"providers": [name], "provider_options": [expected]}
