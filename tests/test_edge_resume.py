@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
+from importlib.metadata import version
 from typing import Any
 
 import httpx
@@ -20,12 +21,25 @@ from outrider.edge.drafting.drafter import NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
+from outrider.edge.link.sender import DraftMessage
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.errors import CloudError
-from outrider.models.protocol import Commit, SessionEnd, SessionOpen, SessionRequest, Usage, VerifyAnswer, VerifyResult
+from outrider.models.protocol import (
+    Commit,
+    ReadyAnswer,
+    SessionEnd,
+    SessionOpen,
+    SessionRequest,
+    Usage,
+    VerifyAnswer,
+    VerifyItem,
+    VerifyRequest,
+    VerifyResult,
+)
 from outrider.models.runtimes.fake import FakeBatchRuntime
+from outrider.models.tree_draft import TREE_MEDIA_TYPE
 
 EOS = 9
 PROMPT = (1, 2, 3)
@@ -173,6 +187,41 @@ def test_the_server_ends_where_it_said_that_it_would(mode: Mode) -> None:
 
         result = run(generate())
     assert result.finish_reason == "context" and len(PROMPT) + len(result.tokens) == 20
+
+
+def test_the_agent_names_itself_except_with_drafts() -> None:
+    """Some gateways refuse requests without a User-Agent; a draft message is too small for one."""
+    seen: dict[str, str | None] = {}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen[f"{request.method} {request.url.path}"] = request.headers.get("user-agent")
+        if request.url.path == "/v1/verify":
+            verified = VerifyAnswer(results=[VerifyResult(tokens=[5], accepted=0)])
+            return httpx.Response(200, text=verified.model_dump_json())
+        if request.url.path == "/v1/sessions":
+            return session(opened(), ended())(request)
+        return httpx.Response(200, text=ReadyAnswer(status="ready", model="scripted").model_dump_json())
+
+    async def scenario() -> None:
+        async with CloudClient("http://scripted", transport=httpx.MockTransport(answer)) as client:
+            await client.ready()
+            await client.verify(VerifyRequest(items=[VerifyItem(prefix=[1], draft=[])]))
+            async with client.open_session(SessionRequest(prompt=[1], max_tokens=1)) as stream:
+                await anext(stream)
+            await client.post_drafts("s", DraftMessage(TREE_MEDIA_TYPE, b"1"))
+            await client.post_drafts("p", DraftMessage("application/json", b"1"))
+            await client.end_session("s")
+
+    asyncio.run(scenario())
+    named = f"outrider/{version('outrider')}"
+    assert seen == {
+        "GET /health/ready": named,
+        "POST /v1/verify": named,
+        "POST /v1/sessions": named,
+        "DELETE /v1/sessions/s": named,
+        "POST /v1/sessions/s/drafts": None,
+        "POST /v1/sessions/p/drafts": None,
+    }
 
 
 def test_a_refusal_that_is_cut_is_a_lost_endpoint() -> None:

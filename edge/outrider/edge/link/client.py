@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http.cookiejar import DefaultCookiePolicy
+from importlib.metadata import version
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -38,8 +39,10 @@ from outrider.models.tree_draft import TREE_MEDIA_TYPE
 
 Answer = TypeVar("Answer", bound=BaseModel)
 Headers = list[tuple[str, str]]
+# Some gateways refuse requests without it. Drafts go without: they are many, and to a session that is open already.
+_SELF = ("User-Agent", f"outrider/{version('outrider')}")
 # Without a word on encodings a server might compress, and a few bytes could become gigabytes.
-_PLAIN: Headers = [("Accept-Encoding", "identity")]
+_PLAIN: Headers = [("Accept-Encoding", "identity"), _SELF]
 _JSON: Headers = [("Content-Type", "application/json")]
 _ASK: Headers = [*_JSON, *_PLAIN]
 # A stale draft is answered 409, and the status alone is enough (RFC 7240): words would outweigh the tokens.
@@ -109,7 +112,7 @@ class CloudClient:
         )
         # A server could fill memory and every later request with cookies.
         self._http.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))
-        # httpx adds Accept, Accept-Encoding, Connection and User-Agent to every message; none is needed.
+        # httpx adds Accept, Accept-Encoding, Connection and User-Agent to every message; drafts need none of them.
         for name in list(self._http.headers):
             del self._http.headers[name]
         self._has_key = bool(options.api_key)
@@ -160,7 +163,7 @@ class CloudClient:
     async def end_session(self, session: str) -> None:
         """DELETE /v1/sessions/{id}; a session that is gone already is fine."""
         try:
-            await self._exchange("DELETE", f"/v1/sessions/{session}")
+            await self._exchange("DELETE", f"/v1/sessions/{session}", headers=_PLAIN)
         except EndpointLost:
             pass  # gone, or unreachable: the server frees it when the stream's connection closes
 
