@@ -98,7 +98,7 @@ async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen) -> Measur
 
 
 def _tree(options: DemoOptions) -> AgentOptions:
-    return make_options(options.width, options.effort, options.draft_bytes, options.lookup)
+    return make_options(options.width, options.effort, options.draft_bytes, options.lookup is not False)
 
 
 async def _sweep(
