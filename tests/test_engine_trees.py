@@ -269,7 +269,7 @@ def test_texts_stay_the_same_where_every_move_fails(caplog: pytest.LogCaptureFix
     def scramble(sources: Sequence[int], targets: Sequence[int]) -> None:
         nonlocal num_failed
         num_failed += 1
-        move(sources[:1] * len(targets), targets)
+        move([sources[0]] * len(targets), targets)
         raise RuntimeError("no copy today")
 
     harness.runtime.move = scramble  # type: ignore[method-assign]

@@ -139,7 +139,12 @@ def test_a_cache_that_grows_keeps_what_it_holds(
     assert isinstance(runtime, OpenVinoSequenceRuntime | OnnxRuntimeSequence)
     monkeypatch.setattr("outrider.models.runtimes.one_sequence.FIRST_POSITIONS", 32)
     reserve, sizes = runtime._reserve, list[int]()
-    monkeypatch.setattr(runtime, "_reserve", lambda needed: (reserve(needed), sizes.append(runtime._num_positions)))
+
+    def noted(num_positions: int) -> None:
+        reserve(num_positions)
+        sizes.append(runtime._num_positions)
+
+    monkeypatch.setattr(runtime, "_reserve", noted)
     for seed in range(3):
         runtime.truncate(0)
         runtime._num_positions = 0  # of the cache that it gets now

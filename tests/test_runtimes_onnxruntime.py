@@ -396,6 +396,14 @@ def test_a_provider_that_took_nothing_that_can_be_seen_is_an_error() -> None:
     assert check_provider(session, ProviderChoice(CPU)) == CPU
 
 
+def test_a_version_that_reports_no_providers_runs_on_the_cpu_only() -> None:
+    """ONNX Runtime 1.23, the last for Macs with an Intel processor."""
+    session = object()
+    assert check_provider(session, ProviderChoice(CPU)) == CPU
+    with pytest.raises(RuntimeUnavailable, match="does not report what GPU ran; draft on the CPU"):
+        check_provider(session, ProviderChoice("CoreMLExecutionProvider", asked="GPU"))
+
+
 def test_broken_files_are_named(graph: Callable[..., Path], tmp_path: Path) -> None:
     """Missing, truncated, garbled or another kind of file: each is a BundleError, on the CPU and elsewhere."""
 

@@ -10,8 +10,9 @@ import importlib.metadata
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from outrider.edge.devices.advice import gpu_advice, npu_advice, provider_advice
+from outrider.edge.devices.advice import can_emulate_npu, gpu_advice, npu_advice, provider_advice
 from outrider.models.errors import RuntimeUnavailable
+from outrider.models.extras import has_openvino_package, no_openvino_advice
 from outrider.models.manifest import Device
 from outrider.models.telemetry import disable_openvino_telemetry
 
@@ -32,7 +33,9 @@ _PROVIDER_DEVICES: Final[dict[str, Device]] = {
 
 
 def install_advice(runtime: ModelRuntime) -> str:
-    """Advice for a runtime whose package is missing."""
+    """Advice for a runtime whose package is missing: the end of a sentence that begins "It is"."""
+    if runtime == "openvino" and not has_openvino_package():
+        return no_openvino_advice()
     extra = "edge" if runtime == "openvino" else "edge-onnxruntime"
     return f'not installed; run: pip install "outrider[{extra}]"'
 
@@ -120,6 +123,8 @@ def advice(runtime: ModelRuntime, device: Device) -> str:
         return provider_advice(device)
     if device == "gpu":
         return gpu_advice()
+    if not can_emulate_npu():
+        return npu_advice()
     return f"{npu_advice()} To try the NPU path without one, add --emulate-npu: it then runs on the CPU."
 
 

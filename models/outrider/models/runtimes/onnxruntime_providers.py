@@ -184,6 +184,13 @@ def check_provider(session: Any, choice: ProviderChoice) -> str:
     Raises RuntimeUnavailable when the requested provider does not run all of them; a policy that ends on the CPU is
     logged.
     """
+    if not hasattr(session, "get_provider_graph_assignment_info"):
+        # 1.23, the last version with packages for Macs with an Intel processor.
+        if choice.name == CPU:
+            return CPU
+        raise RuntimeUnavailable(
+            f"ONNX Runtime {ort.__version__} does not report what {choice.asked} ran; draft on the CPU"
+        )
     counts: Counter[str] = Counter()
     for subgraph in session.get_provider_graph_assignment_info():
         counts[subgraph.ep_name] += sum(node.op_type in _HEAVY for node in subgraph.get_nodes())
