@@ -22,6 +22,7 @@ from outrider.edge.link.checks import SessionCheck, check_result
 from outrider.edge.link.errors import EndpointLost, ProtocolBroken, lost, refusal_error, short, silent
 from outrider.edge.link.sender import DraftMessage
 from outrider.edge.link.sse import EventParser
+from outrider.edge.link.tls import system_tls
 from outrider.edge.results import ByteCounts
 from outrider.models.errors import ConfigError, OutriderError, RequestError
 from outrider.models.hosts import is_loopback
@@ -108,7 +109,11 @@ class CloudClient:
             keepalive_expiry=60.0,
         )
         self._http = httpx.AsyncClient(
-            timeout=self._timeouts(self._silence_s), limits=limits, transport=transport, trust_env=not self.is_local
+            verify=system_tls() if transport is None and self.url.startswith("https:") else True,
+            timeout=self._timeouts(self._silence_s),
+            limits=limits,
+            transport=transport,
+            trust_env=not self.is_local,
         )
         # A server could fill memory and every later request with cookies.
         self._http.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))
