@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.stream import encode_commit
+from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.seam import CommitEvent
 from outrider.cloud.server import exporter
@@ -44,6 +45,7 @@ from outrider.models.manifest import FileEntry
 from outrider.models.protocol import Commit, ReadyAnswer, SessionEnd, SessionOpen, parse_event
 from outrider.models.reference_export import export_arguments
 from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.tree_draft import TREE_MEDIA_TYPE
 
 PROMPT = [5, 17, 99, 3]
@@ -419,6 +421,30 @@ def test_trees_on_request_give_up_batch_invariance(tmp_path: Path) -> None:
     for form, is_invariant in ((TreeForm.AUTO, True), (TreeForm.LINE, True), (TreeForm.TREE, False)):
         loading = serve_module._loading(bundle, ServeOptions(str(tmp_path), tree=form))  # type: ignore[arg-type]
         assert loading.is_batch_invariant is is_invariant
+
+
+@pytest.mark.parametrize(("given", "expected"), [([], True), (["--lookup"], True), (["--no-lookup"], False)])
+def test_lookup_can_be_turned_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], expected: bool
+) -> None:
+    """`serve --no-lookup` reaches the engine, whose default is to look up."""
+    file = FileEntry(path="openvino_model.xml", size=1, sha256="0" * 64)
+    manifest = make_manifest((file,), "0" * 64).model_copy(update={"role": "target", "runtime": "openvino"})
+    bundle = types.SimpleNamespace(path=tmp_path, manifest=manifest, model_file=tmp_path)
+    seen: list[EngineConfig] = []
+
+    def engine(runtime: FakeBatchRuntime, config: EngineConfig) -> None:
+        seen.append(config)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(serve_module, "Engine", engine)
+    monkeypatch.setattr(serve_module, "configure_logging", lambda form: None)
+    monkeypatch.setattr(serve_module, "open_batch_runtime", lambda kind, file, options: FakeBatchRuntime())
+    monkeypatch.setattr(serve_module, "Bundle", types.SimpleNamespace(open=lambda path: bundle))
+    monkeypatch.setattr(serve_module, "_served_model", lambda *arguments: None)
+    found = CliRunner().invoke(cli.app, ["serve", str(tmp_path), "--port", "0", *given])
+    assert str(found.exception) == "far enough"
+    assert [config.looks_up for config in seen] == [expected]
 
 
 def test_the_next_command_names_what_is_known(tmp_path: Path) -> None:

@@ -508,13 +508,18 @@ class FailingDrafter:
         return self._inner.guess(branches, width)
 
 
-def test_a_draft_that_breaks_costs_only_the_draft(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("num_good", [0, 20])
+@pytest.mark.parametrize("mode", [Mode.STREAM, Mode.STOP_AND_WAIT])
+def test_a_draft_that_breaks_costs_only_the_draft(
+    server: FakeServer, caplog: pytest.LogCaptureFixture, mode: Mode, num_good: int
+) -> None:
     """The text continues without it, a warning is logged and the result has the reason."""
     request = asking(seed=9)
-    result = run(generate([server.url], request, FailingDrafter(drafter(), 0), depth=FixedDepth(8)))
+    draft = FailingDrafter(drafter(), num_good)
+    result = run(generate([server.url], request, draft, depth=FixedDepth(8), mode=mode))
     assert result.tokens == truth(request)
     assert result.draft_error == "ModelFault: the draft's logits are not finite"
-    assert "drafting failed" in caplog.text
+    assert caplog.text.count("drafting failed") == 1
 
 
 def test_a_draft_at_its_longest_sequence_leaves_the_rest_to_the_target(server: FakeServer) -> None:

@@ -16,8 +16,10 @@ from tests.conftest import TINY_VOCAB
 from tests.onnx_graphs import build
 
 from outrider.models.errors import ConfigError, ModelFault
+from outrider.models.runtimes import onnxruntime_sequence
 from outrider.models.runtimes.base import BranchingRuntime, RuntimeOptions, SequenceRuntime
 from outrider.models.runtimes.branch_blocks import BranchBlocks
+from outrider.models.runtimes.onnxruntime_providers import CPU
 from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
 
@@ -56,7 +58,10 @@ def opened(
     tiny_model: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Opened]:
-    """The runtime, and a second one that runs every sequence from its first token. "gpu": blocks cannot be copied."""
+    """The runtime, and a second one that runs every sequence from its first token.
+
+    "gpu": blocks cannot be copied. "device": the cache is not in the host's memory, as far as the runtime knows.
+    """
     kind, family = request.param.split()
     place = tmp_path_factory.mktemp("branches") / "onnx"
     pair: list[SequenceRuntime]
@@ -64,9 +69,13 @@ def opened(
         pair = [OpenVinoSequenceRuntime(tiny_ir(family), OPTIONS) for _ in range(2)]
     else:
         build(tiny_model(family), place, "fp32")
-        if kind == "pinned":
+        if kind in ("pinned", "device"):
             pin_batch(place / "model.onnx")
         pair = [OnnxRuntimeSequence(place, OPTIONS) for _ in range(2)]
+        if kind == "device":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(onnxruntime_sequence, "_CACHE_DEVICES", {CPU: "cpu"})
+                pair[0] = OnnxRuntimeSequence(place, OPTIONS)
     runtime, plain = pair
     if kind == "gpu":
         assert isinstance(runtime, OpenVinoSequenceRuntime)
@@ -115,6 +124,38 @@ def test_branches_have_the_logits_of_fresh_sequences(runtime: Branching, truth: 
     """Random trees of up to eight nodes a call, over block boundaries and to the longest sequence; commits along
     branches and across them, rollbacks; and afterwards no block is lost.
     """
+    walk(runtime, truth, seed)
+
+
+GROWING = ["openvino llama", "gpu llama", "onnxruntime llama", "pinned llama", "device llama"]
+
+
+@pytest.mark.parametrize("opened", GROWING, indirect=True)
+def test_a_cache_that_grows_keeps_what_it_holds(
+    opened: Opened, truth: Truth, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The same with room for 32 positions at first: it grows in extensions and in branches, and twice at least."""
+    runtime = opened[0]
+    assert isinstance(runtime, OpenVinoSequenceRuntime | OnnxRuntimeSequence)
+    monkeypatch.setattr("outrider.models.runtimes.one_sequence.FIRST_POSITIONS", 32)
+    reserve, sizes = runtime._reserve, list[int]()
+
+    def noted(num_positions: int) -> None:
+        reserve(num_positions)
+        sizes.append(runtime._num_positions)
+
+    monkeypatch.setattr(runtime, "_reserve", noted)
+    for seed in range(3):
+        runtime.truncate(0)
+        runtime._num_positions = 0  # of the cache that it gets now
+        reserve(1)
+        assert runtime._num_positions == 32
+        walk(runtime, truth, seed)
+    assert {32, LONGEST} < set(sizes)
+
+
+def walk(runtime: Branching, truth: Truth, seed: int) -> None:
+    """Extends, cuts and branches at random, and compares every row with that of a fresh sequence."""
     rng = random.Random(seed)
     text = tokens_of(rng, rng.randint(20, 70))
     assert_close(runtime.extend(text), truth(text))

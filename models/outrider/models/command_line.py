@@ -6,6 +6,7 @@ Loads nothing heavy; knows no command.
 
 from __future__ import annotations
 
+import codecs
 import errno
 import inspect
 import io
@@ -210,10 +211,19 @@ def print_line(console: Console, line: str, style: str = "") -> None:
     console.print(Text(visible(line), style=style), soft_wrap=not console.is_terminal)
 
 
-def tolerate_narrow_encodings() -> None:
-    """Writes "?" for a character that the output's encoding lacks, where Python would raise UnicodeEncodeError."""
+def tolerate_narrow_encodings(platform: str = sys.platform) -> None:
+    """Writes "?" for a character that the output's encoding lacks, where Python would raise UnicodeEncodeError.
+
+    On Windows files and pipes get UTF-8, unless PYTHONIOENCODING asks for another encoding: Python's default there is
+    the system's code page, which lacks most of the characters that a model writes. platform: as `sys.platform`.
+    """
+    is_utf8 = platform == "win32" and not os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        if is_utf8 and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(encoding="utf-8")
+        if stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
 
 

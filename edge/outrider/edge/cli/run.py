@@ -128,7 +128,7 @@ async def _generate(
         endpoints = Endpoints(clients, on_trouble=warn)
         await endpoints.compare_targets()
         drafter = draft.drafter if draft is not None else None
-        tree = make_options(options.width, options.effort, options.draft_bytes, options.lookup)
+        tree = make_options(options.width, options.effort, options.draft_bytes, options.lookup is not False)
         agent = make_agent(options.mode, endpoints, drafter, options.depth, tree)
         result = await agent.generate(request, printer)
         if printer is not None:

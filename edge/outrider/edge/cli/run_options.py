@@ -8,7 +8,19 @@ from typing import Annotated
 
 import typer
 
-from outrider.edge.cli.draft_flags import DraftBytes, DraftDevice, EmulateNpu, HowMuch, Lookup, Provider, Runtime, Width
+from outrider.edge.cli.draft_flags import (
+    LOOKUP,
+    DraftBytes,
+    DraftDevice,
+    EmulateNpu,
+    HowMuch,
+    Lookup,
+    Provider,
+    Runtime,
+    Width,
+    refuse_idle,
+    refuse_idle_tree,
+)
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.drafting.depth import Effort
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
@@ -43,7 +55,7 @@ class RunOptions:
     width: Width = "auto"
     effort: HowMuch = Effort.NORMAL
     draft_bytes: DraftBytes = BYTES_PER_TOKEN
-    lookup: Lookup = True
+    lookup: Lookup = None
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest text, in tokens.")] = 128
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8
     top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 0
@@ -74,3 +86,25 @@ class RunOptions:
             raise ConfigError("nothing drafts with --mode cloud-only; leave out the options of the draft")
         if self.mode is Mode.CLOUD_ONLY and self.compare:
             raise ConfigError("--compare measures cloud-only beside another --mode; leave one of them out")
+        self._refuse_idle()
+
+    def _refuse_idle(self) -> None:
+        """Raises ConfigError for options that would have no effect."""
+        tree = {
+            "--width": self.width != "auto",
+            "--draft-bytes": self.draft_bytes != BYTES_PER_TOKEN,
+            LOOKUP: self.lookup is not None,
+            "--patience-ms": self.patience_ms is not None,
+        }
+        pace = {
+            "--depth": self.depth != "auto",
+            "--effort": self.effort is not Effort.NORMAL,
+            "--threads": self.threads != 0,
+        }
+        if self.mode is Mode.CLOUD_ONLY:
+            refuse_idle("nothing drafts with --mode cloud-only", tree | pace)
+        if self.mode is Mode.STOP_AND_WAIT:
+            refuse_idle("--mode stop-and-wait sends one path and waits for its answer", tree)
+        if self.depth != "auto":
+            refuse_idle(f"--depth {self.depth} does not depend on times", {"--effort": pace["--effort"]})
+        refuse_idle_tree(self.width, self.draft_bytes, self.lookup, self.runtime)

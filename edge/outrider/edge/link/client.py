@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http.cookiejar import DefaultCookiePolicy
+from importlib.metadata import version
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -21,6 +22,7 @@ from outrider.edge.link.checks import SessionCheck, check_result
 from outrider.edge.link.errors import EndpointLost, ProtocolBroken, lost, refusal_error, short, silent
 from outrider.edge.link.sender import DraftMessage
 from outrider.edge.link.sse import EventParser
+from outrider.edge.link.tls import system_tls
 from outrider.edge.results import ByteCounts
 from outrider.models.errors import ConfigError, OutriderError, RequestError
 from outrider.models.hosts import is_loopback
@@ -38,8 +40,10 @@ from outrider.models.tree_draft import TREE_MEDIA_TYPE
 
 Answer = TypeVar("Answer", bound=BaseModel)
 Headers = list[tuple[str, str]]
+# Some gateways refuse requests without it. Drafts go without: they are many, and to a session that is open already.
+_SELF = ("User-Agent", f"outrider/{version('outrider')}")
 # Without a word on encodings a server might compress, and a few bytes could become gigabytes.
-_PLAIN: Headers = [("Accept-Encoding", "identity")]
+_PLAIN: Headers = [("Accept-Encoding", "identity"), _SELF]
 _JSON: Headers = [("Content-Type", "application/json")]
 _ASK: Headers = [*_JSON, *_PLAIN]
 # A stale draft is answered 409, and the status alone is enough (RFC 7240): words would outweigh the tokens.
@@ -105,11 +109,15 @@ class CloudClient:
             keepalive_expiry=60.0,
         )
         self._http = httpx.AsyncClient(
-            timeout=self._timeouts(self._silence_s), limits=limits, transport=transport, trust_env=not self.is_local
+            verify=system_tls() if transport is None and self.url.startswith("https:") else True,
+            timeout=self._timeouts(self._silence_s),
+            limits=limits,
+            transport=transport,
+            trust_env=not self.is_local,
         )
         # A server could fill memory and every later request with cookies.
         self._http.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))
-        # httpx adds Accept, Accept-Encoding, Connection and User-Agent to every message; none is needed.
+        # httpx adds Accept, Accept-Encoding, Connection and User-Agent to every message; drafts need none of them.
         for name in list(self._http.headers):
             del self._http.headers[name]
         self._has_key = bool(options.api_key)
@@ -160,7 +168,7 @@ class CloudClient:
     async def end_session(self, session: str) -> None:
         """DELETE /v1/sessions/{id}; a session that is gone already is fine."""
         try:
-            await self._exchange("DELETE", f"/v1/sessions/{session}")
+            await self._exchange("DELETE", f"/v1/sessions/{session}", headers=_PLAIN)
         except EndpointLost:
             pass  # gone, or unreachable: the server frees it when the stream's connection closes
 

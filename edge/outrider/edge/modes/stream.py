@@ -143,7 +143,7 @@ class _Generation:
         assert reason is not None, "the sessions ended before the text did"
         return recorder.finish(reason, self._agent.endpoints.wire - wire_before)
 
-    def _next_request(self) -> SessionRequest | None:
+    def _next_request(self, url: str) -> SessionRequest | None:
         """The next session to open: all committed tokens are part of its prompt, so positions stay the same."""
         known, request = self._ahead.known, self._request
         if self._over() is not None:
@@ -151,6 +151,7 @@ class _Generation:
         self._session_start = len(known)
         self._posts = None
         self._sender.drop()
+        self._agent.estimates.use(url)
         self._opening_at = self._agent.clock()
         return SessionRequest(
             prompt=[*request.prompt, *known],

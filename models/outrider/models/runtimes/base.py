@@ -199,8 +199,8 @@ class Proposer(Protocol):
 class RuntimeOptions:
     """Options for loading a model.
 
-    device: as the runtime names it ("CPU", "GPU", "NPU", "cuda:0"); for ONNX Runtime also an execution provider's
-      name or a policy, such as "CUDAExecutionProvider" or "prefer-npu".
+    device: as the runtime names it ("CPU", "GPU", "GPU.1", "NPU", "cuda:0"); for ONNX Runtime also an execution
+      provider's name or a policy, such as "CUDAExecutionProvider" or "prefer-npu".
     num_threads: inference threads; 0 leaves it to the runtime.
     kv_cache_bytes: size of the paged cache (BatchRuntime only).
     kv_precision: "f32", "f16", "bf16" or "u8"; "auto" is f32 on CPU and the runtime's default elsewhere. On CPU

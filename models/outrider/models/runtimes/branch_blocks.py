@@ -48,7 +48,8 @@ class BranchBlocks:
     """The blocks of one sequence and its branches; call `next_round` before a step's runs are planned."""
 
     def __init__(self, num_blocks: int, block_size: int, max_positions: int, *, copies: bool) -> None:
-        """num_blocks: at least three more than `max_positions` needs, so that one branch always finds room.
+        """num_blocks: at least three more than the longest sequence and branch need, so that one branch always finds
+        room; may be raised before these grow, up to `max_positions`.
 
         copies: whether blocks can be copied; else a branch computes the tokens of its first block again.
         """
@@ -68,6 +69,16 @@ class BranchBlocks:
     def num_free(self) -> int:
         """Blocks that neither the sequence nor a branch uses."""
         return len(self._free) + self.num_blocks - self._num_touched
+
+    @property
+    def num_touched(self) -> int:
+        """The first blocks that were ever used; those beyond hold nothing."""
+        return self._num_touched
+
+    @property
+    def text(self) -> list[int]:
+        """Tokens of the sequence."""
+        return list(self._text)
 
     @property
     def num_nodes(self) -> int:

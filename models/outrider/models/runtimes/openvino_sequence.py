@@ -5,6 +5,8 @@ once, over numpy memory that changes in place, and are bound again only when the
 
 Branches are sequences of their own in one call. They share blocks as `branch_blocks` decides; a block that two branches
 would write is copied first. A GPU's blocks are not in our memory, so its branches compute that part again.
+
+The cache grows with the sequence: on the CPU it is copied, on a GPU the text runs again.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 
 from outrider.models.runtimes.base import RuntimeOptions, padded_branches, telling_of_memory
 from outrider.models.runtimes.branch_blocks import BranchBlocks, BranchRun
-from outrider.models.runtimes.one_sequence import OneSequence
+from outrider.models.runtimes.one_sequence import OneSequence, cache_positions
 from outrider.models.runtimes.openvino_graph import PagedModel, load_paged_model, shared_tensor
 from outrider.models.runtimes.ragged import begins
 
@@ -33,20 +35,19 @@ class OpenVinoSequenceRuntime(OneSequence):
     """One sequence of at most `limits.max_positions` tokens, and its branches."""
 
     def __init__(self, path: Path, options: RuntimeOptions) -> None:
-        """Loads the IR at `path` (directory or .xml); raises as `load_paged_model` does.
-
-        The cache is sized for the longest sequence; pages that no token has reached take no memory on CPU.
-        """
+        """Loads the IR at `path` (directory or .xml); raises as `load_paged_model` does."""
         model = load_paged_model(path, options, tree_masks=False)
         super().__init__(model.limits)
         self._gathers_rows = model.gathers_rows
         self._request: Any = model.request
+        self._model: PagedModel | None = model
         longest = model.limits.max_positions
-        num_blocks = -(-longest // model.block_size) + _num_spare(model)
+        self._num_positions = cache_positions(0, 0, longest)  # that the cache has room for
+        num_blocks = _num_blocks(model, self._num_positions)
         self._num_bound = (0, 0)  # new tokens and rows of the bound tensors
         with telling_of_memory(longest):
-            self._caches: list[Any] = model.bind_cache(num_blocks)
             self._ids, self._positions, self._rows = (np.zeros(longest, np.int64) for _ in range(3))
+            self._caches: list[Any] = model.bind_cache(num_blocks)
         # Kept alive here: the request uses the memory of a bound array but does not own it.
         self._past = np.zeros(1, np.int32)
         self._begins = np.zeros(2, np.int32)
@@ -76,6 +77,7 @@ class OpenVinoSequenceRuntime(OneSequence):
 
     def _run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         self._check_new(tokens)
+        self._reserve(self._length + len(tokens))
         start, end = self._length, self._length + len(tokens)
         num_kept = self._blocks.extend(tokens, num_rows)
         past, num_new = start + num_kept, len(tokens) - num_kept
@@ -95,6 +97,28 @@ class OpenVinoSequenceRuntime(OneSequence):
         self._length = end
         logits: NDArray[np.float32] = self._request.get_output_tensor(0).data
         return logits.reshape(-1, self._limits.vocab_size)[-num_rows:]
+
+    def _reserve(self, num_positions: int) -> None:
+        """Makes room in the cache for so many positions. Raises ConfigError where memory does not suffice."""
+        if num_positions <= self._num_positions:
+            return
+        assert self._model is not None, "the runtime is closed"
+        size = cache_positions(num_positions, self._num_positions, self._limits.max_positions)
+        num_blocks, old = _num_blocks(self._model, size), self._host_caches
+        with telling_of_memory(size):
+            self._caches = self._model.bind_cache(num_blocks)
+        self._num_positions, self._blocks.num_blocks = size, num_blocks
+        if old:
+            self._host_caches = [tensor.data for tensor in self._caches]
+            num_touched = self._blocks.num_touched
+            for source, target in zip(old, self._host_caches, strict=True):
+                target[:num_touched] = source[:num_touched]
+            return
+        text = self._blocks.text
+        self._blocks.truncate(0)
+        self._length = 0
+        if text:
+            self._run(text, 1)
 
     def _bind(self, num_new: int, num_rows: int) -> None:
         self._request.set_tensor("input_ids", shared_tensor(self._ids[:num_new]))
@@ -126,6 +150,7 @@ class OpenVinoSequenceRuntime(OneSequence):
         assert 0 < len(branches) <= MAX_BRANCHES, f"{len(branches)} branches"
         for branch in branches:
             self._check_new(branch)
+        self._reserve(self._length + max(map(len, branches)))
         self._num_bound = (0, 0)
         try:
             planned = self._plan(range(len(branches)), branches)
@@ -189,9 +214,11 @@ class OpenVinoSequenceRuntime(OneSequence):
     def close(self) -> None:
         """Releases model and cache; safe to call twice."""
         self._request = None
+        self._model = None
         self._caches = []
         self._host_caches = []
 
 
-def _num_spare(model: PagedModel) -> int:
-    return max(_MIN_SPARE, min(_NUM_SPARE, _SPARE_BYTES // model.block_bytes))
+def _num_blocks(model: PagedModel, num_positions: int) -> int:
+    """Blocks of a cache for a sequence of so many positions, and its branches."""
+    return -(-num_positions // model.block_size) + max(_MIN_SPARE, min(_NUM_SPARE, _SPARE_BYTES // model.block_bytes))
