@@ -15,7 +15,6 @@ from rich.text import Text
 from outrider.edge.cli.cloud_flags import ApiKey, Clouds, KeyFile, keys_in_use
 from outrider.edge.cli.draft_flags import DraftDevice, EmulateNpu, Provider, Runtime
 from outrider.edge.devices.placement import DraftChoice
-from outrider.edge.doctor.examine import Patient, examine
 from outrider.edge.doctor.findings import Finding, Status, fault, ok, warning
 from outrider.edge.setup.config_file import read_config
 from outrider.edge.setup.endpoints import Keys
@@ -59,6 +58,8 @@ def doctor(options: DoctorOptions) -> None:
     Installation, devices, drivers, bundles, tokenizer, connection, key, round trip, clock, speed, memory, battery.
     Exit status 1 if there is a fault. Keys are never shown.
     """
+    from outrider.edge.doctor.examine import Patient, examine  # not for each command
+
     configuration = list(check_configuration())
     try:
         keys = keys_in_use(options.api_key, options.key_file)
@@ -75,7 +76,8 @@ def doctor(options: DoctorOptions) -> None:
             show_finding(console, finding)
     num_faults = sum(each.status == "fault" for each in found)
     if options.as_json:
-        worst: Status = next((s for s in ("fault", "warning") if any(f.status == s for f in found)), "ok")  # type: ignore[assignment]
+        statuses = {each.status for each in found}
+        worst = next((status for status in ("fault", "warning") if status in statuses), "ok")
         typer.echo(json.dumps({"status": worst, "checks": [each.as_json() for each in found]}, indent=2))
     else:
         num_warnings = sum(each.status == "warning" for each in found)

@@ -77,7 +77,7 @@ class CloudReport:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         proxy = None if is_loopback(host) else _proxy(parts.scheme, host)
         if proxy is not None:
-            yield ok(self._name("proxy"), f"requests go through {without_password(proxy)}")
+            yield ok(self.step_name("proxy"), f"requests go through {without_password(proxy)}")
         else:
             direct = list(self._check_direct(host, port, is_tls=parts.scheme == "https"))
             yield from direct
@@ -88,7 +88,8 @@ class CloudReport:
         ) as client:
             yield from self._check_http(client)
 
-    def _name(self, step: str) -> str:
+    def step_name(self, step: str) -> str:
+        """A check's name; with the cloud's where there are several."""
         return f"{step} of {self.cloud.label}" if self.cloud.label else step
 
     def _check_direct(self, host: str, port: int, *, is_tls: bool) -> Iterator[Finding]:
@@ -97,29 +98,31 @@ class CloudReport:
             found = _limited(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), ANSWER_TIMEOUT_S)
         except (OSError, UnicodeError, TimeoutError) as error:
             yield fault(
-                self._name("DNS"), f"{host} has no address ({_words(error)})", "correct the name, or your network's DNS"
+                self.step_name("DNS"),
+                f"{host} has no address ({_words(error)})",
+                "correct the name, or your network's DNS",
             )
             return
         took_ms = 1e3 * (time.perf_counter() - start)
         addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
-        yield ok(self._name("DNS"), f"{host} is {', '.join(addresses[:4])} ({took_ms:.0f} ms)")
+        yield ok(self.step_name("DNS"), f"{host} is {', '.join(addresses[:4])} ({took_ms:.0f} ms)")
         try:
             start = time.perf_counter()
             connection = socket.create_connection((host, port), CONNECT_TIMEOUT_S)
         except OSError as error:
             yield fault(
-                self._name("TCP"),
+                self.step_name("TCP"),
                 f"nothing accepts connections at {host}:{port} ({_words(error)})",
                 "start `outrider-cloud serve` there, or correct the address",
             )
             return
         with connection:
-            yield ok(self._name("TCP"), f"{host}:{port} accepts ({1e3 * (time.perf_counter() - start):.0f} ms)")
+            yield ok(self.step_name("TCP"), f"{host}:{port} accepts ({1e3 * (time.perf_counter() - start):.0f} ms)")
             if is_tls:
                 yield self._check_tls(connection, host)
 
     def _check_tls(self, connection: socket.socket, host: str) -> Finding:
-        name = self._name("TLS")
+        name = self.step_name("TLS")
         try:
             with httpx.create_ssl_context().wrap_socket(connection, server_hostname=host) as secured:
                 certificate = secured.getpeercert() or {}
@@ -134,7 +137,7 @@ class CloudReport:
             return fault(name, f"no TLS there ({_words(error)})", "use http:// if the server has no certificate")
 
     def _check_http(self, client: httpx.Client) -> Iterator[Finding]:
-        name, shown = self._name("HTTP"), without_password(self.cloud.url)
+        name, shown = self.step_name("HTTP"), without_password(self.cloud.url)
         try:
             status, headers, body = self._get(client, "/health/live")
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError) as error:
@@ -160,7 +163,7 @@ class CloudReport:
         yield self._check_clock()
 
     def _check_key(self, client: httpx.Client) -> Iterator[Finding]:
-        name, key = self._name("key"), self.cloud.key
+        name, key = self.step_name("key"), self.cloud.key
         if key is not None and is_plain_http(self.cloud.url) and not self.cloud.is_http_allowed:
             yield fault(
                 name,
@@ -180,18 +183,18 @@ class CloudReport:
                 yield fault(name, "the server does not accept this key", "correct OUTRIDER_API_KEY or key_file")
             return
         if status != 200:
-            yield fault(self._name("model"), f"/v1/model answers {status}", "update the server, or try again later")
+            yield fault(self.step_name("model"), f"/v1/model answers {status}", "update the server, or try again later")
             return
         yield ok(name, "the server requires none" if is_open else "accepted")
         try:
             self.facts = Facts.model_validate(_json(body))
         except ValidationError:
-            yield fault(self._name("model"), "/v1/model is not an answer of this protocol", "update the server")
+            yield fault(self.step_name("model"), "/v1/model is not an answer of this protocol", "update the server")
             return
         yield from self._check_protocol(self.facts)
 
     def _check_protocol(self, facts: Facts) -> Iterator[Finding]:
-        name, found = self._name("protocol"), f"{facts.protocol}, this agent speaks {PROTOCOL_VERSION}"
+        name, found = self.step_name("protocol"), f"{facts.protocol}, this agent speaks {PROTOCOL_VERSION}"
         if facts.protocol < TREES_SINCE:
             yield warning(name, f"{found}: drafts go as single paths", "update the server")
         elif facts.protocol > PROTOCOL_VERSION:
@@ -200,7 +203,7 @@ class CloudReport:
             yield ok(name, found)
 
     def _check_ready(self, client: httpx.Client) -> Iterator[Finding]:
-        name = self._name("server")
+        name = self.step_name("server")
         key = self.cloud.key
         status, _, body = self._get(client, "/health/ready", key)
         try:
@@ -226,7 +229,7 @@ class CloudReport:
             times.append(1e3 * (time.perf_counter() - start))
         times = times[1:]
         self.round_trip_ms = median(times)
-        name = self._name("round trip")
+        name = self.step_name("round trip")
         found = f"{self.round_trip_ms:.1f} ms, median of {len(times)} ({min(times):.1f} to {max(times):.1f})"
         if max(times) > SLOW_SPREAD * self.round_trip_ms and max(times) > 20.0:
             yield warning(name, f"{found}: it jumps", "use a cable or another network, if texts come in bursts")
@@ -234,7 +237,7 @@ class CloudReport:
             yield ok(name, found)
 
     def _check_clock(self) -> Finding:
-        name = self._name("clock")
+        name = self.step_name("clock")
         if self._last_date is None:
             return ok(name, "not compared: the server sends no Date")
         text, now_s = self._last_date
@@ -271,7 +274,7 @@ class CloudReport:
 def check_tokenizer(report: CloudReport, name: str, fingerprint: str) -> Finding:
     """The draft's tokenizer against the target's. name, fingerprint: the draft's."""
     assert report.facts is not None
-    step, target = report._name("tokenizer"), report.facts
+    step, target = report.step_name("tokenizer"), report.facts
     if target.tokenizer == fingerprint:
         return ok(step, f"{name} and {target.name} share one ({fingerprint[:12]})")
     return fault(

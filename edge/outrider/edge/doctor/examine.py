@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,8 @@ def examine(patient: Patient) -> Iterator[Finding]:
 
 def _examine(patient: Patient, secrets: set[str]) -> Iterator[Finding]:
     yield from patient.configuration
+    if os.name != "posix" and any(each.key_file for each in patient.keys.endpoints):
+        yield ok("key file", "who else may read it is not checked on Windows", "look at its properties, Security")
     yield from guarded("Python", check_python)
     yield from guarded("packages", check_packages)
     yield from guarded("runtimes", check_runtimes)
@@ -84,7 +87,7 @@ def _examine_cloud(
     except ConfigError as error:
         problem, _, advice = str(error).rpartition("; ")
         yield fault("key file", problem, advice)
-        key = None
+        return
     if key is not None:
         secrets.add(key)
     label = _label(address, endpoint) if len(patient.urls) > 1 else ""

@@ -30,7 +30,9 @@ def check_packages(distribution: str = DISTRIBUTION) -> Iterator[Finding]:
     try:
         from packaging.requirements import Requirement
     except ModuleNotFoundError:
-        yield warning("packages", "the package packaging is missing, so versions are unchecked", "pip install packaging")
+        yield warning(
+            "packages", "the package packaging is missing, so versions are unchecked", "pip install packaging"
+        )
         return
     try:
         needed = [Requirement(text) for text in metadata.requires(distribution) or ()]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,7 +47,7 @@ class ConfigFile:
 
     def line_of(self, where: Where) -> int | None:
         """The line where a value's statement begins; None if no statement of its own sets it."""
-        return _line_of(self.text, where)
+        return _lines(self.text).get(where)
 
     def place_of(self, where: Where) -> str:
         """File and line, for messages."""
@@ -127,30 +128,30 @@ def described(value: object) -> str:
     return str(value)
 
 
-def _line_of(text: str, where: Where) -> int | None:
+@lru_cache(maxsize=4)
+def _lines(text: str) -> Mapping[Where, int]:
+    """Where each value's statement begins. Takes many parses, so only messages and `outrider config` ask."""
     # The parser does not say where a value stands. A statement begins after the shortest text that parses without it.
-    lines = text.split("\n")
-    first = 0
+    lines, found, first = text.split("\n"), dict[Where, int](), 0
     for end in range(1, len(lines) + 1):
         try:
             document = tomllib.loads("\n".join(lines[:end]) + "\n")
         except tomllib.TOMLDecodeError:
             continue  # inside a statement of several lines
-        if _has(document, where):
-            is_blank = (not line.strip() or line.lstrip().startswith("#") for line in lines[first:end])
-            return first + 1 + next(i for i, blank in enumerate(is_blank) if not blank)
+        is_blank = (not line.strip() or line.lstrip().startswith("#") for line in lines[first:end])
+        begin = next((first + 1 + i for i, blank in enumerate(is_blank) if not blank), end)
+        for where in _places(document):
+            found.setdefault(where, begin)
         first = end
-    return None
+    return found
 
 
-def _has(document: object, where: Sequence[str | int]) -> bool:
-    for part in where:
-        if isinstance(part, int):
-            if not isinstance(document, list) or len(document) <= part:
-                return False
-            document = document[part]
-        else:
-            if not isinstance(document, dict) or part not in document:
-                return False
-            document = document[part]
-    return True
+def _places(value: object, where: Where = ()) -> Iterator[Where]:
+    if where:
+        yield where
+    if isinstance(value, dict):
+        for key, below in value.items():
+            yield from _places(below, (*where, key))
+    elif isinstance(value, list):
+        for index, below in enumerate(value):
+            yield from _places(below, (*where, index))

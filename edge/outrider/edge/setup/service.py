@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import plistlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from xml.etree import ElementTree
 
 import platformdirs
 
+from outrider.edge.setup.config_file import VARIABLE, config_path
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 
 System = Literal["systemd", "launchd", "windows"]
@@ -179,14 +181,17 @@ class Service:
         put(run, "WorkingDirectory", str(self.home))
         ElementTree.indent(task)
         # Task Scheduler's own files are UTF-16 with a byte order mark.
-        return ElementTree.tostring(task, encoding="utf-16", xml_declaration=True)
+        written: bytes = ElementTree.tostring(task, encoding="utf-16", xml_declaration=True)
+        return written
 
 
 def service_here(platform: str = sys.platform) -> Service:
     """The service of this user and this system. Raises RuntimeUnavailable for a system without one that is known."""
     python = Path(sys.executable)
-    config = os.environ.get("OUTRIDER_CONFIG")
-    chosen = Path(config).expanduser().absolute() if config else None
+    # A service manager has none of this shell's variables.
+    is_named = bool(os.environ.get(VARIABLE))
+    is_moved = bool(os.environ.get("XDG_CONFIG_HOME")) and config_path().is_file()
+    chosen = config_path() if is_named or is_moved else None
     if platform == "win32":
         quiet = python.with_name("pythonw.exe")  # python.exe would open a console window
         domain, name = os.environ.get("USERDOMAIN"), os.environ.get("USERNAME", "")
@@ -196,7 +201,9 @@ def service_here(platform: str = sys.platform) -> Service:
     if platform == "darwin":
         return Service("launchd", Path.home(), python, str(os.getuid()), chosen)
     if not platform.startswith("linux"):
-        raise RuntimeUnavailable(f"no service manager is known for {platform}; start `outrider serve` at login yourself")
+        raise RuntimeUnavailable(
+            f"no service manager is known for {platform}; start `outrider serve` at login yourself"
+        )
     place = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     return Service("systemd", Path.home(), python, str(os.getuid()), chosen, place)
 
@@ -256,5 +263,7 @@ def _systemd_quoted(text: str, *, is_command: bool = False) -> str:
     """Quotes a word for a unit: % begins a specifier everywhere, $ a variable in commands."""
     if "\n" in text or "\r" in text:
         raise ConfigError(f"{text!r} has a line break; a unit cannot hold it: move the file")
+    if re.fullmatch(r"[\w./:=+-]+", text):
+        return text
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return '"' + (escaped.replace("$", "$$") if is_command else escaped) + '"'

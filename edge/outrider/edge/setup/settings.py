@@ -59,7 +59,9 @@ class Setting:
             return "(set, not shown)"
         if self.name in CLOUDS:
             is_list = isinstance(self.value, list)
-            urls = [without_password(str(each)) for each in (self.value if isinstance(self.value, list) else [self.value])]
+            urls = [
+                without_password(str(each)) for each in (self.value if isinstance(self.value, list) else [self.value])
+            ]
             return urls if is_list else urls[0]
         return self.value
 
@@ -120,7 +122,7 @@ class Settings:
             where = {
                 "flag": option.opts[0],
                 "environment": self._variable(path, option),
-                "file": self._found[path][option.name][1] if option.name in self._found[path] else None,
+                "file": self._line(path, option.name),
                 "default": None,
             }[kind]
             found.append(Setting(".".join(path), long_names(option)[0], _plain(value), kind, where))
@@ -135,11 +137,17 @@ class Settings:
         unknown = sorted(name for name in self._environment if name.startswith(PREFIX) and name not in known)
         return {name: next(iter(get_close_matches(name, known, n=1)), None) for name in unknown}
 
+    def _line(self, path: Path_, name: str) -> str | None:
+        if name not in self._found[path]:
+            return None
+        where = self._found[path][name][1]
+        return f"[[{ENDPOINT}]]" if where == (ENDPOINT,) else f"line {self.config.line_of(where)}"
+
     def _variable(self, path: Path_, option: click.Option) -> str | None:
         names = _variables(path, option, self.common)
         return next((name for name in names if self._environment.get(name)), None)
 
-    def _from_file(self, path: Path_) -> Iterator[tuple[str, tuple[Any, str]]]:
+    def _from_file(self, path: Path_) -> Iterator[tuple[str, tuple[Any, Where]]]:
         """Option by option: the value that click takes, and its place in the file."""
         own, common = self.config.table(*path), self.config.table(COMMON)
         for option in _options(self.commands[path]):
@@ -149,16 +157,17 @@ class Settings:
             )
             if where is not None:
                 value = self._checked(where, option, self.commands[path])
-                line = self.config.line_of(where)
-                yield option.name, (value, f"line {line}" if line is not None else str(self.config.path))
+                yield option.name, (value, where)
             elif self.endpoints and not CLOUDS.isdisjoint(long_names(option)):
                 urls = [each.url for each in self.endpoints]
-                yield option.name, (urls if option.multiple else urls[0], f"[[{ENDPOINT}]]")
+                yield option.name, (urls if option.multiple else urls[0], (ENDPOINT,))
 
     def _checked(self, where: Where, option: click.Option, command: click.Command) -> Any:
         value: Any = self.config.document
         for part in where:
             value = value[part]
+        if where[-1] in CLOUDS and isinstance(value, list) != option.multiple:
+            value = [value] if option.multiple else next(iter(value), "")
         if where[-1] in SECRETS:
             raise self.config.error(
                 where, "would keep a key in clear text; expected key_file: put the key into a file of its own"
