@@ -13,7 +13,8 @@ from pathlib import Path
 import click
 import pytest
 import typer.main
-from tests.serving import serve_fake
+from tests.serving import fake_tokenizer, save_fake_tokenizer, serve_fake
+from tests.test_bundle import make_manifest
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.cli import main as cli
@@ -22,6 +23,7 @@ from outrider.edge.setup.config_file import ConfigFile, config_path, read_config
 from outrider.edge.setup.endpoints import Endpoint, Keys, read_endpoints
 from outrider.edge.setup.key_file import read_key_file
 from outrider.edge.setup.settings import Settings, expectation
+from outrider.models.bundle_writer import BundleWriter
 from outrider.models.errors import ConfigError
 from outrider.models.http.security import KeyRing
 
@@ -50,6 +52,16 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if name.startswith("OUTRIDER_") and name not in ("OUTRIDER_CONFIG", "OUTRIDER_CACHE"):
             monkeypatch.delenv(name)
     return path
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    """A draft bundle with the fake server's tokenizer and a model that nothing can run."""
+    with BundleWriter(tmp_path / "draft") as writer:
+        save_fake_tokenizer(writer.directory)
+        for suffix in ("xml", "bin"):
+            (writer.directory / f"openvino_model.{suffix}").write_text("none")
+        return writer.commit(make_manifest(writer.list_files(), fake_tokenizer().fingerprint)).path
 
 
 def key_file(folder: Path, key: str = KEY, mode: int = 0o600) -> Path:
@@ -258,21 +270,21 @@ def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
         assert KEY not in str(found.value)
     with pytest.raises(ConfigError, match="No such file"):
         read_key_file(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="not a regular file|Is a directory"):
+    with pytest.raises(ConfigError, match=r"not a regular file|Is a directory"):
         read_key_file(tmp_path)
 
 
-def test_a_run_sends_the_endpoints_key(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    """An [[endpoint]] is enough: address and key come from the file; a missing bundle is noticed only afterwards."""
+def test_a_run_sends_the_endpoints_key(
+    config: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """An [[endpoint]] is enough: address and key come from the file."""
     key_file(config.parent)
-    settings = ServerSettings(keys=KeyRing([KEY]))
-    with serve_fake(settings) as server:
+    command = ["run", "def", "--draft", str(bundle), "--mode", "cloud-only", "--max-tokens", "4"]
+    with serve_fake(ServerSettings(keys=KeyRing([KEY]))) as server:
+        config.write_text(f"[[endpoint]]\nurl = '{server.url}'\n", encoding="utf-8")
+        assert run_main(monkeypatch, *command) == 2 and "requires an API key" in capsys.readouterr().err
         config.write_text(f"[[endpoint]]\nurl = '{server.url}'\nkey_file = 'cloud.key'\n", encoding="utf-8")
-        asked = []
-        monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda *given: asked.append(given))
-        assert run_main(monkeypatch, "run", "text") == 0, capsys.readouterr().err
-        ((options, _, _, keys),) = asked
-        assert options.cloud == [server.url] and keys.for_url(server.url, options.cloud) == KEY
+        assert run_main(monkeypatch, *command) == 0, capsys.readouterr().err
     endpoints = read_endpoints(read_config())
     assert endpoints[0].key_file == str(config.parent / "cloud.key")
 

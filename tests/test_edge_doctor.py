@@ -19,9 +19,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.serving import FakeServer, fake_tokenizer, save_fake_tokenizer, serve_fake
-from tests.test_bundle import make_manifest
-from tests.test_edge_config import KEY, OTHER_KEY, config, key_file, run_main
+from tests.serving import FakeServer, fake_tokenizer, serve_fake
+from tests.test_edge_config import KEY, OTHER_KEY, bundle, config, key_file, run_main
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.server.serving import TlsFiles
@@ -36,11 +35,10 @@ from outrider.edge.doctor.findings import Finding, guarded, without_secrets
 from outrider.edge.doctor.hardware import check_disk, check_memory, check_power, check_runtimes
 from outrider.edge.doctor.installation import check_packages, check_python
 from outrider.edge.doctor.probe import ProbeFailed, Profile, ask_runtime, profile_draft
-from outrider.models.bundle_writer import BundleWriter
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import PROTOCOL_VERSION
 
-__all__ = ["config"]  # a fixture
+__all__ = ["bundle", "config"]  # fixtures
 
 CPU = FoundDevice("CPU", "Some Processor", "cpu")
 PROFILE = Profile("int8, OpenVINO on the CPU", 0.5, 10.0, 2.0, 3.0)
@@ -51,16 +49,6 @@ Capture = pytest.CaptureFixture[str]
 def find_cpu(runtime: ModelRuntime) -> FoundRuntime:
     """Both runtimes, and no other device."""
     return FoundRuntime(runtime, "1.2.3", (CPU,))
-
-
-@pytest.fixture
-def bundle(tmp_path: Path) -> Path:
-    """A draft bundle with the fake server's tokenizer and a model that nothing can run."""
-    with BundleWriter(tmp_path / "draft") as writer:
-        save_fake_tokenizer(writer.directory)
-        for suffix in ("xml", "bin"):
-            (writer.directory / f"openvino_model.{suffix}").write_text("none")
-        return writer.commit(make_manifest(writer.list_files(), fake_tokenizer().fingerprint)).path
 
 
 @pytest.fixture(autouse=True)
@@ -170,10 +158,18 @@ def test_a_wrong_key_is_a_fault(
     assert findings["HTTP"]["status"] == "ok" and "round trip" not in findings
 
 
-def test_a_key_that_no_server_asks_for_is_not_sent(doctor: Doctor) -> None:
+def test_a_key_that_no_server_asks_for_is_not_sent(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is one needed."""
+    sent, get = [], CloudReport._get
+
+    def record(*given: Any) -> Any:
+        sent.append(given[2:])
+        return get(*given)
+
+    monkeypatch.setattr(CloudReport, "_get", record)
     with serve_fake() as server:
-        assert doctor("--server", server.url)[1]["key"]["found"] == "the server requires none"
+        assert doctor("--server", server.url, "--api-key", KEY)[1]["key"]["found"] == "the server requires none"
+    assert len(sent) > 10 and all(KEY not in each for each in sent)
 
 
 def test_a_damaged_bundle_is_a_fault(bundle: Path, doctor: Doctor) -> None:
@@ -255,8 +251,8 @@ def test_a_name_without_address_and_a_wrong_address_are_faults(doctor: Doctor, m
     def fail(*_: object, **__: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
-    monkeypatch.setattr(cloud_checks.socket, "getaddrinfo", fail)
-    monkeypatch.setattr(cloud_checks.urllib.request, "getproxies", dict)
+    monkeypatch.setattr("outrider.edge.doctor.cloud.socket.getaddrinfo", fail)
+    monkeypatch.setattr("outrider.edge.doctor.cloud.urllib.request.getproxies", dict)
     code, found = doctor("--server", "https://nowhere.invalid")
     assert code == 1 and found["DNS"]["found"] == "nowhere.invalid has no address (Name or service not known)"
     assert "TCP" not in found
@@ -305,7 +301,7 @@ def test_a_certificate_of_another_time_points_at_the_clock(monkeypatch: pytest.M
             error.verify_message = "certificate is not yet valid"
             raise error
 
-    monkeypatch.setattr(cloud_checks.httpx, "create_ssl_context", Context)
+    monkeypatch.setattr("outrider.edge.doctor.cloud.httpx.create_ssl_context", Context)
     with socket.socket() as unused:
         finding = CloudReport(Cloud("https://a"))._check_tls(unused, "a")
     assert finding.status == "fault" and finding.advice == "set this machine's clock"
@@ -415,7 +411,7 @@ def test_a_driver_that_crashes_ends_only_its_probe(tmp_path: Path, monkeypatch: 
     crash = tmp_path / "python"
     crash.write_text("#!/bin/sh\necho loading >&2\nkill -SEGV $$\n")
     crash.chmod(0o755)
-    monkeypatch.setattr(probe.sys, "executable", str(crash))
+    monkeypatch.setattr("outrider.edge.doctor.probe.sys.executable", str(crash))
     with pytest.raises(ProbeFailed, match="its process was ended by SIGSEGV: loading"):
         ask_runtime("openvino")
     crash.write_text("#!/bin/sh\nexec sleep 60\n")
@@ -465,7 +461,8 @@ def test_memory_disk_and_battery(tmp_path: Path) -> None:
     (enough,) = check_memory(None, SimpleNamespace(available=gib, total=8 * gib))
     assert enough.status == "ok"
     for free, status in ((gib, "warning"), (9 * gib, "ok")):
-        (disk,) = check_disk(tmp_path / "not" / "there", lambda path, free=free: SimpleNamespace(free=free))
+        usage = SimpleNamespace(free=free)
+        (disk,) = check_disk(tmp_path / "not" / "there", lambda path, usage=usage: usage)  # type: ignore[misc]
         assert disk.status == status
 
     def power(**fields: Any) -> Finding:
