@@ -40,7 +40,7 @@ Capture = pytest.CaptureFixture[str]
 
 def service(home: Path, system: str = "systemd", python: str = "/opt/a b/bin/python") -> Service:
     """The service of a user whose home is `home`."""
-    return Service(system, home, Path(python), "me", home / "my $100% config.toml")  # type: ignore[arg-type]
+    return Service(system, home, Path(python), "outrider.edge.cli", "me", home / "my $100% config.toml")  # type: ignore[arg-type]
 
 
 def unit_of(text: str) -> configparser.ConfigParser:
@@ -146,7 +146,7 @@ def test_each_system_has_its_manager(monkeypatch: pytest.MonkeyPatch, config: Pa
     """The file is this user's, and starts this installation with this configuration."""
     monkeypatch.setenv("USERNAME", "me")
     monkeypatch.setenv("USERDOMAIN", "HOME")
-    found = {name: service_here(name) for name in ("linux", "darwin", "win32")}
+    found = {name: service_here("outrider.edge.cli", name) for name in ("linux", "darwin", "win32")}
     assert [each.system for each in found.values()] == ["systemd", "launchd", "windows"]
     assert {each.config for each in found.values()} == {config} and found["win32"].user == "HOME\\me"
     assert found["linux"].command[0] == sys.executable
@@ -156,7 +156,7 @@ def test_each_system_has_its_manager(monkeypatch: pytest.MonkeyPatch, config: Pa
             {"systemd": "systemctl", "launchd": "launchctl", "windows": "schtasks"}[each.system]
         }
     with pytest.raises(RuntimeUnavailable, match="plan9"):
-        service_here("plan9")
+        service_here("outrider.edge.cli", "plan9")
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def managed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, 
         return True, "active"
 
     made = service(tmp_path)
-    monkeypatch.setattr(service_screen, "service_here", lambda: made)
+    monkeypatch.setattr(service_screen, "service_here", lambda module: made)
     monkeypatch.setattr(service_screen, "run_command", take)
     return commands
 

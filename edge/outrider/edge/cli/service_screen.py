@@ -36,7 +36,7 @@ def install(
     force: Annotated[bool, typer.Option("--force", help="Replace a file of other content.")] = False,
 ) -> None:
     """Start `outrider serve` now and at each login. It reads the configuration file, not this shell's variables."""
-    service, about = service_here(), Console(stderr=True)
+    service, about = _service(), Console(stderr=True)
     if is_printed:
         encoding = "utf-16" if service.system == "windows" else "utf-8"
         typer.echo(service.content().decode(encoding), nl=False)
@@ -59,7 +59,7 @@ def install(
 @service_app.command()
 def uninstall() -> None:
     """Stop the service and remove its file."""
-    service, about = service_here(), Console(stderr=True)
+    service, about = _service(), Console(stderr=True)
     if not service.path.exists():
         print_line(Console(), f"not installed: {service.path} is not there")
         return
@@ -74,7 +74,7 @@ def uninstall() -> None:
 @service_app.command()
 def status() -> None:
     """Show whether the service is installed, whether its file is this version's, and whether it runs."""
-    service = service_here()
+    service = _service()
     if not service.path.exists():
         print_line(Console(), f"not installed: {service.path} is not there; run `outrider service install`")
         raise typer.Exit(1)
@@ -86,6 +86,10 @@ def status() -> None:
     print_line(Console(), "runs" if does_run else f"does not run: {answer}")
     _show_log_advice(service)
     raise typer.Exit(0 if does_run else 1)
+
+
+def _service() -> Service:
+    return service_here(__package__ or "")
 
 
 def _check_configuration(about: Console) -> None:

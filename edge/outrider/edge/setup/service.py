@@ -68,12 +68,13 @@ WantedBy=default.target
 class Service:
     """The file and the commands that turn it on and off. home: the user's directory. user: "DOMAIN\\name" or a uid.
 
-    config: value of OUTRIDER_CONFIG, where it is set.
+    module: the package that is `outrider`'s command. config: value of OUTRIDER_CONFIG for the service.
     """
 
     system: System
     home: Path
     python: Path
+    module: str
     user: str
     config: Path | None = None
     config_home: Path | None = None
@@ -90,7 +91,7 @@ class Service:
     @property
     def command(self) -> tuple[str, ...]:
         """What the service runs: this installation's `outrider serve`."""
-        return (str(self.python), "-m", "outrider.edge.cli", "serve")
+        return (str(self.python), "-m", self.module, "serve")
 
     def content(self) -> bytes:
         """The file."""
@@ -185,8 +186,11 @@ class Service:
         return written
 
 
-def service_here(platform: str = sys.platform) -> Service:
-    """The service of this user and this system. Raises RuntimeUnavailable for a system without one that is known."""
+def service_here(module: str, platform: str = sys.platform) -> Service:
+    """The service of this user and this system. Raises RuntimeUnavailable where no service manager is known.
+
+    module: as in `Service`.
+    """
     python = Path(sys.executable)
     # A service manager has none of this shell's variables.
     is_named = bool(os.environ.get(VARIABLE))
@@ -197,15 +201,15 @@ def service_here(platform: str = sys.platform) -> Service:
         domain, name = os.environ.get("USERDOMAIN"), os.environ.get("USERNAME", "")
         place = platformdirs.user_config_path("outrider", appauthor=False)
         user = f"{domain}\\{name}" if domain else name
-        return Service("windows", Path.home(), quiet if quiet.is_file() else python, user, chosen, place)
+        return Service("windows", Path.home(), quiet if quiet.is_file() else python, module, user, chosen, place)
     if platform == "darwin":
-        return Service("launchd", Path.home(), python, str(os.getuid()), chosen)
+        return Service("launchd", Path.home(), python, module, str(os.getuid()), chosen)
     if not platform.startswith("linux"):
         raise RuntimeUnavailable(
             f"no service manager is known for {platform}; start `outrider serve` at login yourself"
         )
     place = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    return Service("systemd", Path.home(), python, str(os.getuid()), chosen, place)
+    return Service("systemd", Path.home(), python, module, str(os.getuid()), chosen, place)
 
 
 def write_service(service: Service, *, force: bool = False) -> bool:
