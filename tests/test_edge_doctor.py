@@ -136,7 +136,7 @@ def test_findings_are_lines_for_people(bundle: Path, monkeypatch: pytest.MonkeyP
     (wrong,) = [line for line in lines if line.startswith("fault")]
     assert wrong.startswith(f"fault   TCP: nothing accepts connections at {url.removeprefix('http://')} (")
     assert wrong.endswith("Start `outrider-cloud serve` there, or correct the address")
-    assert counts.startswith(f"{len(lines)} checks: 1 faults, ")
+    assert counts.startswith(f"{len(lines)} checks; faults: 1, warnings: ")
 
 
 @pytest.mark.parametrize(

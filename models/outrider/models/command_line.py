@@ -65,10 +65,10 @@ def _restore_argument_help(command: click.Command) -> None:
             parameter.help = next((info.help for info in declared if isinstance(info, ArgumentInfo)), None)
 
 
-def make_app(help: str, group: type[CommandGroup] = CommandGroup) -> typer.Typer:
+def make_app(help: str, cls: type[CommandGroup] = CommandGroup) -> typer.Typer:
     """A console script's application without commands: --version, -h and --help, completion."""
     settings: dict[str, Any] = {
-        "cls": group,
+        "cls": cls,
         "help": help,
         "no_args_is_help": True,
         "context_settings": {"help_option_names": ["-h", "--help"]},

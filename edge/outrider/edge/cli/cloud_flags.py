@@ -17,7 +17,10 @@ from outrider.models.errors import ConfigError
 Clouds = Annotated[
     list[str], typer.Option("--cloud", "--server", help="Verifier's address; repeat for others to fall back on.")
 ]
-ApiKey = Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="Key for the verifier.")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(envvar="OUTRIDER_API_KEY", help="Key for the verifier; better in OUTRIDER_API_KEY or --key-file."),
+]
 KeyFile = Annotated[Path | None, typer.Option(help="File that holds the verifier's key; only you may read it.")]
 
 

@@ -81,7 +81,7 @@ def doctor(options: DoctorOptions) -> None:
         typer.echo(json.dumps({"status": worst, "checks": [each.as_json() for each in found]}, indent=2))
     else:
         num_warnings = sum(each.status == "warning" for each in found)
-        console.print(f"{len(found)} checks: {num_faults} faults, {num_warnings} warnings", highlight=False)
+        console.print(f"{len(found)} checks; faults: {num_faults}, warnings: {num_warnings}", highlight=False)
     if num_faults:
         raise typer.Exit(1)
 
@@ -109,8 +109,7 @@ def check_configuration() -> Iterator[Finding]:
 
 def show_finding(console: Console, finding: Finding) -> None:
     """One line; whole in a file or a pipe."""
-    line = Text(f"{finding.status:8}", style=STYLES[finding.status])
-    line.append(visible(f"{finding.name}: {finding.found}"), style="default")
+    line = Text.assemble((f"{finding.status:8}", STYLES[finding.status]), visible(f"{finding.name}: {finding.found}"))
     if finding.advice:
         line.append(visible(f". {finding.advice[0].upper()}{finding.advice[1:]}"), style="dim")
     console.print(line, soft_wrap=not console.is_terminal, highlight=False)

@@ -109,7 +109,7 @@ class Settings:
         """Every option's value, as the command would get it with these arguments. Raises click's UsageError."""
         command = self.commands[path]
         name_variables(path, command, self.common)
-        context = click.Context(command, info_name=" ".join(path), allow_extra_args=True)
+        context = click.Context(command, info_name=" ".join(["outrider", *path]), allow_extra_args=True)
         context.default_map = {name: value for name, (value, _) in self._found[path].items()}
         self.check_environment(path)
         typed, _, _ = command.make_parser(context).parse_args(list(arguments or ()))
