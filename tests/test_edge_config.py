@@ -135,7 +135,10 @@ def test_commands_run_with_what_config_shows(config: Path, monkeypatch: pytest.M
         ("[run]\nlookup = 1\n", "run.lookup is 1; expected true or false"),
         ("[run]\ntemperature = nan\n", "run.temperature is nan; expected a number"),
         ("[run]\ndepth = 4\n", "run.depth is 4; expected text in quotes"),
-        ("[common]\neffort = 'much'\n", "line 2: common.effort is 'much'; expected one of low, normal, high"),
+        (
+            "[common]\neffort = 'much'\n",
+            "line 2: common.effort is 'much'; expected one of low, normal, high for `outrider ",
+        ),
         ("[run]\ncloud = [\n  'http://a',\n  3,\n]\n", "line 2: run.cloud is a list; expected a list, each of it text"),
         ("run = 3\n", "line 1: run is 3; expected a table, [run]"),
         ("[run]\nseed = 1\nseed = 2\n", "is not TOML: Cannot overwrite a value (at line 3"),
@@ -179,6 +182,17 @@ def test_a_key_in_the_file_is_refused_and_not_shown(
         out = capsys.readouterr().out
         assert KEY not in out and "(set, not shown)" in out and "OUTRIDER_API_KEY" in out
     assert "http://***@a" in out
+
+
+def test_a_value_for_all_commands_may_be_too_much_for_some(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The demo's texts are at most 512 tokens: it refuses the value, and the other commands run with it."""
+    config.write_text("[common]\nmax_tokens = 1000\n", encoding="utf-8")
+    assert shown(monkeypatch, capsys, "run")["max_tokens"] == (1000, "file", "line 2")
+    assert run_main(monkeypatch, "demo") == 2
+    expected = "a whole number, at least 2, at most 512 for `outrider demo`"
+    assert f"line 2: common.max_tokens is 1000; expected {expected}\n" in capsys.readouterr().err
 
 
 def test_a_variable_of_the_wrong_type_is_named(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

@@ -196,6 +196,10 @@ def test_a_broken_configuration_is_a_fault_and_the_rest_is_checked(
         assert found["clock"]["status"] == "ok"
         config.write_text("[run\n", encoding="utf-8")
         assert "is not TOML" in doctor("--server", server.url)[1]["configuration"]["found"]
+        config.write_text("[common]\nmax_tokens = 1000\n", encoding="utf-8")
+        code, found = doctor("--server", server.url)
+        assert code == 0 and found["configuration"]["status"] == "warning"
+        assert found["configuration"]["advice"].endswith("at most 512 for `outrider demo`")
         config.write_text("", encoding="utf-8")
         monkeypatch.setenv("OUTRIDER_MAX_TOKNS", "3")
         code, found = doctor("--server", server.url)
@@ -301,7 +305,7 @@ def test_a_certificate_of_another_time_points_at_the_clock(monkeypatch: pytest.M
             error.verify_message = "certificate is not yet valid"
             raise error
 
-    monkeypatch.setattr("outrider.edge.doctor.cloud.httpx.create_ssl_context", Context)
+    monkeypatch.setattr("outrider.edge.doctor.cloud.tls_context", Context)
     with socket.socket() as unused:
         finding = CloudReport(Cloud("https://a"))._check_tls(unused, "a")
     assert finding.status == "fault" and finding.advice == "set this machine's clock"

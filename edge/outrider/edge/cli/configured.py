@@ -44,6 +44,6 @@ class ConfiguredGroup(CommandGroup):
         for path, leaf in settings.commands.items():
             name_variables(path, leaf, settings.common)
             if path[0] == command.name and not is_help:
-                settings.check_environment(path)
+                settings.check(path)
         ctx.default_map = settings.default_map()
         ctx.obj = settings

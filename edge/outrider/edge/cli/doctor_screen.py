@@ -93,8 +93,6 @@ def check_configuration() -> Iterator[Finding]:
     try:
         config = read_config()
         settings = Settings(group, config)
-        for path in settings.commands:
-            settings.check_environment(path)
     except ConfigError as error:
         yield _from_error("configuration", error)
         return
@@ -102,6 +100,15 @@ def check_configuration() -> Iterator[Finding]:
         yield ok("configuration", f"{config.path} fits; clouds in it: {len(settings.endpoints)}")
     else:
         yield ok("configuration", f"no file at {config.path}", "`outrider config init` writes an example")
+    problems = set()
+    for path in settings.commands:
+        try:
+            settings.check(path)
+        except ConfigError as error:
+            problems.add(str(error))
+    for problem in sorted(problems):
+        found, _, advice = problem.rpartition("; ")
+        yield warning("configuration", found, advice)
     for name, closest in settings.unknown_variables().items():
         advice = f"did you mean {closest}?" if closest else "unset it"
         yield warning("environment", f"{name} is set, and no option has that name", advice)

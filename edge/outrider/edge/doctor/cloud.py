@@ -84,7 +84,9 @@ class CloudReport:
             if any(each.status == "fault" for each in direct):
                 return
         with httpx.Client(
-            timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S), trust_env=not is_loopback(host)
+            timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+            trust_env=not is_loopback(host),
+            verify=tls_context() if parts.scheme == "https" else True,
         ) as client:
             yield from self._check_http(client)
 
@@ -124,7 +126,7 @@ class CloudReport:
     def _check_tls(self, connection: socket.socket, host: str) -> Finding:
         name = self.step_name("TLS")
         try:
-            with httpx.create_ssl_context().wrap_socket(connection, server_hostname=host) as secured:
+            with tls_context().wrap_socket(connection, server_hostname=host) as secured:
                 certificate = secured.getpeercert() or {}
                 until = certificate.get("notAfter", "an unknown time")
                 return ok(name, f"{secured.version()}, certificate valid until {until}")
@@ -270,6 +272,11 @@ class CloudReport:
             if (date := response.headers.get("date")) is not None:
                 self._last_date = date, (sent_s + got_s) / 2
             return response.status_code, response.headers, body[:MAX_ANSWER_BYTES]
+
+
+def tls_context() -> ssl.SSLContext:
+    """The settings of the agent's own connections."""
+    return httpx.create_ssl_context()
 
 
 def check_tokenizer(report: CloudReport, name: str, fingerprint: str) -> Finding:

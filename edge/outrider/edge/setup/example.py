@@ -72,6 +72,9 @@ def _example(option: click.Option) -> str:
         return json.dumps(default, ensure_ascii=False)  # of these, TOML's spelling is JSON's
     if isinstance(option.type, click.Choice):
         return json.dumps(str(next(iter(option.type.choices))))
+    if option.is_flag or isinstance(option.type, click.types.BoolParamType):
+        return "true"
+    least = getattr(option.type, "min", None)
     if isinstance(option.type, click.types.FloatParamType):
-        return "10.0"
-    return "1" if isinstance(option.type, click.types.IntParamType) else '"..."'
+        return str(float(least or 1.0))
+    return str(least or 1) if isinstance(option.type, click.types.IntParamType) else '"..."'

@@ -79,7 +79,14 @@ class Settings:
         self._environment = os.environ if environment is None else environment
         self._check_names()
         self.endpoints = read_endpoints(config)
+        # A value for all commands may be beyond the bounds of some: those refuse it when they run.
+        self._unfit: dict[Path_, dict[Where, ConfigError]] = {path: {} for path in self.commands}
         self._found = {path: dict(self._from_file(path)) for path in self.commands}
+        fits = {where for values in self._found.values() for _, where in values.values()}
+        for unfit in self._unfit.values():
+            for where, error in unfit.items():
+                if where not in fits:
+                    raise error
 
     def default_map(self) -> dict[str, Any]:
         """The file's values as click takes them, by command."""
@@ -91,8 +98,10 @@ class Settings:
             place.update({name: value for name, (value, _) in values.items()})
         return found
 
-    def check_environment(self, path: Path_) -> None:
-        """Raises ConfigError for a variable whose value the command cannot take."""
+    def check(self, path: Path_) -> None:
+        """Raises ConfigError for a variable, or a value of [common], that this command cannot take."""
+        for error in self._unfit[path].values():
+            raise error
         for option in _options(self.commands[path]):
             variable = self._variable(path, option)
             if variable is None:
@@ -111,7 +120,7 @@ class Settings:
         name_variables(path, command, self.common)
         context = click.Context(command, info_name=" ".join(["outrider", *path]), allow_extra_args=True)
         context.default_map = {name: value for name, (value, _) in self._found[path].items()}
-        self.check_environment(path)
+        self.check(path)
         typed, _, _ = command.make_parser(context).parse_args(list(arguments or ()))
         found = []
         for option in _options(command):
@@ -156,13 +165,19 @@ class Settings:
                 _where((COMMON,), common, option) if not self.common.isdisjoint(long_names(option)) else None
             )
             if where is not None:
-                value = self._checked(where, option, self.commands[path])
-                yield option.name, (value, where)
+                try:
+                    value = self._checked(where, option, path)
+                except ConfigError as error:
+                    if where[0] != COMMON:
+                        raise
+                    self._unfit[path][where] = error
+                else:
+                    yield option.name, (value, where)
             elif self.endpoints and not CLOUDS.isdisjoint(long_names(option)):
                 urls = [each.url for each in self.endpoints]
                 yield option.name, (urls if option.multiple else urls[0], (ENDPOINT,))
 
-    def _checked(self, where: Where, option: click.Option, command: click.Command) -> Any:
+    def _checked(self, where: Where, option: click.Option, path: Path_) -> Any:
         value: Any = self.config.document
         for part in where:
             value = value[part]
@@ -172,12 +187,13 @@ class Settings:
             raise self.config.error(
                 where, "would keep a key in clear text; expected key_file: put the key into a file of its own"
             )
-        wrong = self.config.error(where, f"is {described(value)}; expected {expectation(option)}")
+        scope = f" for `outrider {' '.join(path)}`" if where[0] == COMMON else ""
+        wrong = self.config.error(where, f"is {described(value)}; expected {expectation(option)}{scope}")
         items = value if option.multiple else [value]
         if not isinstance(items, list) or not all(_has_kind(each, option) for each in items):
             raise wrong
         try:
-            option.type_cast_value(click.Context(command), value)
+            option.type_cast_value(click.Context(self.commands[path]), value)
         except click.BadParameter:
             raise wrong from None
         return [self._path(each, option) for each in value] if option.multiple else self._path(value, option)
