@@ -193,6 +193,11 @@ def test_a_value_for_all_commands_may_be_too_much_for_some(
     assert run_main(monkeypatch, "demo") == 2
     expected = "a whole number, at least 2, at most 512 for `outrider demo`"
     assert f"line 2: common.max_tokens is 1000; expected {expected}\n" in capsys.readouterr().err
+    assert run_main(monkeypatch, "config") == 0
+    shows = "".join(capsys.readouterr().out.split())
+    assert "[run]" in shows and "[demo]cannotrun:" in shows and "atmost512for`outriderdemo`" in shows
+    assert run_main(monkeypatch, "config", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["commands"]["demo"]["error"].endswith(expected)
 
 
 def test_a_variable_of_the_wrong_type_is_named(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

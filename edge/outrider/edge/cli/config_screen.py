@@ -14,6 +14,7 @@ from outrider.edge.setup.config_file import VARIABLE, ConfigFile, config_path, r
 from outrider.edge.setup.example import example_config, write_new
 from outrider.edge.setup.settings import Path_, Setting, Settings
 from outrider.models.command_line import print_line
+from outrider.models.errors import ConfigError
 
 config_app = typer.Typer(
     name="config",
@@ -82,8 +83,14 @@ def _path_of(settings: Settings, given: list[str]) -> Path_ | None:
 
 def _show(as_json: bool, path: Path_ | None, arguments: list[str], settings: Settings | None = None) -> None:
     settings = settings or _settings()
-    paths = [path] if path is not None else list(settings.commands)
-    found = [(each, settings.resolve(each, arguments)) for each in paths]
+    found: list[tuple[Path_, list[Setting] | ConfigError]] = []
+    for each in [path] if path is not None else list(settings.commands):
+        try:
+            found.append((each, settings.resolve(each, arguments)))
+        except ConfigError as error:
+            if path is not None:
+                raise
+            found.append((each, error))  # the other commands' values are shown
     if as_json:
         typer.echo(json.dumps(_document(settings, found), indent=2))
         return
@@ -96,6 +103,9 @@ def _show(as_json: bool, path: Path_ | None, arguments: list[str], settings: Set
         print_line(console, f"cloud {name}{without_password(endpoint.url)}, {key}")
     for each, values in found:
         print_line(console, f"\n[{'.'.join(each)}]", "bold")
+        if isinstance(values, ConfigError):
+            print_line(console, f"  cannot run: {values}", "red")
+            continue
         width = max((len(value.name) for value in values), default=0)
         shown = [("-" if value.value is None else json.dumps(value.shown, ensure_ascii=False)) for value in values]
         wide = min(32, max(map(len, shown), default=0))
@@ -105,7 +115,7 @@ def _show(as_json: bool, path: Path_ | None, arguments: list[str], settings: Set
             print_line(console, line, "dim" if value.source == "default" else "")
 
 
-def _document(settings: Settings, found: list[tuple[Path_, list[Setting]]]) -> dict[str, object]:
+def _document(settings: Settings, found: list[tuple[Path_, list[Setting] | ConfigError]]) -> dict[str, object]:
     return {
         "file": str(settings.config.path),
         "is_there": settings.config.is_there,
@@ -113,9 +123,9 @@ def _document(settings: Settings, found: list[tuple[Path_, list[Setting]]]) -> d
             each.model_dump(exclude={"url"}) | {"url": without_password(each.url)} for each in settings.endpoints
         ],
         "commands": {
-            ".".join(path): {
-                value.name: {"value": value.shown, "source": value.source, "where": value.where} for value in values
-            }
+            ".".join(path): {"error": str(values)}
+            if isinstance(values, ConfigError)
+            else {value.name: {"value": value.shown, "source": value.source, "where": value.where} for value in values}
             for path, values in found
         },
     }
