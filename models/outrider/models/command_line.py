@@ -38,7 +38,7 @@ PIPE_CLOSED: Final = 1
 """Exit code when the reader of our output has closed it; the same as typer's and rich's own."""
 
 
-class _Group(typer.core.TyperGroup):
+class CommandGroup(typer.core.TyperGroup):
     """Names one command, the closest, where typer and click name several, each on its own."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -66,10 +66,10 @@ def _restore_argument_help(command: click.Command) -> None:
             parameter.help = next((info.help for info in declared if isinstance(info, ArgumentInfo)), None)
 
 
-def make_app(help: str) -> typer.Typer:
+def make_app(help: str, cls: type[CommandGroup] = CommandGroup) -> typer.Typer:
     """A console script's application without commands: --version, -h and --help, completion."""
     settings: dict[str, Any] = {
-        "cls": _Group,
+        "cls": cls,
         "help": help,
         "no_args_is_help": True,
         "context_settings": {"help_option_names": ["-h", "--help"]},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from email.utils import formatdate
+
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -70,7 +72,9 @@ def health_routes(core: Core) -> APIRouter:
             target=core.model.target,
         )
         status = 200 if answer.status == "ready" else 503
-        return Response(answer.model_dump_json(), status, media_type="application/json")
+        # The server sends no Date elsewhere, for the bytes; here a device compares clocks by it.
+        date = {"date": formatdate(usegmt=True)}
+        return Response(answer.model_dump_json(), status, date, media_type="application/json")
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics(request: Request) -> Response:

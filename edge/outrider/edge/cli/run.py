@@ -6,6 +6,7 @@ The text goes to standard output, statistics and messages to standard error.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing, nullcontext
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ from outrider.edge.modes.assemble import (
     open_drafter,
 )
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.edge.setup.endpoints import Keys
 from outrider.models.command_line import print_line
 from outrider.models.detokenizer import StreamingDetokenizer
 from outrider.models.errors import ConfigError
@@ -51,12 +53,17 @@ class Ran:
     comparison: Comparison | None
 
 
-def run_once(options: RunOptions, out: Console, about: Console) -> None:
-    """Generates a text, shows it and its statistics; raises OutriderError. out: the text. about: everything else."""
+def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | None = None) -> None:
+    """Generates a text, shows it and its statistics; raises OutriderError. out: the text. about: everything else.
+
+    keys: which key goes to which cloud; by default, the options' key goes to all of them.
+    """
+    keys = keys or Keys(options.api_key)
     make_depth(options.depth, Estimates())  # a wrong option is found before a model is loaded
     make_options(options.width)
     for url in options.cloud:
         verifier_url(url)
+    clouds = [(url, ClientOptions(api_key=keys.for_url(url, options.cloud))) for url in options.cloud]
     if options.draft == REFERENCE and not options.prompt:
         raise ConfigError("the prompt is empty; expected a text to continue")  # before an export of minutes
     bundle = open_draft_bundle(default_draft(options.choice) if options.draft == REFERENCE else options.draft)
@@ -70,7 +77,7 @@ def run_once(options: RunOptions, out: Console, about: Console) -> None:
             for note in draft.placement.notes:
                 print_line(about, f"note: {note}", "yellow")
         try:
-            ran = asyncio.run(_generate(options, request, draft, printer, about))
+            ran = asyncio.run(_generate(options, clouds, request, draft, printer, about))
         finally:
             if printer is not None:
                 printer.break_line()  # an error or Ctrl-C may have interrupted the text
@@ -112,6 +119,7 @@ def make_request(options: RunOptions, tokenizer: Tokenizer, fingerprint: str) ->
 
 async def _generate(
     options: RunOptions,
+    clouds: Sequence[tuple[str, ClientOptions]],
     request: GenerationRequest,
     draft: OpenDraft | None,
     printer: TokenPrinter | None,
@@ -123,8 +131,7 @@ async def _generate(
         print_line(about, words, "yellow")
 
     async with AsyncExitStack() as stack:
-        client_options = ClientOptions(api_key=options.api_key)
-        clients = [await stack.enter_async_context(CloudClient(url, client_options)) for url in options.cloud]
+        clients = [await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds]
         endpoints = Endpoints(clients, on_trouble=warn)
         await endpoints.compare_targets()
         drafter = draft.drafter if draft is not None else None

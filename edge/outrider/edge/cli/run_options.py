@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from outrider.edge.cli.cloud_flags import ApiKey, Clouds, KeyFile
 from outrider.edge.cli.draft_flags import (
     LOOKUP,
     DraftBytes,
@@ -43,9 +44,7 @@ class RunOptions:
     draft: Annotated[
         str, typer.Option(envvar="OUTRIDER_DRAFT", help=f"Draft bundle; '{REFERENCE}' for the reference draft.")
     ] = REFERENCE
-    cloud: Annotated[list[str], typer.Option(help="Verifier's address; repeat for others to fall back on.")] = field(
-        default_factory=lambda: [DEFAULT_VERIFIER_URL]
-    )
+    cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
     mode: Annotated[Mode, typer.Option(help="How device and cloud share the work.")] = Mode.STREAM
     draft_device: DraftDevice = None
     runtime: Runtime = None
@@ -73,7 +72,8 @@ class RunOptions:
     ] = False
     repeat: Annotated[int, typer.Option(min=1, help="Rounds of --compare; the median counts.")] = 3
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False
-    api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="Key for the verifier.")] = None
+    api_key: ApiKey = None
+    key_file: KeyFile = None
     choice: DraftChoice = field(init=False)
     params: SamplingParams = field(init=False)
 

@@ -18,13 +18,14 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from outrider.edge.link.address import verifier_url as verifier_url  # also for importers of this module
 from outrider.edge.link.checks import SessionCheck, check_result
 from outrider.edge.link.errors import EndpointLost, ProtocolBroken, lost, refusal_error, short, silent
 from outrider.edge.link.sender import DraftMessage
 from outrider.edge.link.sse import EventParser
 from outrider.edge.link.tls import system_tls
 from outrider.edge.results import ByteCounts
-from outrider.models.errors import ConfigError, OutriderError, RequestError
+from outrider.models.errors import OutriderError, RequestError
 from outrider.models.hosts import is_loopback
 from outrider.models.protocol import (
     ErrorAnswer,
@@ -367,22 +368,6 @@ def _reported(status: int, body: bytes) -> ErrorBody:
 
 def _header_bytes(headers: httpx.Headers) -> int:
     return sum(len(name) + len(value) + len(": \r\n") for name, value in headers.raw) + len("\r\n")
-
-
-def verifier_url(text: str) -> str:
-    """The base URL for `text`: http where no scheme is given, without the /v1 of OpenAI clients.
-
-    Raises ConfigError for what is no address.
-    """
-    url = text.strip() if "://" in text else f"http://{text.strip()}"
-    try:
-        parts = urlsplit(url)
-        is_address = bool(parts.hostname) and parts.port != 0  # .port raises for what is no number
-    except ValueError:
-        is_address = False
-    if not is_address or parts.scheme not in ("http", "https") or parts.query or parts.fragment or " " in url:
-        raise ConfigError(f"the cloud's address is {text!r}; expected http://host:port or https://host")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def longest_silence_s(keep_alive_s: float) -> float:
