@@ -19,7 +19,7 @@ HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "optimum", "nncf", "ray
 # stand beside the rooms. docs/architecture.md draws the same order.
 ROOMS = {
     "export": ("cli", "reference_training", "distill", "make", "check", "convert", "report", "source", ""),
-    "edge": ("cli", "lab", "modes", "drafting", "link", "devices", ""),
+    "edge": ("cli", "lab", "modes", "drafting", "store", "link", "devices", ""),
     "cloud": ("server", "api", "engine", "pending", ""),
     "models": ("http", "runtimes", ""),
     "reference": ("",),

@@ -209,7 +209,7 @@ def _next_command(options: ServeOptions, bundle: Path, url: str, *, needs_key: b
     key = "OUTRIDER_API_KEY=KEY " if needs_key else ""
     draft = ""
     if has_drafts:
-        server = cloud.replace("--cloud", "--server")
+        server = cloud and f" --server {url}"
         return f'{key}outrider pull{server}, then {key}outrider run{cloud} --compare "def walk(path):"'
     if options.bundle != REFERENCE:
         beside = bundle.parent / "draft"

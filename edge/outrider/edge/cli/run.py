@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack, closing, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 
 from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison, compare_modes
 from outrider.edge.cli.exporter import default_draft
-from outrider.edge.cli.run_options import RunOptions
+from outrider.edge.cli.pulled import pulled_draft
+from outrider.edge.cli.run_options import AUTO, RunOptions
 from outrider.edge.cli.summary import draft_lines, result_as_json, summary_lines
 from outrider.edge.cli.terminal import TokenPrinter, print_document
 from outrider.edge.cli.undrafted import why_undrafted
@@ -30,9 +32,10 @@ from outrider.edge.modes.assemble import (
     open_drafter,
 )
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.models.bundle import Bundle
 from outrider.models.command_line import print_line
 from outrider.models.detokenizer import StreamingDetokenizer
-from outrider.models.errors import ConfigError
+from outrider.models.errors import BundleError, ConfigError
 from outrider.models.reference_export import REFERENCE
 from outrider.models.tokenizer import Tokenizer
 
@@ -57,9 +60,9 @@ def run_once(options: RunOptions, out: Console, about: Console) -> None:
     make_options(options.width)
     for url in options.cloud:
         verifier_url(url)
-    if options.draft == REFERENCE and not options.prompt:
+    if options.draft in (AUTO, REFERENCE) and not options.prompt:
         raise ConfigError("the prompt is empty; expected a text to continue")  # before an export of minutes
-    bundle = open_draft_bundle(default_draft(options.choice) if options.draft == REFERENCE else options.draft)
+    bundle = open_draft_bundle(_find_draft(options, about))
     tokenizer = bundle.tokenizer()
     request = make_request(options, tokenizer, bundle.manifest.tokenizer_fingerprint)
     is_drafted = options.mode is not Mode.CLOUD_ONLY
@@ -86,6 +89,29 @@ def run_once(options: RunOptions, out: Console, about: Console) -> None:
         if ran.comparison.load is not None:
             print_line(about, ran.comparison.load, "yellow")
     print_line(about, f"seed {options.params.seed}", "dim")
+
+
+def _find_draft(options: RunOptions, about: Console) -> str | Path:
+    """Where the draft's bundle is: as named, else pulled for the verifier's target, else the reference draft."""
+    if options.draft not in (AUTO, REFERENCE):
+        return options.draft
+    if options.draft == AUTO:
+        found = pulled_draft(
+            options.cloud, options.api_key, options.choice, lambda words: print_line(about, words, "yellow")
+        )
+        if found is not None:
+            return _checked(found.bundle.path)
+    return default_draft(options.choice)
+
+
+def _checked(pulled: Path) -> Path:
+    """The place of a pulled draft that is whole. Raises BundleError with the command that mends it."""
+    try:
+        Bundle.open(pulled)
+    except BundleError as error:
+        damage = str(error).rpartition("; ")[0]  # without the advice for bundles that were copied
+        raise BundleError(f"the pulled draft is damaged: {damage}; run `outrider pull` again") from None
+    return pulled
 
 
 def _printer(out: Console, options: RunOptions, detokenizer: StreamingDetokenizer) -> TokenPrinter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -16,6 +16,9 @@ from outrider.edge.results import Mode
 from outrider.models.errors import ConfigError
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
 from outrider.models.sampling import SamplingParams
+
+AUTO: Final = "auto"
+"""Stands for the pulled draft that fits the verifier's target, or else the reference draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +32,13 @@ class RunOptions:
         ),
     ] = None
     draft: Annotated[
-        str, typer.Option(envvar="OUTRIDER_DRAFT", help=f"Draft bundle; '{REFERENCE}' for the reference draft.")
-    ] = REFERENCE
+        str,
+        typer.Option(
+            envvar="OUTRIDER_DRAFT",
+            help=f"Draft bundle; '{REFERENCE}': the reference draft; '{AUTO}': the pulled draft that fits the "
+            f"verifier's target, or else '{REFERENCE}'.",
+        ),
+    ] = AUTO
     cloud: Annotated[list[str], typer.Option(help="Verifier's address; repeat for others to fall back on.")] = field(
         default_factory=lambda: [DEFAULT_VERIFIER_URL]
     )
