@@ -19,7 +19,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outrider.cloud.api.download_places import DraftFiles, Places
+from outrider.cloud.api.download_places import DraftFiles
 from outrider.cloud.api.state import Core
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import MAX_PARAM_CHARS, error_response
@@ -37,7 +37,6 @@ _LINK_REFUSED: Final = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 def download_routes(core: Core) -> APIRouter:
     """The list of drafts, and their files."""
     router = APIRouter(tags=["drafts"])
-    places = Places(core.settings.download_limits)
     readers = asyncio.Semaphore(_READERS)
     offered = {each.entry.name: each for each in core.drafts}
     listed = DraftList(
@@ -73,7 +72,7 @@ def download_routes(core: Core) -> APIRouter:
             return answer
         if core.is_draining:
             raise RequestError("shutting_down", "the server is shutting down; use another server", status=503)
-        return _FileAnswer(core, draft, file, answer, places, readers)
+        return _FileAnswer(core, draft, file, answer, readers)
 
     return router
 
@@ -133,7 +132,6 @@ class _FileAnswer(Response):
         draft: DraftFiles,
         file: OfferedFile,
         part: range,
-        places: Places,
         readers: asyncio.Semaphore,
     ) -> None:
         super().__init__(status_code=200 if len(part) == file.size else 206, headers=_headers(file, part))
@@ -141,12 +139,11 @@ class _FileAnswer(Response):
         self._draft = draft
         self._file = file
         self._part = part
-        self._places = places
         self._readers = readers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        with self._places.place(scope.get(OWNER, ANYBODY)):
+        with self._core.downloads.place(scope.get(OWNER, ANYBODY)):
             path = self._file.path
             content = await asyncio.to_thread(open_inside, self._draft.root, path, self._file.size)
             if content is None:

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from outrider.cloud.api.bridge import Bridge
-from outrider.cloud.api.download_places import DownloadLimits, DraftFiles
+from outrider.cloud.api.download_places import DownloadLimits, DraftFiles, Places
 from outrider.cloud.api.draft_budget import DraftLimits
 from outrider.cloud.api.metrics import Metrics
 from outrider.cloud.seam import ServingEngine
@@ -116,11 +116,13 @@ class Core:
     metrics: Metrics = field(init=False)
     bridge: Bridge = field(default_factory=Bridge)
     bodies: Bodies = field(init=False)
+    downloads: Places = field(init=False)
     sessions: SessionTable = field(default_factory=SessionTable)
     is_draining: bool = False
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.engine.stats, lambda: len(self.sessions))
+        self.downloads = Places(self.settings.download_limits)
         self.bodies = Bodies(self.settings.max_body_bytes)
 
     def stop_set(self, stop_ids: list[int] | None, ignore_eos: bool) -> frozenset[int]:

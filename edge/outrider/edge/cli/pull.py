@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+from collections.abc import Mapping
+from typing import Final
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,6 +17,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from outrider.edge.cli.pull_options import PullOptions
+from outrider.edge.devices.discovery import RUNTIME_NAMES
 from outrider.edge.link.client import ClientOptions, verifier_url
 from outrider.edge.link.downloads import DraftClient
 from outrider.edge.store.choice import Chosen, Judged, Wishes, choose, judge
@@ -24,7 +27,8 @@ from outrider.models.command_line import print_line
 from outrider.models.protocol import DraftList, OfferedDraft
 from outrider.models.visible import visible
 
-COLUMNS = ("draft", "device", "runtime", "precision", "size", "accepted", "here")
+RUNTIME_WORDS: Final[Mapping[str, str]] = {**RUNTIME_NAMES}
+COLUMNS: Final = ("draft", "device", "runtime", "precision", "size", "accepted", "here")
 
 
 def pull_once(options: PullOptions, out: Console, about: Console) -> None:
@@ -87,14 +91,13 @@ def _next(options: PullOptions, result: PullResult) -> str:
 
 def describe(draft: OfferedDraft) -> str:
     """A draft in words."""
-    return (
-        f"{draft.precision}, {draft.runtime} on the {draft.device.upper()}, {draft.size_bytes / 1e6:,.1f} MB, "
-        f"{_accepted(draft)}"
-    )
+    runtime, size_mb = RUNTIME_WORDS.get(draft.runtime, draft.runtime), draft.size_bytes / 1e6
+    return f"{draft.precision}, {runtime} on the {draft.device.upper()}, {size_mb:,.1f} MB, {_accepted(draft)}"
 
 
 def _accepted(draft: OfferedDraft) -> str:
-    return "acceptance not measured" if draft.acceptance is None else f"{draft.acceptance:.0%} of its tokens accepted"
+    rate = draft.acceptance
+    return "acceptance not measured" if rate is None else f"{rate * 100:.0f} % of its tokens are accepted"
 
 
 def show_offered(console: Console, offered: DraftList, judged: list[Judged], url: str) -> None:
@@ -107,7 +110,7 @@ def show_offered(console: Console, offered: DraftList, judged: list[Judged], url
         table.add_column(name, no_wrap=name not in ("draft", "here"), overflow="fold")
     for each in judged:
         draft = each.draft
-        rate = "-" if draft.acceptance is None else f"{draft.acceptance:.0%}"
+        rate = "-" if draft.acceptance is None else f"{draft.acceptance * 100:.0f} %"
         row = (draft.name, draft.device, draft.runtime, draft.precision, f"{draft.size_bytes / 1e6:,.1f} MB", rate)
         table.add_row(*(escape(visible(cell)) for cell in (*row, each.runs_not or each.why_not or "yes")))
     console.print(table, highlight=False)

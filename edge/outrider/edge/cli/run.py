@@ -100,6 +100,7 @@ def _find_draft(options: RunOptions, about: Console) -> str | Path:
             options.cloud, options.api_key, options.choice, lambda words: print_line(about, words, "yellow")
         )
         if found is not None:
+            print_line(about, f"draft: {found.words}", "dim")
             return _checked(found.bundle.path)
     return default_draft(options.choice)
 

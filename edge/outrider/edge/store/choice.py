@@ -77,7 +77,7 @@ def judge(
         asked = (("name", wishes.name), ("device", wishes.device), ("runtime", wishes.runtime))
         for what, wish in (*asked, ("precision", wishes.precision)):
             if wish is not None and getattr(draft, what) != wish:
-                return Judged(draft, f"--{what} {wish} was asked for", None)
+                return Judged(draft, f"its {what} is {getattr(draft, what)}, --{what} asks for {wish}", None)
         reason = runs_not(draft)
         return Judged(draft, None if wishes.name is not None else reason, reason)
 

@@ -50,6 +50,12 @@ class Pulled:
     bundle: Bundle
     record: Record
 
+    @property
+    def words(self) -> str:
+        """Its name, and where it came from."""
+        latest = max(self.record.targets.values(), key=lambda each: each.at_s, default=None)
+        return f"{latest.name}, pulled from {latest.server}" if latest else f"{self.bundle.manifest.name}, pulled"
+
     def pulled_for(self, target: str | None) -> PulledFor | None:
         """The latest pull for the target."""
         return self.record.targets.get(target or "")
