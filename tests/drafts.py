@@ -1,8 +1,7 @@
-"""Makes draft bundles for the fake target: real ones of a tiny model, and others whose model is only bytes."""
+"""Makes draft bundles for the fake target; their model is only bytes."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,7 @@ def make_draft(place: Path, *, rate: float | None = None, content: bytes = b"wei
         save_fake_tokenizer(writer.directory)
         (writer.directory / "openvino_model.xml").write_text("<net/>", encoding="utf-8")
         (writer.directory / "openvino_model.bin").write_bytes(content)
-        return _commit(writer, rate, changes)
-
-
-def make_real_draft(place: Path, ir: Path) -> Bundle:
-    """A draft bundle that runs, from a tiny model's IR."""
-    with BundleWriter(place) as writer:
-        save_fake_tokenizer(writer.directory)
-        for name in ("openvino_model.xml", "openvino_model.bin", "config.json"):
-            shutil.copy(ir / name, writer.directory / name)
-        return _commit(writer, None, {})
-
-
-def _commit(writer: BundleWriter, rate: float | None, changes: dict[str, Any]) -> Bundle:
-    manifest = make_manifest(writer.list_files(), fake_tokenizer().fingerprint, "tiny-draft")
-    measured = () if rate is None else (Acceptance(target="fake", temperature=0.8, tested_tokens=100, rate=rate),)
-    report = manifest.report.model_copy(update={"acceptance": measured})
-    return writer.commit(manifest.model_copy(update={"report": report, **changes}))
+        manifest = make_manifest(writer.list_files(), fake_tokenizer().fingerprint, "tiny-draft")
+        measured = () if rate is None else (Acceptance(target="fake", temperature=0.8, tested_tokens=100, rate=rate),)
+        report = manifest.report.model_copy(update={"acceptance": measured})
+        return writer.commit(manifest.model_copy(update={"report": report, **changes}))

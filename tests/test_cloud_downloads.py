@@ -251,7 +251,7 @@ def test_downloads_at_a_time_are_bounded(tmp_path: Path, limits: DownloadLimits,
 def test_a_download_that_is_too_slow_is_cut(tmp_path: Path) -> None:
     """Its place is free again; with such limits every download is too slow after its first piece."""
     make_draft(tmp_path / "cpu-int8", content=bytes(1 << 20))
-    limits = DownloadLimits(grace_s=0.0, min_rate=1e15)
+    limits = DownloadLimits(grace_s=-1.0, min_rate=1e15)
     with serve_fake(ServerSettings(download_limits=limits), drafts=tmp_path) as server:
         with pytest.raises(httpx.RemoteProtocolError, match="peer closed connection"):
             httpx.get(server.url + WEIGHTS)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Mapping
 from typing import Final
 
 from rich.console import Console
@@ -27,7 +26,6 @@ from outrider.models.command_line import print_line
 from outrider.models.protocol import DraftList, OfferedDraft
 from outrider.models.visible import visible
 
-RUNTIME_WORDS: Final[Mapping[str, str]] = {**RUNTIME_NAMES}
 COLUMNS: Final = ("draft", "device", "runtime", "precision", "size", "accepted", "here")
 
 
@@ -91,8 +89,12 @@ def _next(options: PullOptions, result: PullResult) -> str:
 
 def describe(draft: OfferedDraft) -> str:
     """A draft in words."""
-    runtime, size_mb = RUNTIME_WORDS.get(draft.runtime, draft.runtime), draft.size_bytes / 1e6
+    runtime, size_mb = _runtime(draft), draft.size_bytes / 1e6
     return f"{draft.precision}, {runtime} on the {draft.device.upper()}, {size_mb:,.1f} MB, {_accepted(draft)}"
+
+
+def _runtime(draft: OfferedDraft) -> str:
+    return next((words for name, words in RUNTIME_NAMES.items() if name == draft.runtime), draft.runtime)
 
 
 def _accepted(draft: OfferedDraft) -> str:

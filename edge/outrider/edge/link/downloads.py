@@ -68,9 +68,7 @@ class DraftClient(CloudClient):
         return start
 
     async def _pieces(self, response: httpx.Response, left: int) -> AsyncGenerator[bytes, None]:
-        raw = response.aiter_raw()
-        assert isinstance(raw, AsyncGenerator)
-        async with aclosing(raw) as chunks:
+        async with aclosing(_raw(response)) as chunks:
             while True:
                 async with self._deadline(self._silence_s):
                     chunk = await anext(chunks, b"")
@@ -81,3 +79,11 @@ class DraftClient(CloudClient):
                     raise ProtocolBroken(self.url, "a file has more bytes than it announced")
                 self._body_down += len(chunk)
                 yield chunk
+
+
+async def _raw(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """The body as it comes, never decoded."""
+    assert isinstance(response.stream, httpx.AsyncByteStream)
+    async for chunk in response.stream:
+        if chunk:
+            yield chunk

@@ -73,7 +73,9 @@ class BundleFetch:
         self._destination = destination
         self._progress = progress
         self._sleep = sleep
-        self._partial = destination.with_name(f".{destination.name}.{manifest_of(draft).sha256[:KEY_CHARS]}.partial")
+        key = manifest_of(draft).sha256[:KEY_CHARS]
+        name = key if destination.name == key else f"{destination.name}.{key}"
+        self._partial = destination.with_name(f".{name}.partial")
 
     async def run(self) -> Bundle:
         """The bundle at the destination. Raises BundleError for what is no such bundle, CloudError where the server
@@ -99,8 +101,12 @@ class BundleFetch:
         """Takes over the files of a damaged bundle at the destination: those that are intact are not fetched again."""
         if self._partial.exists():
             shutil.rmtree(self._destination)
-        else:
-            self._destination.rename(self._partial)
+            return
+        self._destination.rename(self._partial)
+        sizes = {self._partial / file.path: file.size for file in self._draft.files}
+        for path in self._partial.rglob("*"):
+            if path.is_file() and path.stat().st_size != sizes.get(path):
+                path.unlink()  # a shorter one is not the beginning of the right one
 
     def _require_room(self) -> None:
         has = sum(path.stat().st_size for path in self._partial.rglob("*") if path.is_file())
@@ -146,19 +152,26 @@ class BundleFetch:
             path.unlink(missing_ok=True)
             has = 0
         self._progress.add(has)
-        if has < file.size or not path.is_file():
-            await self._download(file, path)
-            found = await asyncio.to_thread(hash_file, path)
-            if found != file.sha256:
-                path.unlink()
-                self._progress.add(-file.size)
-                raise BundleError(
-                    f"{file.path} of {self._draft.name} arrived damaged: its SHA-256 is {found[:16]}..., announced was "
-                    f"{file.sha256[:16]}...; this file was removed, the others are kept. Run `outrider pull` again"
-                )
+        if has == file.size and path.is_file():
+            return
+        found = await self._download(file, path)
+        if found != file.sha256 and has:
+            self._drop(file, path)
+            self._progress.note(f"{file.path} is damaged: what was here of it did not belong to it. Fetching it again.")
+            found = await self._download(file, path)
+        if found != file.sha256:
+            self._drop(file, path)
+            raise BundleError(
+                f"{file.path} of {self._draft.name} arrived damaged: its SHA-256 is {found[:16]}..., announced was "
+                f"{file.sha256[:16]}...; this file was removed, the others are kept. Run `outrider pull` again"
+            )
 
-    async def _download(self, file: OfferedFile, path: Path) -> None:
-        """Appends to `path` until it has the announced size, in as many attempts as bring it forward."""
+    def _drop(self, file: OfferedFile, path: Path) -> None:
+        path.unlink()
+        self._progress.add(-file.size)
+
+    async def _download(self, file: OfferedFile, path: Path) -> str:
+        """Appends to `path` until it has the announced size; gives its hash. Tries again as long as that helps."""
         num_failures = 0
         while True:
             has = path.stat().st_size if path.is_file() else 0
@@ -173,7 +186,7 @@ class BundleFetch:
                 error = lost
             now_has = path.stat().st_size if path.is_file() else 0
             if now_has == file.size:
-                return
+                return await asyncio.to_thread(hash_file, path)
             num_failures = 0 if now_has > has else num_failures + 1
             cause = str(error) if error is not None else f"{self._client.url} closed the connection"
             if num_failures >= MAX_FAILURES:
