@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import logging
 import socket
@@ -14,13 +15,13 @@ import pytest
 from tests.drafts import make_draft
 from tests.serving import FakeServer, fake_tokenizer, serve_fake
 
-from outrider.cloud.api.download_places import DownloadLimits
+from outrider.cloud.api.download_places import DownloadLimits, Places
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.options import ServeOptions
 from outrider.models.bundle import hash_file
-from outrider.models.errors import ConfigError
+from outrider.models.errors import ConfigError, RequestError
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import DraftList
 
@@ -229,7 +230,10 @@ def unread_download(server: FakeServer) -> socket.socket:
     return connection
 
 
-@pytest.mark.parametrize(("limits", "status"), [(DownloadLimits(max_each=1), 429), (DownloadLimits(max_all=1), 503)])
+@pytest.mark.parametrize(
+    ("limits", "status"),
+    [(DownloadLimits(max_each=1, refusal_s=0.0), 429), (DownloadLimits(max_all=1, refusal_s=0.0), 503)],
+)
 def test_downloads_at_a_time_are_bounded(tmp_path: Path, limits: DownloadLimits, status: int) -> None:
     """Of one owner and in all; a client that leaves makes room, and nothing else waits for it."""
     make_draft(tmp_path / "cpu-int8", content=bytes(16 << 20))
@@ -280,3 +284,22 @@ def test_the_next_command_pulls_where_drafts_are_offered(tmp_path: Path) -> None
         ServeOptions("reference"), tmp_path, "http://127.0.0.1:8000", needs_key=False, has_drafts=True
     )
     assert plain == 'outrider pull, then outrider run --compare "def walk(path):"'
+
+
+def test_a_refusal_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that asks again and again would keep the server busy with refusals."""
+    slept: list[float] = []
+
+    async def sleep(delay_s: float) -> None:
+        slept.append(delay_s)
+
+    async def refused(limits: DownloadLimits) -> int:
+        with pytest.raises(RequestError) as raised:
+            async with Places(limits).place(b"owner"):
+                pytest.fail("there is no place")
+        return raised.value.status
+
+    monkeypatch.setattr("outrider.cloud.api.download_places.asyncio.sleep", sleep)
+    assert asyncio.run(refused(DownloadLimits(max_each=0))) == 429
+    assert asyncio.run(refused(DownloadLimits(max_all=0))) == 503
+    assert slept == [1.0, 1.0]

@@ -23,6 +23,8 @@ from outrider.cloud.api.download_places import DownloadLimits
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.cli.pull import show_offered
 from outrider.edge.cli.pulled import pulled_draft
+from outrider.edge.cli.run import _find_draft
+from outrider.edge.cli.run_options import AUTO, RunOptions
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRuntime
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.link.downloads import DraftClient
@@ -38,7 +40,7 @@ from outrider.models.manifest import StaticShapes
 from outrider.models.protocol import DraftList, ModelFacts, OfferedDraft, OfferedFile
 from outrider.models.runtimes.fake import FakeSequenceRuntime
 
-CONTENT = bytes(range(251)) * 4000  # about 1 MB: several pieces of an answer
+CONTENT = bytes(range(251)) * 6000  # about 1.5 MB: several pieces of an answer
 SHA = "0" * 64
 
 
@@ -320,7 +322,7 @@ def test_a_disk_without_room(server: FakeServer, shelf: Shelf, monkeypatch: pyte
     room = shutil.disk_usage("/")._replace(free=1000)
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda path: room)
-        with pytest.raises(BundleError, match=r"cpu needs 1\.0 MB more at .* 0\.0 MB are free; free some space"):
+        with pytest.raises(BundleError, match=r"cpu needs 1\.5 MB more at .* 0\.0 MB are free; free some space"):
             pull(server.url)
 
     def fill(done: int) -> None:
@@ -487,7 +489,7 @@ def test_a_download_that_brings_nothing_is_given_up(place: Path, shelf: Shelf, m
         return httpx.MockTransport(answer)
 
     with pytest.raises(
-        CloudError, match=r"openvino_model\.bin broke off after 0\.0 of 1\.0 MB: .*some words.*to go on"
+        CloudError, match=r"openvino_model\.bin broke off after 0\.0 of 1\.5 MB: .*some words.*to go on"
     ):
         pull("http://cloud.example", transport=served(503))
     assert len(asked) == fetch.MAX_FAILURES
@@ -581,6 +583,27 @@ def test_pull_then_run(
     assert "the pulled draft is damaged: " in message and "; run `outrider pull` again\n" in message
     assert run_main(monkeypatch, "pull", "--server", server.url) == 0
     assert Bundle.open(bundle)
+
+
+def test_without_a_pulled_draft_a_run_takes_the_reference(
+    server: FakeServer, place: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And `--draft reference` takes it in any case; a draft that is named is taken as it is."""
+    reference = Path("the-reference")
+    monkeypatch.setattr("outrider.edge.cli.run.default_draft", lambda choice: reference)
+    about = Console(file=io.StringIO())
+
+    def found(draft: str) -> str | Path:
+        return _find_draft(RunOptions("x", draft=draft, cloud=[server.url]), about)
+
+    assert RunOptions("x").draft == AUTO
+    assert found(AUTO) == found("reference") == reference and found("named") == "named"
+    pulled = pull(server.url)[0].path
+    assert found(AUTO) == pulled and found("reference") == reference
+    with serve_fake(has_chat_template=False) as same_tokenizer:
+        options = RunOptions("x", cloud=[same_tokenizer.url])
+        assert _find_draft(options, about) == pulled
+        assert _find_draft(replace(options, draft_device="gpu"), about) == reference  # this one is for the CPU
 
 
 def test_the_command_s_other_outputs(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -30,13 +31,15 @@ class DownloadLimits:
     """Bounds on downloads. max_each, max_all: at a time, of one owner and in all.
 
     grace_s, min_rate: after grace_s a download must have run at min_rate bytes per second, or it is cut: it occupies a
-    place. A device resumes it.
+    place. A device resumes it. refusal_s: a download that finds no place is refused so late, or a client could keep the
+    server busy with refusals.
     """
 
     max_each: int = 4
     max_all: int = 32
     grace_s: float = 30.0
     min_rate: float = 4096.0
+    refusal_s: float = 1.0
 
 
 class Places:
@@ -51,9 +54,23 @@ class Places:
         """Places of all owners."""
         return self._taken.total()
 
-    @contextmanager
-    def place(self, owner: bytes) -> Iterator[None]:
-        """Holds a place. Raises RequestError 429 or 503 `too_many_downloads` where none is free."""
+    @asynccontextmanager
+    async def place(self, owner: bytes) -> AsyncIterator[None]:
+        """Holds a place. Raises RequestError 429 or 503 `too_many_downloads` where none is free, after `refusal_s`."""
+        try:
+            self._require_free(owner)
+        except RequestError:
+            await asyncio.sleep(self._limits.refusal_s)
+            raise
+        self._taken[owner] += 1
+        try:
+            yield
+        finally:
+            self._taken[owner] -= 1
+            if not self._taken[owner]:
+                del self._taken[owner]
+
+    def _require_free(self, owner: bytes) -> None:
         limits = self._limits
         if self._taken[owner] >= limits.max_each:
             raise Throttled(
@@ -68,10 +85,3 @@ class Places:
                 f"{limits.max_all} downloads run, which is the most that this server allows; retry later",
                 status=503,
             )
-        self._taken[owner] += 1
-        try:
-            yield
-        finally:
-            self._taken[owner] -= 1
-            if not self._taken[owner]:
-                del self._taken[owner]

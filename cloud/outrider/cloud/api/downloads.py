@@ -26,7 +26,7 @@ from outrider.models.http.errors import MAX_PARAM_CHARS, error_response
 from outrider.models.http.security import ANYBODY, OWNER
 from outrider.models.protocol import DraftList, OfferedFile
 
-CHUNK_BYTES: Final = 128 << 10
+CHUNK_BYTES: Final = 256 << 10
 """Read and written at a time: other events go between two of them."""
 _READERS: Final = 2
 # One range; anything else is answered with the whole file, which RFC 9110 (14.2) allows.
@@ -143,7 +143,7 @@ class _FileAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        with self._core.downloads.place(scope.get(OWNER, ANYBODY)):
+        async with self._core.downloads.place(scope.get(OWNER, ANYBODY)):
             path = self._file.path
             content = await asyncio.to_thread(open_inside, self._draft.root, path, self._file.size)
             if content is None:
