@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,20 +23,22 @@ from tests.test_edge_cli import run_main
 from outrider.cloud.api.download_places import DownloadLimits
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.cli.pull import show_offered
-from outrider.edge.cli.pulled import pulled_draft
 from outrider.edge.cli.run import _find_draft
 from outrider.edge.cli.run_options import AUTO, RunOptions
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRuntime
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
+from outrider.edge.link.client import CloudClient
 from outrider.edge.link.downloads import DraftClient
+from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.errors import ProtocolBroken
 from outrider.edge.store import fetch
 from outrider.edge.store.choice import Chosen, Wishes, choose, judge
 from outrider.edge.store.fetch import Progress
+from outrider.edge.store.fitting import find_for_server
 from outrider.edge.store.pull import PullResult, list_offered, pull_draft
-from outrider.edge.store.shelf import PulledFor, Shelf, find_pulled
+from outrider.edge.store.shelf import Pulled, PulledFor, Shelf, find_pulled
 from outrider.models.bundle import Bundle, hash_file
-from outrider.models.errors import BundleError, CloudError, OutriderError
+from outrider.models.errors import BundleError, CloudError, OutriderError, RequestError
 from outrider.models.manifest import StaticShapes
 from outrider.models.protocol import DraftList, ModelFacts, OfferedDraft, OfferedFile
 from outrider.models.runtimes.fake import FakeSequenceRuntime
@@ -237,6 +240,21 @@ def test_a_killed_pull_goes_on_where_it_stopped(server: FakeServer, place: Path,
     result, num_bytes = pull(server.url)
     assert result.is_new and files_of(result.path) == files_of(place / "cpu") and not partial.exists()
     assert num_bytes < len(CONTENT) - kept + 20_000  # the rest, the small files after it, and the list
+
+
+def test_ctrl_c_says_that_nothing_is_lost(
+    server: FakeServer, shelf: Shelf, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 130, and where the same command goes on."""
+
+    async def interrupted(*_: object) -> PullResult:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.Event().wait()
+        raise AssertionError("it was not interrupted")
+
+    monkeypatch.setattr("outrider.edge.cli.pull.pull_draft", interrupted)
+    assert run_main(monkeypatch, "pull", "--server", server.url) == 130
+    assert capsys.readouterr().err.endswith("What has arrived is kept: the same command goes on there.\n")
 
 
 def test_a_server_without_ranges_begins_again(place: Path, shelf: Shelf) -> None:
@@ -545,8 +563,27 @@ def test_the_last_draft_pulled_for_a_target_is_found(shelf: Shelf, monkeypatch: 
 
 
 def test_nobody_is_asked_where_nothing_was_pulled(shelf: Shelf) -> None:
-    """A run without pulled drafts costs no request."""
-    assert pulled_draft(["http://192.0.2.1:1"], None, AS_BUNDLED, pytest.fail) is None
+    """A run without pulled drafts costs no request; a server that does not say what it serves has no draft here."""
+
+    async def run(answer: httpx.Response) -> Pulled | None:
+        def handle(request: httpx.Request) -> httpx.Response:
+            asked.append(request.url.path)
+            return answer
+
+        async with CloudClient("http://cloud.example", transport=httpx.MockTransport(handle)) as client:
+            return await find_for_server(Endpoints([client]))
+
+    asked: list[str] = []
+    assert asyncio.run(run(httpx.Response(500))) is None and asked == []
+    make_draft(shelf.place(SHA))
+    facts_of_another = facts(tokenizer="1" * 64).model_dump_json().encode()
+    for answer in (httpx.Response(404), httpx.Response(403), httpx.Response(200, content=facts_of_another)):
+        assert asyncio.run(run(answer)) is None
+    assert asked == ["/v1/model"] * 3
+    found = asyncio.run(run(httpx.Response(200, content=facts().model_dump_json().encode())))
+    assert found is not None and found.bundle.path == shelf.place(SHA)
+    with pytest.raises(RequestError, match="requires an API key"):
+        asyncio.run(run(httpx.Response(401)))
 
 
 def test_pull_then_run(

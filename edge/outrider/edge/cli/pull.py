@@ -78,7 +78,11 @@ async def _with_bar(
             on_change=lambda done: bar.update(task, completed=done),
             note=lambda words: print_line(bar.console, words, "yellow"),
         )
-        return await pull_draft(client, offered, chosen, progress, options.to)
+        try:
+            return await pull_draft(client, offered, chosen, progress, options.to)
+        except asyncio.CancelledError:  # Ctrl-C
+            progress.note("Interrupted. What has arrived is kept: the same command goes on there.")
+            raise
 
 
 def _next(options: PullOptions, result: PullResult) -> str:

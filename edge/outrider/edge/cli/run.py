@@ -6,6 +6,7 @@ The text goes to standard output, statistics and messages to standard error.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,6 @@ from rich.console import Console
 
 from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison, compare_modes
 from outrider.edge.cli.exporter import default_draft
-from outrider.edge.cli.pulled import pulled_draft
 from outrider.edge.cli.run_options import AUTO, RunOptions
 from outrider.edge.cli.summary import draft_lines, result_as_json, summary_lines
 from outrider.edge.cli.terminal import TokenPrinter, print_document
@@ -32,6 +32,8 @@ from outrider.edge.modes.assemble import (
     open_drafter,
 )
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.edge.store.fitting import find_for_server
+from outrider.edge.store.shelf import Pulled
 from outrider.models.bundle import Bundle
 from outrider.models.command_line import print_line
 from outrider.models.detokenizer import StreamingDetokenizer
@@ -96,13 +98,18 @@ def _find_draft(options: RunOptions, about: Console) -> str | Path:
     if options.draft not in (AUTO, REFERENCE):
         return options.draft
     if options.draft == AUTO:
-        found = pulled_draft(
-            options.cloud, options.api_key, options.choice, lambda words: print_line(about, words, "yellow")
-        )
+        found = asyncio.run(_find_pulled(options, lambda words: print_line(about, words, "yellow")))
         if found is not None:
             print_line(about, f"draft: {found.words}", "dim")
             return _checked(found.bundle.path)
     return default_draft(options.choice)
+
+
+async def _find_pulled(options: RunOptions, note: Callable[[str], None]) -> Pulled | None:
+    async with AsyncExitStack() as stack:
+        client_options = ClientOptions(api_key=options.api_key)
+        clients = [await stack.enter_async_context(CloudClient(url, client_options)) for url in options.cloud]
+        return await find_for_server(Endpoints(clients, on_trouble=note), options.choice)
 
 
 def _checked(pulled: Path) -> Path:
