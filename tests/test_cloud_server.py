@@ -190,6 +190,8 @@ def test_the_openapi_document_is_complete(client: httpx.Client, server: FakeServ
         "/v1/models",
         "/v1/models/{model}",
         "/v1/model",
+        "/v1/drafts",
+        "/v1/drafts/{name}/{path}",
         "/health/live",
         "/health/ready",
         "/metrics",
@@ -235,11 +237,12 @@ def test_health_is_answered_under_its_usual_names() -> None:
 
 def _routes(server: FakeServer) -> list[APIRoute]:
     from outrider.cloud.api.completions import completion_routes
+    from outrider.cloud.api.downloads import download_routes
     from outrider.cloud.api.health import health_routes
     from outrider.cloud.api.sessions import session_routes
     from outrider.cloud.api.verify import verify_routes
 
-    groups = (completion_routes, health_routes, session_routes, verify_routes)
+    groups = (completion_routes, download_routes, health_routes, session_routes, verify_routes)
     return [route for group in groups for route in group(server.core).routes if isinstance(route, APIRoute)]
 
 

@@ -19,7 +19,7 @@ HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "optimum", "nncf", "ray
 # stand beside the rooms. docs/architecture.md draws the same order.
 ROOMS = {
     "export": ("cli", "reference_training", "distill", "make", "check", "convert", "report", "source", ""),
-    "edge": ("cli", "lab", "doctor", "modes", "drafting", "setup", "link", "devices", ""),
+    "edge": ("cli", "lab", "doctor", "modes", "drafting", "store", "setup", "link", "devices", ""),
     "cloud": ("server", "api", "engine", "pending", ""),
     "models": ("http", "runtimes", ""),
     "reference": ("",),

@@ -10,6 +10,7 @@ import pytest
 from pydantic import BaseModel
 
 from outrider.models.protocol import (
+    DraftList,
     DraftRequest,
     ErrorAnswer,
     SessionEnd,
@@ -27,7 +28,14 @@ EVENTS = re.findall(r"^data: (.*)$", TEXT, re.MULTILINE)
 RAISED = re.compile(r'(?:RequestError|FieldError|Throttled)\(\s*"([a-z_]+)"')
 # Made from an HTTP status in cloud/outrider/cloud/api/errors.py, or by a route below the framework.
 FROM_STATUS = {"not_found", "invalid_request"}
-MESSAGES: tuple[type[BaseModel], ...] = (ErrorAnswer, SessionRequest, DraftRequest, VerifyRequest, VerifyAnswer)
+MESSAGES: tuple[type[BaseModel], ...] = (
+    ErrorAnswer,
+    SessionRequest,
+    DraftRequest,
+    VerifyRequest,
+    VerifyAnswer,
+    DraftList,
+)
 
 
 @pytest.mark.parametrize(("message", "example"), tuple(zip(MESSAGES, EXAMPLES, strict=True)))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from outrider.cloud.api.app import create_app
+from outrider.cloud.api.download_places import DraftFiles
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread
 from outrider.cloud.engine.config import TreeForm
@@ -22,6 +23,7 @@ from outrider.cloud.server.connection_limits import ConnectionLimits
 from outrider.cloud.server.exporter import export_reference_target
 from outrider.cloud.server.identity import target_identity
 from outrider.cloud.server.logs import configure_logging
+from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.serving import TlsFiles, VerifierServer, open_socket, url_of
 from outrider.models.bundle import Bundle
@@ -53,6 +55,7 @@ def serve(options: ServeOptions) -> None:
         bundle = Bundle.open(export_reference_target() if is_reference else options.bundle)
         loading = _loading(bundle, options)
         model = _served_model(bundle, options.name, target_identity(bundle.manifest, loading))
+        drafts = _drafts(options.drafts, model, bundle.manifest.name)
         started_s = time.monotonic()
         runtime = open_batch_runtime(bundle.manifest.runtime, bundle.model_file, loading)
         try:
@@ -78,7 +81,7 @@ def serve(options: ServeOptions) -> None:
                 pages=pages,
             )
             server = VerifierServer(
-                create_app(thread, model, settings),
+                create_app(thread, model, settings, drafts),
                 drain_s=options.drain_s,
                 tls=tls,
                 limits=ConnectionLimits(
@@ -92,6 +95,7 @@ def serve(options: ServeOptions) -> None:
                     url_of(sock, is_tls=tls is not None),
                     sock.getsockname()[1],
                     needs_key=bool(len(keys)),
+                    has_drafts=bool(drafts),
                 ),
             )
             _print_now(_summary(model, bundle.manifest, engine, time.monotonic() - started_s))
@@ -143,6 +147,10 @@ def _served_model(bundle: Bundle, name: str | None, target: str) -> ServedModel:
     return ServedModel(name or manifest.name, bundle.tokenizer(), eos_ids, manifest, target)
 
 
+def _drafts(directory: Path | None, model: ServedModel, target: str) -> tuple[DraftFiles, ...]:
+    return () if directory is None else find_offered(directory, model.tokenizer.fingerprint, target)
+
+
 def _loading(bundle: Bundle, options: ServeOptions) -> RuntimeOptions:
     """How to load the bundle. Raises ConfigError for a runtime that is not the bundle's."""
     manifest = bundle.manifest
@@ -177,7 +185,7 @@ def _summary(model: ServedModel, manifest: Manifest, engine: Engine, load_s: flo
     )
 
 
-def _announce(options: ServeOptions, bundle: Path, url: str, port: int, *, needs_key: bool) -> None:
+def _announce(options: ServeOptions, bundle: Path, url: str, port: int, *, needs_key: bool, has_drafts: bool) -> None:
     if options.port_file is not None:
         # Renamed into place, so that a reader who waits for it never sees half a number.
         partial = options.port_file.with_name(options.port_file.name + ".part")
@@ -185,23 +193,27 @@ def _announce(options: ServeOptions, bundle: Path, url: str, port: int, *, needs
         partial.replace(options.port_file)
     _print_now(READY_PREFIX + url)
     where = "In another terminal" if is_loopback(options.host) else "On a device"
-    _print_now(f"{where}: {_next_command(options, bundle, url, needs_key=needs_key)}")
+    _print_now(f"{where}: {_next_command(options, bundle, url, needs_key=needs_key, has_drafts=has_drafts)}")
 
 
-def _next_command(options: ServeOptions, bundle: Path, url: str, *, needs_key: bool) -> str:
+def _next_command(options: ServeOptions, bundle: Path, url: str, *, needs_key: bool, has_drafts: bool = False) -> str:
     """What to type next. The draft is named where it is known: the one exported beside the target.
 
-    needs_key: the server asks for an API key. A wildcard address is no address for others, so SERVER stands for it.
+    needs_key: the server asks for an API key. has_drafts: a device can download a draft first. A wildcard address is no
+    address for others, so SERVER stands for it.
     """
     if options.host in _WILDCARDS:
         scheme, _, rest = url.partition("://")
         url = f"{scheme}://SERVER:{rest.rpartition(':')[2]}"
     cloud = "" if url == DEFAULT_VERIFIER_URL else f" --cloud {url}"
+    key = "OUTRIDER_API_KEY=KEY " if needs_key else ""
     draft = ""
+    if has_drafts:
+        server = cloud and f" --server {url}"
+        return f'{key}outrider pull{server}, then {key}outrider run{cloud} --compare "def walk(path):"'
     if options.bundle != REFERENCE:
         beside = bundle.parent / "draft"
         draft = f" --draft {shlex.quote(str(beside)) if beside.is_dir() else 'DRAFT_BUNDLE'}"
-    key = "OUTRIDER_API_KEY=KEY " if needs_key else ""
     return f'{key}outrider run{cloud}{draft} --compare "def walk(path):"'
 
 

@@ -14,6 +14,7 @@ from outrider.edge.cli.configured import ConfiguredGroup
 from outrider.edge.cli.demo import demo
 from outrider.edge.cli.devices_screen import devices
 from outrider.edge.cli.doctor_screen import doctor
+from outrider.edge.cli.pull_options import PullOptions
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.service_screen import service_app
 from outrider.models.command_line import make_app, read_stdin, require_utf8, run_app, takes_options
@@ -39,6 +40,19 @@ def run(options: RunOptions) -> None:
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.run import run_once
     run_once(options, Console(), Console(stderr=True), keys_in_use(options.api_key, options.key_file))
+
+
+@app.command()
+@takes_options(PullOptions)
+def pull(options: PullOptions) -> None:
+    """Download the draft that fits this machine from a server.
+
+    `outrider run` then drafts with it for that server's target. A second pull is quick where nothing has changed; one
+    that was interrupted goes on where it stopped. The bundle's place goes to standard output.
+    """
+    with importing(WHAT, EXTRA):
+        from outrider.edge.cli.pull import pull_once
+    pull_once(options, Console(), Console(stderr=True))
 
 
 def _prompt(given: str | None) -> str:

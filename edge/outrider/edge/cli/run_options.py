@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -30,6 +30,9 @@ from outrider.models.errors import ConfigError
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
 from outrider.models.sampling import SamplingParams
 
+AUTO: Final = "auto"
+"""Stands for the pulled draft that fits the verifier's target, or else the reference draft."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
@@ -42,8 +45,13 @@ class RunOptions:
         ),
     ] = None
     draft: Annotated[
-        str, typer.Option(envvar="OUTRIDER_DRAFT", help=f"Draft bundle; '{REFERENCE}' for the reference draft.")
-    ] = REFERENCE
+        str,
+        typer.Option(
+            envvar="OUTRIDER_DRAFT",
+            help=f"Draft bundle; '{REFERENCE}': the reference draft; '{AUTO}': the pulled draft that fits the "
+            f"verifier's target, or else '{REFERENCE}'.",
+        ),
+    ] = AUTO
     cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
     mode: Annotated[Mode, typer.Option(help="How device and cloud share the work.")] = Mode.STREAM
     draft_device: DraftDevice = None

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http.cookiejar import DefaultCookiePolicy
 from importlib.metadata import version
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -30,6 +30,7 @@ from outrider.models.hosts import is_loopback
 from outrider.models.protocol import (
     ErrorAnswer,
     ErrorBody,
+    ModelFacts,
     ReadyAnswer,
     SessionEvent,
     SessionOpen,
@@ -126,7 +127,7 @@ class CloudClient:
             self._http.headers["Authorization"] = f"Bearer {options.api_key}"
         self._body_up = self._body_down = self._headers_up = self._headers_down = 0
 
-    async def __aenter__(self) -> CloudClient:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -144,6 +145,10 @@ class CloudClient:
     async def ready(self) -> ReadyAnswer:
         """GET /health/ready."""
         return self._parse(ReadyAnswer, await self._exchange("GET", "/health/ready", headers=_PLAIN))
+
+    async def model_facts(self) -> ModelFacts:
+        """GET /v1/model."""
+        return self._parse(ModelFacts, await self._exchange("GET", "/v1/model", headers=_PLAIN))
 
     async def verify(self, request: VerifyRequest) -> VerifyAnswer:
         """POST /v1/verify. May take as long as the server is alive and `call_timeout_s` lasts."""
