@@ -13,11 +13,13 @@ from pathlib import Path
 import click
 import pytest
 import typer.main
+from tests.drafts import make_draft
 from tests.serving import fake_tokenizer, save_fake_tokenizer, serve_fake
 from tests.test_bundle import make_manifest
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.cli import main as cli
+from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.link.address import without_password
 from outrider.edge.setup.config_file import ConfigFile, config_path, read_config
 from outrider.edge.setup.endpoints import Endpoint, Keys, read_endpoints
@@ -359,3 +361,64 @@ def test_config_needs_no_runtime_and_no_http_library() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "max_tokens" in done.stdout and "default" in done.stdout
+
+
+def test_configured_values_keep_no_mode_from_running(
+    config: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """What has no effect is refused where it was typed; a value from the file or the environment is for every run."""
+    config.write_text(
+        "[common]\neffort = 'low'\ndraft_device = 'gpu'\n[run]\nwidth = '4'\ncompare = true\npatience_ms = 5\n"
+        "lookup = false\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setenv("OUTRIDER_THREADS", "2")
+    command = ["run", "def", "--draft", str(bundle), "--max-tokens", "4", "--mode", "cloud-only"]
+    with serve_fake() as server:
+        assert run_main(monkeypatch, *command, "--cloud", server.url) == 0, capsys.readouterr().err
+    for typed, name in ((("--effort", "low"), "--effort"), (("--draft-device", "cpu"), "--draft-device")):
+        assert run_main(monkeypatch, *command, *typed) == 2
+        shown = capsys.readouterr().err
+        assert f"nothing drafts with --mode cloud-only, so {name} would have no effect; leave it out" in shown
+    assert run_main(monkeypatch, *command, "--compare") == 2
+    assert "--compare measures cloud-only beside another --mode" in capsys.readouterr().err
+
+
+def test_a_typed_option_comes_before_a_configured_one_that_contradicts_it(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """A device in the file does not forbid --runtime ngram, which no device runs; two in the file are a mistake."""
+    chosen: list[DraftChoice] = []
+    monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda options, *_: chosen.append(options.choice))
+    config.write_text("[run]\ndraft_device = 'gpu.1'\n", encoding="utf-8")
+    assert run_main(monkeypatch, "run", "text", "--runtime", "ngram") == 0
+    assert run_main(monkeypatch, "run", "text", "--provider", "prefer-npu") == 0
+    assert run_main(monkeypatch, "run", "text", "--runtime", "openvino") == 0
+    assert chosen == [DraftChoice("ngram"), DraftChoice(provider="prefer-npu"), DraftChoice("openvino", "gpu.1")]
+    config.write_text("[run]\ndraft_device = 'gpu.1'\nruntime = 'ngram'\n", encoding="utf-8")
+    assert run_main(monkeypatch, "run", "text") == 2
+    assert "no device runs it" in capsys.readouterr().err
+
+
+def test_a_pull_gets_address_and_key_from_the_file(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The preferred endpoint, with its own key; --server goes elsewhere without it."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    key_file(config.parent)
+    make_draft(tmp_path / "drafts" / "cpu")
+    with (
+        serve_fake(ServerSettings(keys=KeyRing([KEY])), drafts=tmp_path / "drafts") as server,
+        serve_fake(ServerSettings(keys=KeyRing([KEY]))) as other,
+    ):
+        config.write_text(
+            f"[[endpoint]]\nurl = '{server.url}'\nkey_file = 'cloud.key'\n[[endpoint]]\nurl = 'http://127.0.0.1:1'\n",
+            encoding="utf-8",
+        )
+        assert run_main(monkeypatch, "pull") == 0, capsys.readouterr().err
+        pulled = Path(capsys.readouterr().out.strip())
+        assert pulled.parent == tmp_path / "cache" / "drafts"
+        assert run_main(monkeypatch, "pull", "--cloud", other.url) == 2
+        assert "requires an API key" in capsys.readouterr().err
+        assert run_main(monkeypatch, "pull", "--server", other.url, "--key-file", str(config.parent / "cloud.key")) == 2
+        assert "has no drafts" in capsys.readouterr().err

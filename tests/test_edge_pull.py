@@ -22,16 +22,18 @@ from tests.test_edge_cli import run_main
 
 from outrider.cloud.api.download_places import DownloadLimits
 from outrider.cloud.api.state import ServerSettings
+from outrider.edge.cli.draft_source import clouds_of, find_draft
 from outrider.edge.cli.pull import show_offered
-from outrider.edge.cli.run import _find_draft
-from outrider.edge.cli.run_options import AUTO, RunOptions
+from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRuntime
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.downloads import DraftClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.errors import ProtocolBroken
+from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store import fetch
+from outrider.edge.store.auto import AUTO
 from outrider.edge.store.choice import Chosen, Wishes, choose, judge
 from outrider.edge.store.fetch import Progress
 from outrider.edge.store.fitting import find_for_server
@@ -541,7 +543,7 @@ def test_the_last_draft_pulled_for_a_target_is_found(shelf: Shelf, monkeypatch: 
         return shelf.place(sha256)
 
     def found(served: ModelFacts, choice: DraftChoice = AS_BUNDLED) -> Path | None:
-        pulled = find_pulled(served, choice, shelf)
+        pulled = find_pulled(served.tokenizer, served.target, choice, shelf)
         return None if pulled is None else pulled.bundle.path
 
     assert found(facts()) is None
@@ -597,7 +599,7 @@ def test_pull_then_run(
         return FakeSequenceRuntime(vocab_size=fake_tokenizer().size)
 
     monkeypatch.setattr("outrider.edge.modes.assemble.open_sequence_runtime", open_fake)
-    monkeypatch.setattr("outrider.edge.cli.run.default_draft", lambda choice: pytest.fail("the reference was taken"))
+    monkeypatch.setattr("outrider.edge.cli.draft_source.default_draft", lambda _: pytest.fail("took the reference"))
     assert run_main(monkeypatch, "pull", "--server", server.url) == 0
     shown = capsys.readouterr()
     bundle = Path(shown.out.strip())
@@ -627,20 +629,19 @@ def test_without_a_pulled_draft_a_run_takes_the_reference(
 ) -> None:
     """And `--draft reference` takes it in any case; a draft that is named is taken as it is."""
     reference = Path("the-reference")
-    monkeypatch.setattr("outrider.edge.cli.run.default_draft", lambda choice: reference)
+    monkeypatch.setattr("outrider.edge.cli.draft_source.default_draft", lambda choice: reference)
     about = Console(file=io.StringIO())
 
-    def found(draft: str) -> str | Path:
-        return _find_draft(RunOptions("x", draft=draft, cloud=[server.url]), about)
+    def found(draft: str, url: str = server.url, choice: DraftChoice = AS_BUNDLED) -> str | Path:
+        return find_draft(draft, choice, clouds_of([url], Keys()), about)
 
     assert RunOptions("x").draft == AUTO
     assert found(AUTO) == found("reference") == reference and found("named") == "named"
     pulled = pull(server.url)[0].path
     assert found(AUTO) == pulled and found("reference") == reference
     with serve_fake(has_chat_template=False) as same_tokenizer:
-        options = RunOptions("x", cloud=[same_tokenizer.url])
-        assert _find_draft(options, about) == pulled
-        assert _find_draft(replace(options, draft_device="gpu"), about) == reference  # this one is for the CPU
+        assert found(AUTO, same_tokenizer.url) == pulled
+        assert found(AUTO, same_tokenizer.url, DraftChoice(device="gpu")) == reference  # this one is for the CPU
 
 
 def test_the_command_s_other_outputs(

@@ -363,7 +363,7 @@ def test_an_empty_prompt_is_refused_before_anything_is_exported(monkeypatch: pyt
     def export(choice: DraftChoice) -> Path:
         pytest.fail("an export was started")
 
-    monkeypatch.setattr("outrider.edge.cli.run.default_draft", export)
+    monkeypatch.setattr("outrider.edge.cli.draft_source.default_draft", export)
     with pytest.raises(ConfigError, match="the prompt is empty"):
         run_once(RunOptions(""), Console(file=io.StringIO()), Console(file=io.StringIO()))
 

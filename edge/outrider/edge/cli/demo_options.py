@@ -17,6 +17,7 @@ from outrider.edge.cli.draft_flags import (
     Lookup,
     Runtime,
     Width,
+    draft_choice,
     refuse_idle_tree,
 )
 from outrider.edge.devices.placement import DraftChoice
@@ -60,7 +61,7 @@ class DemoOptions:
     params: SamplingParams = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "choice", DraftChoice(self.runtime, self.draft_device, self.emulate_npu))
+        object.__setattr__(self, "choice", draft_choice(self.runtime, self.draft_device, self.emulate_npu))
         object.__setattr__(self, "params", SamplingParams(temperature=self.temperature, seed=self.seed))
         refuse_idle_tree(self.width, self.draft_bytes, self.lookup, self.runtime)
         if self.json is not None and (self.json.is_dir() or not os.access(self.json.parent, os.W_OK)):

@@ -13,16 +13,17 @@ from rich.console import Console
 from rich.text import Text
 
 from outrider.edge.cli.cloud_flags import ApiKey, Clouds, KeyFile, keys_in_use
-from outrider.edge.cli.draft_flags import DraftDevice, EmulateNpu, Provider, Runtime
+from outrider.edge.cli.draft_flags import Draft, DraftDevice, EmulateNpu, Provider, Runtime, draft_choice
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.doctor.findings import Finding, Status, fault, ok, warning
 from outrider.edge.setup.config_file import read_config
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.setup.settings import Settings
+from outrider.edge.store.auto import AUTO
 from outrider.models.command_line import takes_options
 from outrider.models.errors import ConfigError
 from outrider.models.places import default_cache_dir
-from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
+from outrider.models.reference_export import DEFAULT_VERIFIER_URL
 from outrider.models.visible import visible
 
 STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "fault": "bold red"}
@@ -33,9 +34,7 @@ class DoctorOptions:
     """The command line. Raises ConfigError for options that contradict each other."""
 
     cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
-    draft: Annotated[
-        str, typer.Option(envvar="OUTRIDER_DRAFT", help=f"Draft bundle; '{REFERENCE}' for the reference draft.")
-    ] = REFERENCE
+    draft: Draft = AUTO
     draft_device: DraftDevice = None
     runtime: Runtime = None
     emulate_npu: EmulateNpu = False
@@ -47,7 +46,7 @@ class DoctorOptions:
     choice: DraftChoice = field(init=False)
 
     def __post_init__(self) -> None:
-        choice = DraftChoice(self.runtime, self.draft_device, self.emulate_npu, self.provider)
+        choice = draft_choice(self.runtime, self.draft_device, self.emulate_npu, self.provider)
         object.__setattr__(self, "choice", choice)
 
 

@@ -5,15 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Final
 
+import click
 import typer
+from click.core import ParameterSource
 
-from outrider.edge.devices.placement import DraftRuntime
+from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, DraftRuntime
 from outrider.edge.drafting.depth import Effort
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
+from outrider.edge.store.auto import AUTO
 from outrider.models.errors import ConfigError
+from outrider.models.reference_export import REFERENCE
 
 LOOKUP: Final = "--lookup or --no-lookup"
 
+Draft = Annotated[
+    str,
+    typer.Option(
+        envvar="OUTRIDER_DRAFT",
+        help=f"Draft bundle; '{REFERENCE}': the reference draft; '{AUTO}': the pulled draft that fits the "
+        f"verifier's target, or else '{REFERENCE}'.",
+    ),
+]
 DraftDevice = Annotated[
     str | None,
     typer.Option(
@@ -39,9 +51,40 @@ Lookup = Annotated[
 ]
 
 
+def is_typed(parameter: str) -> bool:
+    """Whether the option stands on the command line: a value from the environment or the file is for every run.
+
+    True outside of a command, where options are values.
+    """
+    context = click.get_current_context(silent=True)
+    source = context.get_parameter_source(parameter) if context is not None else None
+    return source in (None, ParameterSource.COMMANDLINE)
+
+
+def draft_choice(
+    runtime: DraftRuntime | None, draft_device: str | None, emulate_npu: bool, provider: str | None = None
+) -> DraftChoice:
+    """The choice that these options make. Raises ConfigError where typed ones contradict each other.
+
+    A configured one that contradicts a typed one gives way.
+    """
+    try:
+        return DraftChoice(runtime, draft_device, emulate_npu, provider)
+    except ConfigError:
+        typed = DraftChoice(
+            runtime if is_typed("runtime") else None,
+            draft_device if is_typed("draft_device") else None,
+            emulate_npu and is_typed("emulate_npu"),
+            provider if is_typed("provider") else None,
+        )
+        if typed == AS_BUNDLED:
+            raise
+        return typed
+
+
 def refuse_idle(reason: str, given: Mapping[str, bool]) -> None:
-    """Raises ConfigError for options that were given and have no effect, by name. reason: why they have none."""
-    if names := [name for name, is_given in given.items() if is_given]:
+    """Raises ConfigError for options that were typed and have no effect, by name. reason: why they have none."""
+    if names := [name for name, is_given in given.items() if is_given and is_typed(_parameter(name))]:
         raise ConfigError(f"{reason}, so {' and '.join(names)} would have no effect; leave {_it(names)} out")
 
 
@@ -52,6 +95,10 @@ def refuse_idle_tree(width: str, draft_bytes: float, lookup: bool | None, runtim
         refuse_idle("--width 1 drafts a single path", {"--draft-bytes": is_bytes, LOOKUP: is_lookup})
     if runtime == "ngram":
         refuse_idle("with --runtime ngram nothing but lookup drafts", {LOOKUP: is_lookup})
+
+
+def _parameter(name: str) -> str:
+    return name.split()[0].removeprefix("--").replace("-", "_")
 
 
 def _it(names: list[str]) -> str:

@@ -52,7 +52,7 @@ def pull(options: PullOptions) -> None:
     """
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.pull import pull_once
-    pull_once(options, Console(), Console(stderr=True))
+    pull_once(options, Console(), Console(stderr=True), keys_in_use(options.api_key, options.key_file))
 
 
 def _prompt(given: str | None) -> str:

@@ -15,10 +15,11 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from outrider.edge.cli.draft_source import clouds_of
 from outrider.edge.cli.pull_options import PullOptions
 from outrider.edge.devices.discovery import RUNTIME_NAMES
-from outrider.edge.link.client import ClientOptions, verifier_url
 from outrider.edge.link.downloads import DraftClient
+from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.choice import Chosen, Judged, Wishes, choose, judge
 from outrider.edge.store.fetch import Progress
 from outrider.edge.store.pull import PullResult, list_offered, pull_draft
@@ -29,17 +30,20 @@ from outrider.models.visible import visible
 COLUMNS: Final = ("draft", "device", "runtime", "precision", "size", "accepted", "here")
 
 
-def pull_once(options: PullOptions, out: Console, about: Console) -> None:
-    """Pulls a draft, or lists them; raises OutriderError. out: the bundle's place. about: everything else."""
-    verifier_url(options.server)
-    asyncio.run(_pull(options, out, about))
+def pull_once(options: PullOptions, out: Console, about: Console, keys: Keys | None = None) -> None:
+    """Pulls a draft, or lists them; raises OutriderError. out: the bundle's place. about: everything else.
+
+    keys: which key goes to which cloud; by default, the options' key.
+    """
+    ((url, client_options),) = clouds_of([options.cloud], keys or Keys(options.api_key))
+    asyncio.run(_pull(DraftClient(url, client_options), options, out, about))
 
 
-async def _pull(options: PullOptions, out: Console, about: Console) -> None:
+async def _pull(server: DraftClient, options: PullOptions, out: Console, about: Console) -> None:
     def note(words: str) -> None:
         print_line(about, words, "yellow")
 
-    async with DraftClient(options.server, ClientOptions(api_key=options.api_key)) as client:
+    async with server as client:
         offered = await list_offered(client, note)
         wishes = Wishes(options.device, options.runtime, options.precision, options.name)
         judged = judge(offered.drafts, wishes)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from outrider.edge.cli.cloud_flags import ApiKey, KeyFile
 from outrider.edge.devices.discovery import ModelRuntime
 from outrider.models.errors import ConfigError
 from outrider.models.manifest import Device, Precision
@@ -18,7 +19,7 @@ from outrider.models.reference_export import DEFAULT_VERIFIER_URL
 class PullOptions:
     """The command line; None leaves a choice to the command. Raises ConfigError for a contradiction."""
 
-    server: Annotated[str, typer.Option(help="Verifier's address.")] = DEFAULT_VERIFIER_URL
+    cloud: Annotated[str, typer.Option("--server", "--cloud", help="Verifier's address.")] = DEFAULT_VERIFIER_URL
     device: Annotated[
         Device | None, typer.Option(help="Take a draft for this device; default: what is here.", show_default=False)
     ] = None
@@ -36,7 +37,8 @@ class PullOptions:
         typer.Option(help="Put the bundle here; default: the cache, where `outrider run` finds it.", metavar="DIR"),
     ] = None
     is_listing: Annotated[bool, typer.Option("--list", help="Show the server's drafts and take none.")] = False
-    api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="Key for the verifier.")] = None
+    api_key: ApiKey = None
+    key_file: KeyFile = None
 
     def __post_init__(self) -> None:
         if self.is_listing and self.to is not None:

@@ -6,22 +6,19 @@ The text goes to standard output, statistics and messages to standard error.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, closing, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 
 from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison, compare_modes
-from outrider.edge.cli.exporter import default_draft
-from outrider.edge.cli.run_options import AUTO, RunOptions
+from outrider.edge.cli.draft_source import Clouds, clouds_of, find_draft
+from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import draft_lines, result_as_json, summary_lines
 from outrider.edge.cli.terminal import TokenPrinter, print_document
 from outrider.edge.cli.undrafted import why_undrafted
-from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.client import ClientOptions, CloudClient, verifier_url
+from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import (
     Agent,
@@ -34,17 +31,12 @@ from outrider.edge.modes.assemble import (
 )
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.edge.setup.endpoints import Keys
-from outrider.edge.store.fitting import find_for_server
-from outrider.edge.store.shelf import Pulled
-from outrider.models.bundle import Bundle
+from outrider.edge.store.auto import AUTO
 from outrider.models.command_line import print_line
 from outrider.models.detokenizer import StreamingDetokenizer
-from outrider.models.errors import BundleError, ConfigError
+from outrider.models.errors import ConfigError
 from outrider.models.reference_export import REFERENCE
 from outrider.models.tokenizer import Tokenizer
-
-Clouds = Sequence[tuple[str, ClientOptions]]
-"""Addresses, each with its own key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +61,10 @@ def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | Non
     keys = keys or Keys(options.api_key)
     make_depth(options.depth, Estimates())  # a wrong option is found before a model is loaded
     make_options(options.width)
-    for url in options.cloud:
-        verifier_url(url)
-    clouds = [(url, ClientOptions(api_key=keys.for_url(url, options.cloud))) for url in options.cloud]
+    clouds = clouds_of(options.cloud, keys)
     if options.draft in (AUTO, REFERENCE) and not options.prompt:
         raise ConfigError("the prompt is empty; expected a text to continue")  # before an export of minutes
-    bundle = open_draft_bundle(_find_draft(options, clouds, about))
+    bundle = open_draft_bundle(find_draft(options.draft, options.choice, clouds, about))
     tokenizer = bundle.tokenizer()
     request = make_request(options, tokenizer, bundle.manifest.tokenizer_fingerprint)
     is_drafted = options.mode is not Mode.CLOUD_ONLY
@@ -101,34 +91,6 @@ def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | Non
         if ran.comparison.load is not None:
             print_line(about, ran.comparison.load, "yellow")
     print_line(about, f"seed {options.params.seed}", "dim")
-
-
-def _find_draft(options: RunOptions, clouds: Clouds, about: Console) -> str | Path:
-    """Where the draft's bundle is: as named, else pulled for the verifier's target, else the reference draft."""
-    if options.draft not in (AUTO, REFERENCE):
-        return options.draft
-    if options.draft == AUTO:
-        found = asyncio.run(_find_pulled(options.choice, clouds, lambda words: print_line(about, words, "yellow")))
-        if found is not None:
-            print_line(about, f"draft: {found.words}", "dim")
-            return _checked(found.bundle.path)
-    return default_draft(options.choice)
-
-
-async def _find_pulled(choice: DraftChoice, clouds: Clouds, note: Callable[[str], None]) -> Pulled | None:
-    async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds]
-        return await find_for_server(Endpoints(clients, on_trouble=note), choice)
-
-
-def _checked(pulled: Path) -> Path:
-    """The place of a pulled draft that is whole. Raises BundleError with the command that mends it."""
-    try:
-        Bundle.open(pulled)
-    except BundleError as error:
-        damage = str(error).rpartition("; ")[0]  # without the advice for bundles that were copied
-        raise BundleError(f"the pulled draft is damaged: {damage}; run `outrider pull` again") from None
-    return pulled
 
 
 def _printer(out: Console, options: RunOptions, detokenizer: StreamingDetokenizer) -> TokenPrinter:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-from typing import Annotated, Final
+from typing import Annotated
 
 import typer
 
 from outrider.edge.cli.cloud_flags import ApiKey, Clouds, KeyFile
 from outrider.edge.cli.draft_flags import (
     LOOKUP,
+    Draft,
     DraftBytes,
     DraftDevice,
     EmulateNpu,
@@ -19,6 +20,8 @@ from outrider.edge.cli.draft_flags import (
     Provider,
     Runtime,
     Width,
+    draft_choice,
+    is_typed,
     refuse_idle,
     refuse_idle_tree,
 )
@@ -26,12 +29,10 @@ from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.drafting.depth import Effort
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.results import Mode
+from outrider.edge.store.auto import AUTO
 from outrider.models.errors import ConfigError
-from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
+from outrider.models.reference_export import DEFAULT_VERIFIER_URL
 from outrider.models.sampling import SamplingParams
-
-AUTO: Final = "auto"
-"""Stands for the pulled draft that fits the verifier's target, or else the reference draft."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +45,7 @@ class RunOptions:
             help="The text to continue; read from standard input where it is - or missing.", show_default=False
         ),
     ] = None
-    draft: Annotated[
-        str,
-        typer.Option(
-            envvar="OUTRIDER_DRAFT",
-            help=f"Draft bundle; '{REFERENCE}': the reference draft; '{AUTO}': the pulled draft that fits the "
-            f"verifier's target, or else '{REFERENCE}'.",
-        ),
-    ] = AUTO
+    draft: Draft = AUTO
     cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
     mode: Annotated[Mode, typer.Option(help="How device and cloud share the work.")] = Mode.STREAM
     draft_device: DraftDevice = None
@@ -87,17 +81,26 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         seed = secrets.randbits(32) if self.seed is None else self.seed
-        choice = DraftChoice(self.runtime, self.draft_device, self.emulate_npu, self.provider)
+        choice = draft_choice(self.runtime, self.draft_device, self.emulate_npu, self.provider)
         object.__setattr__(self, "choice", choice)
         object.__setattr__(self, "params", SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, seed))
-        if self.mode is Mode.CLOUD_ONLY and choice != AS_BUNDLED:
-            raise ConfigError("nothing drafts with --mode cloud-only; leave out the options of the draft")
-        if self.mode is Mode.CLOUD_ONLY and self.compare:
-            raise ConfigError("--compare measures cloud-only beside another --mode; leave one of them out")
         self._refuse_idle()
+        if self.mode is Mode.CLOUD_ONLY:
+            if self.compare and is_typed("compare"):
+                raise ConfigError("--compare measures cloud-only beside another --mode; leave one of them out")
+            # What is left was configured for other modes.
+            object.__setattr__(self, "choice", AS_BUNDLED)
+            object.__setattr__(self, "compare", False)
+            object.__setattr__(self, "patience_ms", None)
 
     def _refuse_idle(self) -> None:
-        """Raises ConfigError for options that would have no effect."""
+        """Raises ConfigError for typed options that would have no effect."""
+        device = {
+            "--runtime": self.runtime is not None,
+            "--draft-device": self.draft_device is not None,
+            "--emulate-npu": self.emulate_npu,
+            "--provider": self.provider is not None,
+        }
         tree = {
             "--width": self.width != "auto",
             "--draft-bytes": self.draft_bytes != BYTES_PER_TOKEN,
@@ -110,7 +113,7 @@ class RunOptions:
             "--threads": self.threads != 0,
         }
         if self.mode is Mode.CLOUD_ONLY:
-            refuse_idle("nothing drafts with --mode cloud-only", tree | pace)
+            refuse_idle("nothing drafts with --mode cloud-only", device | tree | pace)
         if self.mode is Mode.STOP_AND_WAIT:
             refuse_idle("--mode stop-and-wait sends one path and waits for its answer", tree)
         if self.depth != "auto":

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.doctor.findings import Finding, fault, ok, warning
+from outrider.edge.doctor.probe import ProbeFailed, find_pulled_draft
+from outrider.edge.store.auto import AUTO
+from outrider.edge.store.shelf import Shelf
 from outrider.models.bundle import Bundle
 from outrider.models.errors import OutriderError
 from outrider.models.manifest import MANIFEST_NAME
@@ -17,6 +21,8 @@ from outrider.models.reference_export import REFERENCE
 MAX_DEPTH: Final = 5
 MAX_BUNDLES: Final = 12
 """So many of the cache are read whole; further ones are only counted."""
+_CHOSEN: Final = (AUTO, REFERENCE)
+"""Values of `--draft` that leave the choice to the command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,18 @@ class CheckedBundle:
 
     finding: Finding
     bundle: Bundle | None = None
+
+    def has_tokenizer(self, fingerprint: str | None) -> bool:
+        """Whether it is intact and has this tokenizer; None: any."""
+        return self.bundle is not None and fingerprint in (None, self.bundle.manifest.tokenizer_fingerprint)
+
+    def is_at(self, path: Path) -> bool:
+        """Whether it is intact and lies there."""
+        return self.bundle is not None and self.bundle.path == path
+
+    def is_below(self, folder: Path) -> bool:
+        """Whether it is intact and lies below that folder."""
+        return self.bundle is not None and self.bundle.path.is_relative_to(folder)
 
     @property
     def size_bytes(self) -> int:
@@ -70,19 +88,31 @@ def cached_drafts(cache: Path) -> list[Path]:
     return found
 
 
-class Bundles:
-    """The draft in use and those in the cache. Run `findings` first."""
+FindPulled = Callable[[Path, str, str | None, DraftChoice], Path | None]
 
-    def __init__(self, draft: str, cache: Path) -> None:
+
+class Bundles:
+    """The draft in use and those in the cache. Run `findings` first. draft, choice: the options of the command."""
+
+    def __init__(
+        self,
+        draft: str,
+        cache: Path,
+        choice: DraftChoice = AS_BUNDLED,
+        find_pulled: FindPulled = find_pulled_draft,
+    ) -> None:
         self._draft = draft
         self._cache = cache
+        self._choice = choice
+        self._find_pulled = find_pulled
+        self._pulled: dict[tuple[str, str | None], Path | None] = {}
+        self._shelf = Shelf(cache / "drafts")
         self.intact: list[CheckedBundle] = []
         self.is_broken = False
 
     def findings(self) -> Iterator[Finding]:
         """One for each bundle."""
-        is_reference = self._draft == REFERENCE
-        named = None if is_reference else Path(self._draft).expanduser()
+        named = None if self._draft in _CHOSEN else Path(self._draft).expanduser()
         if named is not None:
             yield from self._check(named, is_used=True)
         cached = [path for path in cached_drafts(self._cache) if named is None or path.resolve() != named.resolve()]
@@ -90,20 +120,33 @@ class Bundles:
             yield from self._check(path, is_used=False)
         if len(cached) > MAX_BUNDLES:
             yield ok("bundle", f"{len(cached) - MAX_BUNDLES} more in {self._cache} were not read")
-        if is_reference and not self.intact:
-            yield ok("draft", "the reference draft; it is exported when it is first used")
+        if named is None and not self.intact:
+            advice = "`outrider pull` brings one that was made for your server's target" if self._draft == AUTO else ""
+            yield ok("draft", "the reference draft; it is exported when it is first used", advice)
 
-    def for_tokenizer(self, fingerprint: str | None) -> CheckedBundle | None:
-        """The draft in use: the named one, or of the reference drafts the first that fits."""
-        if self._draft != REFERENCE:
+    def for_target(self, tokenizer: str | None, target: str | None = None) -> CheckedBundle | None:
+        """The draft in use for a target: the named one, the one pulled for it, or the reference draft.
+
+        tokenizer: the target's fingerprint; None: unknown. A draft with another tokenizer shows why nothing fits.
+        """
+        if self._draft not in _CHOSEN:
             return None if self.is_broken else next(iter(self.intact), None)
-        fits = [
-            each
-            for each in self.intact
-            if each.bundle is not None
-            and (fingerprint is None or each.bundle.manifest.tokenizer_fingerprint == fingerprint)
-        ]
-        return next(iter(fits), None)
+        if (pulled := self.pulled_for(tokenizer, target)) is not None:
+            return next((each for each in self.intact if each.is_at(pulled)), None)
+        exported = [each for each in self.intact if not each.is_below(self._shelf.root)]
+        return next((each for each in exported if each.has_tokenizer(tokenizer)), next(iter(exported), None))
+
+    def pulled_for(self, tokenizer: str | None, target: str | None = None) -> Path | None:
+        """The place of the pulled draft that is in use for a target, intact or not."""
+        if self._draft != AUTO or tokenizer is None or next(self._shelf.drafts(), None) is None:
+            return None
+        if (tokenizer, target) not in self._pulled:
+            try:
+                found = self._find_pulled(self._shelf.root, tokenizer, target, self._choice)
+            except ProbeFailed:
+                found = None  # the runtimes' own findings say why
+            self._pulled[tokenizer, target] = found
+        return self._pulled[tokenizer, target]
 
     def _check(self, path: Path, *, is_used: bool) -> Iterator[Finding]:
         checked = check_bundle(path, is_used=is_used)

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from outrider.edge.doctor.findings import Finding, fault, ok, warning
 from outrider.edge.link.address import without_password
+from outrider.edge.link.tls import system_tls
 from outrider.edge.setup.endpoints import is_plain_http
 from outrider.models.hosts import is_loopback
 from outrider.models.protocol import PROTOCOL_VERSION, TREES_SINCE, ReadyAnswer
@@ -47,6 +48,7 @@ class Facts(BaseModel):
     name: str = Field(max_length=200)
     protocol: int = Field(ge=1, le=10**6)
     tokenizer: str = Field(max_length=128)
+    target: str | None = Field(default=None, max_length=128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +278,7 @@ class CloudReport:
 
 def tls_context() -> ssl.SSLContext:
     """The settings of the agent's own connections."""
-    return httpx.create_ssl_context()
+    return system_tls()
 
 
 def check_tokenizer(report: CloudReport, name: str, fingerprint: str) -> Finding:
@@ -288,7 +290,7 @@ def check_tokenizer(report: CloudReport, name: str, fingerprint: str) -> Finding
     return fault(
         step,
         f"{name} has tokenizer {fingerprint[:12]}, {target.name} has {target.tokenizer[:12]}",
-        "use a draft made for this target: `outrider-export draft`",
+        "take a draft made for this target: `outrider pull`",
     )
 
 

@@ -55,12 +55,12 @@ def _examine(patient: Patient, secrets: set[str]) -> Iterator[Finding]:
     yield from guarded("Python", check_python)
     yield from guarded("packages", check_packages)
     yield from guarded("runtimes", check_runtimes)
-    bundles = Bundles(patient.draft, patient.cache)
+    bundles = Bundles(patient.draft, patient.cache, patient.choice)
     yield from guarded("bundles", bundles.findings)
     reports: list[CloudReport] = []
     for url in dict.fromkeys(patient.urls):
         yield from guarded("cloud", _examine_cloud, patient, url, bundles, reports, secrets)
-    draft = bundles.for_tokenizer(next((each.facts.tokenizer for each in reports if each.facts), None))
+    draft = _draft_for(bundles, next((each for each in reports if each.facts), None))
     yield from guarded("speed", _examine_speed, patient, draft, reports)
     yield from guarded("memory", check_memory, draft.size_bytes if draft is not None else None)
     yield from guarded("disk", check_disk, patient.cache)
@@ -95,10 +95,20 @@ def _examine_cloud(
     reports.append(report)
     yield from report.findings()
     if report.facts is not None:
-        draft = bundles.for_tokenizer(report.facts.tokenizer)
+        draft = _draft_for(bundles, report)
         if draft is not None and draft.bundle is not None:
             manifest = draft.bundle.manifest
             yield check_tokenizer(report, manifest.name, manifest.tokenizer_fingerprint)
+        elif (pulled := bundles.pulled_for(report.facts.tokenizer, report.facts.target)) is not None:
+            found = f"the one pulled for {report.facts.name} is damaged, at {pulled}"
+            yield fault(report.step_name("draft"), found, "run `outrider pull` again")
+
+
+def _draft_for(bundles: Bundles, report: CloudReport | None) -> CheckedBundle | None:
+    """The draft in use with a cloud; None: no cloud answers."""
+    if report is None or report.facts is None:
+        return bundles.for_target(None)
+    return bundles.for_target(report.facts.tokenizer, report.facts.target)
 
 
 def _label(url: str, endpoint: Endpoint | None) -> str:

@@ -1,6 +1,8 @@
-"""Asks a runtime for its devices, or profiles a draft, in a process of its own: a broken driver ends only that.
+"""Asks a runtime for its devices, finds a pulled draft or profiles one, in a process of its own.
 
-`python -m outrider.edge.doctor.probe` is that process; its last line is the answer, in JSON.
+A broken driver ends only that process.
+
+`python -m outrider.edge.doctor.probe` is it; its last line is the answer, in JSON.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRuntime, find_runtime
 from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.store.shelf import Shelf, find_pulled
 from outrider.models.errors import OutriderError
 
 PROMPT_TOKENS: Final = 16
@@ -50,8 +54,17 @@ def ask_runtime(runtime: ModelRuntime) -> FoundRuntime:
 
 def profile_draft(bundle: str, choice: DraftChoice, num_threads: int = 0) -> Profile:
     """Opens the draft and times it in a process of its own. Raises ProbeFailed."""
-    options = [choice.runtime, choice.device, choice.emulate_npu, choice.provider]
-    return Profile(**_ask(["draft", bundle, json.dumps(options), str(num_threads)]))
+    return Profile(**_ask(["draft", bundle, _as_text(choice), str(num_threads)]))
+
+
+def find_pulled_draft(shelf: Path, tokenizer: str, target: str | None, choice: DraftChoice) -> Path | None:
+    """Where the draft lies that `find_pulled` finds, in a process of its own: it asks runtimes. Raises ProbeFailed."""
+    found = _ask(["pulled", str(shelf), tokenizer, json.dumps(target), _as_text(choice)])["path"]
+    return None if found is None else Path(found)
+
+
+def _as_text(choice: DraftChoice) -> str:
+    return json.dumps([choice.runtime, choice.device, choice.emulate_npu, choice.provider])
 
 
 def _ask(arguments: Sequence[str]) -> dict[str, Any]:
@@ -97,6 +110,11 @@ def _find(runtime: ModelRuntime) -> dict[str, Any]:
     return find_runtime(runtime).as_json()
 
 
+def _find_pulled(shelf: Path, tokenizer: str, target: str | None, choice: DraftChoice) -> dict[str, Any]:
+    found = find_pulled(tokenizer, target, choice, Shelf(shelf))
+    return {"path": None if found is None else str(found.bundle.path)}
+
+
 def _profile(bundle: str, choice: DraftChoice, num_threads: int) -> dict[str, Any]:
     from outrider.edge.modes.assemble import open_draft_bundle, open_drafter
     from outrider.models.sampling import SamplingParams
@@ -134,6 +152,9 @@ def main(arguments: Sequence[str]) -> None:
         if what == "runtime":
             runtime: ModelRuntime = "openvino" if rest[0] == "openvino" else "onnxruntime"
             found = _find(runtime)
+        elif what == "pulled":
+            shelf, tokenizer, target, options = rest
+            found = _find_pulled(Path(shelf), tokenizer, json.loads(target), DraftChoice(*json.loads(options)))
         else:
             bundle, options, num_threads = rest
             found = _profile(bundle, DraftChoice(*json.loads(options)), int(num_threads))

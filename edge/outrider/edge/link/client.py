@@ -45,9 +45,9 @@ Headers = list[tuple[str, str]]
 # Some gateways refuse requests without it. Drafts go without: they are many, and to a session that is open already.
 _SELF = ("User-Agent", f"outrider/{version('outrider')}")
 # Without a word on encodings a server might compress, and a few bytes could become gigabytes.
-_PLAIN: Headers = [("Accept-Encoding", "identity"), _SELF]
+PLAIN: Headers = [("Accept-Encoding", "identity"), _SELF]
 _JSON: Headers = [("Content-Type", "application/json")]
-_ASK: Headers = [*_JSON, *_PLAIN]
+_ASK: Headers = [*_JSON, *PLAIN]
 # A stale draft is answered 409, and the status alone is enough (RFC 7240): words would outweigh the tokens.
 _MINIMAL = ("Prefer", "return=minimal")
 _DRAFT_HEADERS: Headers = [*_JSON, _MINIMAL]
@@ -144,11 +144,11 @@ class CloudClient:
 
     async def ready(self) -> ReadyAnswer:
         """GET /health/ready."""
-        return self._parse(ReadyAnswer, await self._exchange("GET", "/health/ready", headers=_PLAIN))
+        return self._parse(ReadyAnswer, await self._exchange("GET", "/health/ready", headers=PLAIN))
 
     async def model_facts(self) -> ModelFacts:
         """GET /v1/model."""
-        return self._parse(ModelFacts, await self._exchange("GET", "/v1/model", headers=_PLAIN))
+        return self._parse(ModelFacts, await self._exchange("GET", "/v1/model", headers=PLAIN))
 
     async def verify(self, request: VerifyRequest) -> VerifyAnswer:
         """POST /v1/verify. May take as long as the server is alive and `call_timeout_s` lasts."""
@@ -174,7 +174,7 @@ class CloudClient:
     async def end_session(self, session: str) -> None:
         """DELETE /v1/sessions/{id}; a session that is gone already is fine."""
         try:
-            await self._exchange("DELETE", f"/v1/sessions/{session}", headers=_PLAIN)
+            await self._exchange("DELETE", f"/v1/sessions/{session}", headers=PLAIN)
         except EndpointLost:
             pass  # gone, or unreachable: the server frees it when the stream's connection closes
 
@@ -246,7 +246,7 @@ class CloudClient:
         """Any answer is a sign of life. What is missing of the longest silence has passed before."""
         limit_s = self._silence_s - self._options.keep_alive_s
         try:
-            await self._exchange("GET", "/health/live", headers=_PLAIN, limit_s=limit_s)
+            await self._exchange("GET", "/health/live", headers=PLAIN, limit_s=limit_s)
         except (ProtocolBroken, RequestError):
             pass  # an answer
         except EndpointLost as e:

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from typing import Final
 from urllib.parse import quote
 
 import httpx
 
-from outrider.edge.link.client import CloudClient, Headers
+from outrider.edge.link.client import PLAIN, CloudClient, Headers
 from outrider.edge.link.errors import ProtocolBroken, short
 from outrider.models.protocol import DraftList, OfferedFile
-
-# Without it a server might compress, and a file's hash would be of other bytes.
-_PLAIN: Final[Headers] = [("Accept-Encoding", "identity")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +27,7 @@ class DraftClient(CloudClient):
 
     async def draft_list(self) -> DraftList:
         """GET /v1/drafts."""
-        return self._parse(DraftList, await self._exchange("GET", "/v1/drafts", headers=_PLAIN))
+        return self._parse(DraftList, await self._exchange("GET", "/v1/drafts", headers=PLAIN))
 
     @asynccontextmanager
     async def download(self, draft: str, file: OfferedFile, start: int = 0) -> AsyncIterator[Arriving]:
@@ -39,7 +35,7 @@ class DraftClient(CloudClient):
 
         The pieces never exceed the announced size; fewer bytes are no error here.
         """
-        headers: Headers = list(_PLAIN)
+        headers: Headers = list(PLAIN)  # compressed, a file's hash would be of other bytes
         if start:
             # Without If-Range the rest of another file could be appended.
             headers += [("Range", f"bytes={start}-"), ("If-Range", f'"{file.sha256}"')]

@@ -23,7 +23,7 @@ async def find_for_server(
     if next(shelf.drafts(), None) is None:
         return None
     served = await endpoints.call(_facts)
-    return None if served is None else find_pulled(served, choice, shelf)
+    return None if served is None else find_pulled(served.tokenizer, served.target, choice, shelf)
 
 
 async def _facts(client: CloudClient) -> ModelFacts | None:

@@ -19,7 +19,6 @@ from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, place_draft
 from outrider.models.bundle import Bundle
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.places import default_cache_dir
-from outrider.models.protocol import ModelFacts
 
 KEY_CHARS: Final = 16
 
@@ -105,18 +104,21 @@ class Shelf:
         return place.with_name(f"{place.name}.json")
 
 
-def find_pulled(served: ModelFacts, choice: DraftChoice = AS_BUNDLED, shelf: Shelf | None = None) -> Pulled | None:
+def find_pulled(
+    tokenizer: str, target: str | None, choice: DraftChoice = AS_BUNDLED, shelf: Shelf | None = None
+) -> Pulled | None:
     """The pulled draft to use with a server, if there is one that has its tokenizer and that `choice` can run here.
 
+    tokenizer: its fingerprint; target: the identity of what the server serves. Both as `GET /v1/model` has them.
     The last one pulled for this target; else the last one pulled for another target with this tokenizer. Asks the
     runtimes of candidates for their devices; no file is checked.
     """
     fitting = [
         each
         for each in (shelf or Shelf()).drafts()
-        if each.bundle.manifest.tokenizer_fingerprint == served.tokenizer and _can_run(each.bundle, choice)
+        if each.bundle.manifest.tokenizer_fingerprint == tokenizer and _can_run(each.bundle, choice)
     ]
-    return max(fitting, key=lambda each: each.latest_s(served.target), default=None)
+    return max(fitting, key=lambda each: each.latest_s(target), default=None)
 
 
 def _can_run(bundle: Bundle, choice: DraftChoice) -> bool:
