@@ -18,7 +18,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+from tests.drafts import make_draft
 from tests.serving import FakeServer, fake_tokenizer, serve_fake
 from tests.test_edge_config import KEY, OTHER_KEY, bundle, config, key_file, run_main
 
@@ -35,6 +37,7 @@ from outrider.edge.doctor.findings import Finding, guarded, without_secrets
 from outrider.edge.doctor.hardware import check_disk, check_memory, check_power, check_runtimes
 from outrider.edge.doctor.installation import check_packages, check_python
 from outrider.edge.doctor.probe import ProbeFailed, Profile, ask_runtime, profile_draft
+from outrider.edge.store.shelf import PulledFor, Shelf
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import PROTOCOL_VERSION
 
@@ -494,11 +497,34 @@ def test_bundles_of_the_cache_are_checked(bundle: Path, tmp_path: Path) -> None:
     bundles = Bundles("reference", cache)
     found = list(bundles.findings())
     assert [each.status for each in found] == ["ok", "warning"]
-    chosen = bundles.for_tokenizer(fake_tokenizer().fingerprint)
-    assert chosen is not None and chosen.size_bytes > 0 and bundles.for_tokenizer("f" * 64) is None
+    chosen = bundles.for_target(fake_tokenizer().fingerprint)
+    assert chosen is not None and chosen.size_bytes > 0
+    assert bundles.for_target("f" * 64) is chosen  # shows why nothing fits
     wrong = check_bundle(target, is_used=True).finding
     assert wrong.status == "fault" and "is a target bundle" in wrong.found
     assert check_bundle(tmp_path / "none", is_used=True).finding.status == "fault"
+
+
+def test_the_pulled_draft_is_examined(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that `run` takes for the server's target, before the reference draft; damaged, `outrider pull` helps."""
+    profiled: list[str] = []
+    monkeypatch.setattr(examination, "profile_draft", lambda path, *_: profiled.append(path) or PROFILE)
+    shelf = Shelf(tmp_path / "cache" / "drafts")
+    reference = make_draft(tmp_path / "cache" / "pairs" / "a" / "draft").path
+    with serve_fake() as server:
+        assert doctor("--server", server.url)[0] == 0 and profiled == [str(reference)]
+        pulled = make_draft(shelf.root / "new", content=b"1").path.rename(shelf.place("1" * 64))
+        make_draft(shelf.root / "newer", content=b"2").path.rename(shelf.place("2" * 64))
+        with httpx.Client() as client:
+            target = client.get(f"{server.url}/v1/model").json()["target"]
+        shelf.note("1" * 64, target, PulledFor(model="fake", server=server.url, name="cpu", at_s=1.0))
+        code, found = doctor("--server", server.url)
+        assert code == 0 and profiled[1:] == [str(pulled)] and "share one" in found["tokenizer"]["found"]
+        assert doctor("--server", server.url, "--draft", "reference")[0] == 0 and profiled[2:] == [str(reference)]
+        (pulled / "openvino_model.bin").write_bytes(b"damaged")
+        code, found = doctor("--server", server.url)
+        assert code == 1 and found["draft"]["advice"] == "run `outrider pull` again"
+        assert found["draft"]["found"] == f"the one pulled for fake is damaged, at {pulled}"
 
 
 def test_a_check_that_breaks_is_a_fault_and_shows_no_key() -> None:

@@ -269,6 +269,7 @@ def test_a_server_without_ranges_begins_again(place: Path, shelf: Shelf) -> None
         class NoRanges(httpx.AsyncBaseTransport):
             async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
                 request.headers.pop("range", None)
+                assert request.headers["user-agent"].startswith("outrider/")  # some gateways refuse requests without
                 return await inner.handle_async_request(request)
 
             async def aclose(self) -> None:
