@@ -33,12 +33,12 @@ from tests.serving import (
 
 from outrider.cloud.api import verify as verify_module
 from outrider.cloud.api.drafts import MAX_DRAFT_BYTES
-from outrider.cloud.api.encoding import Workers
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.verify import VerifyEnvelope
 from outrider.models.errors import RequestError
 from outrider.models.http import openai
 from outrider.models.http import requests as requests_module
+from outrider.models.http.encoding import Workers
 from outrider.models.http.errors import from_validation
 from outrider.models.http.limits import Slots
 from outrider.models.http.requests import (

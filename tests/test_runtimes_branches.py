@@ -70,7 +70,7 @@ def opened(
     runtime, plain = pair
     if kind == "gpu":
         assert isinstance(runtime, OpenVinoSequenceRuntime)
-        runtime._host_caches = []
+        runtime._shared.host_caches = []
         runtime._blocks = BranchBlocks(runtime._blocks.num_blocks, 32, LONGEST, copies=False)
     yield runtime, plain
     runtime.close()
@@ -221,7 +221,7 @@ def test_a_failed_call_forgets_its_branches(tiny_ir: Callable[..., Path], monkey
             raise RuntimeError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runtime, "_request", Broken(runtime._request))
+        patch.setattr(runtime._shared, "request", Broken(runtime._shared.request))
         with pytest.raises(RuntimeError, match="broken"):
             runtime.extend_branches([[1, 2], [1, 3]])
         with pytest.raises(RuntimeError, match="broken"):

@@ -249,6 +249,33 @@ class ReadyAnswer(_Answer):
     target: str | None = Field(default=None, description=_TARGET)
 
 
+class RenderAnswer(_Answer):
+    """POST /v1/render: the prompt's token ids, special tokens included. model, target: whose template it was."""
+
+    tokens: list[int]
+    model: str
+    target: str | None = Field(default=None, description=_TARGET)
+
+
+class ModelFacts(_Answer):
+    """GET /v1/model: what an agent checks before it drafts for this target, and what its user may want to know."""
+
+    name: str
+    protocol: int = PROTOCOL_VERSION
+    tokenizer: str
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: list[int]
+    has_chat_template: bool
+    target: str
+    bundle: str | None = None
+    architecture: str | None = None
+    parameters: int | None = None
+    precision: str | None = None
+    runtime: str | None = None
+    is_widened: bool = False
+
+
 SessionEnd.model_rebuild()
 
 SessionEvent = SessionOpen | Commit | SessionEnd

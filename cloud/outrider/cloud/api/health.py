@@ -7,32 +7,13 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from outrider.cloud.api.state import Core
-from outrider.models.protocol import PROTOCOL_VERSION, ReadyAnswer
+from outrider.models.protocol import ModelFacts, ReadyAnswer
 
 
 class LiveAnswer(BaseModel):
     """GET /health/live: the process answers."""
 
     status: str = "live"
-
-
-class ModelFacts(BaseModel):
-    """GET /v1/model: what an agent checks before it drafts for this target, and what its user may want to know."""
-
-    name: str
-    protocol: int = PROTOCOL_VERSION
-    tokenizer: str
-    vocab_size: int
-    max_positions: int
-    eos_token_ids: list[int]
-    has_chat_template: bool
-    target: str
-    bundle: str | None = None
-    architecture: str | None = None
-    parameters: int | None = None
-    precision: str | None = None
-    runtime: str | None = None
-    is_widened: bool = False
 
 
 def health_routes(core: Core) -> APIRouter:

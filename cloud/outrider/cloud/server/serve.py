@@ -18,16 +18,17 @@ from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.server.collector import relieve_collector
-from outrider.cloud.server.connection_limits import ConnectionLimits
 from outrider.cloud.server.exporter import export_reference_target
 from outrider.cloud.server.identity import target_identity
-from outrider.cloud.server.logs import configure_logging
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.serving import TlsFiles, VerifierServer, open_socket, url_of
+from outrider.cloud.server.serving import VerifierServer
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError
 from outrider.models.hosts import is_loopback
+from outrider.models.http.logs import configure_logging
 from outrider.models.http.security import ANY_HOST, KeyRing, PagePolicy, require_safe_host
+from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.sockets import TlsFiles, open_socket, url_of
 from outrider.models.manifest import Manifest
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
 from outrider.models.runtimes import open_batch_runtime

@@ -17,6 +17,7 @@ from outrider.edge.drafting.depth import DepthController, Effort, FixedDepth
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.price import BYTES_PER_TOKEN, SendPrice
+from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.tree import Node
 from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.link.client import CloudClient
@@ -55,7 +56,8 @@ class StreamAgent:
     """Generates in stream mode, one text at a time; its measurements are kept for the next.
 
     drafter: None is cloud-only streaming. depth: shares `estimates` if it uses any. wrap_posts: wraps the client that
-    drafts are posted to, to inject faults. Belongs to one event loop at a time.
+    drafts are posted to, to inject faults. scheduler: its thread drafts; agents of one draft model share it. Belongs to
+    one event loop at a time.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class StreamAgent:
         options: AgentOptions | None = None,
         wrap_posts: Callable[[CloudClient], Posts] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        scheduler: DraftScheduler | None = None,
     ) -> None:
         self.endpoints = endpoints
         self.drafter = drafter
@@ -75,13 +78,14 @@ class StreamAgent:
         self.options = options or AgentOptions()
         self.wrap_posts = wrap_posts or (lambda client: client)
         self.clock = clock
+        self.scheduler = scheduler or DraftScheduler(clock)
 
     async def generate(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> GenerationResult:
         """Generates one text; `on_tokens` is called on the loop with each commit's tokens as they arrive.
 
         Raises CloudError when no endpoint is left, RequestError and TokenizerMismatch when the server refuses.
-        Cancelling the task ends the session. A drafter that fails only ends the drafting: the result's `draft_error`
-        has the reason.
+        Cancelling the task ends the session. Neither that nor the text's end waits for a call of the drafter. One that
+        fails only ends the drafting: the result's `draft_error` has the reason.
         """
         return await _Generation(self, request, on_tokens).run()
 
@@ -105,6 +109,7 @@ class _Generation:
             options.tree,
             SendPrice(options.bytes_per_token, is_path=options.tree.width == 1),
             agent.clock,
+            agent.scheduler,
         )
         self._posts: Posts | None = None  # None until the first session is open
         self._session = ""
@@ -133,7 +138,7 @@ class _Generation:
                         reason = self._on_end(item.event)
                     self._ahead.pump()
         finally:
-            await self._ahead.aclose()
+            self._ahead.close()
             await self._sender.aclose()
         recorder, ahead, sender = self._recorder, self._ahead, self._sender
         recorder.num_drafted, recorder.draft_error = ahead.num_drafted, ahead.error
