@@ -50,7 +50,7 @@ UNKNOWN_TO = {
     # Of the device's rooms only the local endpoint is a server.
     **{
         f"outrider.edge.{room}": ("outrider.models.http", "outrider.models.ingress")
-        for room in ("cli", "lab", "modes", "drafting", "link", "devices", "results")
+        for room in ("lab", "modes", "drafting", "link", "devices", "results")
     },
 }
 HTTP_PACKAGES = {"pydantic", "pydantic_core", "starlette", "outrider"}

@@ -293,6 +293,14 @@ class ModelDrafter:
             del self._held[length:]
             self._num_agreed = min(self._num_agreed, length)
 
+    def forget(self) -> None:
+        """Forgets the text, and what the runtime holds of it."""
+        with self._lock:
+            self._text = []
+            self._held = []
+            self._num_agreed = 0
+            self._runtime.truncate(0)
+
     def close(self) -> None:
         """Releases the runtime, after the call in progress."""
         with self._lock:

@@ -200,6 +200,8 @@ class _Generation:
 
     def _on_end(self, end: SessionEnd) -> str:
         self._recorder.waited_ms += end.usage.waited_ms
+        if self._recorder.num_sessions == 1:
+            self._recorder.cached_prompt_tokens = end.usage.cached_prompt_tokens
         return end.reason
 
     def _on_free(self) -> None:

@@ -28,6 +28,15 @@ class TlsFiles:
             ) from None
 
 
+def tls_files(certificate: Path | None, key: Path | None) -> TlsFiles | None:
+    """The files of the options; None where neither is given. Raises ConfigError if one is missing."""
+    if certificate is None and key is None:
+        return None
+    if certificate is None or key is None:
+        raise ConfigError("HTTPS needs both --tls-cert and --tls-key")
+    return TlsFiles(certificate, key)
+
+
 def open_socket(host: str, port: int) -> socket.socket:
     """A bound socket; port 0 takes a free one. Raises ConfigError if the address cannot be had."""
     try:

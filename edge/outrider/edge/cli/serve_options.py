@@ -1,0 +1,86 @@
+"""States the options of `outrider serve`, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.edge.cli.draft_flags import DraftBytes, DraftDevice, EmulateNpu, HowMuch, Lookup, Provider, Runtime, Width
+from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.drafting.depth import Effort
+from outrider.edge.drafting.price import BYTES_PER_TOKEN
+from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """The command line. Raises ConfigError for options that contradict each other."""
+
+    draft: Annotated[
+        str, typer.Option(envvar="OUTRIDER_DRAFT", help=f"Draft bundle; '{REFERENCE}' for the reference draft.")
+    ] = REFERENCE
+    cloud: Annotated[list[str], typer.Option(help="Verifier's address; repeat for others to fall back on.")] = field(
+        default_factory=lambda: [DEFAULT_VERIFIER_URL]
+    )
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="Key for the verifier; clients never see it.")
+    ] = None
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 8077
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="Keys that clients must send, one per line. Also from OUTRIDER_API_KEYS, between commas."),
+    ] = None
+    insecure_no_keys: Annotated[
+        bool, typer.Option("--insecure-no-keys", help="Listen beyond this machine without keys.")
+    ] = False
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM; with --tls-key, serves HTTPS.")] = None
+    tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None
+    allowed_host: Annotated[
+        list[str],
+        typer.Option(
+            help="Host header that clients may send: a name, or '*' for any; repeatable. Loopback names are always "
+            "allowed. Default: any with keys; without keys, the address of --host."
+        ),
+    ] = field(default_factory=list)
+    allowed_origin: Annotated[
+        list[str],
+        typer.Option(
+            help="Origin whose pages may call, such as https://chat.example.com; repeatable. They get CORS headers."
+        ),
+    ] = field(default_factory=list)
+    max_requests: Annotated[int, typer.Option(min=1, help="Texts at a time, of all clients.")] = 16
+    max_own: Annotated[
+        int | None, typer.Option(min=1, help="Texts at a time of one key, or address; default: all.")
+    ] = None
+    max_drafting: Annotated[
+        int, typer.Option(min=1, help="Texts that the draft model drafts for at a time; others copy passages only.")
+    ] = 8
+    draft_context: Annotated[
+        int,
+        typer.Option(min=1, help="Tokens of a text that the draft holds; it bounds memory. Later ones get no drafts."),
+    ] = 8192
+    max_body_kb: Annotated[int, typer.Option(min=1, help="Largest request body, KiB.")] = 1024
+    rate: Annotated[float, typer.Option(min=0.0, help="Requests per second and client; 0: no limit.")] = 0.0
+    drain_s: Annotated[float, typer.Option(min=0.0, help="How long texts may take to finish at the end.")] = 5.0
+    draft_device: DraftDevice = None
+    runtime: Runtime = None
+    emulate_npu: EmulateNpu = False
+    provider: Provider = None
+    depth: Annotated[str, typer.Option(help="How far to draft ahead: auto, threshold or a number, 0 to 64.")] = "auto"
+    width: Width = "auto"
+    effort: HowMuch = Effort.NORMAL
+    draft_bytes: DraftBytes = BYTES_PER_TOKEN
+    lookup: Lookup = True
+    patience_ms: Annotated[
+        float | None, typer.Option(min=0.0, help="Longest wait of the target for a draft; default: it chooses.")
+    ] = None
+    threads: Annotated[int, typer.Option(min=0, help="Threads of the draft; 0 leaves it to the runtime.")] = 0
+    choice: DraftChoice = field(init=False)
+
+    def __post_init__(self) -> None:
+        choice = DraftChoice(self.runtime, self.draft_device, self.emulate_npu, self.provider)
+        object.__setattr__(self, "choice", choice)
