@@ -142,7 +142,7 @@ def test_four_texts_at_a_time_are_drafted_and_the_targets_own() -> None:
 
         def complete(prompt: str) -> dict[str, Any]:
             answer: dict[str, Any] = httpx.post(
-                f"{local.url}/v1/completions", json=body(prompt=prompt), timeout=30.0
+                f"{local.url}/v1/completions", json=body(24, prompt=prompt), timeout=30.0
             ).json()
             return answer
 
@@ -152,7 +152,7 @@ def test_four_texts_at_a_time_are_drafted_and_the_targets_own() -> None:
             # The target takes a step when the device has drafted what it wants.
             local.wait_until(lambda: local.core.drafts.scheduler.is_idle)
             gate.allow(1)
-        assert [answer.result()["choices"][0]["text"] for answer in answers] == [expected(each) for each in prompts]
+        assert [answer.result()["choices"][0]["text"] for answer in answers] == [expected(each, 24) for each in prompts]
         details = [answer.result()["usage"]["completion_tokens_details"] for answer in answers]
         assert sum(detail["accepted_prediction_tokens"] for detail in details) > 0
         assert local.core.drafts.scheduler.num_shared > 0
