@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from starlette.responses import PlainTextResponse
-from tests.local_endpoint import LocalEndpoint, local_core, serve_local
+from starlette.types import Receive, Scope, Send
+from tests.local_endpoint import LocalEndpoint, fake_draft, local_core, serve_local
 from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.serve.app import create_local_app
+from outrider.edge.serve.neighbours import OwnUser
 from outrider.edge.serve.server import LocalServer
 from outrider.edge.serve.state import LocalSettings
-from outrider.models.errors import ModelFault, TokenizerMismatch
+from outrider.models.errors import ModelFault, RequestError, TokenizerMismatch
 from outrider.models.http import openai
 from outrider.models.http.security import KeyRing, PagePolicy
 from outrider.models.ingress.sockets import open_socket
 from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
+from outrider.models.tree_draft import TreeDraft
 
 PROMPT = "def verify(tokens, drafts):"
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "seed": 5}
@@ -76,18 +81,41 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     return error
 
 
-def test_a_completion_is_the_targets_text_and_drafted(client: httpx.Client) -> None:
-    """The same text as the target alone writes; usage reports what the drafts were worth."""
+def drafted(
+    cloud: FakeServer, local: LocalEndpoint, gate: StepGate, bodies: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Completions at the same time; the target stands still until the device has sent drafts of each."""
+    engine, arrived = cloud.core.engine, set[int]()
+    take = engine.draft_tree
+
+    def counted(sequence_id: int, message: TreeDraft) -> None:
+        take(sequence_id, message)
+        arrived.add(sequence_id)
+
+    engine.draft_tree = counted  # type: ignore[method-assign]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        answers = [pool.submit(httpx.post, f"{local.url}/v1/completions", json=each, timeout=60.0) for each in bodies]
+        local.wait_until(lambda: len(arrived) == len(bodies))
+        gate.open()
+        for answer in answers:
+            assert answer.result().status_code == 200, answer.result().text
+        return [answer.result().json() for answer in answers]
+
+
+def num_accepted(completions: Sequence[dict[str, Any]]) -> int:
+    return sum(each["usage"]["completion_tokens_details"]["accepted_prediction_tokens"] for each in completions)
+
+
+def test_a_completion_is_the_targets_text(client: httpx.Client) -> None:
+    """The same text as the target alone writes, its reason and its usage."""
     answer = client.post("/v1/completions", json=body())
     assert answer.status_code == 200, answer.text
     openai.Completion.model_validate_json(answer.content)
     completion = answer.json()
     assert completion["choices"][0]["text"] == expected() and completion["choices"][0]["finish_reason"] == "length"
     assert completion["model"] == "fake" and completion["seed"] == 5
-    usage = completion["usage"]
     num_prompt = len(fake_tokenizer().encode(PROMPT))
-    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (num_prompt, 48)
-    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] > 0
+    assert (completion["usage"]["prompt_tokens"], completion["usage"]["completion_tokens"]) == (num_prompt, 48)
 
 
 def test_a_stream_gives_the_same_text(client: httpx.Client) -> None:
@@ -136,26 +164,12 @@ def test_four_texts_at_a_time_are_drafted_and_the_targets_own() -> None:
     prompts = [f"{index} + {PROMPT}" for index in range(4)]
     with (
         serve_fake(config=SURE, gate=gate) as cloud,
-        serve_local(cloud.url, DRAFTS) as local,
-        ThreadPoolExecutor(4) as pool,
+        serve_local(cloud.url, DRAFTS, runtime=fake_draft(agreement=1.0)) as local,
     ):
-
-        def complete(prompt: str) -> dict[str, Any]:
-            answer: dict[str, Any] = httpx.post(
-                f"{local.url}/v1/completions", json=body(24, prompt=prompt), timeout=30.0
-            ).json()
-            return answer
-
-        answers = [pool.submit(complete, prompt) for prompt in prompts]
-        local.wait_until(lambda: local.core.drafts.num_lent == 4)
-        while not all(answer.done() for answer in answers):
-            # The target takes a step when the device has drafted what it wants.
-            local.wait_until(lambda: local.core.drafts.scheduler.is_idle)
-            gate.allow(1)
-        assert [answer.result()["choices"][0]["text"] for answer in answers] == [expected(each, 24) for each in prompts]
-        details = [answer.result()["usage"]["completion_tokens_details"] for answer in answers]
-        assert sum(detail["accepted_prediction_tokens"] for detail in details) > 0
-        assert local.core.drafts.scheduler.num_shared > 0
+        completions = drafted(cloud, local, gate, [body(24, prompt=prompt) for prompt in prompts])
+        assert [each["choices"][0]["text"] for each in completions] == [expected(each, 24) for each in prompts]
+        assert num_accepted(completions) > 0
+        assert local.core.drafts.scheduler.num_shared > 0 and len(local.core.drafts._opened) == 4
         cloud.wait_until(cloud.is_empty)
         local.wait_until(local.is_at_rest)
 
@@ -368,10 +382,11 @@ def test_a_text_goes_on_where_the_first_verifier_fails(cloud: FakeServer) -> Non
 
 
 def test_a_draft_that_breaks_costs_only_the_draft(cloud: FakeServer) -> None:
-    """One text's draft fails; its text and the others' are whole, and the sequence drafts again later."""
-    fails = threading.Event()
+    """One text's draft fails; its text is whole, and the sequence drafts again for the next."""
+    fails, calls = threading.Event(), list[int]()
 
     def step(tokens: Sequence[int]) -> None:
+        calls.append(len(tokens))
         if fails.is_set():
             fails.clear()
             raise ModelFault("the draft's logits are not finite")
@@ -380,10 +395,12 @@ def test_a_draft_that_breaks_costs_only_the_draft(cloud: FakeServer) -> None:
     with serve_local(cloud.url, DRAFTS, runtime=runtime) as local:
         fails.set()
         for _ in range(2):
+            calls.clear()
             answer = httpx.post(f"{local.url}/v1/completions", json=body(), timeout=30.0)
             assert answer.json()["choices"][0]["text"] == expected()
-        details = answer.json()["usage"]["completion_tokens_details"]
-        assert details["accepted_prediction_tokens"] > 0 and not fails.is_set()
+            local.wait_until(lambda: bool(calls) and local.is_at_rest())
+            local.core.drafts.scheduler.join()
+            assert not fails.is_set()
 
 
 def test_the_next_turn_takes_over_the_drafts_cache(cloud: FakeServer) -> None:
@@ -439,3 +456,35 @@ def test_a_server_that_ends_says_so() -> None:
             assert refused.status_code == 503 and error_of(refused)["code"] == "shutting_down"
             local.server.begin_drain(0.0)
             assert any("shutting_down" in line for line in lines)
+
+
+def test_another_user_of_the_machine_cannot_call_without_a_key(tmp_path: Path) -> None:
+    """The system's table says whose the connection is; one that is closed, or not there, is nobody's."""
+    table, reached = tmp_path / "tcp", list[str]()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        reached.append(scope["path"])
+
+    def call(host: str, rows: Sequence[str], path: str = "/v1/completions", method: str = "POST") -> None:
+        table.write_text("\n".join(["  sl  local_address ...", *rows, ""]))
+        scope = {"type": "http", "method": method, "path": path, "client": (host, 4660), "server": ("127.0.0.1", 8077)}
+        layer = OwnUser(app, ["/v1/completions"], [table, tmp_path / "none"])
+        asyncio.run(layer(scope, None, None))  # type: ignore[arg-type]
+
+    def row(user: int, local: str = "0100007F:1234", state: str = "01") -> str:
+        return f"   0: {local} 0100007F:1F8D {state} 00000000:00000000 00:00000000 00000000 {user} 0 77"
+
+    own = os.getuid()
+    call("127.0.0.1", [row(4321, "0100007F:9999"), row(own)])
+    call("127.0.0.1", [row(0)])
+    call("::ffff:127.0.0.1", [row(own, "0000000000000000FFFF00000100007F:1234")])
+    call("::1", [row(own, "00000000000000000000000001000000:1234")])
+    call("192.0.2.7", [])  # not over loopback: the gate's business
+    call("127.0.0.1", [], method="GET")
+    call("127.0.0.1", [], path="/v1/models")
+    assert len(reached) == 7
+    for rows in ([row(4321)], [row(4321, state="06")], [row(0, state="06")] if own else [], []):
+        with pytest.raises(RequestError) as refused:
+            call("127.0.0.1", rows)
+        assert (refused.value.code, refused.value.status) == ("other_user", 403)
+    assert len(reached) == 7

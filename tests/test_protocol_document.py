@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from outrider.models.http.openai import RenderRequest
 from outrider.models.protocol import (
     DraftRequest,
     ErrorAnswer,
+    RenderAnswer,
     SessionEnd,
     SessionRequest,
     Usage,
@@ -27,7 +29,15 @@ EVENTS = re.findall(r"^data: (.*)$", TEXT, re.MULTILINE)
 RAISED = re.compile(r'(?:RequestError|FieldError|Throttled)\(\s*"([a-z_]+)"')
 # Made from an HTTP status in models/outrider/models/http/handlers.py, or by a route below the framework.
 FROM_STATUS = {"not_found", "invalid_request"}
-MESSAGES: tuple[type[BaseModel], ...] = (ErrorAnswer, SessionRequest, DraftRequest, VerifyRequest, VerifyAnswer)
+MESSAGES: tuple[type[BaseModel], ...] = (
+    ErrorAnswer,
+    SessionRequest,
+    DraftRequest,
+    VerifyRequest,
+    VerifyAnswer,
+    RenderRequest,
+    RenderAnswer,
+)
 
 
 @pytest.mark.parametrize(("message", "example"), tuple(zip(MESSAGES, EXAMPLES, strict=True)))

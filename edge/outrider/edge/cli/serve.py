@@ -60,6 +60,7 @@ def serve_local(options: ServeOptions) -> None:
                 is_keyless=not len(keys),
             ),
             allowed_origins=tuple(origin.rstrip("/") for origin in options.allowed_origin),
+            any_user=options.any_user,
             shows_details=is_loopback(options.host),
             depth=options.depth,
             options=agent_options,

@@ -37,6 +37,9 @@ class ServeOptions:
     insecure_no_keys: Annotated[
         bool, typer.Option("--insecure-no-keys", help="Listen beyond this machine without keys.")
     ] = False
+    any_user: Annotated[
+        bool, typer.Option("--any-user", help="Without keys, let other users of this machine call too.")
+    ] = False
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM; with --tls-key, serves HTTPS.")] = None
     tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None
     allowed_host: Annotated[

@@ -1,7 +1,8 @@
 """Builds the application of the local endpoint.
 
 A request passes these layers, from the outside in: CORS where it is configured, the error boundary, the body limit, the
-gate (host, origin, key, media type and rate), then the router. They are the cloud's own.
+gate (host, origin, key, media type and rate), without keys the caller's user, then the router. All but the last are
+the cloud's own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Mount
 from starlette.types import ASGIApp
 
+from outrider.edge.serve.neighbours import OwnUser
 from outrider.edge.serve.page import PageHeaders
 from outrider.edge.serve.routes import PATHS_ARE, local_routes
 from outrider.edge.serve.state import LocalCore
@@ -44,6 +46,8 @@ def create_local_app(core: LocalCore, page: ASGIApp | None = None) -> Starlette:
             costly_paths=COSTLY_PATHS,
         ),
     ]
+    if not len(settings.keys) and not settings.any_user:
+        layers.append(Middleware(OwnUser, paths=COSTLY_PATHS))
     if settings.allowed_origins:
         cors = Middleware(
             CORSMiddleware,

@@ -21,8 +21,8 @@ class LocalSettings:
 
     keys: accepted API keys. max_requests: texts at a time, of all clients. max_own: of one client. rate_per_s: requests
     that start work, per second and client; 0 is no limit. keep_alive_s: silence on a stream after which a comment is
-    sent. pages: which names and pages may call. allowed_origins: whose pages also get CORS headers. shows_details:
-    whether errors may name the verifiers.
+    sent. pages: which names and pages may call. allowed_origins: whose pages also get CORS headers. any_user: without
+    keys, other users of this machine may call too. shows_details: whether errors may name the verifiers.
     """
 
     keys: KeyRing = field(default_factory=KeyRing)
@@ -33,6 +33,7 @@ class LocalSettings:
     keep_alive_s: float = 5.0
     pages: PagePolicy | None = None
     allowed_origins: tuple[str, ...] = ()
+    any_user: bool = False
     shows_details: bool = True
     depth: str = "auto"
     options: AgentOptions = field(default_factory=AgentOptions)
