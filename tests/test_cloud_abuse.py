@@ -19,7 +19,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 from starlette.requests import Request
-from tests.hostile_bodies import CHAT, COMPLETIONS, DRAFTS, HOSTILE_BODIES, MAX_BYTES, SESSIONS, VERIFY, HostileBody
+from tests.hostile_bodies import (
+    CHAT,
+    COMPLETIONS,
+    DRAFTS,
+    HOSTILE_BODIES,
+    MAX_BYTES,
+    RENDER,
+    SESSIONS,
+    VERIFY,
+    HostileBody,
+)
 from tests.serving import (
     JSON,
     FakeServer,
@@ -58,6 +68,7 @@ ALICE, BOB = "alice-has-this-key", "bob-has-another-key"
 MESSAGES: dict[str, type[BaseModel]] = {
     COMPLETIONS: openai.CompletionRequest,
     CHAT: openai.ChatRequest,
+    RENDER: openai.RenderRequest,
     SESSIONS: SessionRequest,
     DRAFTS: DraftRequest,
     VERIFY: VerifyEnvelope,

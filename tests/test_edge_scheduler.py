@@ -295,6 +295,18 @@ def test_texts_take_turns() -> None:
     assert found == [None] * 3 and turns == [*"abc"] * 4
 
 
+def test_a_long_prompt_is_read_in_turn_with_the_calls_of_others() -> None:
+    """A text that begins does not hold up those that run."""
+    turns: list[str] = []
+    slow = ModelDrafter(
+        FakeSequenceRuntime(vocab_size=VOCAB, max_branches=1, on_step=lambda _: turns.append("A")), clock=lambda: 0.0
+    )
+    slow.begin(LONG, SAMPLED)
+    quick = opened(FakeSequenceRuntime(vocab_size=VOCAB, max_branches=1))
+    run_jobs([Job("a", slow, 1, turns), Job("b", quick, 5, turns)])
+    assert turns == ["A", "b", "A", "b", "A", "b", "A", "a", "b", "b"]
+
+
 def test_texts_of_one_model_share_calls_and_a_fault_is_one_texts_own() -> None:
     """One call serves all; where it fails, each runs alone, and only the text whose fault it is stops drafting."""
     turns: list[str] = []

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,14 +20,20 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 from tests.local_endpoint import LocalEndpoint, fake_draft, local_core, serve_local
-from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
+from tests.serving import FakeServer, StepGate, fake_tokenizer, save_fake_tokenizer, serve_fake, target_tokens
+from tests.test_bundle import make_manifest
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
+from outrider.edge.cli import main as cli
+from outrider.edge.cli.serve import READY_PREFIX
+from outrider.edge.link.client import CloudClient
+from outrider.edge.results import ByteCounts
 from outrider.edge.serve.app import create_local_app
 from outrider.edge.serve.neighbours import OwnUser
 from outrider.edge.serve.server import LocalServer
 from outrider.edge.serve.state import LocalSettings
+from outrider.models.bundle_writer import BundleWriter
 from outrider.models.errors import ModelFault, RequestError, TokenizerMismatch
 from outrider.models.http import openai
 from outrider.models.http.security import KeyRing, PagePolicy
@@ -488,3 +497,80 @@ def test_another_user_of_the_machine_cannot_call_without_a_key(tmp_path: Path) -
             call("127.0.0.1", rows)
         assert (refused.value.code, refused.value.status) == ("other_user", 403)
     assert len(reached) == 7
+
+
+@pytest.fixture
+def fake_bundle(tmp_path: Path) -> Path:
+    """A draft bundle with the fake server's tokenizer and a model that nothing can run."""
+    with BundleWriter(tmp_path / "draft") as writer:
+        save_fake_tokenizer(writer.directory)
+        for suffix in ("xml", "bin"):
+            (writer.directory / f"openvino_model.{suffix}").write_text("none")
+        return writer.commit(make_manifest(writer.list_files(), fake_tokenizer().fingerprint)).path
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Exit code of `outrider ARGUMENTS` in this process."""
+    monkeypatch.setattr(sys, "argv", ["outrider", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_the_command_serves_the_text_of_outrider_run(
+    cloud: FakeServer, fake_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a process: it says where it listens, and SIGTERM ends it."""
+    given = ["--cloud", cloud.url, "--draft", str(fake_bundle), "--runtime", "ngram"]
+    command = [sys.executable, "-m", "outrider.edge.cli", "serve", *given, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            url = process.stdout.readline().removeprefix(READY_PREFIX).strip()
+            answer = httpx.post(f"{url}/v1/completions", json=body(), timeout=30.0)
+        finally:
+            process.terminate()
+        assert "draft: n-gram lookup, no model\n" in process.stdout.read()
+        log = process.stderr.read()
+        assert process.wait(30.0) in (0, -signal.SIGTERM) and "Traceback" not in log and PROMPT not in log
+    sampled = ["--temperature", "0.8", "--top-p", "0.95", "--seed", "5", "--max-tokens", "48", "--ignore-eos"]
+    assert run_main(monkeypatch, "run", PROMPT, *given, *sampled) == 0
+    assert capsys.readouterr().out.removesuffix("\n") == answer.json()["choices"][0]["text"] == expected()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--draft", "nowhere"], "nowhere"),
+        (["--host", "0.0.0.0"], "refusing to listen on 0.0.0.0 without API keys"),
+        (["--width", "9"], "width is '9'"),
+        (["--depth", "deep"], "expected auto, threshold or a number"),
+        (["--cloud", "ftp://x"], "the cloud's address"),
+        (["--tls-cert", "x.pem"], "HTTPS needs both"),
+        (["--allowed-origin", "chat"], "an allowed origin is 'chat'"),
+    ],
+)
+def test_a_mistake_shows_before_the_draft_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    """One clear line, and exit code 2."""
+    monkeypatch.setattr("outrider.edge.cli.serve.default_draft", lambda choice: pytest.fail("a draft was exported"))
+    monkeypatch.setattr("outrider.edge.cli.serve.configure_logging", lambda format_: None)
+    assert run_main(monkeypatch, "serve", "--port", "0", *options) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err and shown.err.count("\n") == 1 and shown.out == ""
+
+
+def test_bytes_are_counted_by_text(cloud: FakeServer) -> None:
+    """Texts that run at the same time share connections, not figures; closing one text's client closes nothing."""
+
+    async def ask() -> None:
+        async with CloudClient(cloud.url) as client:
+            first, second = client.for_one_text(), client.for_one_text()
+            await first.facts()
+            await first.aclose()
+            assert first.wire.body_down > 0 and second.wire == client.wire == ByteCounts()
+            await second.ready()
+            assert second.wire.body_down > 0 and second.wire != first.wire
+
+    asyncio.run(ask())

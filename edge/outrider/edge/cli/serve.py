@@ -104,8 +104,9 @@ def _open_core(options: ServeOptions, settings: LocalSettings) -> LocalCore:
 
 
 def _announce(url: str, core: LocalCore) -> None:
-    sequences = core.drafts.max_sequences
-    drafting = f"{core.placement}, for {sequences} text{'s' if sequences > 1 else ''} at a time"
+    drafting, num_texts = core.placement, core.drafts.max_sequences
+    if num_texts:
+        drafting += f", for {num_texts} text{'s' if num_texts > 1 else ''} at a time"
     lines = [f"{READY_PREFIX}{url}", f"draft: {drafting}", f"Point an OpenAI client at {url}/v1"]
     sys.stdout.write(visible("\n".join(lines)) + "\n")
     sys.stdout.flush()
