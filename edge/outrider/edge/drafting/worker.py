@@ -126,6 +126,8 @@ class DraftWorker:
 
     def take(self, call: DraftCall, found: list[list[Guess]], before: float, now: float) -> None:
         """Takes a call's guesses."""
+        if self._is_closed:
+            return  # the estimates are another text's by now
         with self.lock:
             for node, guesses in zip(call.nodes, found, strict=True):
                 self._belief.tree.expand(node, guesses)
@@ -133,7 +135,7 @@ class DraftWorker:
             # The first call includes the prompt; one without guesses ran nothing.
             if self._has_guessed and any(found):
                 self._estimates.on_drafted((now - before) * 1e3, padded_branches(len(call.nodes)))
-            is_due = not self._is_closed and self._is_due(before, now)
+            is_due = self._is_due(before, now)
         self._has_guessed = True
         if is_due:
             self._loop.call_soon_threadsafe(self._wake)
