@@ -27,7 +27,9 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.cli import main as cli
 from outrider.edge.cli.serve import READY_PREFIX
+from outrider.edge.link.checks import check_rendered
 from outrider.edge.link.client import CloudClient
+from outrider.edge.link.errors import ProtocolBroken
 from outrider.edge.results import ByteCounts
 from outrider.edge.serve.app import create_local_app
 from outrider.edge.serve.neighbours import OwnUser
@@ -38,6 +40,7 @@ from outrider.models.errors import ModelFault, RequestError, TokenizerMismatch
 from outrider.models.http import openai
 from outrider.models.http.security import KeyRing, PagePolicy
 from outrider.models.ingress.sockets import open_socket
+from outrider.models.protocol import RenderAnswer
 from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
 from outrider.models.tree_draft import TreeDraft
@@ -574,3 +577,10 @@ def test_bytes_are_counted_by_text(cloud: FakeServer) -> None:
             assert second.wire.body_down > 0 and second.wire != first.wire
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("tokens", [[], [-1], [1 << 31]])
+def test_a_server_cannot_render_what_no_session_takes(tokens: list[int]) -> None:
+    """A conversation's ids are checked as all others that a server sends."""
+    with pytest.raises(ProtocolBroken):
+        check_rendered("http://x", RenderAnswer(tokens=tokens, model="fake"))

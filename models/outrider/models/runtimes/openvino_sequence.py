@@ -42,7 +42,7 @@ class _Shared:
         self.gathers_rows = model.gathers_rows
         self.request: Any = model.request
         self.longest = longest = model.limits.max_positions
-        self.num_blocks = -(-longest // model.block_size) + _num_spare(model)  # of a sequence
+        self.num_blocks = -(-longest // model.block_size) + _num_spare(model, options.num_sequences)  # of a sequence
         self.max_sequences = options.num_sequences
         self.num_sequences = 0
         self.pool = BlockPool(self.num_blocks * options.num_sequences)
@@ -280,5 +280,6 @@ def _own(sequence: SequenceRuntime, shared: _Shared) -> OpenVinoSequenceRuntime:
     return sequence
 
 
-def _num_spare(model: PagedModel) -> int:
-    return max(_MIN_SPARE, min(_NUM_SPARE, _SPARE_BYTES // model.block_bytes))
+def _num_spare(model: PagedModel, num_sequences: int) -> int:
+    """Blocks for the branches of each sequence."""
+    return max(_MIN_SPARE, min(_NUM_SPARE, _SPARE_BYTES // num_sequences // model.block_bytes))
