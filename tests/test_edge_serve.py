@@ -40,8 +40,8 @@ from outrider.models.errors import ModelFault, RequestError, TokenizerMismatch
 from outrider.models.http import openai
 from outrider.models.http.security import KeyRing, PagePolicy
 from outrider.models.ingress.sockets import open_socket
-from outrider.models.protocol import RenderAnswer
-from outrider.models.runtimes.fake import FakeSequenceRuntime
+from outrider.models.protocol import ModelFacts, RenderAnswer
+from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
 from outrider.models.tree_draft import TreeDraft
 
@@ -584,3 +584,33 @@ def test_a_server_cannot_render_what_no_session_takes(tokens: list[int]) -> None
     """A conversation's ids are checked as all others that a server sends."""
     with pytest.raises(ProtocolBroken):
         check_rendered("http://x", RenderAnswer(tokens=tokens, model="fake"))
+
+
+def test_a_text_is_written_by_the_target_that_its_answer_names(cloud: FakeServer) -> None:
+    """Where another target took the place of the known one, the text is refused; the next request knows the new one."""
+    other = FakeBatchRuntime(vocab_size=fake_tokenizer().size, seed=7)
+    with serve_fake(runtime=other, name="other") as second, serve_local([cloud.url, second.url]) as local:
+        chat = {"messages": MESSAGES, "max_tokens": 4}
+        with httpx.Client(base_url=local.url, timeout=30.0) as client:
+            assert client.post("/v1/chat/completions", json=chat).json()["model"] == "fake"
+            local.core.upstream._clients.reverse()  # the first one is gone, and the second answers
+            local.core.upstream._clients.pop()
+            for path, asked in (("/v1/completions", body()), ("/v1/chat/completions", chat)):
+                refused = client.post(path, json=asked)
+                assert refused.status_code == 503 and error_of(refused)["code"] == "no_verifier"
+                assert "another target" in error_of(refused)["message"]
+                answer = client.post(path, json=asked)
+                assert answer.status_code == 200 and answer.json()["model"] == "other"
+                local.core.upstream._facts = (local.core.upstream._clock(), FACTS)
+
+
+FACTS = ModelFacts(
+    name="fake",
+    tokenizer=fake_tokenizer().fingerprint,
+    vocab_size=fake_tokenizer().size,
+    max_positions=4096,
+    eos_token_ids=[0],
+    has_chat_template=True,
+    target="0" * 16,
+)
+"""Of the target that the module's server has."""

@@ -22,6 +22,7 @@ from outrider.edge.drafting.tree import Node
 from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.link.origin import TextOrigin
 from outrider.edge.link.sender import DraftMessage, DraftSender, Posts
 from outrider.edge.modes.recorder import Recorder
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
@@ -80,21 +81,28 @@ class StreamAgent:
         self.clock = clock
         self.scheduler = scheduler or DraftScheduler(clock)
 
-    async def generate(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> GenerationResult:
+    async def generate(
+        self, request: GenerationRequest, on_tokens: OnTokens | None = None, origin: TextOrigin | None = None
+    ) -> GenerationResult:
         """Generates one text; `on_tokens` is called on the loop with each commit's tokens as they arrive.
+
+        origin: given where it is known which target must serve the text.
 
         Raises CloudError when no endpoint is left, RequestError and TokenizerMismatch when the server refuses.
         Cancelling the task ends the session. Neither that nor the text's end waits for a call of the drafter. One that
         fails only ends the drafting: the result's `draft_error` has the reason.
         """
-        return await _Generation(self, request, on_tokens).run()
+        return await _Generation(self, request, on_tokens, origin).run()
 
 
 class _Generation:
     """The network side of one text in stream mode."""
 
-    def __init__(self, agent: StreamAgent, request: GenerationRequest, on_tokens: OnTokens | None) -> None:
+    def __init__(
+        self, agent: StreamAgent, request: GenerationRequest, on_tokens: OnTokens | None, origin: TextOrigin | None
+    ) -> None:
         self._agent = agent
+        self._origin = origin
         self._request = request
         self._recorder = Recorder(Mode.STREAM if agent.drafter else Mode.CLOUD_ONLY, on_tokens, agent.clock)
         options, estimates = agent.options, agent.estimates
@@ -128,7 +136,7 @@ class _Generation:
         reason: str | None = None
         try:
             self._ahead.pump()  # the draft reads the prompt while the target does
-            async with aclosing(self._agent.endpoints.session_events(self._next_request)) as events:
+            async with aclosing(self._agent.endpoints.session_events(self._next_request, self._origin)) as events:
                 async for item in events:
                     if isinstance(item.event, SessionOpen):
                         self._on_open(item.event, item.client)

@@ -15,12 +15,13 @@ from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Tok
 from outrider.edge.serve.faults import as_request_error, shutting_down
 from outrider.edge.serve.inbox import Inbox
 from outrider.edge.serve.state import LocalCore
-from outrider.models.errors import OutriderError, RequestError
+from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.faults import log_fault
 from outrider.models.http.answers import usage_of
 from outrider.models.http.openai import CompletionUsage
 from outrider.models.http.shapes import Delta
 from outrider.models.http.text import TextAssembler
+from outrider.models.protocol import ModelFacts
 
 
 @dataclass(slots=True)
@@ -58,14 +59,18 @@ class LocalTexts:
         return texts
 
     def begin(
-        self, requests: Sequence[GenerationRequest], stop_strings: Sequence[str], stop_ids: frozenset[int]
+        self,
+        requests: Sequence[GenerationRequest],
+        stop_strings: Sequence[str],
+        stop_ids: frozenset[int],
+        facts: ModelFacts,
     ) -> None:
-        """Begins a text for each request. stop_ids: ids that end a text and are no part of it."""
+        """Begins a text for each request. stop_ids: ids that end a text and are no part of it. facts: its target's."""
         for index, request in enumerate(requests):
             detokenizer = self.core.tokenizer.detokenizer(context=request.prompt)
             choice = _Choice(TextAssembler(detokenizer, stop_strings, stop_ids), len(request.prompt))
             self._choices.append(choice)
-            choice.task = asyncio.get_running_loop().create_task(self._generate(index, request))
+            choice.task = asyncio.get_running_loop().create_task(self._generate(index, request, facts))
             self._num_places -= 1  # the task's own from here
             self.core.tasks.add(choice.task)
             choice.task.add_done_callback(partial(self._on_done, index))
@@ -77,7 +82,7 @@ class LocalTexts:
         if task.cancelled() and self.core.is_draining:
             self.reader.put((index, shutting_down()))
 
-    async def _generate(self, index: int, request: GenerationRequest) -> None:
+    async def _generate(self, index: int, request: GenerationRequest, facts: ModelFacts) -> None:
         core, settings = self.core, self.core.settings
         tokens: list[int] = []
 
@@ -102,12 +107,14 @@ class LocalTexts:
             assert isinstance(agent, StreamAgent)
             agent.wrap_posts = on_session
             try:
-                result = await agent.generate(request, on_tokens)
+                result = await agent.generate(request, on_tokens, core.upstream.origin(facts))
                 loan.has_failed = result.draft_error is not None
                 self.reader.put((index, result))
             except Exception as error:
                 if not isinstance(error, OutriderError):
                     log_fault(error)
+                if isinstance(error, CloudError):
+                    core.upstream.forget_facts()
                 self.reader.put((index, as_request_error(error, shows_details=settings.shows_details)))
             finally:
                 loan.text = [*request.prompt, *tokens]

@@ -18,7 +18,7 @@ from outrider.edge.results import GenerationRequest
 from outrider.edge.serve.faults import as_request_error
 from outrider.edge.serve.generation import LocalTexts
 from outrider.edge.serve.state import LocalCore
-from outrider.models.errors import OutriderError
+from outrider.models.errors import CloudError, OutriderError
 from outrider.models.http import openai
 from outrider.models.http.answers import answer, require_model
 from outrider.models.http.encoding import check_length, encode_prompts, no_chat_template
@@ -71,7 +71,7 @@ def local_routes(core: LocalCore) -> list[Route]:
                 "chat_template_kwargs": body.chat_template_kwargs,
                 "tokenizer": core.fingerprint,
             }
-            return [(await core.upstream.render(json.dumps(conversation).encode())).tokens]
+            return [(await core.upstream.render(json.dumps(conversation).encode(), facts)).tokens]
 
         max_tokens = body.max_completion_tokens or body.max_tokens or facts.max_positions
         return await _answer(core, request, body, facts, 1, encode, max_tokens, ChatShape)
@@ -153,9 +153,11 @@ async def _answer(
             )
             for prompt in await encode()
         ]
-        texts.begin(requests, body.stop_strings, stop_ids - own_stops if body.ignore_eos else stop_ids)
+        texts.begin(requests, body.stop_strings, stop_ids - own_stops if body.ignore_eos else stop_ids, facts)
     except OutriderError as error:
         texts.close()
+        if isinstance(error, CloudError):
+            core.upstream.forget_facts()
         raise as_request_error(error, shows_details=core.settings.shows_details) from None
     except BaseException:
         texts.close()

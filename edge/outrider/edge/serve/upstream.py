@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
+from outrider.edge.link.origin import Served, TextOrigin
 from outrider.models.errors import OutriderError, TokenizerMismatch
 from outrider.models.protocol import ModelFacts, ReadyAnswer, RenderAnswer
 from outrider.models.visible import visible
@@ -41,6 +42,7 @@ class Upstream:
         self._retry = retry or RetryPolicy(max_loading_s=2.0)
         self._clock = clock
         self._facts: tuple[float, ModelFacts] | None = None
+        self._facts_url = ""
         self._ready: tuple[float, ReadyAnswer] | None = None
 
     async def aclose(self) -> None:
@@ -62,18 +64,37 @@ class Upstream:
         now = self._clock()
         if not is_fresh and self._facts is not None and now - self._facts[0] < FACTS_S:
             return self._facts[1]
-        facts = await self._ask(lambda client: client.facts())
+        url, facts = await self._ask(_facts_of)
         if facts.tokenizer != self._fingerprint:
             raise TokenizerMismatch(
                 f"the draft's tokenizer is {self._fingerprint[:12]}, that of {facts.name[:100]} is "
                 f"{facts.tokenizer[:12]}: token ids would mean different text. Use a draft made for this target"
             )
-        self._facts = (now, facts)
+        self._facts, self._facts_url = (now, facts), url
         return facts
 
-    async def render(self, conversation: bytes) -> RenderAnswer:
-        """A conversation's token ids, by the target's chat template. Raises as a verifier's client does."""
-        return await self._ask(lambda client: client.render(conversation))
+    def forget_facts(self) -> None:
+        """Asks again at the next request: another target may answer."""
+        self._facts = None
+
+    def origin(self, facts: ModelFacts) -> TextOrigin:
+        """For a text that this target must write: the answer names it, and its template made the prompt."""
+        text = TextOrigin()
+        text.took_tokens(Served(self._facts_url, facts.name, facts.target))
+        return text
+
+    async def render(self, conversation: bytes, facts: ModelFacts) -> RenderAnswer:
+        """A conversation's token ids, by the chat template of the target of these facts.
+
+        Raises TargetMismatch where another one answers, and else as a verifier's client does.
+        """
+
+        async def ask(client: CloudClient) -> RenderAnswer:
+            rendered = await client.render(conversation)
+            self.origin(facts).require_same(Served(client.url, rendered.model, rendered.target))
+            return rendered
+
+        return await self._ask(ask)
 
     async def ready(self) -> ReadyAnswer:
         """The readiness of the first verifier that answers. Raises CloudError."""
@@ -87,6 +108,10 @@ class Upstream:
         # A client waits for this before its text begins: each verifier is asked once, an only one twice.
         quick = RetryPolicy(max_failures=max(2, len(clients)), max_outage_s=0.0, max_loading_s=0.0)
         return await Endpoints(clients, quick).call(ask)
+
+
+async def _facts_of(client: CloudClient) -> tuple[str, ModelFacts]:
+    return client.url, await client.facts()
 
 
 async def look_at(upstream: Upstream) -> None:
