@@ -151,6 +151,8 @@ class DraftScheduler:
             self._runs.rotate(-1)
         if (call := self._prepare(first, len(runs))) is None:
             return
+        if not others:  # nothing was waited for: the time is the call's own
+            first.since = self._clock()
         calls = [(first, call)]
         num_left = first.job.drafter.max_branches - len(call.nodes)
         model = _model(first.job)
