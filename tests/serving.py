@@ -24,9 +24,10 @@ from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import Core, ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine.thread import EngineThread
-from outrider.cloud.server.connection_limits import ConnectionLimits
 from outrider.cloud.server.offered import find_offered
-from outrider.cloud.server.serving import TlsFiles, VerifierServer, open_socket, url_of
+from outrider.cloud.server.serving import VerifierServer
+from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.sockets import TlsFiles, open_socket, url_of
 from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, parse_event
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime

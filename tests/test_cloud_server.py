@@ -34,13 +34,14 @@ from outrider.cloud.server import exporter
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.identity import target_identity
-from outrider.cloud.server.logs import LogFormat, configure_logging
 from outrider.cloud.server.options import RuntimeName, ServeOptions
-from outrider.cloud.server.serving import VerifierServer, open_socket, url_of
+from outrider.cloud.server.serving import VerifierServer
 from outrider.edge.cli.exporter import draft_kind
 from outrider.edge.devices.placement import DraftChoice
 from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing, require_safe_host
+from outrider.models.ingress.sockets import open_socket, url_of
 from outrider.models.manifest import FileEntry
 from outrider.models.protocol import Commit, ReadyAnswer, SessionEnd, SessionOpen, parse_event
 from outrider.models.reference_export import export_arguments
@@ -192,6 +193,7 @@ def test_the_openapi_document_is_complete(client: httpx.Client, server: FakeServ
         "/v1/model",
         "/v1/drafts",
         "/v1/drafts/{name}/{path}",
+        "/v1/render",
         "/health/live",
         "/health/ready",
         "/metrics",

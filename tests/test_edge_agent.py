@@ -496,6 +496,7 @@ class FailingDrafter:
         self._inner, self._num_good = inner, num_good
         self.begin, self.extend, self.close = inner.begin, inner.extend, inner.close
         self.continuation, self.max_branches = inner.continuation, inner.max_branches
+        self.is_behind, self.read_on = False, inner.read_on
 
     @property
     def length(self) -> int:
@@ -560,7 +561,9 @@ def test_a_cancelled_generation_frees_the_server() -> None:
 
         asyncio.run(asyncio.wait_for(scenario(), 60.0))
         server.wait_until(lambda: is_at_rest(server))
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("outrider-draft")]
+        server.wait_until(
+            lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("outrider-draft")]
+        )
 
 
 @pytest.mark.parametrize("mode", [Mode.CLOUD_ONLY, Mode.STOP_AND_WAIT])

@@ -25,7 +25,6 @@ from tests.serving import FakeServer, fake_tokenizer, serve_fake
 from tests.test_edge_config import KEY, OTHER_KEY, bundle, config, key_file, run_main
 
 from outrider.cloud.api.state import ServerSettings
-from outrider.cloud.server.serving import TlsFiles
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRuntime
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.doctor import cloud as cloud_checks
@@ -39,6 +38,7 @@ from outrider.edge.doctor.installation import check_packages, check_python
 from outrider.edge.doctor.probe import ProbeFailed, Profile, ask_runtime, profile_draft
 from outrider.edge.store.shelf import PulledFor, Shelf
 from outrider.models.http.security import KeyRing
+from outrider.models.ingress.sockets import TlsFiles
 from outrider.models.protocol import PROTOCOL_VERSION
 
 __all__ = ["bundle", "config"]  # fixtures
@@ -508,7 +508,12 @@ def test_bundles_of_the_cache_are_checked(bundle: Path, tmp_path: Path) -> None:
 def test_the_pulled_draft_is_examined(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that `run` takes for the server's target, before the reference draft; damaged, `outrider pull` helps."""
     profiled: list[str] = []
-    monkeypatch.setattr(examination, "profile_draft", lambda path, *_: profiled.append(path) or PROFILE)
+
+    def profile(path: str, *_: object) -> Profile:
+        profiled.append(path)
+        return PROFILE
+
+    monkeypatch.setattr(examination, "profile_draft", profile)
     shelf = Shelf(tmp_path / "cache" / "drafts")
     reference = make_draft(tmp_path / "cache" / "pairs" / "a" / "draft").path
     with serve_fake() as server:

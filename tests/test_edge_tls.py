@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from tests.serving import serve_fake
 
-from outrider.cloud.server.serving import TlsFiles
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.errors import EndpointLost
 from outrider.models.errors import RuntimeUnavailable
+from outrider.models.ingress.sockets import TlsFiles
 
 OPENSSL = shutil.which("openssl")
 

@@ -290,7 +290,7 @@ def test_the_cache_is_made_for_what_a_sequence_needs(tiny_ir: Callable[..., Path
     few, many, runtime = (OpenVinoSequenceRuntime(path, replace(OPTIONS, max_positions=n)) for n in (1024, 2048, 0))
 
     def cache_bytes(of: OpenVinoSequenceRuntime) -> int:
-        return sum(tensor.byte_size for tensor in of._caches)
+        return sum(tensor.byte_size for tensor in of._shared.caches)
 
     assert runtime.limits.max_positions == 1 << 17 and cache_bytes(runtime) == cache_bytes(many)
     thousand = cache_bytes(many) - cache_bytes(few)

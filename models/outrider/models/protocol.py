@@ -252,6 +252,14 @@ class ReadyAnswer(_Answer):
     target: str | None = Field(default=None, description=_TARGET)
 
 
+class RenderAnswer(_Answer):
+    """POST /v1/render: the prompt's token ids, special tokens included. model, target: whose template it was."""
+
+    tokens: list[int]
+    model: str
+    target: str | None = Field(default=None, description=_TARGET)
+
+
 class ModelFacts(_Answer):
     """GET /v1/model: what an agent checks before it drafts for this target, and what its user may want to know."""
 

@@ -36,7 +36,7 @@ PROBE_PATHS: Final = ("/health/live", "/health/ready", "/health", "/healthz", "/
 """Answered without a key, under any host name: load balancers probe by address."""
 OPEN_PATHS: Final = ("/openapi.json", "/docs")
 """Answered without a key."""
-COSTLY_PATHS: Final = ("/v1/sessions", "/v1/verify", "/v1/completions", "/v1/chat/completions")
+COSTLY_PATHS: Final = ("/v1/sessions", "/v1/verify", "/v1/completions", "/v1/chat/completions", "/v1/render")
 """Counted against a key's rate. Drafts are not: sessions and owners have budgets of them."""
 
 

@@ -11,8 +11,8 @@ import typer
 
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.pending.policy import Policy
-from outrider.cloud.server.connection_limits import ConnectionLimits
-from outrider.cloud.server.logs import LogFormat
+from outrider.models.http.logs import LogFormat
+from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.reference_export import REFERENCE
 
 _LIMITS: Final = ConnectionLimits()

@@ -19,17 +19,18 @@ from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.server.collector import relieve_collector
-from outrider.cloud.server.connection_limits import ConnectionLimits
 from outrider.cloud.server.exporter import export_reference_target
 from outrider.cloud.server.identity import target_identity
-from outrider.cloud.server.logs import configure_logging
 from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.serving import TlsFiles, VerifierServer, open_socket, url_of
+from outrider.cloud.server.serving import VerifierServer
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError
 from outrider.models.hosts import is_loopback
-from outrider.models.http.security import ANY_HOST, KeyRing, PagePolicy, require_safe_host
+from outrider.models.http.logs import configure_logging
+from outrider.models.http.security import WILDCARDS, KeyRing, PagePolicy, page_policy, require_safe_host
+from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.sockets import open_socket, tls_files, url_of
 from outrider.models.manifest import Manifest
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
 from outrider.models.runtimes import open_batch_runtime
@@ -37,7 +38,6 @@ from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.visible import visible
 
 _TORCH_DTYPES: Final = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
-_WILDCARDS: Final = ("0.0.0.0", "::")
 READY_PREFIX: Final = "OUTRIDER_READY "
 """The line on standard output that says that the server is up begins with this; its URL follows."""
 
@@ -47,7 +47,7 @@ def serve(options: ServeOptions) -> None:
     configure_logging(options.log_format)
     keys = KeyRing.load(options.api_key_file)
     require_safe_host(options.host, keys, is_insecure_allowed=options.insecure_no_keys)
-    tls = _tls(options)
+    tls = tls_files(options.tls_cert, options.tls_key)
     _require_writable(options.port_file)
     with open_socket(options.host, options.port) as sock:
         pages = _page_policy(options, sock.getsockname()[0], is_keyless=not len(keys))
@@ -113,20 +113,7 @@ def serve(options: ServeOptions) -> None:
 
 def _page_policy(options: ServeOptions, address: str, *, is_keyless: bool) -> PagePolicy:
     """address: what --host stands for; the URL that is printed has it."""
-    hosts = set(options.allowed_host)
-    if is_keyless and address not in _WILDCARDS:
-        hosts |= {options.host, address}
-    elif is_keyless and not hosts:
-        hosts.add(ANY_HOST)  # the names of all its addresses are not known
-    return PagePolicy(is_keyless=is_keyless, allowed_hosts=hosts, allowed_origins=options.allowed_origin)
-
-
-def _tls(options: ServeOptions) -> TlsFiles | None:
-    if options.tls_cert is None and options.tls_key is None:
-        return None
-    if options.tls_cert is None or options.tls_key is None:
-        raise ConfigError("HTTPS needs both --tls-cert and --tls-key")
-    return TlsFiles(options.tls_cert, options.tls_key)
+    return page_policy(options.host, address, options.allowed_host, options.allowed_origin, is_keyless=is_keyless)
 
 
 def _require_writable(port_file: Path | None) -> None:
@@ -202,7 +189,7 @@ def _next_command(options: ServeOptions, bundle: Path, url: str, *, needs_key: b
     needs_key: the server asks for an API key. has_drafts: a device can download a draft first. A wildcard address is no
     address for others, so SERVER stands for it.
     """
-    if options.host in _WILDCARDS:
+    if options.host in WILDCARDS:
         scheme, _, rest = url.partition("://")
         url = f"{scheme}://SERVER:{rest.rpartition(':')[2]}"
     cloud = "" if url == DEFAULT_VERIFIER_URL else f" --cloud {url}"

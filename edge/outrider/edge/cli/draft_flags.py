@@ -88,6 +88,12 @@ def refuse_idle(reason: str, given: Mapping[str, bool]) -> None:
         raise ConfigError(f"{reason}, so {' and '.join(names)} would have no effect; leave {_it(names)} out")
 
 
+def refuse_idle_effort(depth: str, effort: Effort) -> None:
+    """Raises ConfigError for an effort that has no effect beside the depth."""
+    if depth != "auto":
+        refuse_idle(f"--depth {depth} does not depend on times", {"--effort": effort is not Effort.NORMAL})
+
+
 def refuse_idle_tree(width: str, draft_bytes: float, lookup: bool | None, runtime: str | None) -> None:
     """Raises ConfigError for options of a drafted tree that have no effect beside one another."""
     is_bytes, is_lookup = draft_bytes != BYTES_PER_TOKEN, lookup is not None

@@ -16,6 +16,7 @@ from outrider.edge.cli.devices_screen import devices
 from outrider.edge.cli.doctor_screen import doctor
 from outrider.edge.cli.pull_options import PullOptions
 from outrider.edge.cli.run_options import RunOptions
+from outrider.edge.cli.serve_options import ServeOptions
 from outrider.edge.cli.service_screen import service_app
 from outrider.models.command_line import make_app, read_stdin, require_utf8, run_app, takes_options
 from outrider.models.extras import importing
@@ -63,6 +64,18 @@ def _prompt(given: str | None) -> str:
             click.get_current_context(),
         )
     return read_stdin("the prompt") if given in (None, "-") else require_utf8(given, "the prompt")
+
+
+@app.command()
+@takes_options(ServeOptions)
+def serve(options: ServeOptions) -> None:
+    """Serve a local OpenAI-compatible endpoint: any chat program uses the draft, and the text is the target's.
+
+    Ends with Ctrl-C or SIGTERM; a second one ends texts in work at once.
+    """
+    with importing(WHAT, EXTRA):
+        from outrider.edge.cli.serve import serve_local
+    serve_local(options, keys_in_use(options.api_key, options.key_file))
 
 
 app.command()(demo)

@@ -23,6 +23,7 @@ from outrider.edge.cli.draft_flags import (
     draft_choice,
     is_typed,
     refuse_idle,
+    refuse_idle_effort,
     refuse_idle_tree,
 )
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
@@ -116,6 +117,5 @@ class RunOptions:
             refuse_idle("nothing drafts with --mode cloud-only", device | tree | pace)
         if self.mode is Mode.STOP_AND_WAIT:
             refuse_idle("--mode stop-and-wait sends one path and waits for its answer", tree)
-        if self.depth != "auto":
-            refuse_idle(f"--depth {self.depth} does not depend on times", {"--effort": pace["--effort"]})
+        refuse_idle_effort(self.depth, self.effort)
         refuse_idle_tree(self.width, self.draft_bytes, self.lookup, self.runtime)

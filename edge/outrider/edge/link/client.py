@@ -7,6 +7,7 @@ byte of body and headers counted. This module knows the protocol, not what it is
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from outrider.edge.link.address import verifier_url as verifier_url  # also for importers of this module
-from outrider.edge.link.checks import SessionCheck, check_result
+from outrider.edge.link.checks import SessionCheck, check_rendered, check_result
 from outrider.edge.link.errors import EndpointLost, ProtocolBroken, lost, refusal_error, short, silent
 from outrider.edge.link.sender import DraftMessage
 from outrider.edge.link.sse import EventParser
@@ -32,6 +33,7 @@ from outrider.models.protocol import (
     ErrorBody,
     ModelFacts,
     ReadyAnswer,
+    RenderAnswer,
     SessionEvent,
     SessionOpen,
     SessionRequest,
@@ -55,6 +57,8 @@ _TREE_HEADERS: Headers = [("Content-Type", TREE_MEDIA_TYPE), _MINIMAL]
 
 MAX_ANSWER_BYTES: Final = 1 << 18
 """An answer with 256 results has half of it."""
+MAX_RENDERED_BYTES: Final = 1 << 22
+"""The ids of half a million tokens."""
 MAX_ERROR_BYTES: Final = 1 << 16
 """No more is read of an error's body."""
 NUM_MISSED: Final = 3
@@ -125,7 +129,15 @@ class CloudClient:
         self._has_key = bool(options.api_key)
         if self._has_key:
             self._http.headers["Authorization"] = f"Bearer {options.api_key}"
+        self._owns_connections = True
         self._body_up = self._body_down = self._headers_up = self._headers_down = 0
+
+    def for_one_text(self) -> Self:
+        """The same endpoint over the same connections, with bytes counted apart; closing it closes nothing."""
+        own = copy.copy(self)
+        own._owns_connections = False
+        own._body_up = own._body_down = own._headers_up = own._headers_down = 0
+        return own
 
     async def __aenter__(self) -> Self:
         return self
@@ -135,7 +147,8 @@ class CloudClient:
 
     async def aclose(self) -> None:
         """Closes every connection; safe to call twice."""
-        await self._http.aclose()
+        if self._owns_connections:
+            await self._http.aclose()
 
     @property
     def wire(self) -> ByteCounts:
@@ -149,6 +162,13 @@ class CloudClient:
     async def model_facts(self) -> ModelFacts:
         """GET /v1/model."""
         return self._parse(ModelFacts, await self._exchange("GET", "/v1/model", headers=PLAIN))
+
+    async def render(self, conversation: bytes) -> RenderAnswer:
+        """POST /v1/render, with a body of JSON: the token ids of a conversation."""
+        body = await self._exchange("POST", "/v1/render", conversation, headers=_ASK, max_bytes=MAX_RENDERED_BYTES)
+        answer = self._parse(RenderAnswer, body)
+        check_rendered(self.url, answer)
+        return answer
 
     async def verify(self, request: VerifyRequest) -> VerifyAnswer:
         """POST /v1/verify. May take as long as the server is alive and `call_timeout_s` lasts."""
@@ -260,6 +280,7 @@ class CloudClient:
         message: BaseModel | bytes | None = None,
         headers: Headers | None = None,
         limit_s: float | None = None,
+        max_bytes: int = MAX_ANSWER_BYTES,
     ) -> bytes:
         """The answer's body. limit_s: for the whole exchange, and for silence in it; None: as every answer."""
         request = self._build(method, path, message, headers, limit_s)
@@ -269,7 +290,7 @@ class CloudClient:
                 self._count(response)
                 if headers not in (_DRAFT_HEADERS, _TREE_HEADERS) or response.status_code != 409:
                     await self._require_success(response)
-                return await self._read(response, MAX_ANSWER_BYTES)
+                return await self._read(response, max_bytes)
             finally:
                 await response.aclose()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -88,7 +89,11 @@ class StopAndWaitAgent:
         if count < 1:
             return []
         started = self.clock()
-        block = await asyncio.to_thread(_block, drafter, count)
+        is_over = threading.Event()
+        try:
+            block = await asyncio.to_thread(_block, drafter, count, is_over)
+        finally:
+            is_over.set()  # a thread cannot be cancelled; without this, Ctrl-C would wait for a long prompt
         if belief.num_known and block:  # the first block's time includes the prompt
             self.estimates.on_drafted((self.clock() - started) * 1e3 / len(block), 1)
         return block
@@ -135,10 +140,12 @@ class StopAndWaitAgent:
         return await self.endpoints.call(ask, text)
 
 
-def _block(drafter: Drafter, count: int) -> list[Guess]:
-    """A path of at most `count` guesses."""
+def _block(drafter: Drafter, count: int, is_over: threading.Event) -> list[Guess]:
+    """A path of at most `count` guesses; ends early once nobody waits for it."""
     block: list[Guess] = []
-    while len(block) < count:
+    while drafter.is_behind and not is_over.is_set():
+        drafter.read_on()
+    while len(block) < count and not is_over.is_set():
         (guesses,) = drafter.guess([[guess.token for guess in block]], 1)
         if not guesses:
             break

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -16,6 +16,7 @@ from typing import Final
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, place_draft
+from outrider.edge.link.address import verifier_url
 from outrider.models.bundle import Bundle
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.places import default_cache_dir
@@ -119,6 +120,20 @@ def find_pulled(
         if each.bundle.manifest.tokenizer_fingerprint == tokenizer and _can_run(each.bundle, choice)
     ]
     return max(fitting, key=lambda each: each.latest_s(target), default=None)
+
+
+def find_pulled_from(
+    urls: Sequence[str], choice: DraftChoice = AS_BUNDLED, shelf: Shelf | None = None
+) -> Pulled | None:
+    """The draft that was pulled last from one of these servers, and that `choice` can run here: none is asked."""
+    servers = {verifier_url(url) for url in urls}
+    found = [
+        (pulled.at_s, each.bundle.path.name, each)
+        for each in (shelf or Shelf()).drafts()
+        for pulled in each.record.targets.values()
+        if pulled.server in servers and _can_run(each.bundle, choice)
+    ]
+    return max(found)[-1] if found else None
 
 
 def _can_run(bundle: Bundle, choice: DraftChoice) -> bool:

@@ -11,6 +11,7 @@ The cache grows with the sequence: on the host it is copied, on a device with it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from outrider.models.errors import ModelFault
+from outrider.models.errors import ConfigError, ModelFault
 from outrider.models.runtimes.base import RuntimeOptions, telling_of_memory
 from outrider.models.runtimes.one_sequence import OneSequence, cache_positions
 from outrider.models.runtimes.onnxruntime_branches import MAX_BRANCHES, BranchRows, lazy_zeros
@@ -34,12 +35,41 @@ _MAX_STEP: Final = 256
 _CACHE_DEVICES: Final = {CUDA: "cuda", DIRECTML: "dml"}
 
 
+@dataclass(slots=True)
+class _Count:
+    """The open sequences of a model."""
+
+    most: int
+    open: int = 0
+
+    def add(self) -> None:
+        if self.open >= self.most:
+            raise ConfigError(f"the model holds {self.most} sequences; load it with more num_sequences")
+        self.open += 1
+
+
 class OnnxRuntimeSequence(OneSequence):
     """One sequence of at most `limits.max_positions` tokens."""
 
     def __init__(self, path: Path, options: RuntimeOptions) -> None:
         """Loads the model at `path` (directory or .onnx); raises as `load_onnx_model` does."""
-        model = load_onnx_model(path, options)
+        self._count = _Count(options.num_sequences)
+        self._begin(load_onnx_model(path, options))
+
+    def open_sequence(self) -> OnnxRuntimeSequence:
+        """Another, empty sequence of the same model with a cache of its own, which is freed when it is closed.
+
+        Raises ConfigError beyond `num_sequences` of the options.
+        """
+        assert self._model is not None, "the runtime is closed"
+        another = OnnxRuntimeSequence.__new__(OnnxRuntimeSequence)
+        another._count = self._count
+        another._begin(self._model)
+        return another
+
+    def _begin(self, model: OnnxModel) -> None:
+        self._count.add()
+        self._is_closed = False
         super().__init__(model.limits)
         self._model: OnnxModel | None = model
         self._provider = model.provider
@@ -268,7 +298,10 @@ class OnnxRuntimeSequence(OneSequence):
         self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
 
     def close(self) -> None:
-        """Releases model and cache; safe to call twice."""
+        """Releases cache and model, which lives as long as one of its sequences; safe to call twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._count.open -= 1
         self._binding = None
         self._session = None
         self._model = None
