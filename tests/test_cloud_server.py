@@ -41,7 +41,7 @@ from outrider.edge.devices.placement import DraftChoice
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing, require_safe_host
-from outrider.models.ingress.sockets import open_socket, url_of
+from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
 from outrider.models.manifest import FileEntry
 from outrider.models.protocol import Commit, ReadyAnswer, SessionEnd, SessionOpen, parse_event
 from outrider.models.reference_export import export_arguments
@@ -564,5 +564,5 @@ def test_serve_runs_a_bundle_from_start_to_signal(
         following == f'In another terminal: outrider run --cloud {url} --draft DRAFT_BUNDLE --compare "def walk(path):"'
     )
     assert summary.startswith("mine: 14.6M parameters, int8, loaded in")
-    assert ready == f"{serve_module.READY_PREFIX}{url}"
+    assert ready == f"{READY_PREFIX}{url}"
     assert not port_file.exists()

@@ -26,7 +26,6 @@ from tests.test_bundle import make_manifest
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.cli import main as cli
-from outrider.edge.cli.serve import READY_PREFIX
 from outrider.edge.link.checks import check_rendered
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.errors import ProtocolBroken
@@ -39,7 +38,7 @@ from outrider.models.bundle_writer import BundleWriter
 from outrider.models.errors import ModelFault, RequestError, TokenizerMismatch
 from outrider.models.http import openai
 from outrider.models.http.security import KeyRing, PagePolicy
-from outrider.models.ingress.sockets import open_socket
+from outrider.models.ingress.sockets import READY_PREFIX, open_socket
 from outrider.models.protocol import ModelFacts, RenderAnswer
 from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams

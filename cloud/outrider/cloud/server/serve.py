@@ -30,7 +30,7 @@ from outrider.models.hosts import is_loopback
 from outrider.models.http.logs import configure_logging
 from outrider.models.http.security import WILDCARDS, KeyRing, PagePolicy, page_policy, require_safe_host
 from outrider.models.ingress.connection_limits import ConnectionLimits
-from outrider.models.ingress.sockets import open_socket, tls_files, url_of
+from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
 from outrider.models.manifest import Manifest
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
 from outrider.models.runtimes import open_batch_runtime
@@ -38,8 +38,6 @@ from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.visible import visible
 
 _TORCH_DTYPES: Final = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
-READY_PREFIX: Final = "OUTRIDER_READY "
-"""The line on standard output that says that the server is up begins with this; its URL follows."""
 
 
 def serve(options: ServeOptions) -> None:

@@ -27,11 +27,9 @@ from outrider.models.hosts import is_loopback
 from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing, page_policy, require_safe_host
 from outrider.models.ingress.connection_limits import ConnectionLimits
-from outrider.models.ingress.sockets import open_socket, tls_files, url_of
+from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
 from outrider.models.visible import visible
 
-READY_PREFIX: Final = "OUTRIDER_READY "
-"""The line on standard output that says that the server is up begins with this; its URL follows."""
 _CONNECTIONS_PER_TEXT: Final = 10
 """To a verifier: a stream, and the drafts in flight."""
 

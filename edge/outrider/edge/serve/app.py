@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 
 from outrider.edge.serve.neighbours import OwnUser
 from outrider.edge.serve.page import PageHeaders
-from outrider.edge.serve.routes import PATHS_ARE, local_routes
+from outrider.edge.serve.routes import PATHS, local_routes
 from outrider.edge.serve.state import LocalCore
 from outrider.models.http.errors import ErrorBoundary
 from outrider.models.http.handlers import install_error_handlers
@@ -58,5 +58,5 @@ def create_local_app(core: LocalCore, page: ASGIApp | None = None) -> Starlette:
         layers.insert(0, cors)  # outside, so that a page can read errors too
     routes = [*local_routes(core), *([Mount("/", app=PageHeaders(page))] if page is not None else [])]
     app = Starlette(routes=routes, middleware=layers)
-    install_error_handlers(app, PATHS_ARE)
+    install_error_handlers(app, PATHS)
     return app

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -26,7 +27,8 @@ from outrider.models.http.requests import owner_of, read_body, sampling_of
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
 from outrider.models.protocol import ModelFacts
 
-_PATHS = "this server has /v1/chat/completions, /v1/completions, /v1/models, /health/live and /health/ready"
+PATHS: Final = "this server has /v1/chat/completions, /v1/completions, /v1/models, /health/live and /health/ready"
+"""What an answer 404 says."""
 
 
 class LocalReadiness(BaseModel):
@@ -172,7 +174,3 @@ def _card(facts: ModelFacts) -> openai.ModelCard:
 
 def _json(message: BaseModel, status: int = 200) -> Response:
     return Response(message.model_dump_json(exclude_none=True), status, media_type="application/json")
-
-
-PATHS_ARE = _PATHS
-"""What an answer 404 says."""

@@ -7,8 +7,12 @@ import socket
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from outrider.models.errors import ConfigError
+
+READY_PREFIX: Final = "OUTRIDER_READY "
+"""The line on standard output that says that a server is up begins with this; its URL follows."""
 
 
 @dataclass(frozen=True, slots=True)
