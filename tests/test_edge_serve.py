@@ -556,7 +556,9 @@ def test_a_mistake_shows_before_the_draft_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     """One clear line, and exit code 2."""
-    monkeypatch.setattr("outrider.edge.cli.serve.default_draft", lambda choice: pytest.fail("a draft was exported"))
+    monkeypatch.setattr(
+        "outrider.edge.cli.draft_source.default_draft", lambda choice: pytest.fail("a draft was exported")
+    )
     monkeypatch.setattr("outrider.edge.cli.serve.configure_logging", lambda format_: None)
     assert run_main(monkeypatch, "serve", "--port", "0", *options) == 2
     shown = capsys.readouterr()

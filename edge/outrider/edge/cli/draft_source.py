@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 
@@ -23,6 +24,8 @@ from outrider.models.command_line import print_line
 from outrider.models.errors import BundleError, CloudError
 from outrider.models.reference_export import REFERENCE
 
+MAX_LOADING_S: Final = 2.0
+"""How long to wait for a verifier on this machine where none is needed yet."""
 Clouds = Sequence[tuple[str, ClientOptions]]
 """Addresses, each with its own key."""
 
@@ -45,7 +48,7 @@ def find_draft(
         return draft
     if draft == AUTO:
         note = partial(print_line, about, style="yellow")
-        retry = None if needs_server else RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=2.0)
+        retry = None if needs_server else RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S)
         try:
             found = asyncio.run(_find_pulled(choice, clouds, note, retry))
         except CloudError as error:
