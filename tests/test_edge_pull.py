@@ -255,7 +255,11 @@ def test_ctrl_c_says_that_nothing_is_lost(
         raise AssertionError("it was not interrupted")
 
     monkeypatch.setattr("outrider.edge.cli.pull.pull_draft", interrupted)
-    assert run_main(monkeypatch, "pull", "--server", server.url) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it
+    try:
+        assert run_main(monkeypatch, "pull", "--server", server.url) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err.endswith("What has arrived is kept: the same command goes on there.\n")
 
 
@@ -606,7 +610,7 @@ def test_pull_then_run(
     bundle = Path(shown.out.strip())
     assert bundle.parent == shelf.root and files_of(bundle) == files_of(place / "cpu")
     assert "cpu: fp32, OpenVINO on the CPU" in shown.err and "Chosen: the only draft here." in shown.err
-    assert "Pulled. `outrider run` drafts with it for this target." in shown.err
+    assert "Pulled. `outrider run` and `outrider serve` draft with it for this target." in shown.err
     asked = ["run", "def verify(", "--cloud", server.url, "--max-tokens", "24", "--seed", "3", "--json"]
     assert run_main(monkeypatch, *asked, "--depth", "3", "--mode", "stop-and-wait") == 0
     shown = capsys.readouterr()

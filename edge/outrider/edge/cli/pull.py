@@ -92,7 +92,7 @@ async def _with_bar(
 def _next(options: PullOptions, result: PullResult) -> str:
     if options.to is not None:
         return f"Draft with it: outrider run --draft {shlex.quote(str(result.path))}"
-    return "`outrider run` drafts with it for this target."
+    return "`outrider run` and `outrider serve` draft with it for this target."
 
 
 def describe(draft: OfferedDraft) -> str:
