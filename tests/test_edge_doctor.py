@@ -481,10 +481,16 @@ def test_memory_disk_and_battery(tmp_path: Path) -> None:
     assert power(percent=99, power_plugged=True).status == power().status == "ok"
 
 
-def test_bundles_of_the_cache_are_checked(bundle: Path, tmp_path: Path) -> None:
+def test_bundles_of_the_cache_are_checked(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts only; a damaged one is a warning there, since it is made again."""
     cache = tmp_path / "cache"
     assert cached_drafts(cache) == []
+    (none,) = Bundles("auto", cache).findings()
+    assert none.status == "ok" and "`outrider pull`" in none.advice
+    with monkeypatch.context() as patch:
+        patch.setattr("outrider.edge.doctor.bundles.is_installed", lambda name: name != "torch")
+        (none,) = Bundles("auto", cache).findings()
+    assert none.status == "warning" and "cannot be exported: torch is not installed" in none.found
     places = [cache / "pairs" / "a" / "draft", cache / "pairs" / "b" / "draft", cache / ".half" / "draft"]
     for each in places:
         shutil.copytree(bundle, each)

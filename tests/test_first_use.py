@@ -353,7 +353,7 @@ def test_the_cached_pair_names_every_option_that_it_refuses(
 def test_without_the_exporter_a_run_asks_for_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """One piece of advice: to name one."""
     monkeypatch.setattr("outrider.edge.cli.exporter.is_installed", lambda name: name != "torch")
-    with pytest.raises(RuntimeUnavailable, match=r"'torch' is not installed\. Export a draft on a machine"):
+    with pytest.raises(RuntimeUnavailable, match=r"'torch' is not installed\. Get a draft from your server with"):
         default_draft(AS_BUNDLED)
 
 

@@ -15,8 +15,9 @@ from outrider.edge.store.auto import AUTO
 from outrider.edge.store.shelf import Shelf
 from outrider.models.bundle import Bundle
 from outrider.models.errors import OutriderError
+from outrider.models.extras import is_installed
 from outrider.models.manifest import MANIFEST_NAME
-from outrider.models.reference_export import REFERENCE
+from outrider.models.reference_export import EXPORTER_PACKAGES, REFERENCE
 
 MAX_DEPTH: Final = 5
 MAX_BUNDLES: Final = 12
@@ -121,6 +122,11 @@ class Bundles:
         if len(cached) > MAX_BUNDLES:
             yield ok("bundle", f"{len(cached) - MAX_BUNDLES} more in {self._cache} were not read")
         if named is None and not self.intact:
+            missing = next((name for name in EXPORTER_PACKAGES if not is_installed(name)), None)
+            if missing is not None:
+                found = f"none is here, and the reference draft cannot be exported: {missing} is not installed"
+                yield warning("draft", found, "run `outrider pull`")
+                return
             advice = "`outrider pull` brings one that was made for your server's target" if self._draft == AUTO else ""
             yield ok("draft", "the reference draft; it is exported when it is first used", advice)
 
