@@ -31,6 +31,7 @@ from bench.attacks.connections import (
     trickled_requests,
     unread_answers,
 )
+from bench.attacks.downloads import greedy_downloads, other_paths, unread_downloads
 from bench.attacks.drafts import draft_flood
 from bench.attacks.identity import another_model, stopped_server
 from bench.attacks.rows import Row
@@ -71,6 +72,9 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (17, orphan_flood),
     (18, large_trees),
     (19, malformed_trees),
+    (20, other_paths),
+    (21, unread_downloads),
+    (21, greedy_downloads),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 

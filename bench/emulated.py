@@ -28,10 +28,10 @@ from outrider.cloud.api.state import ServedModel
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.server.collector import relieve_collector
-from outrider.cloud.server.serve import READY_PREFIX
-from outrider.cloud.server.serving import VerifierServer, open_socket, url_of
+from outrider.cloud.server.serving import VerifierServer
 from outrider.edge.lab.child_process import child_process
 from outrider.edge.lab.cores import Cores
+from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
 from outrider.models.runtimes.fake import SHARPNESS, FakeBatchRuntime, FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams, candidates, pick

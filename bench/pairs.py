@@ -109,7 +109,12 @@ class OneNodeDrafter:
     def __init__(self, inner: Drafter) -> None:
         self._inner = inner
         self.begin, self.extend, self.close = inner.begin, inner.extend, inner.close
-        self.continuation = inner.continuation
+        self.continuation, self.read_on = inner.continuation, inner.read_on
+
+    @property
+    def is_behind(self) -> bool:
+        """See `Drafter`."""
+        return self._inner.is_behind
 
     @property
     def length(self) -> int:

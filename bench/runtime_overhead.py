@@ -41,7 +41,7 @@ def main(
             sequence.truncate(context)
             sequence.extend(tokens)
 
-        _add_row(table, "sequence", 1, num_tokens, extend, sequence._request, repeats)
+        _add_row(table, "sequence", 1, num_tokens, extend, sequence._shared.request, repeats)
 
     batch_runtime = OpenVinoPagedRuntime(model, options)
     per_sequence = -(-(context + 5) // batch_runtime.block_size)

@@ -34,6 +34,20 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         os.environ["OUTRIDER_CACHE"] = before
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_configuration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An empty configuration for this run, whatever the user's is, also in processes that it starts."""
+    path = tmp_path_factory.mktemp("config") / "config.toml"
+    path.touch()
+    before = os.environ.get("OUTRIDER_CONFIG")
+    os.environ["OUTRIDER_CONFIG"] = str(path)
+    yield path
+    if before is None:
+        del os.environ["OUTRIDER_CONFIG"]
+    else:
+        os.environ["OUTRIDER_CONFIG"] = before
+
+
 @pytest.fixture(scope="module", autouse=True)
 def few_objects_to_collect() -> None:
     """Hides all objects imported so far from the garbage collector. Exports run it at every stage; at 0.5 s per run it

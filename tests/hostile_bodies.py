@@ -56,7 +56,7 @@ def long(head: bytes, unit: bytes, tail: bytes) -> Callable[[int], bytes]:
 
 
 COMPLETIONS, CHAT, VERIFY, SESSIONS = "/v1/completions", "/v1/chat/completions", "/v1/verify", "/v1/sessions"
-DRAFTS = "/v1/sessions/{session}/drafts"
+DRAFTS, RENDER = "/v1/sessions/{session}/drafts", "/v1/render"
 
 HOSTILE_BODIES: tuple[HostileBody, ...] = (
     HostileBody("empty texts", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b'""', b"]}")),
@@ -136,6 +136,13 @@ HOSTILE_BODIES: tuple[HostileBody, ...] = (
         ),
     ),
     HostileBody("tools", CHAT, "unsupported_parameter", repeated(b'{"messages":[{"role":"a"}],"tools":[', b"0", b"]}")),
+    HostileBody("empty messages", RENDER, "invalid_parameter", repeated(b'{"messages":[', b"{}", b"]}")),
+    HostileBody(
+        "a long message",
+        RENDER,
+        "context_length_exceeded",
+        long(b'{"messages":[{"role":"user","content":"', b"a ", b'"}]}'),
+    ),
     HostileBody("empty items", VERIFY, "invalid_parameter", repeated(b'{"items":[', b"{}", b"]}")),
     HostileBody("wrong items", VERIFY, "invalid_parameter", repeated(b'{"items":[', b"0", b"]}")),
     HostileBody("unknown keys in an item", VERIFY, "invalid_parameter", numbered(b'{"items":[{', b'"k%d":1', b"}]}")),

@@ -24,8 +24,10 @@ from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import Core, ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine.thread import EngineThread
-from outrider.cloud.server.connection_limits import ConnectionLimits
-from outrider.cloud.server.serving import TlsFiles, VerifierServer, open_socket, url_of
+from outrider.cloud.server.offered import find_offered
+from outrider.cloud.server.serving import VerifierServer
+from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.sockets import TlsFiles, open_socket, url_of
 from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, parse_event
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
@@ -153,9 +155,11 @@ def serve_fake(
     name: str = "fake",
     limits: ConnectionLimits | None = None,
     tls: TlsFiles | None = None,
+    drafts: Path | None = None,
 ) -> Iterator[FakeServer]:
     """Serves the fake model `name`. gate: opened at the end; drain_s, limits, tls: see VerifierServer.
 
+    drafts: directory of bundles that are offered for download.
     Runtimes with one `seed` speak one language, so servers with them are replicas of one target.
     """
     tokenizer = fake_tokenizer(has_chat_template=has_chat_template)
@@ -163,7 +167,8 @@ def serve_fake(
     engine = EngineThread(Engine(runtime, config))
     engine.start()
     model = ServedModel(name, tokenizer, frozenset({EOS_ID}), target=f"{runtime.seed:016x}")
-    app = create_app(engine, model, settings)
+    offered = find_offered(drafts, tokenizer.fingerprint, name) if drafts is not None else ()
+    app = create_app(engine, model, settings, offered)
     server = VerifierServer(app, drain_s=drain_s, limits=limits, tls=tls)
     sock = open_socket("127.0.0.1", 0)
     url = url_of(sock, is_tls=tls is not None)

@@ -146,6 +146,26 @@ def test_files_that_can_execute_are_refused(bundle: Path, name: str) -> None:
         Bundle.open(bundle)
 
 
+def test_what_macos_leaves_beside_files_is_ignored(bundle: Path) -> None:
+    """On foreign disks each file gets a twin with its suffix; one that a manifest lists is checked as any other."""
+    for name in ("._openvino_model.bin", "._tokenizer.json", "._manifest.json", ".DS_Store"):
+        (bundle / name).write_bytes(b"\0\5\x16\7")
+    assert Bundle.open(bundle).tokenizer().size
+    (bundle / "._openvino_model.bin").unlink()
+    (bundle / "._openvino_model.bin").symlink_to(bundle / "openvino_model.bin")
+    with pytest.raises(BundleError, match="symbolic link"):
+        Bundle.open(bundle)
+
+
+def test_what_macos_leaves_is_not_written(tmp_path: Path) -> None:
+    """An export on such a disk is a bundle without it."""
+    with BundleWriter(tmp_path / "bundle") as writer:
+        make_tiny_tokenizer(writer.directory)
+        for name in ("openvino_model.xml", "openvino_model.bin", "._openvino_model.bin"):
+            (writer.directory / name).write_text("<net/>", encoding="utf-8")
+        assert not [entry.path for entry in writer.list_files() if entry.path.startswith(".")]
+
+
 def test_a_file_that_no_hash_covers_is_refused(bundle: Path) -> None:
     """An added chat template would change every prompt; a README changes nothing."""
     (bundle / "NOTES.md").write_text("mine", encoding="utf-8")

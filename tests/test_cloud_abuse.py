@@ -19,7 +19,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 from starlette.requests import Request
-from tests.hostile_bodies import CHAT, COMPLETIONS, DRAFTS, HOSTILE_BODIES, MAX_BYTES, SESSIONS, VERIFY, HostileBody
+from tests.hostile_bodies import (
+    CHAT,
+    COMPLETIONS,
+    DRAFTS,
+    HOSTILE_BODIES,
+    MAX_BYTES,
+    RENDER,
+    SESSIONS,
+    VERIFY,
+    HostileBody,
+)
 from tests.serving import (
     JSON,
     FakeServer,
@@ -33,12 +43,12 @@ from tests.serving import (
 
 from outrider.cloud.api import verify as verify_module
 from outrider.cloud.api.drafts import MAX_DRAFT_BYTES
-from outrider.cloud.api.encoding import Workers
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.verify import VerifyEnvelope
 from outrider.models.errors import RequestError
 from outrider.models.http import openai
 from outrider.models.http import requests as requests_module
+from outrider.models.http.encoding import Workers
 from outrider.models.http.errors import from_validation
 from outrider.models.http.limits import Slots
 from outrider.models.http.requests import (
@@ -58,6 +68,7 @@ ALICE, BOB = "alice-has-this-key", "bob-has-another-key"
 MESSAGES: dict[str, type[BaseModel]] = {
     COMPLETIONS: openai.CompletionRequest,
     CHAT: openai.ChatRequest,
+    RENDER: openai.RenderRequest,
     SESSIONS: SessionRequest,
     DRAFTS: DraftRequest,
     VERIFY: VerifyEnvelope,

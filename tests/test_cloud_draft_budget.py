@@ -178,6 +178,26 @@ def test_an_owners_sessions_add_up() -> None:
         gate.open()
 
 
+@pytest.mark.parametrize(("content", "statuses"), [(b"", [400, 400, 400, 429]), ([b"{}"], [400, 429])])
+def test_an_empty_body_counts_as_one_and_one_of_unknown_length_as_the_longest(
+    content: bytes | list[bytes], statuses: list[int]
+) -> None:
+    """A Content-Length of 0 is known."""
+    with (
+        held_server(session_per_s=0.0, session_burst=3.0, delay_s=0.0) as (server, gate),
+        as_user(server, ALICE) as client,
+        client.stream("POST", "/v1/sessions", json={"prompt": PROMPT, "max_tokens": 4}) as stream,
+    ):
+        path = drafts_path(events := read_events(stream))
+        answers = [client.post(path, content=content, headers=JSON) for _ in statuses]
+        assert [answer.status_code for answer in answers] == statuses
+        assert [answer.request.headers.get("content-length") for answer in answers] == (
+            ["0" if content == b"" else None] * len(statuses)
+        )
+        gate.open()
+        assert any(getattr(event, "tokens", ()) for event in events)
+
+
 @pytest.mark.parametrize(
     ("headers", "status"), [({}, 401), ({"Authorization": "Bearer wrong-key-wrong-key"}, 401), (None, 404)]
 )

@@ -24,17 +24,17 @@ from tests.serving import TIMEOUT_S, FakeServer, StepGate, run_session, serve_fa
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from outrider.cloud.api.state import ServerSettings
-from outrider.cloud.server.bounded_http import USED, USED_FIELDS, BoundedProtocol
-from outrider.cloud.server.connection_limits import ConnectionLimits
-from outrider.cloud.server.connections import ConnectionTable, reserve_files
 from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.serve import _page_policy
-from outrider.cloud.server.serving import TlsFiles
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.hosts import client_network
 from outrider.models.http import limits as http_limits
 from outrider.models.http.limits import RateLimiter, Slots
 from outrider.models.http.security import OWNER, Gate, KeyRing, PagePolicy
+from outrider.models.ingress.bounded_http import USED, USED_FIELDS, BoundedProtocol
+from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.connections import ConnectionTable, reserve_files
+from outrider.models.ingress.sockets import TlsFiles
 
 KEY = "a-key-of-this-test"
 PROMPT = [5, 17, 99, 3]
@@ -218,7 +218,7 @@ def test_an_upgrade_is_ignored(server: FakeServer, protocol: str) -> None:
 
 def test_slow_headers_are_closed(quick: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
     """Also on a connection that had a request before; the log counts them."""
-    with caplog.at_level(logging.WARNING, "outrider.cloud"):
+    with caplog.at_level(logging.WARNING, "outrider.ingress"):
         with Raw(quick) as raw:
             raw.send(LIVE[:30])
             assert raw.refusal() == (408, "request_timeout")

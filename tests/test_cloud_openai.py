@@ -16,7 +16,7 @@ from tests.serving import EOS_ID, JSON, FakeServer, StepGate, fake_tokenizer, se
 
 from outrider.models.http import openai
 from outrider.models.http.text import TextAssembler
-from outrider.models.protocol import ErrorAnswer
+from outrider.models.protocol import ErrorAnswer, RenderAnswer
 from outrider.models.sampling import SamplingParams
 
 PROMPT = "def verify("
@@ -348,3 +348,44 @@ def test_text_does_not_depend_on_how_commits_are_cut(tokens: list[int], cuts: li
     assert full.startswith(text) and not any(stop in text for stop in stops)
     assert is_stopped == any(stop in full for stop in stops)
     assert is_stopped or (text == full and num_tokens == len(tokens))
+
+
+def test_a_conversation_is_rendered_to_the_ids_that_a_chat_would_use(server: FakeServer, client: httpx.Client) -> None:
+    """A device opens its session with them: the same prompt, by the target's own template."""
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "zip("}]},
+    ]
+    own = fake_tokenizer()
+    answer = client.post("/v1/render", json={"messages": messages, "tokenizer": own.fingerprint, "model": "fake"})
+    assert answer.status_code == 200, answer.text
+    rendered = RenderAnswer.model_validate_json(answer.content)
+    assert own.decode(rendered.tokens) == "system: Be brief.\nuser: zip(\nassistant:"
+    assert (rendered.model, rendered.target) == ("fake", server.core.model.target)
+    chat = {"messages": messages, "temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    text = client.post("/v1/chat/completions", json=chat).json()["choices"][0]["message"]["content"]
+    assert text == text_of(target_tokens(rendered.tokens, 8))
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "code"),
+    [
+        ({"tokenizer": "0" * 64}, 409, "tokenizer_mismatch"),
+        ({"messages": []}, 400, "invalid_parameter"),
+        ({"messages": [{"role": "user", "content": "x" * 200_000}]}, 400, "context_length_exceeded"),
+    ],
+)
+def test_a_conversation_that_cannot_be_rendered(
+    client: httpx.Client, fields: dict[str, Any], status: int, code: str
+) -> None:
+    """Another tokenizer, no message, more text than the context holds."""
+    answer = client.post("/v1/render", json={"messages": [{"role": "user", "content": "x"}]} | fields)
+    assert answer.status_code == status
+    assert ErrorAnswer.model_validate_json(answer.content).error.code == code
+
+
+def test_without_a_template_nothing_is_rendered() -> None:
+    """As for chat completions."""
+    with serve_fake(has_chat_template=False) as plain:
+        answer = httpx.post(f"{plain.url}/v1/render", json={"messages": [{"role": "user", "content": "x"}]})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "no_chat_template"

@@ -27,23 +27,26 @@ from typer.testing import CliRunner
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.stream import encode_commit
+from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.seam import CommitEvent
 from outrider.cloud.server import exporter
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.identity import target_identity
-from outrider.cloud.server.logs import LogFormat, configure_logging
 from outrider.cloud.server.options import RuntimeName, ServeOptions
-from outrider.cloud.server.serving import VerifierServer, open_socket, url_of
+from outrider.cloud.server.serving import VerifierServer
 from outrider.edge.cli.exporter import draft_kind
 from outrider.edge.devices.placement import DraftChoice
 from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing, require_safe_host
+from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
 from outrider.models.manifest import FileEntry
 from outrider.models.protocol import Commit, ReadyAnswer, SessionEnd, SessionOpen, parse_event
 from outrider.models.reference_export import export_arguments
 from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.tree_draft import TREE_MEDIA_TYPE
 
 PROMPT = [5, 17, 99, 3]
@@ -188,6 +191,9 @@ def test_the_openapi_document_is_complete(client: httpx.Client, server: FakeServ
         "/v1/models",
         "/v1/models/{model}",
         "/v1/model",
+        "/v1/drafts",
+        "/v1/drafts/{name}/{path}",
+        "/v1/render",
         "/health/live",
         "/health/ready",
         "/metrics",
@@ -233,11 +239,12 @@ def test_health_is_answered_under_its_usual_names() -> None:
 
 def _routes(server: FakeServer) -> list[APIRoute]:
     from outrider.cloud.api.completions import completion_routes
+    from outrider.cloud.api.downloads import download_routes
     from outrider.cloud.api.health import health_routes
     from outrider.cloud.api.sessions import session_routes
     from outrider.cloud.api.verify import verify_routes
 
-    groups = (completion_routes, health_routes, session_routes, verify_routes)
+    groups = (completion_routes, download_routes, health_routes, session_routes, verify_routes)
     return [route for group in groups for route in group(server.core).routes if isinstance(route, APIRoute)]
 
 
@@ -421,6 +428,30 @@ def test_trees_on_request_give_up_batch_invariance(tmp_path: Path) -> None:
         assert loading.is_batch_invariant is is_invariant
 
 
+@pytest.mark.parametrize(("given", "expected"), [([], True), (["--lookup"], True), (["--no-lookup"], False)])
+def test_lookup_can_be_turned_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], expected: bool
+) -> None:
+    """`serve --no-lookup` reaches the engine, whose default is to look up."""
+    file = FileEntry(path="openvino_model.xml", size=1, sha256="0" * 64)
+    manifest = make_manifest((file,), "0" * 64).model_copy(update={"role": "target", "runtime": "openvino"})
+    bundle = types.SimpleNamespace(path=tmp_path, manifest=manifest, model_file=tmp_path)
+    seen: list[EngineConfig] = []
+
+    def engine(runtime: FakeBatchRuntime, config: EngineConfig) -> None:
+        seen.append(config)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(serve_module, "Engine", engine)
+    monkeypatch.setattr(serve_module, "configure_logging", lambda form: None)
+    monkeypatch.setattr(serve_module, "open_batch_runtime", lambda kind, file, options: FakeBatchRuntime())
+    monkeypatch.setattr(serve_module, "Bundle", types.SimpleNamespace(open=lambda path: bundle))
+    monkeypatch.setattr(serve_module, "_served_model", lambda *arguments: None)
+    found = CliRunner().invoke(cli.app, ["serve", str(tmp_path), "--port", "0", *given])
+    assert str(found.exception) == "far enough"
+    assert [config.looks_up for config in seen] == [expected]
+
+
 def test_the_next_command_names_what_is_known(tmp_path: Path) -> None:
     """The draft beside the target, the address where it is not the default; nothing for the reference pair."""
     for name in ("draft", "target"):
@@ -533,5 +564,5 @@ def test_serve_runs_a_bundle_from_start_to_signal(
         following == f'In another terminal: outrider run --cloud {url} --draft DRAFT_BUNDLE --compare "def walk(path):"'
     )
     assert summary.startswith("mine: 14.6M parameters, int8, loaded in")
-    assert ready == f"{serve_module.READY_PREFIX}{url}"
+    assert ready == f"{READY_PREFIX}{url}"
     assert not port_file.exists()

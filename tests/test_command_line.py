@@ -22,7 +22,15 @@ from typer.testing import CliRunner
 
 from outrider.edge.lab import cores
 from outrider.models.child_command import run_child_command
-from outrider.models.command_line import make_app, print_line, read_stdin, require_utf8, run_app, takes_options
+from outrider.models.command_line import (
+    make_app,
+    print_line,
+    read_stdin,
+    require_utf8,
+    run_app,
+    takes_options,
+    tolerate_narrow_encodings,
+)
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.extras import importing, is_installed, require_packages
 
@@ -226,6 +234,32 @@ def test_a_closed_pipe_ends_quietly(script: str) -> None:
     finally:
         os.close(writer)
     assert (finished.returncode, finished.stderr) == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("platform", "asked", "written"),
+    [
+        ("win32", None, "東é".encode()),
+        ("win32", ":strict", "東é".encode()),
+        ("win32", "cp1252", b"?\xe9"),
+        ("linux", None, b"?\xe9"),
+    ],
+)
+def test_files_and_pipes_get_utf8_on_windows(
+    monkeypatch: pytest.MonkeyPatch, platform: str, asked: str | None, written: bytes
+) -> None:
+    """There the default is the system's code page; an encoding that was asked for stays."""
+    monkeypatch.delenv("PYTHONIOENCODING", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("PYTHONIOENCODING", asked)
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding="cp1252", newline="\n") for _ in range(2)]
+    monkeypatch.setattr(sys, "stdout", streams[0])
+    monkeypatch.setattr(sys, "stderr", streams[1])
+    tolerate_narrow_encodings(platform)
+    for stream in streams:
+        stream.write("東é\n")
+        stream.flush()
+        assert stream.buffer.getvalue() == written + b"\n"
 
 
 def test_text_that_is_not_utf8_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -18,10 +19,13 @@ from rich.console import Console
 from tests.serving import fake_tokenizer, serve_fake, target_tokens
 
 from outrider.edge.cli import main as cli
-from outrider.edge.cli.run import make_request
+from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison
+from outrider.edge.cli.demo_options import DemoOptions
+from outrider.edge.cli.run import Ran, make_request
+from outrider.edge.cli.run import _document as as_document
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import mode_numbers, result_as_json, summary_lines
-from outrider.edge.cli.terminal import TokenPrinter
+from outrider.edge.cli.terminal import TokenPrinter, print_document
 from outrider.edge.drafting.belief import CommitOutcome
 from outrider.edge.drafting.depth import CostModelDepth, Effort, FixedDepth, ThresholdDepth
 from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
@@ -208,13 +212,52 @@ def test_an_agent_drafts_as_its_options_say() -> None:
             make_options(wrong)
 
 
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({"mode": Mode.CLOUD_ONLY, "width": "2"}, r"nothing drafts .*, so --width would have no effect; leave it out"),
+        (
+            {"mode": Mode.CLOUD_ONLY, "lookup": True, "draft_bytes": 9.0},
+            r"so --draft-bytes and --lookup or --no-lookup",
+        ),
+        ({"mode": Mode.CLOUD_ONLY, "lookup": False}, r"--lookup or --no-lookup would have no effect"),
+        ({"mode": Mode.CLOUD_ONLY, "depth": "4", "effort": Effort.LOW}, r"so --depth and --effort .* leave them out"),
+        ({"mode": Mode.CLOUD_ONLY, "threads": 2, "patience_ms": 5.0}, r"so --patience-ms and --threads would"),
+        ({"mode": Mode.STOP_AND_WAIT, "width": "1"}, r"stop-and-wait sends one path .*, so --width would"),
+        ({"mode": Mode.STOP_AND_WAIT, "draft_bytes": 9.0}, r"so --draft-bytes would"),
+        ({"mode": Mode.STOP_AND_WAIT, "lookup": True}, r"so --lookup or --no-lookup would"),
+        ({"mode": Mode.STOP_AND_WAIT, "patience_ms": 5.0}, r"so --patience-ms would"),
+        ({"width": "1", "lookup": True}, r"--width 1 drafts a single path, so --lookup or --no-lookup would"),
+        ({"width": "1", "draft_bytes": 9.0}, r"so --draft-bytes would"),
+        ({"runtime": "ngram", "lookup": False}, r"nothing but lookup drafts, so --lookup or --no-lookup would"),
+        ({"depth": "4", "effort": Effort.LOW}, r"--depth 4 does not depend on times, so --effort would"),
+    ],
+)
+def test_options_without_effect_are_refused_by_name(options: dict[str, Any], found: str) -> None:
+    """In every mode, and beside one another; the demo's too."""
+    with pytest.raises(ConfigError, match=found):
+        RunOptions("x", **options)
+    if not options.keys() & {"mode", "depth"}:
+        with pytest.raises(ConfigError, match=found):
+            DemoOptions(**options)
+
+
+def test_options_with_an_effect_are_taken() -> None:
+    """Each where it counts."""
+    RunOptions("x", mode=Mode.STOP_AND_WAIT, depth="4", threads=1)
+    RunOptions("x", mode=Mode.STOP_AND_WAIT, effort=Effort.LOW)
+    RunOptions("x", width="8", lookup=True, draft_bytes=9.0, effort=Effort.LOW, patience_ms=1.0)
+    RunOptions("x", width="1", depth="4")
+    DemoOptions(width="8", lookup=False, draft_bytes=9.0)
+
+
 @pytest.mark.parametrize("command", ["run", "demo"])
 def test_the_options_of_the_tree_are_explained(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The same words for both commands, and the defaults."""
     group = typer.main.get_command(cli.app)
     assert isinstance(group, click.Group)
     context = group.commands[command].make_context(command, [] if command == "demo" else ["text"])
-    assert (context.params["width"], context.params["lookup"]) == ("auto", True)
+    assert (context.params["width"], context.params["lookup"]) == ("auto", None)
     assert (context.params["effort"], context.params["draft_bytes"]) == ("normal", 150.0)
     explained = {each.opts[0]: getattr(each, "help", "") for each in group.commands[command].params}
     assert explained["--width"] == "Guesses per token: auto, or 1 to 8; 1 drafts a single path."
@@ -267,6 +310,25 @@ def test_numbers_for_programs_are_plain_json() -> None:
     assert mode_numbers(LONG)["tokens_per_s"] == pytest.approx(15 / 0.8)
     document = result_as_json(RESULT, "text")
     assert json.loads(json.dumps(document, allow_nan=False)) == document
+
+
+def test_a_comparison_of_one_token_is_a_document_that_every_parser_reads() -> None:
+    """`run --compare --json --max-tokens 1`: numbers that cannot be known are null, and NaN is never printed."""
+    one = replace(RESULT, tokens=(1,), sources=(Source.TARGET,), arrival_s=(0.1,), num_accepted=0, num_tested=0)
+    compared = Comparison(1, (), "only 1 token", {CLOUD_ONLY: one, DRAFTED: one}, True, None)
+    out = io.StringIO()
+    ran = Ran(one, one, None, compared)
+    print_document(Console(file=out), as_document(RunOptions("x", compare=True), ran, None, fake_tokenizer()))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    document = json.loads(out.getvalue(), parse_constant=refuse)
+    unknown = ("tokens_per_s", "itl_ms_p50", "itl_ms_p95", "acceptance_rate")
+    assert document["speed_up"] is None and document["speed_up_unknown"] == "only 1 token"
+    assert all(found[key] is None for key in unknown for found in (document, document["cloud_only"]))
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        print_document(Console(file=out), {"tokens_per_s": one.tokens_per_s})
 
 
 def test_the_summary_says_what_happened() -> None:

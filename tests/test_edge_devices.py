@@ -21,19 +21,23 @@ from tests.test_bundle import make_manifest
 from outrider.edge.cli import main as cli
 from outrider.edge.cli.devices_screen import DRAFTS, devices_as_json, show_devices
 from outrider.edge.cli.summary import draft_lines
-from outrider.edge.devices.advice import gpu_advice, npu_advice, provider_advice
-from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, find_runtime, require_device
+from outrider.edge.devices import discovery
+from outrider.edge.devices.advice import can_emulate_npu, gpu_advice, npu_advice, provider_advice
+from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, find_runtime, install_advice, require_device
 from outrider.edge.devices.placement import AS_BUNDLED, EMULATED_NPU, DraftChoice, Placement, opened_as, place_draft
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent, open_drafter
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.models import extras
 from outrider.models.bundle import Bundle
 from outrider.models.bundle_writer import BundleWriter
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.manifest import Device, FileEntry, Manifest, StaticShapes
+from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.fake import FakeSequenceRuntime
+from outrider.models.runtimes.npu_compile import npu_core
 from outrider.models.sampling import SamplingParams
 
 EMULATED = "NPU path emulated on the CPU; not run on hardware"
@@ -223,6 +227,20 @@ def test_devices_that_this_machine_lacks_are_told_by_their_names(monkeypatch: py
     assert found.devices[-1].full_name == "Intel(R) AI Boost"
     for device in get_args(Device):
         require_device("openvino", device, found)
+    manifest = manifest_for("openvino", "gpu", "GPU")
+    for asked, opened in (("gpu.1", "GPU.1"), ("GPU.0", "GPU.0"), ("gpu", "GPU")):
+        placement = place_draft(manifest, DraftChoice(device=asked), found)
+        assert (placement.device, placement.open_on) == ("gpu", opened)
+    assert place_draft(manifest, DraftChoice(device="gpu.1"), found).words.endswith("OpenVINO on the GPU.1")
+    with pytest.raises(RuntimeUnavailable, match=r"sees no GPU\.2 on this machine, only CPU .*GPU\.1 \(Arc \(dGPU\)\)"):
+        place_draft(manifest, DraftChoice(device="gpu.2"), found)
+
+
+@pytest.mark.parametrize("asked", ["cpu.1", "gpu.", "gpu.x", "xpu", "gpu.1.2"])
+def test_a_device_that_cannot_be_is_refused(asked: str) -> None:
+    """With the words that are expected."""
+    with pytest.raises(ConfigError, match=r"--draft-device is .*; expected cpu, gpu or npu, or one .* such as gpu\.1"):
+        DraftChoice(device=asked)
 
 
 def make_nodes(root: Path, *paths: str) -> Path:
@@ -247,7 +265,7 @@ def test_on_linux_the_first_thing_that_is_missing_for_an_npu_is_named(
     tmp_path: Path, paths: tuple[str, ...], may_use: bool, said: str
 ) -> None:
     """Kernel module, firmware, access, user-space driver: in the order in which they are needed."""
-    assert said in npu_advice("linux", make_nodes(tmp_path, *paths), lambda node: may_use)
+    assert said in npu_advice("linux", make_nodes(tmp_path, *paths), lambda node: may_use, "x86_64")
 
 
 @pytest.mark.parametrize(
@@ -262,15 +280,56 @@ def test_on_linux_the_first_thing_that_is_missing_for_a_gpu_is_named(
     tmp_path: Path, paths: tuple[str, ...], may_use: bool, said: str
 ) -> None:
     """Kernel driver, access, compute runtime; an NVIDIA GPU is ONNX Runtime's."""
-    told = gpu_advice("linux", make_nodes(tmp_path, *paths), lambda node: may_use)
+    told = gpu_advice("linux", make_nodes(tmp_path, *paths), lambda node: may_use, "x86_64")
     assert said in told and "--runtime onnxruntime" in told
 
 
 def test_elsewhere_the_vendors_driver_is_named() -> None:
     """Windows has drivers from its vendors; a Mac has none for OpenVINO."""
-    assert "Intel(R) AI Boost" in npu_advice("win32") and "graphics driver" in gpu_advice("win32")
-    assert "Linux and Windows only" in npu_advice("darwin") and "Linux and Windows" in gpu_advice("darwin")
-    assert "onnxruntime-gpu" in provider_advice("gpu") and "onnxruntime-qnn" in provider_advice("npu")
+    assert "Intel(R) AI Boost" in npu_advice("win32", machine="AMD64")
+    assert "graphics driver" in gpu_advice("win32", machine="AMD64")
+    assert "onnxruntime-gpu" in provider_advice("gpu", "linux", "x86_64")
+    assert "onnxruntime-qnn" in provider_advice("npu", "win32", "AMD64")
+
+
+@pytest.mark.parametrize(
+    ("platform", "machine"), [("darwin", "arm64"), ("darwin", "x86_64"), ("win32", "ARM64"), ("linux", "aarch64")]
+)
+def test_where_intels_plugins_are_not_built_nothing_of_theirs_is_advised(platform: str, machine: str) -> None:
+    """No driver of Intel's, no emulation; a Mac's GPU is Metal's, and CUDA is named where NVIDIA's GPUs are."""
+    assert not can_emulate_npu(platform, machine)
+    said = [npu_advice(platform, machine=machine), gpu_advice(platform, machine=machine)]
+    said += [provider_advice("npu", platform, machine), provider_advice("gpu", platform, machine)]
+    words = " ".join(said)
+    for wrong in ("intel_vpu", "level-zero", "opencl", "graphics driver", "AI Boost", "--emulate", "ep-openvino"):
+        assert wrong not in words
+    assert ("Metal" in words) == (platform == "darwin") and ("NVIDIA" in words) == (platform != "darwin")
+    assert ("onnxruntime-directml" in words) == (platform == "win32")
+    assert "x86-64 Linux and Windows only" in said[0] and "x86-64 Linux and Windows only" in said[1]
+
+
+def test_emulation_is_advised_only_where_its_plugin_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And asking for it elsewhere is one clear error."""
+    monkeypatch.setattr(discovery, "can_emulate_npu", lambda: True)
+    assert "--emulate-npu" in discovery.advice("openvino", "npu")
+    monkeypatch.setattr(discovery, "can_emulate_npu", lambda: False)
+    assert "--emulate-npu" not in discovery.advice("openvino", "npu")
+    monkeypatch.setattr(openvino.Core, "get_versions", lambda core, device: {})
+    with pytest.raises(RuntimeUnavailable, match=r"no NPU plugin, .* draft with a bundle for the CPU"):
+        npu_core(RuntimeOptions(emulate_npu=True))
+
+
+def test_where_openvino_has_no_package_nobody_is_told_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by `outrider devices` nor by a runtime that is missing."""
+    for module in (discovery, extras):
+        monkeypatch.setattr(module, "has_openvino_package", lambda: False)
+    assert "pip install" not in install_advice("openvino") and "--runtime ngram" in install_advice("openvino")
+    assert "edge-onnxruntime" in install_advice("onnxruntime")
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(RuntimeUnavailable, match=r"^OpenVINO is not made for this system .*--runtime onnxruntime"):
+        require_device("openvino", "cpu")
+    missing = extras.missing_extra(ModuleNotFoundError(name="openvino"), "the openvino runtime", "edge")
+    assert "the openvino runtime needs OpenVINO, which is not made for this system" in str(missing)
 
 
 def test_outrider_devices_lists_what_is_here_and_what_would_help(
@@ -455,5 +514,5 @@ def test_a_provider_is_chosen_by_name_or_by_policy_and_the_one_that_ran_is_told(
     for missing in (DraftChoice(provider="QNNExecutionProvider"), DraftChoice(device="npu")):
         with pytest.raises(RuntimeUnavailable, match="onnxruntime-qnn"):
             open_drafter(bundle, missing)
-    with pytest.raises(ConfigError, match="expected CPU, GPU, NPU, prefer-npu or a provider's full name"):
+    with pytest.raises(ConfigError, match=r"expected CPU, GPU, GPU\.1, NPU, prefer-npu or a provider's full name"):
         open_drafter(bundle, DraftChoice(provider="abacus"))

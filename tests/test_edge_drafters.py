@@ -284,10 +284,7 @@ class Driven:
             limits,
             clock,
         )
-        loop = self.worker._loop
-        self.worker._loop = types.SimpleNamespace(  # type: ignore[assignment]
-            call_soon_threadsafe=self._sent, run_in_executor=loop.run_in_executor
-        )
+        self.worker._loop = types.SimpleNamespace(call_soon_threadsafe=self._sent)  # type: ignore[assignment]
 
     def _sent(self, _: Callable[[], None]) -> None:
         with self.worker.lock:
@@ -432,10 +429,10 @@ def test_a_worker_that_is_stopped_ends_after_the_call_in_progress() -> None:
         driven = Driven(Acting(act), DraftPlan(30), TreeLimits())
         run = driven.worker.run()
         await asyncio.to_thread(called.wait, 30.0)
-        driven.worker.stop()
+        driven.worker.close()
         go_on.set()
         await run
-        driven.worker.close()
+        driven.worker._scheduler.join()
 
     asyncio.run(scenario())
     assert num_calls == 1
@@ -487,7 +484,7 @@ def test_the_guesses_of_a_lost_message_are_sent_again() -> None:
         ahead.resend()
         ahead.pump()
         assert [number for _, number in sent[2]] == [*range(len(first))]
-        await ahead.aclose()
+        ahead.close()
 
     asyncio.run(scenario())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
+from importlib.metadata import version
 from typing import Any
 
 import httpx
@@ -15,16 +16,30 @@ import pytest
 from tests.serving import fake_tokenizer, serve_fake
 
 from outrider.edge.cli.summary import summary_lines
-from outrider.edge.drafting.depth import FixedDepth
+from outrider.edge.drafting.depth import CostModelDepth, FixedDepth
+from outrider.edge.drafting.drafter import NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
+from outrider.edge.link.sender import DraftMessage
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
 from outrider.models.errors import CloudError
-from outrider.models.protocol import Commit, SessionEnd, SessionOpen, SessionRequest, Usage
+from outrider.models.protocol import (
+    Commit,
+    ReadyAnswer,
+    SessionEnd,
+    SessionOpen,
+    SessionRequest,
+    Usage,
+    VerifyAnswer,
+    VerifyItem,
+    VerifyRequest,
+    VerifyResult,
+)
 from outrider.models.runtimes.fake import FakeBatchRuntime
+from outrider.models.tree_draft import TREE_MEDIA_TYPE
 
 EOS = 9
 PROMPT = (1, 2, 3)
@@ -174,6 +189,41 @@ def test_the_server_ends_where_it_said_that_it_would(mode: Mode) -> None:
     assert result.finish_reason == "context" and len(PROMPT) + len(result.tokens) == 20
 
 
+def test_the_agent_names_itself_except_with_drafts() -> None:
+    """Some gateways refuse requests without a User-Agent; a draft message is too small for one."""
+    seen: dict[str, str | None] = {}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen[f"{request.method} {request.url.path}"] = request.headers.get("user-agent")
+        if request.url.path == "/v1/verify":
+            verified = VerifyAnswer(results=[VerifyResult(tokens=[5], accepted=0)])
+            return httpx.Response(200, text=verified.model_dump_json())
+        if request.url.path == "/v1/sessions":
+            return session(opened(), ended())(request)
+        return httpx.Response(200, text=ReadyAnswer(status="ready", model="scripted").model_dump_json())
+
+    async def scenario() -> None:
+        async with CloudClient("http://scripted", transport=httpx.MockTransport(answer)) as client:
+            await client.ready()
+            await client.verify(VerifyRequest(items=[VerifyItem(prefix=[1], draft=[])]))
+            async with client.open_session(SessionRequest(prompt=[1], max_tokens=1)) as stream:
+                await anext(stream)
+            await client.post_drafts("s", DraftMessage(TREE_MEDIA_TYPE, b"1"))
+            await client.post_drafts("p", DraftMessage("application/json", b"1"))
+            await client.end_session("s")
+
+    asyncio.run(scenario())
+    named = f"outrider/{version('outrider')}"
+    assert seen == {
+        "GET /health/ready": named,
+        "POST /v1/verify": named,
+        "POST /v1/sessions": named,
+        "DELETE /v1/sessions/s": named,
+        "POST /v1/sessions/s/drafts": None,
+        "POST /v1/sessions/p/drafts": None,
+    }
+
+
 def test_a_refusal_that_is_cut_is_a_lost_endpoint() -> None:
     """Its status is unreliable then, so the session is tried again."""
     script = Script(
@@ -296,3 +346,40 @@ def test_pauses_stay_bounded_however_often_it_is_tried() -> None:
     with pytest.raises(CloudError, match="after 2000 attempts"):
         run(stream(script, GenerationRequest(PROMPT, max_tokens=2), time, RetryPolicy(max_failures=2000)))
     assert max(time.pauses) == 2.0
+
+
+@pytest.mark.parametrize("mode", [Mode.STREAM, Mode.STOP_AND_WAIT])
+def test_another_endpoint_has_round_trips_of_its_own(mode: Mode) -> None:
+    """After 24 posts over 5 ms, a session 150 ms away is neither announced nor planned with 5; the way back is."""
+    near, far = "http://near", "http://far"
+    estimates, asked = Estimates(), list[SessionRequest]()
+    for _ in range(24):
+        estimates.on_posted(5.0)
+    depth_near = CostModelDepth(estimates).plan().depth
+    time = FakeTime()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.host == "near":
+            return unreachable(request)
+        time.now += 0.15
+        if request.url.path == "/v1/verify":
+            verified = VerifyAnswer(results=[VerifyResult(tokens=[5], accepted=0)])
+            return httpx.Response(200, text=verified.model_dump_json())
+        asked.append(SessionRequest.model_validate(json.loads(request.content)))
+        return session(opened(), Commit(base=0, tokens=[5]), ended())(request)
+
+    async def scenario() -> GenerationResult:
+        transport, request = httpx.MockTransport(answer), GenerationRequest(PROMPT, max_tokens=1)
+        async with CloudClient(near, transport=transport) as first, CloudClient(far, transport=transport) as second:
+            endpoints = Endpoints([first, second], None, time.sleep, time.clock)
+            draft, depth = NgramDrafter(), FixedDepth(0)
+            if mode is Mode.STOP_AND_WAIT:
+                return await StopAndWaitAgent(endpoints, draft, depth, estimates, time.clock).generate(request)
+            return await StreamAgent(endpoints, draft, depth, estimates, clock=time.clock).generate(request)
+
+    assert run(scenario()).tokens == (5,)
+    assert all(request.draft_lag_ms is None for request in asked)
+    assert estimates.round_trip_ms == pytest.approx(150.0 if mode is Mode.STREAM else 110.0)  # less a step of 40 ms
+    assert CostModelDepth(estimates).plan().depth > depth_near
+    estimates.use(near)
+    assert estimates.round_trip_ms == 5.0

@@ -23,7 +23,7 @@ from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.lab.proxy import DelayProxy
-from outrider.edge.link.client import CloudClient
+from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.errors import TargetMismatch
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
@@ -224,7 +224,8 @@ def test_outrider_run_reports_different_targets_and_shows_no_escape_of_their_nam
     with ExitStack() as stack:
         a, b = stack.enter_context(serve_fake()), other(stack, "\x1b]0;[bold]other\x07")
         options = RunOptions("x", cloud=[a.url, b.url], mode=Mode.CLOUD_ONLY)
-        ran = asyncio.run(_generate(options, REQUEST, None, None, console))
+        clouds = [(url, ClientOptions()) for url in options.cloud]
+        ran = asyncio.run(_generate(options, clouds, REQUEST, None, None, console))
     assert ran.result.tokens == tuple(target_tokens(PROMPT, 60))
     (line,) = about.getvalue().splitlines()
     assert r"and \x1b]0;[bold]other\x07 (target" in line and "are different targets" in line

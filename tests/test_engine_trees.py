@@ -264,14 +264,38 @@ def test_a_guess_with_keys_that_are_not_finite_ends_no_text(parents: list[int]) 
     assert engine.stats().free_blocks == engine.stats().num_blocks
 
 
-def test_a_move_that_fails_ends_its_sequence() -> None:
-    """What the slots hold then is not known: nothing of the step is committed."""
+def test_a_move_that_fails_costs_only_another_run() -> None:
+    """What the slots hold then is not known, but the picks are: they are committed, and run again for their keys."""
     runtime = Faulty(vocab_size=VOCAB)
     runtime.move_fails = True
-    collector, truth = run_faulty(runtime, lambda rest: Chosen([(rest[0] + 1) % VOCAB, rest[0]], [-1, -1]))
-    assert collector.tokens == truth[:1]
-    assert collector.end is not None and collector.end.error is not None
-    assert "no copy today" in str(collector.end.error)
+    collector, truth = run_faulty(runtime, lambda rest: Chosen([(rest[0] + 1) % VOCAB, *rest[:2]], [-1, -1, 1]))
+    assert collector.tokens == truth and collector.commits[1].accepted == 2
+    assert collector.end is not None and collector.end.error is None
+
+
+def test_texts_stay_the_same_where_every_move_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever a move leaves in the slots, also for a sequence that goes on from shared blocks; faults are counted."""
+    harness = Harness(block_size=4)
+    trees_of(harness.engine).kind = "alternatives"
+    move, num_failed = harness.runtime.move, 0
+
+    def scramble(sources: Sequence[int], targets: Sequence[int]) -> None:
+        nonlocal num_failed
+        num_failed += 1
+        move([sources[0]] * len(targets), targets)
+        raise RuntimeError("no copy today")
+
+    harness.runtime.move = scramble  # type: ignore[method-assign]
+    pairs = [submit(harness, prompt) for prompt in PROMPTS]
+    harness.run()
+    assert all(collector.tokens == truth for collector, truth in pairs)
+    second, expected = submit(harness, PROMPTS[2] + pairs[2][1], count=8)
+    harness.run()
+    assert second.tokens == expected
+    assert second.end is not None and second.end.usage.cached_prompt_tokens > len(PROMPTS[2])
+    assert harness.engine.stats().totals.faults == num_failed > 5 and harness.engine.fault() is None
+    assert "no copy today" in caplog.text
+    harness.assert_all_returned()
 
 
 def test_what_a_move_takes_is_part_of_what_a_tree_costs() -> None:

@@ -353,7 +353,7 @@ def test_the_cached_pair_names_every_option_that_it_refuses(
 def test_without_the_exporter_a_run_asks_for_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     """One piece of advice: to name one."""
     monkeypatch.setattr("outrider.edge.cli.exporter.is_installed", lambda name: name != "torch")
-    with pytest.raises(RuntimeUnavailable, match=r"'torch' is not installed\. Export a draft on a machine"):
+    with pytest.raises(RuntimeUnavailable, match=r"'torch' is not installed\. Get a draft from your server with"):
         default_draft(AS_BUNDLED)
 
 
@@ -363,7 +363,7 @@ def test_an_empty_prompt_is_refused_before_anything_is_exported(monkeypatch: pyt
     def export(choice: DraftChoice) -> Path:
         pytest.fail("an export was started")
 
-    monkeypatch.setattr("outrider.edge.cli.run.default_draft", export)
+    monkeypatch.setattr("outrider.edge.cli.draft_source.default_draft", export)
     with pytest.raises(ConfigError, match="the prompt is empty"):
         run_once(RunOptions(""), Console(file=io.StringIO()), Console(file=io.StringIO()))
 

@@ -19,9 +19,9 @@ HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "optimum", "nncf", "ray
 # stand beside the rooms. docs/architecture.md draws the same order.
 ROOMS = {
     "export": ("cli", "reference_training", "distill", "make", "check", "convert", "report", "source", ""),
-    "edge": ("cli", "lab", "modes", "drafting", "link", "devices", ""),
+    "edge": ("cli", "lab", "serve", "doctor", "modes", "drafting", "store", "setup", "link", "devices", ""),
     "cloud": ("server", "api", "engine", "pending", ""),
-    "models": ("http", "runtimes", ""),
+    "models": ("ingress", "http", "runtimes", ""),
     "reference": ("",),
 }
 # What a part may import of the others.
@@ -46,7 +46,12 @@ NAMED = {
 UNKNOWN_TO = {
     "outrider.cloud.api": ("outrider.cloud.engine", "outrider.cloud.pending"),  # an engine only through the seam
     "outrider.models.http": ("outrider.models.runtimes",),
-    "outrider.edge": ("outrider.models.http",),  # until the device has an endpoint of its own
+    "outrider.models.ingress": ("outrider.models.runtimes",),
+    # Of the device's rooms only the local endpoint is a server.
+    **{
+        f"outrider.edge.{room}": ("outrider.models.http", "outrider.models.ingress")
+        for room in ("lab", "modes", "drafting", "link", "devices", "results")
+    },
 }
 HTTP_PACKAGES = {"pydantic", "pydantic_core", "starlette", "outrider"}
 """What `models/http` may import beside the standard library."""

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from outrider.models.http.openai import RenderRequest
 from outrider.models.protocol import (
+    DraftList,
     DraftRequest,
     ErrorAnswer,
+    RenderAnswer,
     SessionEnd,
     SessionRequest,
     Usage,
@@ -25,9 +28,18 @@ TEXT = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
 EVENTS = re.findall(r"^data: (.*)$", TEXT, re.MULTILINE)
 RAISED = re.compile(r'(?:RequestError|FieldError|Throttled)\(\s*"([a-z_]+)"')
-# Made from an HTTP status in cloud/outrider/cloud/api/errors.py, or by a route below the framework.
+# Made from an HTTP status in models/outrider/models/http/handlers.py, or by a route below the framework.
 FROM_STATUS = {"not_found", "invalid_request"}
-MESSAGES: tuple[type[BaseModel], ...] = (ErrorAnswer, SessionRequest, DraftRequest, VerifyRequest, VerifyAnswer)
+MESSAGES: tuple[type[BaseModel], ...] = (
+    ErrorAnswer,
+    SessionRequest,
+    DraftRequest,
+    VerifyRequest,
+    VerifyAnswer,
+    RenderRequest,
+    RenderAnswer,
+    DraftList,
+)
 
 
 @pytest.mark.parametrize(("message", "example"), tuple(zip(MESSAGES, EXAMPLES, strict=True)))
@@ -51,7 +63,8 @@ def test_the_example_of_a_stream_is_one() -> None:
 
 def test_every_error_code_is_in_the_table() -> None:
     """The codes in the table are those that the server's sources raise."""
-    folders = (ROOT / "cloud", ROOT / "models" / "outrider" / "models" / "http")
+    models = ROOT / "models" / "outrider" / "models"
+    folders = (ROOT / "cloud", models / "http", models / "ingress")
     sources = [path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py")]
     raised = {code for source in sources for code in RAISED.findall(source)}
     rows = re.findall(r"^\| ((?:`[a-z_]+`(?:, )?)+) \| [\d, a-z]+ \|", TEXT, re.MULTILINE)

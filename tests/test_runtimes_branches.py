@@ -16,8 +16,16 @@ from tests.conftest import TINY_VOCAB
 from tests.onnx_graphs import build
 
 from outrider.models.errors import ConfigError, ModelFault
-from outrider.models.runtimes.base import BranchingRuntime, RuntimeOptions, SequenceRuntime
-from outrider.models.runtimes.branch_blocks import BranchBlocks
+from outrider.models.runtimes import onnxruntime_sequence
+from outrider.models.runtimes.base import (
+    BranchingRuntime,
+    JoiningRuntime,
+    RuntimeOptions,
+    SequenceRuntime,
+    ShareableRuntime,
+)
+from outrider.models.runtimes.branch_blocks import BlockPool, BranchBlocks
+from outrider.models.runtimes.onnxruntime_providers import CPU
 from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence
 from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
 
@@ -56,7 +64,10 @@ def opened(
     tiny_model: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Opened]:
-    """The runtime, and a second one that runs every sequence from its first token. "gpu": blocks cannot be copied."""
+    """The runtime, and a second one that runs every sequence from its first token.
+
+    "gpu": blocks cannot be copied. "device": the cache is not in the host's memory, as far as the runtime knows.
+    """
     kind, family = request.param.split()
     place = tmp_path_factory.mktemp("branches") / "onnx"
     pair: list[SequenceRuntime]
@@ -64,17 +75,27 @@ def opened(
         pair = [OpenVinoSequenceRuntime(tiny_ir(family), OPTIONS) for _ in range(2)]
     else:
         build(tiny_model(family), place, "fp32")
-        if kind == "pinned":
+        if kind in ("pinned", "device"):
             pin_batch(place / "model.onnx")
         pair = [OnnxRuntimeSequence(place, OPTIONS) for _ in range(2)]
+        if kind == "device":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(onnxruntime_sequence, "_CACHE_DEVICES", {CPU: "cpu"})
+                pair[0] = OnnxRuntimeSequence(place, OPTIONS)
     runtime, plain = pair
     if kind == "gpu":
         assert isinstance(runtime, OpenVinoSequenceRuntime)
-        runtime._host_caches = []
-        runtime._blocks = BranchBlocks(runtime._blocks.num_blocks, 32, LONGEST, copies=False)
+        pretend_gpu(runtime)
     yield runtime, plain
     runtime.close()
     plain.close()
+
+
+def pretend_gpu(runtime: OpenVinoSequenceRuntime) -> None:
+    """Lets a fresh runtime treat its cache as one in a GPU's memory: nothing of it can be copied."""
+    runtime._shared.is_on_host, runtime._shared.host_caches = False, []
+    num_blocks, pool = runtime._blocks.num_blocks, runtime._shared.pool
+    runtime._blocks = BranchBlocks(num_blocks, runtime._shared.block_size, LONGEST, copies=False, pool=pool)
 
 
 @pytest.fixture
@@ -115,6 +136,42 @@ def test_branches_have_the_logits_of_fresh_sequences(runtime: Branching, truth: 
     """Random trees of up to eight nodes a call, over block boundaries and to the longest sequence; commits along
     branches and across them, rollbacks; and afterwards no block is lost.
     """
+    walk(runtime, truth, seed)
+
+
+GROWING = ["openvino llama", "gpu llama", "onnxruntime llama", "pinned llama", "device llama"]
+
+
+@pytest.mark.parametrize("opened", GROWING, indirect=True)
+def test_a_cache_that_grows_keeps_what_it_holds(
+    opened: Opened, truth: Truth, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The same with room for 32 positions at first: it grows in extensions and in branches, and twice at least."""
+    runtime = opened[0]
+    assert isinstance(runtime, OpenVinoSequenceRuntime | OnnxRuntimeSequence)
+    monkeypatch.setattr("outrider.models.runtimes.one_sequence.FIRST_POSITIONS", 32)
+    reserve, sizes = runtime._reserve, list[int]()
+
+    def noted(num_positions: int) -> None:
+        reserve(num_positions)
+        sizes.append(runtime._num_positions)
+
+    monkeypatch.setattr(runtime, "_reserve", noted)
+    for seed in range(3):
+        runtime.truncate(0)
+        runtime._num_positions = 0  # of the cache that it gets now
+        if isinstance(runtime, OpenVinoSequenceRuntime):
+            runtime._shared.pool = runtime._blocks._pool = BlockPool(0)
+            runtime._shared.num_promised = runtime._blocks.num_blocks = 0
+            runtime._shared.host_caches = []
+        reserve(1)
+        assert runtime._num_positions == 32
+        walk(runtime, truth, seed)
+    assert {32, LONGEST} < set(sizes)
+
+
+def walk(runtime: Branching, truth: Truth, seed: int) -> None:
+    """Extends, cuts and branches at random, and compares every row with that of a fresh sequence."""
     rng = random.Random(seed)
     text = tokens_of(rng, rng.randint(20, 70))
     assert_close(runtime.extend(text), truth(text))
@@ -221,7 +278,7 @@ def test_a_failed_call_forgets_its_branches(tiny_ir: Callable[..., Path], monkey
             raise RuntimeError("broken")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runtime, "_request", Broken(runtime._request))
+        patch.setattr(runtime._shared, "request", Broken(runtime._shared.request))
         with pytest.raises(RuntimeError, match="broken"):
             runtime.extend_branches([[1, 2], [1, 3]])
         with pytest.raises(RuntimeError, match="broken"):
@@ -260,3 +317,63 @@ def test_a_failed_step_of_onnx_runtime_forgets_its_branches(
     assert_close(runtime.extend_branches([[1, 2, 4]])[0], plain.extend([*range(40), 1, 2, 4]))
     plain.truncate(40)
     assert_close(runtime.extend([5]), plain.extend([5]))
+
+
+@pytest.mark.parametrize("kind", ["openvino", "gpu", "onnxruntime"])
+def test_sequences_of_one_model_do_not_touch_each_other(
+    kind: str,
+    tiny_ir: Callable[..., Path],
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    """In turns and in shared calls; each has its own cache, which is free again when it is closed."""
+    options = replace(OPTIONS, num_sequences=3)
+    first: SequenceRuntime
+    plain: SequenceRuntime
+    if kind == "onnxruntime":
+        build(tiny_model("llama"), tmp_path / "onnx", "fp32")
+        first, plain = (OnnxRuntimeSequence(tmp_path / "onnx", each) for each in (options, OPTIONS))
+    else:
+        first, plain = (OpenVinoSequenceRuntime(tiny_ir("llama"), each) for each in (options, OPTIONS))
+        if kind == "gpu":
+            pretend_gpu(first)
+    assert isinstance(first, ShareableRuntime)
+    others = [first.open_sequence(), first.open_sequence()]
+    with pytest.raises(ConfigError, match="the model holds 3 sequences"):
+        first.open_sequence()
+    sequences = [first, *others]
+    rng = random.Random(3)
+
+    def truth(tokens: list[int]) -> NDArray[np.float32]:
+        plain.truncate(0)
+        return plain.extend(tokens).copy()
+
+    texts: list[list[int]] = [[], [], []]
+    for round_ in range(6):
+        for text, sequence in zip(texts, sequences, strict=True):
+            if len(text) > 60:
+                text[:] = text[:20]
+                sequence.truncate(20)
+            new = tokens_of(rng, rng.choice([1, 2, 30]))
+            text += new
+            assert_close(sequence.extend(new), truth(text))
+        asked = [[tokens_of(rng, rng.randint(1, 3)) for _ in range(rng.randint(1, 2))] for _ in sequences]
+        expected = [[truth(text + branch) for branch in own] for text, own in zip(texts, asked, strict=True)]
+        if isinstance(first, JoiningRuntime):
+            rows = first.extend_branches_of(list(zip(sequences, asked, strict=True)))
+            assert_close(rows, np.concatenate([np.stack(own) for own in expected]))
+        else:
+            for sequence, own, rows_of in zip(sequences, asked, expected, strict=True):
+                assert isinstance(sequence, BranchingRuntime)
+                assert_close(sequence.extend_branches(own), np.stack(rows_of))
+        if round_ == 3:
+            others[1].close()
+            others[1].close()
+            sequences[2] = others[1] = first.open_sequence()
+            texts[2] = []
+    for sequence in others:
+        sequence.close()
+    if isinstance(first, OpenVinoSequenceRuntime):
+        first.truncate(0)
+        assert first._shared.pool.num_free == first._shared.pool.num_blocks
+    first.close()

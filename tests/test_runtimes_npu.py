@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,15 @@ from openvino import opset13 as ops
 from tests.conftest import TINY_VOCAB
 from tests.tiny_models import FAMILIES
 
+from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
 from outrider.models.manifest import StaticShapes
 from outrider.models.runtimes import open_sequence_runtime, sequence_kind
-from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
+from outrider.models.runtimes.base import Reading, RuntimeOptions, SequenceRuntime
 from outrider.models.runtimes.npu_compile import compiled_shapes
 from outrider.models.runtimes.openvino_npu import OpenVinoNpuRuntime
 from outrider.models.runtimes.torch_reference import load_causal_lm
+from outrider.models.sampling import SamplingParams
 
 # Weights and cache in f16: at most 0.004 on logits of +-4; a stale or shifted slot is off by 0.5 or more.
 TOLERANCE = 0.01
@@ -376,3 +378,41 @@ def test_a_tree_is_drafted_by_rolling_back_to_the_fork(runtime: OpenVinoNpuRunti
         assert_close(runtime.extend(path[shared:]), truth(text + path)[-1])
         last = path
         tree.append([*tree[rng.integers(len(tree))][:30], int(rng.integers(TINY_VOCAB))])
+
+
+def test_a_prompt_is_read_the_cheaper_way(tiny_ir: Callable[..., Path]) -> None:
+    """In a pass from an empty cache, or in steps from what is shared: by the times of both, once they are measured."""
+    runtime = OpenVinoNpuRuntime(tiny_ir("llama"), OPTIONS)
+    prompt = runtime._prompt_len
+    assert runtime.cheapest_reading(0, 40) == Reading(0, prompt)
+    # A pass counts as a step for every 64 tokens until both were measured.
+    assert runtime.cheapest_reading(1, 60) == Reading(0, prompt)
+    assert runtime.cheapest_reading(52, 60) == Reading(52, 64)
+    # What a pass cannot hold takes steps either way.
+    assert runtime.cheapest_reading(prompt, prompt + 8) == Reading(prompt, 64)
+    runtime._pass_s, runtime._step_s = 1.0, 0.01  # a slow pass
+    assert runtime.cheapest_reading(1, 60) == Reading(1, 64)
+    runtime._pass_s = 0.03
+    assert runtime.cheapest_reading(1, 60) == Reading(0, prompt)
+    assert runtime.cheapest_reading(40, 60) == Reading(40, 64)
+    runtime.close()
+
+
+def test_a_shared_token_does_not_turn_a_prompt_into_steps(tiny_ir: Callable[..., Path]) -> None:
+    """A drafter reads a long prompt that shares its first token with the text before in one pass."""
+    runtime = OpenVinoNpuRuntime(tiny_ir("llama"), OPTIONS)
+    passes: list[int] = []
+    prefill = runtime._prefill
+
+    def counted(tokens: Sequence[int]) -> NDArray[np.float32]:
+        passes.append(len(tokens))
+        return prefill(tokens)
+
+    runtime._prefill = counted  # type: ignore[method-assign]
+    drafter = ModelDrafter(runtime)
+    for prompt in (FIRST[:40], [FIRST[0], *SECOND[:50]]):
+        drafter.begin(prompt, SamplingParams())
+        assert not drafter.is_behind
+        drafter.guess([[]], 1)
+    assert passes == [40, 51]
+    drafter.close()

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -26,7 +27,13 @@ from outrider.export.source.tiny import make_tiny_model
 from outrider.models.errors import BundleError, ConfigError, ModelFault, RuntimeUnavailable
 from outrider.models.runtimes import open_sequence_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
-from outrider.models.runtimes.onnxruntime_providers import choose_provider
+from outrider.models.runtimes.onnxruntime_providers import (
+    CPU,
+    ProviderChoice,
+    apply_choice,
+    check_provider,
+    choose_provider,
+)
 from outrider.models.runtimes.onnxruntime_sequence import OnnxRuntimeSequence
 
 OPTIONS = RuntimeOptions(num_threads=1, max_positions=128)
@@ -196,7 +203,7 @@ def test_the_caches_memory_is_what_was_reached(graph: Callable[..., Path]) -> No
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_NOHUGEPAGE"), reason="how much memory an array has is known on Linux")
 def test_positions_that_no_token_reached_take_no_memory(graph: Callable[..., Path]) -> None:
-    """A cache for very many positions takes memory only for the pages that were written."""
+    """A cache for very many positions is made when they are needed, and takes memory for pages that were written."""
     options = replace(OPTIONS, max_positions=1 << 20)
     path = graph("qwen2", "fp32")
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -206,10 +213,14 @@ def test_positions_that_no_token_reached_take_no_memory(graph: Callable[..., Pat
     finally:
         (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     before = resident_bytes()
-    runtime.extend(FIRST)
-    reserved = sum(cache.numpy().nbytes for cache in runtime._caches.values())
-    assert reserved == 4 * 2 * (1 << 20) * 16 * 4  # keys and values of two layers, two heads of 16
-    assert resident_bytes() - before < 32 << 20
+    logits = runtime.extend(FIRST).copy()
+    for num_positions in (2048, 1 << 20):
+        runtime._reserve(num_positions)
+        reserved = sum(cache.numpy().nbytes for cache in runtime._caches.values())
+        assert reserved == 4 * 2 * num_positions * 16 * 4  # keys and values of two layers, two heads of 16
+        assert resident_bytes() - before < 32 << 20
+    runtime.truncate(len(FIRST) - 1)
+    assert np.abs(runtime.extend(FIRST[-1:]) - logits).max() < 1e-5
 
 
 def resident_bytes() -> int:
@@ -289,7 +300,7 @@ def test_devices_that_are_not_here_are_errors(graph: Callable[..., Path]) -> Non
     }.items():
         with pytest.raises(RuntimeUnavailable, match=found):
             OnnxRuntimeSequence(path, replace(OPTIONS, device=device))
-    with pytest.raises(ConfigError, match="device is 'abacus'; for ONNX Runtime expected CPU, GPU, NPU, prefer-npu"):
+    with pytest.raises(ConfigError, match=r"device is 'abacus'; .* expected CPU, GPU, GPU\.1, NPU, prefer-npu"):
         OnnxRuntimeSequence(path, replace(OPTIONS, device="abacus"))
 
 
@@ -316,9 +327,81 @@ def test_gpu_is_the_first_provider_that_is_there() -> None:
     """NVIDIA's comes first; Intel's takes the type of device as an option."""
     assert choose_provider("gpu", ["CPUExecutionProvider", "CUDAExecutionProvider"]).name == "CUDAExecutionProvider"
     intel = choose_provider("GPU", ["OpenVINOExecutionProvider", "CPUExecutionProvider"])
-    assert (intel.name, dict(intel.options)) == ("OpenVINOExecutionProvider", {"device_type": "GPU"})
+    assert (intel.name, intel.kind, intel.index) == ("OpenVINOExecutionProvider", "GPU", None)
+    second = choose_provider("gpu.1", ["CUDAExecutionProvider"])
+    assert (second.name, second.kind, second.index) == ("CUDAExecutionProvider", "GPU", 1)
     assert choose_provider("cpu", []).name == "CPUExecutionProvider"
     assert not choose_provider("NPU", []).may_be_cpu and choose_provider("prefer-npu", []).may_be_cpu
+
+
+class Settings:
+    """Takes the place of SessionOptions and notes the devices and options that a plug-in gets."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[list[Any], dict[str, str]]] = []
+
+    def add_session_config_entry(self, key: str, value: str) -> None:
+        assert key == "session.record_ep_graph_assignment_info"
+
+    def add_provider_for_devices(self, devices: list[Any], options: dict[str, str]) -> None:
+        self.given.append((devices, options))
+
+
+def found_device(name: str, kind: str) -> Any:
+    """A device as ONNX Runtime reports it for a plug-in."""
+    return SimpleNamespace(ep_name=name, device=SimpleNamespace(type=SimpleNamespace(name=kind)))
+
+
+def test_a_plug_in_gets_its_options_and_the_device_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its devices are numbered within their kind; one that is not there is an error, and the CPU is a warning."""
+    intel = "OpenVINOExecutionProvider"
+    devices = [found_device(intel, kind) for kind in ("CPU", "GPU", "GPU", "NPU")]
+    monkeypatch.setattr(ort, "get_ep_devices", lambda: devices)
+    for asked, device in (("GPU", devices[1]), ("gpu.1", devices[2]), (intel, devices[3])):
+        settings = Settings()
+        choice = replace(choose_provider(asked, [intel]), options={"cache_dir": "here"})
+        assert apply_choice(choice, settings) == {}
+        assert settings.given == [([device], {"cache_dir": "here"})]
+    with pytest.raises(RuntimeUnavailable, match=r"only 2 of GPU behind OpenVINOExecutionProvider"):
+        apply_choice(choose_provider("GPU.2", [intel]), Settings())
+    with pytest.raises(ConfigError, match=r"prefer-npu lets ONNX Runtime choose .* the options cache_dir have none"):
+        apply_choice(replace(choose_provider("prefer-npu", []), options={"cache_dir": "here"}), Settings())
+    del devices[1:]
+    apply_choice(choose_provider(intel, [intel]), Settings())
+    assert "OpenVINOExecutionProvider: it has no device here but the CPU" in caplog.text
+
+
+def test_a_provider_that_is_built_in_gets_the_number_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an option, in the provider's own words; one that takes none refuses it."""
+    built_in = ["CUDAExecutionProvider", "OpenVINOExecutionProvider", "WebGpuExecutionProvider"]
+    monkeypatch.setattr(ort, "get_available_providers", lambda: built_in)
+    for name, expected in zip(built_in, ({"device_id": "1"}, {"device_type": "GPU.1"}), strict=False):
+        arguments = apply_choice(choose_provider("GPU.1", [name]), Settings())
+        assert arguments == {"providers": [name], "provider_options": [expected]}
+    with pytest.raises(ConfigError, match=r"WebGpuExecutionProvider takes no number of a device"):
+        apply_choice(choose_provider("GPU.1", built_in[2:]), Settings())
+
+
+def test_a_provider_that_took_nothing_that_can_be_seen_is_an_error() -> None:
+    """A model without a known matrix product proves nothing: the CPU may have run all of it."""
+    node = SimpleNamespace(op_type="FusedProduct")
+    session = SimpleNamespace(
+        get_provider_graph_assignment_info=lambda: [SimpleNamespace(ep_name=CPU, get_nodes=lambda: [node])],
+        get_providers=lambda: ["WebGpuExecutionProvider", CPU],
+    )
+    with pytest.raises(RuntimeUnavailable, match=r"WebGpuExecutionProvider ran only 0 of 0 matrix products"):
+        check_provider(session, ProviderChoice("WebGpuExecutionProvider", asked="GPU"))
+    assert check_provider(session, ProviderChoice(CPU)) == CPU
+
+
+def test_a_version_that_reports_no_providers_runs_on_the_cpu_only() -> None:
+    """ONNX Runtime 1.23, the last for Macs with an Intel processor."""
+    session = object()
+    assert check_provider(session, ProviderChoice(CPU)) == CPU
+    with pytest.raises(RuntimeUnavailable, match="does not report what GPU ran; draft on the CPU"):
+        check_provider(session, ProviderChoice("CoreMLExecutionProvider", asked="GPU"))
 
 
 def test_broken_files_are_named(graph: Callable[..., Path], tmp_path: Path) -> None:

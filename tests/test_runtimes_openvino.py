@@ -275,10 +275,37 @@ def test_a_pinned_process_stays_on_its_core(tiny_ir: Callable[..., Path]) -> Non
     assert run.returncode == 0, run.stderr
 
 
+def lengthened(ir: Path, directory: Path, num_positions: int) -> Path:
+    """A copy of the IR whose configuration says that sequences may be so long."""
+    shutil.copytree(ir, directory)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    longer = json.dumps(config | {"max_position_embeddings": num_positions})
+    (directory / "config.json").write_text(longer, encoding="utf-8")
+    return directory
+
+
+def test_the_cache_is_made_for_what_a_sequence_needs(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
+    """Whatever the longest sequence: 2,048 positions and those of branches at first, then at least twice as many."""
+    path = lengthened(tiny_ir("llama"), tmp_path / "long", 1 << 17)
+    few, many, runtime = (OpenVinoSequenceRuntime(path, replace(OPTIONS, max_positions=n)) for n in (1024, 2048, 0))
+
+    def cache_bytes(of: OpenVinoSequenceRuntime) -> int:
+        return sum(tensor.byte_size for tensor in of._shared.caches)
+
+    assert runtime.limits.max_positions == 1 << 17 and cache_bytes(runtime) == cache_bytes(many)
+    thousand = cache_bytes(many) - cache_bytes(few)
+    text = (TOKENS * 60)[:2048]
+    many.extend(text[:2040])
+    runtime.extend(text[:2040])
+    assert cache_bytes(runtime) == cache_bytes(many)
+    logits = many.extend(text[2040:]).copy()
+    runtime.extend_branches([[*text[2040:], 1]])
+    assert cache_bytes(runtime) == cache_bytes(many) + 2 * thousand
+    assert np.abs(runtime.extend(text[2040:]) - logits).max() < 1e-4
+
+
 def test_a_sequence_that_no_memory_holds_is_told_of(tiny_ir: Callable[..., Path], tmp_path: Path) -> None:
     """A configuration may give any length: the error says what is wrong and what to change."""
-    huge = shutil.copytree(tiny_ir("llama"), tmp_path / "huge")
-    config = json.loads((huge / "config.json").read_text(encoding="utf-8"))
-    (huge / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**13}), encoding="utf-8")
+    huge = lengthened(tiny_ir("llama"), tmp_path / "huge", 10**13)
     with pytest.raises(ConfigError, match=r"10,000,000,000,000 positions is more .* smaller max_position_embeddings"):
         OpenVinoSequenceRuntime(huge, replace(OPTIONS, max_positions=0))

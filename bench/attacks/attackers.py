@@ -115,6 +115,46 @@ def pipeline(report: Any, port: int, block: bytes, num_connections: int, reads: 
                 connect()
 
 
+def hold(report: Any, port: int, request: bytes, num_connections: int) -> None:
+    """Sends `request` once on each connection and reads nothing; replaces connections that are closed."""
+    import select
+
+    poll, held = select.poll(), dict[int, socket.socket]()
+    report.send("begun")
+    while True:
+        with suppress(OSError):
+            while len(held) < num_connections:
+                connection = socket.socket()
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                connection.connect((HOST, port))
+                connection.sendall(request)
+                held[connection.fileno()] = connection
+                poll.register(connection, select.POLLRDHUP)  # bytes that arrive stay unread
+        for descriptor, _ in poll.poll(50):
+            poll.unregister(descriptor)
+            held.pop(descriptor).close()
+
+
+def fetch(report: Any, port: int, request: bytes, num_connections: int) -> None:
+    """Sends `request` on each connection, reads the answer as fast as it comes, and asks again."""
+    import threading
+
+    def one() -> None:
+        while True:
+            with suppress(OSError), socket.create_connection((HOST, port)) as connection:
+                while True:
+                    connection.sendall(request)
+                    read_answer(connection)
+            time.sleep(0.05)
+
+    report.send("begun")
+    threads = [threading.Thread(target=one, daemon=True) for _ in range(num_connections)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def huge_header(report: Any, port: int, size: int) -> None:
     """Sends one header of `size` bytes; reports how many of them the server took."""
     report.send("begun")

@@ -39,6 +39,11 @@ def hostile_bodies() -> dict[str, tuple[str, bytes]]:
         "items of wrong drafts": (verify, _verify_body()),
         "100,000 chat messages": (chat, _filled('{"messages":[', "{}", "]}")),
         "chat messages of wrong roles": (chat, _filled('{"messages":[', '{"role":0,"content":[]}', "]}")),
+        "100,000 messages to render": ("/v1/render", _filled('{"messages":[', "{}", "]}")),
+        "one long message to render": (
+            "/v1/render",
+            _filled('{"messages":[{"role":"user","content":"', "a b ", '"}]}', separator=""),
+        ),
         "drafts of wrong ids": ("/v1/sessions/none/drafts", _filled('{"base":0,"paths":[', '["a"]', "]}")),
     }
 

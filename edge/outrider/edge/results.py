@@ -63,11 +63,15 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Tokens committed together: the first `num_accepted` were drafted. at_s: seconds since the request."""
+    """Tokens committed together: the first `num_accepted` were drafted. at_s: seconds since the request.
+
+    num_proposed: drafted tokens that the target ran for them.
+    """
 
     tokens: tuple[int, ...]
     num_accepted: int
     at_s: float
+    num_proposed: int = 0
 
 
 OnTokens = Callable[[TokenBatch], None]
@@ -114,6 +118,7 @@ class GenerationResult:
     pick; 8: prompt lookup's); num_posts: messages sent; num_failed_posts: messages lost. num_sessions: 1 plus the
     number of resumptions. depths: (index of the token, depth) at each change. finish_reason: "stop", "length" or
     "context". draft_error: why drafting ended early, if it did. waited_ms: time that the target waited for drafts.
+    cached_prompt_tokens: of the prompt, those that the first session found in the server's cache.
     """
 
     mode: Mode
@@ -132,6 +137,7 @@ class GenerationResult:
     num_failed_posts: int = 0
     num_sessions: int = 1
     waited_ms: float = 0.0
+    cached_prompt_tokens: int = 0
     draft_error: str | None = None
     wire: ByteCounts = field(default_factory=ByteCounts)
     depths: tuple[tuple[int, int], ...] = ()

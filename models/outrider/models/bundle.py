@@ -30,6 +30,9 @@ UNSAFE_SUFFIXES: Final = frozenset(
 )
 """Suffixes that a bundle must not contain, listed or not: code, and formats that can carry code."""
 
+_FINDER_FILE: Final = ".DS_Store"
+_FINDER_PREFIX: Final = "._"
+
 _HASH_CHUNK: Final = 4 << 20
 # Files whose hash this process has verified, by (path, sha256, size, mtime_ns, inode).
 _verified: set[tuple[str, str, int, int, int]] = set()
@@ -85,6 +88,11 @@ def hash_file(path: Path) -> str:
     return digest.hexdigest()
 
 
+def is_finder_file(path: Path) -> bool:
+    """Whether macOS left the file beside others, as it does on foreign disks: nobody reads it, whatever its suffix."""
+    return path.name == _FINDER_FILE or path.name.startswith(_FINDER_PREFIX)
+
+
 def refuse_unsafe(relative: str, listed: set[str]) -> None:
     """Raises BundleError if the file is code, or of a format that can carry code."""
     path = Path(relative)
@@ -131,7 +139,7 @@ def _refuse_strangers(root: Path, listed: set[str]) -> None:
         relative = path.relative_to(root).as_posix()
         if path.is_symlink():
             raise BundleError(f"{path} is a symbolic link; a bundle holds its own files: replace the link by a copy")
-        if not path.is_file() or relative == MANIFEST_NAME:
+        if not path.is_file() or relative == MANIFEST_NAME or (is_finder_file(path) and relative not in listed):
             continue
         refuse_unsafe(relative, listed)
         if relative not in listed and not path.name.startswith(".") and path.suffix not in (".md", ".txt"):

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from outrider.models.build_site import BuildSite
-from outrider.models.bundle import Bundle, hash_file, refuse_unsafe
+from outrider.models.bundle import Bundle, hash_file, is_finder_file, refuse_unsafe
 from outrider.models.errors import BundleError
 from outrider.models.manifest import MANIFEST_NAME, FileEntry, Manifest
 
@@ -62,7 +62,11 @@ class BundleWriter:
 
     def list_files(self) -> tuple[FileEntry, ...]:
         """Size and SHA-256 of every file built so far, sorted by path."""
-        paths = sorted(path for path in self.directory.rglob("*") if path.is_file() and path.name != MANIFEST_NAME)
+        paths = sorted(
+            path
+            for path in self.directory.rglob("*")
+            if path.is_file() and path.name != MANIFEST_NAME and not is_finder_file(path)
+        )
         names = [path.relative_to(self.directory).as_posix() for path in paths]
         for name in names:
             refuse_unsafe(name, set(names))

@@ -6,6 +6,7 @@ Loads nothing heavy; knows no command.
 
 from __future__ import annotations
 
+import codecs
 import errno
 import inspect
 import io
@@ -37,7 +38,7 @@ PIPE_CLOSED: Final = 1
 """Exit code when the reader of our output has closed it; the same as typer's and rich's own."""
 
 
-class _Group(typer.core.TyperGroup):
+class CommandGroup(typer.core.TyperGroup):
     """Names one command, the closest, where typer and click name several, each on its own."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -65,10 +66,10 @@ def _restore_argument_help(command: click.Command) -> None:
             parameter.help = next((info.help for info in declared if isinstance(info, ArgumentInfo)), None)
 
 
-def make_app(help: str) -> typer.Typer:
+def make_app(help: str, cls: type[CommandGroup] = CommandGroup) -> typer.Typer:
     """A console script's application without commands: --version, -h and --help, completion."""
     settings: dict[str, Any] = {
-        "cls": _Group,
+        "cls": cls,
         "help": help,
         "no_args_is_help": True,
         "context_settings": {"help_option_names": ["-h", "--help"]},
@@ -210,10 +211,19 @@ def print_line(console: Console, line: str, style: str = "") -> None:
     console.print(Text(visible(line), style=style), soft_wrap=not console.is_terminal)
 
 
-def tolerate_narrow_encodings() -> None:
-    """Writes "?" for a character that the output's encoding lacks, where Python would raise UnicodeEncodeError."""
+def tolerate_narrow_encodings(platform: str = sys.platform) -> None:
+    """Writes "?" for a character that the output's encoding lacks, where Python would raise UnicodeEncodeError.
+
+    On Windows files and pipes get UTF-8, unless PYTHONIOENCODING asks for another encoding: Python's default there is
+    the system's code page, which lacks most of the characters that a model writes. platform: as `sys.platform`.
+    """
+    is_utf8 = platform == "win32" and not os.environ.get("PYTHONIOENCODING", "").partition(":")[0]
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        if is_utf8 and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(encoding="utf-8")
+        if stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
 
 

@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from platform import machine as this_machine
 
 from outrider.models.errors import RuntimeUnavailable
 from outrider.models.interrupts import QuietInterrupt
 
 OWN_DISTRIBUTIONS = frozenset({"outrider.reference"})
 """Packages of ours that are installed on their own; any other module of ours that is missing is a bug."""
+
+
+def has_openvino_package(platform: str = sys.platform, machine: str | None = None) -> bool:
+    """Whether OpenVINO has a package for this system: none for Windows on ARM, nor for Macs with an Intel processor.
+
+    The markers of `pyproject.toml` say the same. platform: as `sys.platform`; machine: as `platform.machine()`.
+    """
+    kind = (machine or this_machine()).lower()
+    return kind in {"linux": ("x86_64", "aarch64"), "win32": ("amd64",), "darwin": ("arm64",)}.get(platform, ())
+
+
+def no_openvino_advice() -> str:
+    """What a system without an OpenVINO package drafts with: the end of a sentence that begins "OpenVINO is"."""
+    return (
+        f"not made for this system ({sys.platform} on {this_machine()}); draft with ONNX Runtime (`outrider-export "
+        "draft MODEL --runtime onnxruntime`) or with --runtime ngram"
+    )
 
 
 def missing_extra(error: ModuleNotFoundError, what: str, extra: str) -> Exception:
@@ -53,6 +72,8 @@ def is_installed(name: str) -> bool:
 
 
 def _unavailable(name: str, what: str, extra: str) -> RuntimeUnavailable:
+    if name == "openvino" and not has_openvino_package():
+        return RuntimeUnavailable(f"{what} needs OpenVINO, which is {no_openvino_advice()}")
     return RuntimeUnavailable(
         f'{what} needs the package {name!r}, which is not installed; run: pip install "outrider[{extra}]"'
     )

@@ -28,6 +28,7 @@ from pydantic import (
 from pydantic_core import from_json
 
 from outrider.models.acceptance import Rule
+from outrider.models.manifest import Count, Sha256, Share
 from outrider.models.sampling import MAX_SEED, SamplingParams
 
 PROTOCOL_VERSION = 2
@@ -38,6 +39,8 @@ MAX_PATH_TOKENS = 64
 MAX_VERIFY_ITEMS = 256
 MAX_STOP_IDS = 1024
 MAX_COUNT = 2**31 - 1
+DRAFT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
+"""Pattern of an offered draft's name: one plain part of a path."""
 
 TokenId = Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
@@ -247,6 +250,68 @@ class ReadyAnswer(_Answer):
     step_ms: float | None = None
     draft_token_ms: float | None = None
     target: str | None = Field(default=None, description=_TARGET)
+
+
+class RenderAnswer(_Answer):
+    """POST /v1/render: the prompt's token ids, special tokens included. model, target: whose template it was."""
+
+    tokens: list[int]
+    model: str
+    target: str | None = Field(default=None, description=_TARGET)
+
+
+class ModelFacts(_Answer):
+    """GET /v1/model: what an agent checks before it drafts for this target, and what its user may want to know."""
+
+    name: str
+    protocol: int = PROTOCOL_VERSION
+    tokenizer: str
+    vocab_size: int
+    max_positions: int
+    eos_token_ids: list[int]
+    has_chat_template: bool
+    target: str | None = Field(default=None, description=_TARGET)
+    bundle: str | None = None
+    architecture: str | None = None
+    parameters: int | None = None
+    precision: str | None = None
+    runtime: str | None = None
+    is_widened: bool = False
+
+
+class OfferedFile(_Answer):
+    """A file of a draft. path: relative to the bundle; sha256: of its bytes, also its ETag."""
+
+    path: str = Field(min_length=1, max_length=512)
+    size: Count
+    sha256: Sha256
+
+
+class OfferedDraft(_Answer):
+    """A draft that the server offers for its target.
+
+    name: the draft's in paths, unique on this server. model: the bundle's own name. acceptance: share of drafted tokens
+    that this target accepted at temperature 0.8, from the draft's card; None where it has no such measurement.
+    files: `manifest.json` first.
+    """
+
+    name: str = Field(pattern=DRAFT_NAME)
+    model: str
+    device: str
+    runtime: str
+    precision: str
+    size_bytes: Count
+    acceptance: Share | None = None
+    files: list[OfferedFile] = Field(min_length=1)
+
+
+class DraftList(_Answer):
+    """GET /v1/drafts: the drafts for the served target. Each file is at /v1/drafts/{name}/{path}."""
+
+    model: str
+    target: str | None = Field(default=None, description=_TARGET)
+    tokenizer: str = Field(description="fingerprint; every draft here has it")
+    drafts: list[OfferedDraft]
 
 
 SessionEnd.model_rebuild()

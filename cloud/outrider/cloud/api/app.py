@@ -15,6 +15,8 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.completions import completion_routes
+from outrider.cloud.api.download_places import DraftFiles
+from outrider.cloud.api.downloads import download_routes
 from outrider.cloud.api.draft_budget import DraftBudget
 from outrider.cloud.api.drafts import MEDIA_TYPES, DraftsEndpoint, is_draft_path
 from outrider.cloud.api.errors import install_handlers
@@ -34,7 +36,7 @@ PROBE_PATHS: Final = ("/health/live", "/health/ready", "/health", "/healthz", "/
 """Answered without a key, under any host name: load balancers probe by address."""
 OPEN_PATHS: Final = ("/openapi.json", "/docs")
 """Answered without a key."""
-COSTLY_PATHS: Final = ("/v1/sessions", "/v1/verify", "/v1/completions", "/v1/chat/completions")
+COSTLY_PATHS: Final = ("/v1/sessions", "/v1/verify", "/v1/completions", "/v1/chat/completions", "/v1/render")
 """Counted against a key's rate. Drafts are not: sessions and owners have budgets of them."""
 
 
@@ -51,10 +53,18 @@ class VerifierApp(FastAPI):
         await super().__call__(scope, receive, send)
 
 
-def create_app(engine: ServingEngine, model: ServedModel, settings: ServerSettings | None = None) -> FastAPI:
-    """The application over a started engine. The caller stops the engine. `app.state.core` is the app's Core."""
+def create_app(
+    engine: ServingEngine,
+    model: ServedModel,
+    settings: ServerSettings | None = None,
+    drafts: tuple[DraftFiles, ...] = (),
+) -> FastAPI:
+    """The application over a started engine. The caller stops the engine. `app.state.core` is the app's Core.
+
+    drafts: what devices may download.
+    """
     settings = settings or ServerSettings()
-    core = Core(engine, model, settings, Slots(settings.max_sessions))
+    core = Core(engine, model, settings, Slots(settings.max_sessions), drafts)
     app = VerifierApp(
         title="Outrider verifier",
         version=version("outrider"),
@@ -62,7 +72,7 @@ def create_app(engine: ServingEngine, model: ServedModel, settings: ServerSettin
         redoc_url=None,
     )
     app.state.core = core
-    for routes in (session_routes, verify_routes, completion_routes, health_routes):
+    for routes in (session_routes, verify_routes, completion_routes, download_routes, health_routes):
         app.include_router(routes(core))
     install_handlers(app)
     install_openapi(app, needs_key=bool(len(settings.keys)), open_paths=(*PROBE_PATHS, *OPEN_PATHS))

@@ -1,35 +1,31 @@
-"""Answers the OpenAI-compatible routes, without drafts: completions, chat completions, models."""
+"""Answers the OpenAI-compatible routes, without drafts: completions, chat, models. Renders conversations."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from outrider.cloud.api.encoding import Workers, check_length, encode_chat, encode_prompts
 from outrider.cloud.api.generation import Generation
 from outrider.cloud.api.state import Core
-from outrider.cloud.seam import GenerateRequest, SequenceUsage
-from outrider.models.errors import RequestError
-from outrider.models.http import openai, sse
-from outrider.models.http.errors import FieldError, error_body
+from outrider.cloud.seam import GenerateRequest
+from outrider.models.http import openai
+from outrider.models.http.answers import answer, require_model
+from outrider.models.http.encoding import Workers, check_length, encode_chat, encode_prompts, no_chat_template
 from outrider.models.http.requests import owner_of, read_body, sampling_of
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
-from outrider.models.http.sse import closed_on_disconnect
-from outrider.models.protocol import ErrorAnswer
-
-_DONE = b"data: [DONE]\n\n"
+from outrider.models.protocol import RenderAnswer
 
 
 def completion_routes(core: Core) -> APIRouter:
-    """The OpenAI-compatible routes."""
+    """The OpenAI-compatible routes, and /v1/render."""
     router = APIRouter(tags=["openai"])
 
     workers = Workers()
+    tokenizer, max_prompt = core.model.tokenizer, core.engine.limits.max_positions - 1
 
     @router.post("/v1/completions", response_model=openai.Completion)
     async def complete(request: Request) -> Response:
@@ -40,8 +36,8 @@ def completion_routes(core: Core) -> APIRouter:
         prompts = body.prompts()
         for prompt in prompts:
             if isinstance(prompt, str):
-                check_length(core, prompt)
-        encode = partial(workers.run, owner, encode_prompts, core, prompts)
+                check_length(tokenizer, max_prompt, prompt)
+        encode = partial(workers.run, owner, encode_prompts, tokenizer, prompts)
         max_tokens = body.max_tokens or openai.DEFAULT_MAX_TOKENS
         return await _answer(core, request, body, len(prompts), encode, max_tokens, CompletionShape, arrived_s)
 
@@ -51,17 +47,26 @@ def completion_routes(core: Core) -> APIRouter:
         arrived_s = time.monotonic()
         owner = owner_of(request)
         body = await core.bodies.parse(owner, openai.ChatRequest, await read_body(request.receive))
-        if not core.model.tokenizer.has_chat_template:
-            raise RequestError(
-                "no_chat_template",
-                f"{core.model.name} has no chat template, so it is not a chat model. Use /v1/completions",
-            )
+        if not tokenizer.has_chat_template:
+            raise no_chat_template(core.model.name)
 
         async def encode() -> list[list[int]]:
-            return [await workers.run(owner, encode_chat, core, body)]
+            return [await workers.run(owner, encode_chat, tokenizer, max_prompt, body)]
 
         max_tokens = body.max_completion_tokens or body.max_tokens or core.engine.limits.max_positions
         return await _answer(core, request, body, 1, encode, max_tokens, ChatShape, arrived_s)
+
+    @router.post("/v1/render", response_model=RenderAnswer)
+    async def render(request: Request) -> Response:
+        """The token ids of a conversation, through the model's chat template: a session's prompt."""
+        owner = owner_of(request)
+        body = await core.bodies.parse(owner, openai.RenderRequest, await read_body(request.receive))
+        core.require_tokenizer(body.tokenizer)
+        if not tokenizer.has_chat_template:
+            raise no_chat_template(core.model.name)
+        tokens = await workers.run(owner, encode_chat, tokenizer, max_prompt, body)
+        rendered = RenderAnswer(tokens=tokens, model=core.model.name, target=core.model.target)
+        return Response(rendered.model_dump_json(), media_type="application/json")
 
     @router.get("/v1/models", response_model=openai.ModelList)
     async def list_models() -> openai.ModelList:
@@ -72,7 +77,7 @@ def completion_routes(core: Core) -> APIRouter:
     @router.get("/v1/models/{model:path}", response_model=openai.ModelCard)
     async def retrieve_model(model: str) -> openai.ModelCard:
         """The served model, by its name; 404 for any other."""
-        _require_model(core, model)
+        require_model(core.model.name, model)
         return card()
 
     def card() -> openai.ModelCard:
@@ -81,16 +86,6 @@ def completion_routes(core: Core) -> APIRouter:
         )
 
     return router
-
-
-def _require_model(core: Core, name: str) -> None:
-    if name != core.model.name:
-        raise FieldError(
-            "model_not_found",
-            f"this server serves {core.model.name} only; GET /v1/models lists it",
-            param="model",
-            status=404,
-        )
 
 
 async def _answer(
@@ -104,7 +99,7 @@ async def _answer(
     arrived_s: float,
 ) -> Response:
     if body.model:
-        _require_model(core, body.model)
+        require_model(core.model.name, body.model)
     params = sampling_of(body.sampling)
     stop_ids = core.stop_set(body.stop_token_ids, bool(body.ignore_eos))
     owner = owner_of(request)
@@ -119,46 +114,4 @@ async def _answer(
         generation.close()
         raise
     shape = shape_type(core.model.name, params.seed)
-    if body.stream:
-        chunks = _stream(generation, shape, includes_usage=body.includes_usage)
-        return sse.EventStream(chunks, generation.mailbox, generation.close, keep_alive_s=core.settings.keep_alive_s)
-    texts = [""] * num_prompts
-    reasons: list[Any] = [None] * num_prompts
-    try:
-        async with closed_on_disconnect(generation.mailbox, request.receive):
-            async for deltas in generation.deltas():
-                for delta in deltas:
-                    texts[delta.index] += delta.text
-                    reasons[delta.index] = delta.finish_reason or reasons[delta.index]
-    finally:
-        generation.close()
-    if generation.mailbox.is_closed:
-        return Response(status_code=499)  # the client has left
-    answer = shape.whole(texts, reasons, completion_usage(generation.usage))
-    return Response(answer.model_dump_json(), media_type="application/json")
-
-
-async def _stream(generation: Generation, shape: Shape, *, includes_usage: bool) -> AsyncGenerator[bytes, None]:
-    try:
-        if first := shape.first():
-            yield first
-        async for deltas in generation.deltas():
-            yield b"".join(map(shape.piece, deltas)) or sse.KEEP_ALIVE
-        if includes_usage:
-            yield shape.last(completion_usage(generation.usage))
-        yield _DONE
-    except RequestError as error:
-        yield sse.encode(ErrorAnswer(error=error_body(error))) + _DONE
-
-
-def completion_usage(usage: SequenceUsage) -> openai.CompletionUsage:
-    """The wire form of a call's usage."""
-    return openai.CompletionUsage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        completion_tokens_details=openai.CompletionTokensDetails(
-            accepted_prediction_tokens=usage.accepted_tokens, rejected_prediction_tokens=usage.rejected_tokens
-        ),
-        prompt_tokens_details=openai.PromptTokensDetails(cached_tokens=usage.cached_prompt_tokens),
-    )
+    return await answer(generation, num_prompts, shape, body, request, core.settings.keep_alive_s)

@@ -11,7 +11,9 @@ from outrider.cloud.api.metrics import CommitTimer
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.verify import shutting_down
 from outrider.cloud.seam import CommitEvent, EndEvent, GenerateRequest, SequenceUsage
+from outrider.models.http.answers import usage_of
 from outrider.models.http.errors import internal_error
+from outrider.models.http.openai import CompletionUsage
 from outrider.models.http.shapes import Delta
 from outrider.models.http.text import TextAssembler
 
@@ -61,6 +63,27 @@ class Generation:
         if self._num_slots:
             self.core.slots.release(self.owner, self._num_slots)
             self._num_slots = 0
+
+    @property
+    def reader(self) -> Mailbox:
+        """What `deltas` waits on."""
+        return self.mailbox
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the client has left."""
+        return self.mailbox.is_closed
+
+    def completion_usage(self) -> CompletionUsage:
+        """Tokens of all choices."""
+        usage = self.usage
+        return usage_of(
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            usage.accepted_tokens,
+            usage.rejected_tokens,
+            usage.cached_prompt_tokens,
+        )
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """New text as it comes, one list per wake-up; an empty list after a poke of the mailbox.

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
+from email.utils import formatdate
+
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
 from outrider.cloud.api.state import Core
-from outrider.models.protocol import PROTOCOL_VERSION, ReadyAnswer
+from outrider.models.protocol import ModelFacts, ReadyAnswer
 
 
 class LiveAnswer(BaseModel):
     """GET /health/live: the process answers."""
 
     status: str = "live"
-
-
-class ModelFacts(BaseModel):
-    """GET /v1/model: what an agent checks before it drafts for this target, and what its user may want to know."""
-
-    name: str
-    protocol: int = PROTOCOL_VERSION
-    tokenizer: str
-    vocab_size: int
-    max_positions: int
-    eos_token_ids: list[int]
-    has_chat_template: bool
-    target: str
-    bundle: str | None = None
-    architecture: str | None = None
-    parameters: int | None = None
-    precision: str | None = None
-    runtime: str | None = None
-    is_widened: bool = False
 
 
 def health_routes(core: Core) -> APIRouter:
@@ -70,7 +53,9 @@ def health_routes(core: Core) -> APIRouter:
             target=core.model.target,
         )
         status = 200 if answer.status == "ready" else 503
-        return Response(answer.model_dump_json(), status, media_type="application/json")
+        # The server sends no Date elsewhere, for the bytes; here a device compares clocks by it.
+        date = {"date": formatdate(usegmt=True)}
+        return Response(answer.model_dump_json(), status, date, media_type="application/json")
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics(request: Request) -> Response:

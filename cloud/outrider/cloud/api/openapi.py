@@ -21,6 +21,7 @@ _BODIES: Final[dict[str, type[BaseModel]]] = {
     "/v1/verify": protocol.VerifyRequest,
     "/v1/completions": openai.CompletionRequest,
     "/v1/chat/completions": openai.ChatRequest,
+    "/v1/render": openai.RenderRequest,
 }
 # Path -> the messages that its stream may carry.
 _STREAMS: Final[dict[str, tuple[type[BaseModel], ...]]] = {

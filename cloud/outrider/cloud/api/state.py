@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from outrider.cloud.api.bridge import Bridge
+from outrider.cloud.api.download_places import DownloadLimits, DraftFiles, Places
 from outrider.cloud.api.draft_budget import DraftLimits
 from outrider.cloud.api.metrics import Metrics
 from outrider.cloud.seam import ServingEngine
@@ -27,6 +28,7 @@ class ServerSettings:
     rate_per_s: requests that start work, per second and key; 0 is no limit. max_patience_ms: bound on every session's
     patience. keep_alive_s: silence on a stream after which a comment is sent; `open` reports it. pages:
     which names and pages may call; None: PagePolicy's defaults. draft_limits: budgets of draft messages.
+    download_limits: bounds on downloads of drafts.
     """
 
     keys: KeyRing = field(default_factory=KeyRing)
@@ -37,6 +39,7 @@ class ServerSettings:
     keep_alive_s: float = 5.0
     pages: PagePolicy | None = None
     draft_limits: DraftLimits = field(default_factory=DraftLimits)
+    download_limits: DownloadLimits = field(default_factory=DownloadLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +103,26 @@ class SessionTable:
 
 @dataclass(slots=True)
 class Core:
-    """What every group of routes shares. is_draining: the server is shutting down and takes no new work."""
+    """What every group of routes shares.
+
+    drafts: what devices may download. is_draining: the server is shutting down and takes no new work.
+    """
 
     engine: ServingEngine
     model: ServedModel
     settings: ServerSettings
     slots: Slots
+    drafts: tuple[DraftFiles, ...] = ()
     metrics: Metrics = field(init=False)
     bridge: Bridge = field(default_factory=Bridge)
     bodies: Bodies = field(init=False)
+    downloads: Places = field(init=False)
     sessions: SessionTable = field(default_factory=SessionTable)
     is_draining: bool = False
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.engine.stats, lambda: len(self.sessions))
+        self.downloads = Places(self.settings.download_limits)
         self.bodies = Bodies(self.settings.max_body_bytes)
 
     def stop_set(self, stop_ids: list[int] | None, ignore_eos: bool) -> frozenset[int]:

@@ -340,31 +340,40 @@ class Engine:
             except ModelFault as fault:
                 spoiled.append((share, fault))
                 continue
-            try:
-                self._move_into_place(sequence, branch.nodes)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # what the slots hold now is not known
-                self._fail([(share, error)], error)
-            else:
-                self._take_tokens(share, branch.tokens, now)
+            self._take_tokens(share, branch.tokens, now, is_held=self._move_into_place(sequence, branch.nodes))
         for share, not_finite in spoiled:  # last: another forward may overwrite the rows
             self._fail(self._run_apart([share], not_finite), not_finite)
 
-    def _move_into_place(self, sequence: SequenceState, nodes: Sequence[int]) -> None:
-        """Moves keys and values of the accepted drafted tokens to where those of the next positions belong."""
-        sources, targets = self._cache.moves(sequence, nodes)
-        if sources:
-            started = self._clock()
-            self._runner.move(sources, targets)
-            self._moved_s += self._clock() - started
+    def _move_into_place(self, sequence: SequenceState, nodes: Sequence[int]) -> bool:
+        """Moves keys and values of the accepted drafted tokens to where those of the next positions belong.
 
-    def _take_tokens(self, share: Share, tokens: list[int], now: float) -> None:
-        """Appends the picked tokens to the sequence, notifies its sink, and ends it where they end it."""
+        Returns whether they are there. Where the move fails, what the slots hold is not known, and the log has why.
+        """
+        sources, targets = self._cache.moves(sequence, nodes)
+        if not sources:
+            return True
+        started = self._clock()
+        try:
+            self._runner.move(sources, targets)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a runtime may raise anything
+            self._totals.faults += 1
+            log_fault(error)
+            return False
+        finally:
+            self._moved_s += self._clock() - started
+        return True
+
+    def _take_tokens(self, share: Share, tokens: list[int], now: float, *, is_held: bool) -> None:
+        """Appends the picked tokens to the sequence, notifies its sink, and ends it where they end it.
+
+        is_held: whether the cache holds the accepted ones in their places; else they run again.
+        """
         sequence = share.sequence
         base, proposed, accepted = len(sequence.generated), share.num_drafted, len(tokens) - 1
         pending = sequence.drafts.trie.likeliest_of_device(self._config.max_draft)
-        sequence.computed = len(sequence.tokens) + accepted
+        sequence.computed = len(sequence.tokens) + (accepted if is_held else 0)
         sequence.tokens += tokens
         sequence.generated.extend(tokens)
         num_lookup_proposed = min(sequence.drafts.num_lookup_chosen, proposed)

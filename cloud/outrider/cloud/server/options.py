@@ -11,8 +11,8 @@ import typer
 
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.pending.policy import Policy
-from outrider.cloud.server.connection_limits import ConnectionLimits
-from outrider.cloud.server.logs import LogFormat
+from outrider.models.http.logs import LogFormat
+from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.reference_export import REFERENCE
 
 _LIMITS: Final = ConnectionLimits()
@@ -39,6 +39,10 @@ class ServeOptions:
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 8000
     port_file: Annotated[Path | None, typer.Option(help="Write the port here once the server is ready.")] = None
     name: Annotated[str | None, typer.Option(help="Name of the model in the API; default: the bundle's.")] = None
+    drafts: Annotated[
+        Path | None,
+        typer.Option(help="Directory of draft bundles that devices may download with `outrider pull`.", metavar="DIR"),
+    ] = None
     api_key_file: Annotated[
         Path | None, typer.Option(help="API keys, one per line. Also from OUTRIDER_API_KEYS, separated by commas.")
     ] = None

@@ -14,20 +14,23 @@ from pathlib import Path
 from typing import Final
 
 from outrider.cloud.api.app import create_app
+from outrider.cloud.api.download_places import DraftFiles
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.server.collector import relieve_collector
-from outrider.cloud.server.connection_limits import ConnectionLimits
 from outrider.cloud.server.exporter import export_reference_target
 from outrider.cloud.server.identity import target_identity
-from outrider.cloud.server.logs import configure_logging
+from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.serving import TlsFiles, VerifierServer, open_socket, url_of
+from outrider.cloud.server.serving import VerifierServer
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError
 from outrider.models.hosts import is_loopback
-from outrider.models.http.security import ANY_HOST, KeyRing, PagePolicy, require_safe_host
+from outrider.models.http.logs import configure_logging
+from outrider.models.http.security import WILDCARDS, KeyRing, PagePolicy, page_policy, require_safe_host
+from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
 from outrider.models.manifest import Manifest
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
 from outrider.models.runtimes import open_batch_runtime
@@ -35,9 +38,6 @@ from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.visible import visible
 
 _TORCH_DTYPES: Final = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
-_WILDCARDS: Final = ("0.0.0.0", "::")
-READY_PREFIX: Final = "OUTRIDER_READY "
-"""The line on standard output that says that the server is up begins with this; its URL follows."""
 
 
 def serve(options: ServeOptions) -> None:
@@ -45,7 +45,7 @@ def serve(options: ServeOptions) -> None:
     configure_logging(options.log_format)
     keys = KeyRing.load(options.api_key_file)
     require_safe_host(options.host, keys, is_insecure_allowed=options.insecure_no_keys)
-    tls = _tls(options)
+    tls = tls_files(options.tls_cert, options.tls_key)
     _require_writable(options.port_file)
     with open_socket(options.host, options.port) as sock:
         pages = _page_policy(options, sock.getsockname()[0], is_keyless=not len(keys))
@@ -53,6 +53,7 @@ def serve(options: ServeOptions) -> None:
         bundle = Bundle.open(export_reference_target() if is_reference else options.bundle)
         loading = _loading(bundle, options)
         model = _served_model(bundle, options.name, target_identity(bundle.manifest, loading))
+        drafts = _drafts(options.drafts, model, bundle.manifest.name)
         started_s = time.monotonic()
         runtime = open_batch_runtime(bundle.manifest.runtime, bundle.model_file, loading)
         try:
@@ -78,7 +79,7 @@ def serve(options: ServeOptions) -> None:
                 pages=pages,
             )
             server = VerifierServer(
-                create_app(thread, model, settings),
+                create_app(thread, model, settings, drafts),
                 drain_s=options.drain_s,
                 tls=tls,
                 limits=ConnectionLimits(
@@ -92,6 +93,7 @@ def serve(options: ServeOptions) -> None:
                     url_of(sock, is_tls=tls is not None),
                     sock.getsockname()[1],
                     needs_key=bool(len(keys)),
+                    has_drafts=bool(drafts),
                 ),
             )
             _print_now(_summary(model, bundle.manifest, engine, time.monotonic() - started_s))
@@ -109,20 +111,7 @@ def serve(options: ServeOptions) -> None:
 
 def _page_policy(options: ServeOptions, address: str, *, is_keyless: bool) -> PagePolicy:
     """address: what --host stands for; the URL that is printed has it."""
-    hosts = set(options.allowed_host)
-    if is_keyless and address not in _WILDCARDS:
-        hosts |= {options.host, address}
-    elif is_keyless and not hosts:
-        hosts.add(ANY_HOST)  # the names of all its addresses are not known
-    return PagePolicy(is_keyless=is_keyless, allowed_hosts=hosts, allowed_origins=options.allowed_origin)
-
-
-def _tls(options: ServeOptions) -> TlsFiles | None:
-    if options.tls_cert is None and options.tls_key is None:
-        return None
-    if options.tls_cert is None or options.tls_key is None:
-        raise ConfigError("HTTPS needs both --tls-cert and --tls-key")
-    return TlsFiles(options.tls_cert, options.tls_key)
+    return page_policy(options.host, address, options.allowed_host, options.allowed_origin, is_keyless=is_keyless)
 
 
 def _require_writable(port_file: Path | None) -> None:
@@ -141,6 +130,10 @@ def _served_model(bundle: Bundle, name: str | None, target: str) -> ServedModel:
         )
     eos_ids = frozenset(manifest.eos_token_ids)
     return ServedModel(name or manifest.name, bundle.tokenizer(), eos_ids, manifest, target)
+
+
+def _drafts(directory: Path | None, model: ServedModel, target: str) -> tuple[DraftFiles, ...]:
+    return () if directory is None else find_offered(directory, model.tokenizer.fingerprint, target)
 
 
 def _loading(bundle: Bundle, options: ServeOptions) -> RuntimeOptions:
@@ -177,7 +170,7 @@ def _summary(model: ServedModel, manifest: Manifest, engine: Engine, load_s: flo
     )
 
 
-def _announce(options: ServeOptions, bundle: Path, url: str, port: int, *, needs_key: bool) -> None:
+def _announce(options: ServeOptions, bundle: Path, url: str, port: int, *, needs_key: bool, has_drafts: bool) -> None:
     if options.port_file is not None:
         # Renamed into place, so that a reader who waits for it never sees half a number.
         partial = options.port_file.with_name(options.port_file.name + ".part")
@@ -185,23 +178,27 @@ def _announce(options: ServeOptions, bundle: Path, url: str, port: int, *, needs
         partial.replace(options.port_file)
     _print_now(READY_PREFIX + url)
     where = "In another terminal" if is_loopback(options.host) else "On a device"
-    _print_now(f"{where}: {_next_command(options, bundle, url, needs_key=needs_key)}")
+    _print_now(f"{where}: {_next_command(options, bundle, url, needs_key=needs_key, has_drafts=has_drafts)}")
 
 
-def _next_command(options: ServeOptions, bundle: Path, url: str, *, needs_key: bool) -> str:
+def _next_command(options: ServeOptions, bundle: Path, url: str, *, needs_key: bool, has_drafts: bool = False) -> str:
     """What to type next. The draft is named where it is known: the one exported beside the target.
 
-    needs_key: the server asks for an API key. A wildcard address is no address for others, so SERVER stands for it.
+    needs_key: the server asks for an API key. has_drafts: a device can download a draft first. A wildcard address is no
+    address for others, so SERVER stands for it.
     """
-    if options.host in _WILDCARDS:
+    if options.host in WILDCARDS:
         scheme, _, rest = url.partition("://")
         url = f"{scheme}://SERVER:{rest.rpartition(':')[2]}"
     cloud = "" if url == DEFAULT_VERIFIER_URL else f" --cloud {url}"
+    key = "OUTRIDER_API_KEY=KEY " if needs_key else ""
     draft = ""
+    if has_drafts:
+        server = cloud and f" --server {url}"
+        return f'{key}outrider pull{server}, then {key}outrider run{cloud} --compare "def walk(path):"'
     if options.bundle != REFERENCE:
         beside = bundle.parent / "draft"
         draft = f" --draft {shlex.quote(str(beside)) if beside.is_dir() else 'DRAFT_BUNDLE'}"
-    key = "OUTRIDER_API_KEY=KEY " if needs_key else ""
     return f'{key}outrider run{cloud}{draft} --compare "def walk(path):"'
 
 

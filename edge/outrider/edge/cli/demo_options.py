@@ -9,7 +9,17 @@ from typing import Annotated
 
 import typer
 
-from outrider.edge.cli.draft_flags import DraftBytes, DraftDevice, EmulateNpu, HowMuch, Lookup, Runtime, Width
+from outrider.edge.cli.draft_flags import (
+    DraftBytes,
+    DraftDevice,
+    EmulateNpu,
+    HowMuch,
+    Lookup,
+    Runtime,
+    Width,
+    draft_choice,
+    refuse_idle_tree,
+)
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.drafting.depth import Effort
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
@@ -46,12 +56,13 @@ class DemoOptions:
     width: Width = "auto"
     effort: HowMuch = Effort.NORMAL
     draft_bytes: DraftBytes = BYTES_PER_TOKEN
-    lookup: Lookup = True
+    lookup: Lookup = None
     choice: DraftChoice = field(init=False)
     params: SamplingParams = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "choice", DraftChoice(self.runtime, self.draft_device, self.emulate_npu))
+        object.__setattr__(self, "choice", draft_choice(self.runtime, self.draft_device, self.emulate_npu))
         object.__setattr__(self, "params", SamplingParams(temperature=self.temperature, seed=self.seed))
+        refuse_idle_tree(self.width, self.draft_bytes, self.lookup, self.runtime)
         if self.json is not None and (self.json.is_dir() or not os.access(self.json.parent, os.W_OK)):
             raise ConfigError(f"--json {self.json} cannot be written; name a file in a directory that you may write to")

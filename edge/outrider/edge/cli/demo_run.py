@@ -55,7 +55,7 @@ def run_demo(options: DemoOptions, console: Console) -> None:
             measured = signals.run(_measure(options, lab, screen))
     if options.json is not None:
         document = report(options, lab, measured)
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         console.print(f"wrote {options.json}", style="dim", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -98,7 +98,7 @@ async def _measure(options: DemoOptions, lab: Lab, screen: DemoScreen) -> Measur
 
 
 def _tree(options: DemoOptions) -> AgentOptions:
-    return make_options(options.width, options.effort, options.draft_bytes, options.lookup)
+    return make_options(options.width, options.effort, options.draft_bytes, options.lookup is not False)
 
 
 async def _sweep(

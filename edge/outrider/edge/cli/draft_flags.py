@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Final
 
+import click
 import typer
+from click.core import ParameterSource
 
-from outrider.edge.devices.placement import DraftRuntime
+from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, DraftRuntime
 from outrider.edge.drafting.depth import Effort
-from outrider.models.manifest import Device
+from outrider.edge.drafting.price import BYTES_PER_TOKEN
+from outrider.edge.store.auto import AUTO
+from outrider.models.errors import ConfigError
+from outrider.models.reference_export import REFERENCE
 
+LOOKUP: Final = "--lookup or --no-lookup"
+
+Draft = Annotated[
+    str,
+    typer.Option(
+        envvar="OUTRIDER_DRAFT",
+        help=f"Draft bundle; '{REFERENCE}': the reference draft; '{AUTO}': the pulled draft that fits the "
+        f"verifier's target, or else '{REFERENCE}'.",
+    ),
+]
 DraftDevice = Annotated[
-    Device | None,
-    typer.Option(help="What the draft runs on; default: the device that its bundle was made for."),
+    str | None,
+    typer.Option(
+        metavar="[cpu|gpu|npu|gpu.N]",
+        help="What the draft runs on, gpu.1 for the second GPU; default: the device that its bundle was made for.",
+    ),
 ]
 Runtime = Annotated[
     DraftRuntime | None,
@@ -26,4 +45,67 @@ Provider = Annotated[
 Width = Annotated[str, typer.Option(help="Guesses per token: auto, or 1 to 8; 1 drafts a single path.")]
 HowMuch = Annotated[Effort, typer.Option(help="How much the device drafts; low saves energy.")]
 DraftBytes = Annotated[float, typer.Option(min=1.0, help="Bytes of drafts sent per token of the text, at most.")]
-Lookup = Annotated[bool, typer.Option("--lookup/--no-lookup", help="Also copy earlier passages of the text.")]
+Lookup = Annotated[
+    bool | None,
+    typer.Option("--lookup/--no-lookup", help="Also copy earlier passages of the text.", show_default="lookup"),
+]
+
+
+def is_typed(parameter: str) -> bool:
+    """Whether the option stands on the command line: a value from the environment or the file is for every run.
+
+    True outside of a command, where options are values.
+    """
+    context = click.get_current_context(silent=True)
+    source = context.get_parameter_source(parameter) if context is not None else None
+    return source in (None, ParameterSource.COMMANDLINE)
+
+
+def draft_choice(
+    runtime: DraftRuntime | None, draft_device: str | None, emulate_npu: bool, provider: str | None = None
+) -> DraftChoice:
+    """The choice that these options make. Raises ConfigError where typed ones contradict each other.
+
+    A configured one that contradicts a typed one gives way.
+    """
+    try:
+        return DraftChoice(runtime, draft_device, emulate_npu, provider)
+    except ConfigError:
+        typed = DraftChoice(
+            runtime if is_typed("runtime") else None,
+            draft_device if is_typed("draft_device") else None,
+            emulate_npu and is_typed("emulate_npu"),
+            provider if is_typed("provider") else None,
+        )
+        if typed == AS_BUNDLED:
+            raise
+        return typed
+
+
+def refuse_idle(reason: str, given: Mapping[str, bool]) -> None:
+    """Raises ConfigError for options that were typed and have no effect, by name. reason: why they have none."""
+    if names := [name for name, is_given in given.items() if is_given and is_typed(_parameter(name))]:
+        raise ConfigError(f"{reason}, so {' and '.join(names)} would have no effect; leave {_it(names)} out")
+
+
+def refuse_idle_effort(depth: str, effort: Effort) -> None:
+    """Raises ConfigError for an effort that has no effect beside the depth."""
+    if depth != "auto":
+        refuse_idle(f"--depth {depth} does not depend on times", {"--effort": effort is not Effort.NORMAL})
+
+
+def refuse_idle_tree(width: str, draft_bytes: float, lookup: bool | None, runtime: str | None) -> None:
+    """Raises ConfigError for options of a drafted tree that have no effect beside one another."""
+    is_bytes, is_lookup = draft_bytes != BYTES_PER_TOKEN, lookup is not None
+    if width == "1":
+        refuse_idle("--width 1 drafts a single path", {"--draft-bytes": is_bytes, LOOKUP: is_lookup})
+    if runtime == "ngram":
+        refuse_idle("with --runtime ngram nothing but lookup drafts", {LOOKUP: is_lookup})
+
+
+def _parameter(name: str) -> str:
+    return name.split()[0].removeprefix("--").replace("-", "_")
+
+
+def _it(names: list[str]) -> str:
+    return "it" if len(names) == 1 else "them"

@@ -31,7 +31,7 @@ def default_draft(choice: DraftChoice) -> Path:
     """The reference draft's bundle. Raises RuntimeUnavailable where it cannot be exported."""
     if missing := next((name for name in EXPORTER_PACKAGES if not is_installed(name)), None):
         raise RuntimeUnavailable(
-            f"the reference draft cannot be exported here: the package {missing!r} is not installed. Export a draft "
-            "on a machine with outrider[export], copy its bundle here and name it with --draft"
+            f"the reference draft cannot be exported here: the package {missing!r} is not installed. Get a draft "
+            "from your server with `outrider pull`"
         )
     return export_reference_pair(choice).draft

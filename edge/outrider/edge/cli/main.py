@@ -8,15 +8,25 @@ from dataclasses import replace
 import click
 from rich.console import Console
 
+from outrider.edge.cli.cloud_flags import keys_in_use
+from outrider.edge.cli.config_screen import config_app
+from outrider.edge.cli.configured import ConfiguredGroup
 from outrider.edge.cli.demo import demo
 from outrider.edge.cli.devices_screen import devices
+from outrider.edge.cli.doctor_screen import doctor
+from outrider.edge.cli.pull_options import PullOptions
 from outrider.edge.cli.run_options import RunOptions
+from outrider.edge.cli.serve_options import ServeOptions
+from outrider.edge.cli.service_screen import service_app
 from outrider.models.command_line import make_app, read_stdin, require_utf8, run_app, takes_options
 from outrider.models.extras import importing
 
 WHAT, EXTRA = "the agent", "edge"
 
-app = make_app("The device side of Outrider: drafts here, the target verifies in the cloud; the text is the target's.")
+app = make_app(
+    "The device side of Outrider: drafts here, the target verifies in the cloud; the text is the target's.",
+    ConfiguredGroup,
+)
 
 
 @app.command()
@@ -30,7 +40,20 @@ def run(options: RunOptions) -> None:
     options = replace(options, prompt=_prompt(options.prompt), seed=options.params.seed)
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.run import run_once
-    run_once(options, Console(), Console(stderr=True))
+    run_once(options, Console(), Console(stderr=True), keys_in_use(options.api_key, options.key_file))
+
+
+@app.command()
+@takes_options(PullOptions)
+def pull(options: PullOptions) -> None:
+    """Download the draft that fits this machine from a server.
+
+    `outrider run` then drafts with it for that server's target. A second pull is quick where nothing has changed; one
+    that was interrupted goes on where it stopped. The bundle's place goes to standard output.
+    """
+    with importing(WHAT, EXTRA):
+        from outrider.edge.cli.pull import pull_once
+    pull_once(options, Console(), Console(stderr=True), keys_in_use(options.api_key, options.key_file))
 
 
 def _prompt(given: str | None) -> str:
@@ -43,8 +66,23 @@ def _prompt(given: str | None) -> str:
     return read_stdin("the prompt") if given in (None, "-") else require_utf8(given, "the prompt")
 
 
+@app.command()
+@takes_options(ServeOptions)
+def serve(options: ServeOptions) -> None:
+    """Serve a local OpenAI-compatible endpoint: any chat program uses the draft, and the text is the target's.
+
+    Ends with Ctrl-C or SIGTERM; a second one ends texts in work at once.
+    """
+    with importing(WHAT, EXTRA):
+        from outrider.edge.cli.serve import serve_local
+    serve_local(options, keys_in_use(options.api_key, options.key_file))
+
+
 app.command()(demo)
 app.command()(devices)
+app.command()(doctor)
+app.add_typer(config_app)
+app.add_typer(service_app)
 
 
 def main() -> None:

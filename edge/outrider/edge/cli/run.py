@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison, compare_modes
-from outrider.edge.cli.exporter import default_draft
+from outrider.edge.cli.draft_source import Clouds, clouds_of, find_draft
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import draft_lines, result_as_json, summary_lines
 from outrider.edge.cli.terminal import TokenPrinter, print_document
 from outrider.edge.cli.undrafted import why_undrafted
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.client import ClientOptions, CloudClient, verifier_url
+from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import (
     Agent,
@@ -30,6 +30,8 @@ from outrider.edge.modes.assemble import (
     open_drafter,
 )
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.edge.setup.endpoints import Keys
+from outrider.edge.store.auto import AUTO
 from outrider.models.command_line import print_line
 from outrider.models.detokenizer import StreamingDetokenizer
 from outrider.models.errors import ConfigError
@@ -51,15 +53,18 @@ class Ran:
     comparison: Comparison | None
 
 
-def run_once(options: RunOptions, out: Console, about: Console) -> None:
-    """Generates a text, shows it and its statistics; raises OutriderError. out: the text. about: everything else."""
+def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | None = None) -> None:
+    """Generates a text, shows it and its statistics; raises OutriderError. out: the text. about: everything else.
+
+    keys: which key goes to which cloud; by default, the options' key goes to all of them.
+    """
+    keys = keys or Keys(options.api_key)
     make_depth(options.depth, Estimates())  # a wrong option is found before a model is loaded
     make_options(options.width)
-    for url in options.cloud:
-        verifier_url(url)
-    if options.draft == REFERENCE and not options.prompt:
+    clouds = clouds_of(options.cloud, keys)
+    if options.draft in (AUTO, REFERENCE) and not options.prompt:
         raise ConfigError("the prompt is empty; expected a text to continue")  # before an export of minutes
-    bundle = open_draft_bundle(default_draft(options.choice) if options.draft == REFERENCE else options.draft)
+    bundle = open_draft_bundle(find_draft(options.draft, options.choice, clouds, about))
     tokenizer = bundle.tokenizer()
     request = make_request(options, tokenizer, bundle.manifest.tokenizer_fingerprint)
     is_drafted = options.mode is not Mode.CLOUD_ONLY
@@ -70,7 +75,7 @@ def run_once(options: RunOptions, out: Console, about: Console) -> None:
             for note in draft.placement.notes:
                 print_line(about, f"note: {note}", "yellow")
         try:
-            ran = asyncio.run(_generate(options, request, draft, printer, about))
+            ran = asyncio.run(_generate(options, clouds, request, draft, printer, about))
         finally:
             if printer is not None:
                 printer.break_line()  # an error or Ctrl-C may have interrupted the text
@@ -112,6 +117,7 @@ def make_request(options: RunOptions, tokenizer: Tokenizer, fingerprint: str) ->
 
 async def _generate(
     options: RunOptions,
+    clouds: Clouds,
     request: GenerationRequest,
     draft: OpenDraft | None,
     printer: TokenPrinter | None,
@@ -123,12 +129,11 @@ async def _generate(
         print_line(about, words, "yellow")
 
     async with AsyncExitStack() as stack:
-        client_options = ClientOptions(api_key=options.api_key)
-        clients = [await stack.enter_async_context(CloudClient(url, client_options)) for url in options.cloud]
+        clients = [await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds]
         endpoints = Endpoints(clients, on_trouble=warn)
         await endpoints.compare_targets()
         drafter = draft.drafter if draft is not None else None
-        tree = make_options(options.width, options.effort, options.draft_bytes, options.lookup)
+        tree = make_options(options.width, options.effort, options.draft_bytes, options.lookup is not False)
         agent = make_agent(options.mode, endpoints, drafter, options.depth, tree)
         result = await agent.generate(request, printer)
         if printer is not None:

@@ -8,13 +8,31 @@ from typing import Annotated
 
 import typer
 
-from outrider.edge.cli.draft_flags import DraftBytes, DraftDevice, EmulateNpu, HowMuch, Lookup, Provider, Runtime, Width
+from outrider.edge.cli.cloud_flags import ApiKey, Clouds, KeyFile
+from outrider.edge.cli.draft_flags import (
+    LOOKUP,
+    Draft,
+    DraftBytes,
+    DraftDevice,
+    EmulateNpu,
+    HowMuch,
+    Lookup,
+    Provider,
+    Runtime,
+    Width,
+    draft_choice,
+    is_typed,
+    refuse_idle,
+    refuse_idle_effort,
+    refuse_idle_tree,
+)
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.drafting.depth import Effort
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.results import Mode
+from outrider.edge.store.auto import AUTO
 from outrider.models.errors import ConfigError
-from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
+from outrider.models.reference_export import DEFAULT_VERIFIER_URL
 from outrider.models.sampling import SamplingParams
 
 
@@ -28,12 +46,8 @@ class RunOptions:
             help="The text to continue; read from standard input where it is - or missing.", show_default=False
         ),
     ] = None
-    draft: Annotated[
-        str, typer.Option(envvar="OUTRIDER_DRAFT", help=f"Draft bundle; '{REFERENCE}' for the reference draft.")
-    ] = REFERENCE
-    cloud: Annotated[list[str], typer.Option(help="Verifier's address; repeat for others to fall back on.")] = field(
-        default_factory=lambda: [DEFAULT_VERIFIER_URL]
-    )
+    draft: Draft = AUTO
+    cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
     mode: Annotated[Mode, typer.Option(help="How device and cloud share the work.")] = Mode.STREAM
     draft_device: DraftDevice = None
     runtime: Runtime = None
@@ -43,7 +57,7 @@ class RunOptions:
     width: Width = "auto"
     effort: HowMuch = Effort.NORMAL
     draft_bytes: DraftBytes = BYTES_PER_TOKEN
-    lookup: Lookup = True
+    lookup: Lookup = None
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest text, in tokens.")] = 128
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8
     top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 0
@@ -61,16 +75,47 @@ class RunOptions:
     ] = False
     repeat: Annotated[int, typer.Option(min=1, help="Rounds of --compare; the median counts.")] = 3
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False
-    api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="Key for the verifier.")] = None
+    api_key: ApiKey = None
+    key_file: KeyFile = None
     choice: DraftChoice = field(init=False)
     params: SamplingParams = field(init=False)
 
     def __post_init__(self) -> None:
         seed = secrets.randbits(32) if self.seed is None else self.seed
-        choice = DraftChoice(self.runtime, self.draft_device, self.emulate_npu, self.provider)
+        choice = draft_choice(self.runtime, self.draft_device, self.emulate_npu, self.provider)
         object.__setattr__(self, "choice", choice)
         object.__setattr__(self, "params", SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, seed))
-        if self.mode is Mode.CLOUD_ONLY and choice != AS_BUNDLED:
-            raise ConfigError("nothing drafts with --mode cloud-only; leave out the options of the draft")
-        if self.mode is Mode.CLOUD_ONLY and self.compare:
-            raise ConfigError("--compare measures cloud-only beside another --mode; leave one of them out")
+        self._refuse_idle()
+        if self.mode is Mode.CLOUD_ONLY:
+            if self.compare and is_typed("compare"):
+                raise ConfigError("--compare measures cloud-only beside another --mode; leave one of them out")
+            # What is left was configured for other modes.
+            object.__setattr__(self, "choice", AS_BUNDLED)
+            object.__setattr__(self, "compare", False)
+            object.__setattr__(self, "patience_ms", None)
+
+    def _refuse_idle(self) -> None:
+        """Raises ConfigError for typed options that would have no effect."""
+        device = {
+            "--runtime": self.runtime is not None,
+            "--draft-device": self.draft_device is not None,
+            "--emulate-npu": self.emulate_npu,
+            "--provider": self.provider is not None,
+        }
+        tree = {
+            "--width": self.width != "auto",
+            "--draft-bytes": self.draft_bytes != BYTES_PER_TOKEN,
+            LOOKUP: self.lookup is not None,
+            "--patience-ms": self.patience_ms is not None,
+        }
+        pace = {
+            "--depth": self.depth != "auto",
+            "--effort": self.effort is not Effort.NORMAL,
+            "--threads": self.threads != 0,
+        }
+        if self.mode is Mode.CLOUD_ONLY:
+            refuse_idle("nothing drafts with --mode cloud-only", device | tree | pace)
+        if self.mode is Mode.STOP_AND_WAIT:
+            refuse_idle("--mode stop-and-wait sends one path and waits for its answer", tree)
+        refuse_idle_effort(self.depth, self.effort)
+        refuse_idle_tree(self.width, self.draft_bytes, self.lookup, self.runtime)

@@ -64,8 +64,11 @@ class TokenPrinter:
 
 
 def print_document(console: Console, document: object) -> None:
-    """Prints a document as JSON, coloured on a terminal; control characters are escaped there."""
-    text = json.dumps(document, indent=2, ensure_ascii=console.options.ascii_only)
+    """Prints a document as JSON, coloured on a terminal; control characters are escaped there.
+
+    Raises ValueError for NaN and infinities, which JSON lacks: numbers that are unknown are None.
+    """
+    text = json.dumps(document, indent=2, ensure_ascii=console.options.ascii_only, allow_nan=False)
     if console.is_terminal:
         text = visible(text)
     console.print(JSONHighlighter()(Text(text)), soft_wrap=True)

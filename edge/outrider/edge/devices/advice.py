@@ -2,7 +2,8 @@
 
 Linux shows device nodes, who may open them, and which kernel modules are loaded. The requirements come from the
 vendors: docs/overview.md of github.com/intel/linux-npu-driver, and OpenVINO's "Configurations for Intel NPU" and
-"... for Intel Processor Graphics". Knows no runtime's interface, and opens no device.
+"... for Intel Processor Graphics". OpenVINO's plugins for Intel's GPUs and NPUs are built for x86-64 Linux and Windows
+only. Knows no runtime's interface, and opens no device.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from platform import machine as this_machine
+from typing import Final
 
 Access = Callable[[Path], bool]
 
@@ -19,18 +22,40 @@ def _may_use(node: Path) -> bool:
     return os.access(node, os.R_OK | os.W_OK)
 
 
-def npu_advice(platform: str = sys.platform, root: Path = Path("/"), may_use: Access = _may_use) -> str:
+def has_intel_plugins(platform: str = sys.platform, machine: str | None = None) -> bool:
+    """Whether OpenVINO's packages for this system drive Intel's GPUs and NPUs. machine: as `platform.machine()`."""
+    return platform in ("linux", "win32") and (machine or this_machine()).lower() in ("x86_64", "amd64")
+
+
+def can_emulate_npu(platform: str = sys.platform, machine: str | None = None) -> bool:
+    """Whether the NPU path can run on the CPU: it is the NPU plugin's, also without an NPU."""
+    return has_intel_plugins(platform, machine)
+
+
+def npu_advice(
+    platform: str = sys.platform,
+    root: Path = Path("/"),
+    may_use: Access = _may_use,
+    machine: str | None = None,
+) -> str:
     """Why OpenVINO sees no NPU, and what helps: one or two sentences.
 
-    platform: as `sys.platform`. root: where /dev and /sys are. may_use: whether this user may open a node.
+    platform: as `sys.platform`. root: where /dev and /sys are. may_use: whether this user may open a node. machine: as
+    `platform.machine()`.
     """
+    if not has_intel_plugins(platform, machine):
+        drives = "OpenVINO drives NPUs on x86-64 Linux and Windows only."
+        if platform != "win32":
+            return drives
+        return (
+            f"{drives} ONNX Runtime drives Qualcomm's: `pip install onnxruntime-qnn`, then --provider "
+            "QNNExecutionProvider."
+        )
     if platform == "win32":
         return (
             "An NPU needs the vendor's driver: Windows Update has it, or Intel's page 'Intel NPU Driver'; "
             "Device Manager then lists 'Intel(R) AI Boost'."
         )
-    if not platform.startswith("linux"):
-        return "OpenVINO drives NPUs on Linux and Windows only."
     nodes = sorted((root / "dev" / "accel").glob("accel*"))
     has_module = (root / "sys" / "module" / "intel_vpu").is_dir()
     if not nodes and has_module:
@@ -58,13 +83,21 @@ def npu_advice(platform: str = sys.platform, root: Path = Path("/"), may_use: Ac
     )
 
 
-def gpu_advice(platform: str = sys.platform, root: Path = Path("/"), may_use: Access = _may_use) -> str:
-    """Why OpenVINO sees no GPU, and what helps: one to three sentences."""
+def gpu_advice(
+    platform: str = sys.platform,
+    root: Path = Path("/"),
+    may_use: Access = _may_use,
+    machine: str | None = None,
+) -> str:
+    """Why OpenVINO sees no GPU, and what helps: one to three sentences. Parameters as `npu_advice`."""
+    drives = "OpenVINO drives Intel GPUs on x86-64 Linux and Windows only."
+    if platform == "darwin":
+        return f"{drives} {_METAL}"
     other = "An NVIDIA GPU is driven by ONNX Runtime: `outrider-export draft MODEL --device gpu --runtime onnxruntime`."
+    if not has_intel_plugins(platform, machine):
+        return f"{drives} {other}"
     if platform == "win32":
         return f"An Intel GPU needs Intel's graphics driver. {other}"
-    if not platform.startswith("linux"):
-        return f"OpenVINO drives Intel GPUs on Linux and Windows only. {other}"
     nodes = sorted((root / "dev" / "dri").glob("renderD*"))
     if not nodes:
         return f"There is no /dev/dri/renderD*: the kernel drives no GPU, or this container was not given one. {other}"
@@ -76,8 +109,16 @@ def gpu_advice(platform: str = sys.platform, root: Path = Path("/"), may_use: Ac
     )
 
 
-def provider_advice(device: str) -> str:
+def provider_advice(device: str, platform: str = sys.platform, machine: str | None = None) -> str:
     """Packages and drivers that ONNX Runtime needs for a "gpu" or an "npu": one or two sentences."""
+    if platform == "darwin":
+        return _METAL if device == "gpu" else "No provider that runs drafts drives a Mac's neural engine."
+    if not has_intel_plugins(platform, machine):
+        if device == "npu":
+            return "Its provider for Qualcomm's NPUs is a package of its own, beside the driver: onnxruntime-qnn."
+        if platform == "win32":
+            return "Its package onnxruntime-directml, in place of onnxruntime, drives any DirectX 12 GPU."
+        return "Its CUDA provider needs an NVIDIA GPU with CUDA and cuDNN, and a build of ONNX Runtime for it."
     if device == "npu":
         return (
             "Its providers for NPUs are packages of their own, beside the vendor's driver: onnxruntime-qnn (Qualcomm), "
@@ -89,6 +130,12 @@ def provider_advice(device: str) -> str:
         "then `pip install onnxruntime-gpu` of the same version; on Windows onnxruntime-directml drives any DirectX 12 "
         "GPU. OpenVINO drives Intel's by itself: `outrider-export draft MODEL --device gpu --runtime openvino`."
     )
+
+
+_METAL: Final = (
+    "A Mac's GPU (Metal) is no CUDA device: of ONNX Runtime's providers only WebGPU drives it, `pip install "
+    "onnxruntime-ep-webgpu`, then --provider WebGpuExecutionProvider; not tried by us."
+)
 
 
 def _named(nodes: Sequence[Path]) -> str:

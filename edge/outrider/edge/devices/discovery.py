@@ -10,8 +10,9 @@ import importlib.metadata
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from outrider.edge.devices.advice import gpu_advice, npu_advice, provider_advice
+from outrider.edge.devices.advice import can_emulate_npu, gpu_advice, npu_advice, provider_advice
 from outrider.models.errors import RuntimeUnavailable
+from outrider.models.extras import has_openvino_package, no_openvino_advice
 from outrider.models.manifest import Device
 from outrider.models.telemetry import disable_openvino_telemetry
 
@@ -32,7 +33,9 @@ _PROVIDER_DEVICES: Final[dict[str, Device]] = {
 
 
 def install_advice(runtime: ModelRuntime) -> str:
-    """Advice for a runtime whose package is missing."""
+    """Advice for a runtime whose package is missing: the end of a sentence that begins "It is"."""
+    if runtime == "openvino" and not has_openvino_package():
+        return no_openvino_advice()
     extra = "edge" if runtime == "openvino" else "edge-onnxruntime"
     return f'not installed; run: pip install "outrider[{extra}]"'
 
@@ -49,6 +52,14 @@ class FoundDevice:
     device: Device | None
     driver: str | None = None
 
+    @property
+    def index(self) -> int | None:
+        """The number of "GPU.1" among devices of its kind; 0 where there is one. None: the runtime gives no numbers."""
+        _, _, number = self.name.partition(".")
+        if number:
+            return int(number) if number.isdecimal() else None
+        return None if self.name.endswith("ExecutionProvider") else 0
+
 
 @dataclass(frozen=True, slots=True)
 class FoundRuntime:
@@ -58,9 +69,12 @@ class FoundRuntime:
     version: str | None
     devices: tuple[FoundDevice, ...]
 
-    def has(self, device: Device) -> bool:
-        """Whether a draft for `device` finds one."""
-        return any(found.device == device for found in self.devices)
+    def has(self, device: Device, index: int | None = None) -> bool:
+        """Whether a draft for `device` finds one. index: the number of the only one that will do.
+
+        Where the runtime gives no numbers, opening the draft shows whether that one is there.
+        """
+        return any(found.device == device and (index is None or found.index in (None, index)) for found in self.devices)
 
     def as_json(self) -> dict[str, object]:
         """As plain data."""
@@ -77,8 +91,10 @@ def find_runtime(runtime: ModelRuntime) -> FoundRuntime:
         return FoundRuntime(runtime, None, ())
 
 
-def require_device(runtime: ModelRuntime, device: Device, found: FoundRuntime | None = None) -> None:
-    """Raises RuntimeUnavailable, with advice, unless `runtime` has `device` here.
+def require_device(
+    runtime: ModelRuntime, device: Device, found: FoundRuntime | None = None, index: int | None = None
+) -> None:
+    """Raises RuntimeUnavailable, with advice, unless `runtime` has `device` here, with the number `index` if given.
 
     found: result of an earlier `find_runtime(runtime)`.
     """
@@ -86,9 +102,13 @@ def require_device(runtime: ModelRuntime, device: Device, found: FoundRuntime | 
     name = RUNTIME_NAMES[runtime]
     if found.version is None:
         raise RuntimeUnavailable(f"{name} is {install_advice(runtime)}")
-    if found.has(device):
+    if found.has(device, index):
         return
     seen = ", ".join(f"{each.name} ({each.full_name})" for each in found.devices) or "nothing"
+    if found.has(device):
+        raise RuntimeUnavailable(
+            f"{name} sees no {device.upper()}.{index} on this machine, only {seen}; give --draft-device one of these"
+        )
     raise RuntimeUnavailable(
         f"{name} sees no {device.upper()} on this machine, only {seen}. {advice(runtime, device)} Until then: a "
         "draft for the CPU, from `outrider-export draft MODEL --device cpu`, or --runtime ngram, which needs no device"
@@ -103,6 +123,8 @@ def advice(runtime: ModelRuntime, device: Device) -> str:
         return provider_advice(device)
     if device == "gpu":
         return gpu_advice()
+    if not can_emulate_npu():
+        return npu_advice()
     return f"{npu_advice()} To try the NPU path without one, add --emulate-npu: it then runs on the CPU."
 
 

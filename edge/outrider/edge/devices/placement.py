@@ -8,8 +8,9 @@ to the user. Nothing is replaced in silence: a missing device is an error, not a
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 from outrider.edge.devices.discovery import (
     RUNTIME_NAMES,
@@ -23,6 +24,8 @@ from outrider.models.manifest import Device, Manifest
 
 DraftRuntime = Literal["openvino", "onnxruntime", "ngram"]
 
+_ASKED_DEVICE: Final = re.compile(r"cpu|(?:gpu|npu)(?:\.[0-9]{1,3})?")
+
 EMULATED_NPU: Final = "NPU path emulated on the CPU"
 
 
@@ -30,15 +33,23 @@ EMULATED_NPU: Final = "NPU path emulated on the CPU"
 class DraftChoice:
     """The user's options for the draft; None leaves it to the bundle. Raises ConfigError for a contradiction.
 
-    provider: an execution provider of ONNX Runtime by its full name, or "prefer-npu", in place of a device.
+    device: "cpu", "gpu" or "npu"; with a number where there are several ("gpu.1"). provider: an execution provider of
+    ONNX Runtime by its full name, or "prefer-npu", in place of a device.
     """
 
     runtime: DraftRuntime | None = None
-    device: Device | None = None
+    device: str | None = None
     emulate_npu: bool = False
     provider: str | None = None
 
     def __post_init__(self) -> None:
+        if self.device is not None:
+            object.__setattr__(self, "device", self.device.lower())
+            if not _ASKED_DEVICE.fullmatch(self.device.lower()):
+                raise ConfigError(
+                    f"--draft-device is {self.device!r}; expected cpu, gpu or npu, or one of several by its number, "
+                    "such as gpu.1"
+                )
         if self.runtime == "ngram" and (self.device or self.emulate_npu or self.provider):
             raise ConfigError(
                 "n-gram lookup has no model, so no device runs it; leave out --draft-device, --emulate-npu and "
@@ -58,7 +69,15 @@ class DraftChoice:
     @property
     def wanted_device(self) -> Device | None:
         """The kind of device that the user asked for."""
-        return "npu" if self.emulate_npu else self.device
+        if self.device is None:
+            return "npu" if self.emulate_npu else None
+        return cast(Device, self.device.partition(".")[0])
+
+    @property
+    def wanted_index(self) -> int | None:
+        """Its number among several; None: any."""
+        _, _, number = (self.device or "").partition(".")
+        return int(number) if number else None
 
     @property
     def wanted_runtime(self) -> DraftRuntime | None:
@@ -96,7 +115,8 @@ class Placement:
         name = RUNTIME_NAMES[self.runtime]
         if self.is_emulated:
             return f"{self.precision}, {name}'s {EMULATED_NPU}"
-        device = f" on the {self.device.upper()}" if self.device is not None else ""
+        named = self.open_on if self.runtime == "openvino" and self.open_on else (self.device or "").upper()
+        device = f" on the {named}" if self.device is not None else ""
         provider = f" ({self.provider})" if self.runtime == "onnxruntime" and self.provider else ""
         return f"{self.precision}, {name}{device}{provider}"
 
@@ -132,9 +152,11 @@ def place_draft(manifest: Manifest, choice: DraftChoice, found: FoundRuntime | N
         raise _other_bundle(manifest, "openvino", "npu")
     if runtime == "openvino" and wanted != made_for and "npu" in (wanted, made_for):
         raise _other_bundle(manifest, runtime, wanted)
+    index = choice.wanted_index
     if not choice.emulate_npu:
-        require_device(runtime, wanted, found)
-    return Placement(runtime, wanted, choice.emulate_npu, manifest.precision, open_on=wanted.upper())
+        require_device(runtime, wanted, found, index)
+    open_on = wanted.upper() if index is None else f"{wanted.upper()}.{index}"
+    return Placement(runtime, wanted, choice.emulate_npu, manifest.precision, open_on=open_on)
 
 
 def opened_as(placement: Placement, manifest: Manifest, provider: str, max_positions: int) -> Placement:
@@ -159,9 +181,9 @@ def opened_as(placement: Placement, manifest: Manifest, provider: str, max_posit
 
 def require_asked_device(choice: DraftChoice) -> None:
     """Raises RuntimeUnavailable if a device that was named is not here: before any export."""
-    if choice.runtime != "ngram" and choice.device is not None and not choice.emulate_npu:
+    if choice.runtime != "ngram" and choice.wanted_device is not None and not choice.emulate_npu:
         # Where only the device was named, bundles are made for OpenVINO.
-        require_device(choice.runtime or "openvino", choice.device)
+        require_device(choice.runtime or "openvino", choice.wanted_device, index=choice.wanted_index)
 
 
 def _drafting_runtime(manifest: Manifest) -> ModelRuntime:

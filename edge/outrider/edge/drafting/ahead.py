@@ -17,6 +17,7 @@ from outrider.edge.drafting.depth import DepthController, DraftPlan
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.price import SendPrice
+from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.tree import Node
 from outrider.edge.drafting.worker import DraftWorker, TreeLimits
 from outrider.edge.results import GenerationRequest
@@ -33,7 +34,8 @@ Send = Callable[[int, Sequence[Node]], int]
 class DraftAhead:
     """The drafting side of one generation. Make it inside a running event loop; `aclose` it there.
 
-    drafter: None never drafts; then only the known tokens are kept. is_free: whether `send` would send now.
+    drafter: None never drafts; then only the known tokens are kept. is_free: whether `send` would send now. scheduler:
+    its thread drafts; None: a thread of this text's own.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class DraftAhead:
         limits: TreeLimits,
         price: SendPrice,
         clock: Callable[[], float] = time.perf_counter,
+        scheduler: DraftScheduler | None = None,
     ) -> None:
         self._request = request
         self._depth = depth
@@ -68,6 +71,7 @@ class DraftAhead:
                 self._flush,
                 limits,
                 clock,
+                scheduler,
             )
             if drafter is not None
             else None
@@ -144,16 +148,16 @@ class DraftAhead:
                 self._run = self._worker.run()
                 self._run.add_done_callback(self._on_run_done)
 
-    async def aclose(self) -> None:
-        """Stops drafting after the call in progress and ends the thread."""
+    def close(self) -> None:
+        """Stops drafting after the call in progress, without waiting for it: the text is over."""
+        if self._is_closed:
+            return
         self._is_closed = True
         if self._worker is None:
             return
-        self._worker.stop()
-        if (run := self._run) is not None:
-            await asyncio.wait([run])
-            self._settle(run)
         self._worker.close()
+        if (run := self._run) is not None and run.done():
+            self._settle(run)
 
     def _room(self) -> int:
         """How many guessed tokens the rest of the text can use: its last token is always the target's own."""
@@ -172,7 +176,8 @@ class DraftAhead:
                 self.num_sent += len(nodes)
 
     def _on_run_done(self, run: asyncio.Future[None]) -> None:
-        self._settle(run)
+        if not run.cancelled():
+            self._settle(run)
         self.pump()
 
     def _settle(self, run: asyncio.Future[None]) -> None:

@@ -6,14 +6,17 @@ and it knows no network. Its guesses are hints: whatever it proposes, the text i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Final, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.edge.drafting.calibration import Guess, lookup_guess, model_guesses, shared_guess
-from outrider.models.runtimes.base import BranchingRuntime, SequenceRuntime
+from outrider.models.runtimes.base import BranchingRuntime, JoiningRuntime, PromptRuntime, Reading, SequenceRuntime
 from outrider.models.runtimes.ngram import NgramLookup
 from outrider.models.sampling import SamplingParams, candidates
 
@@ -22,6 +25,11 @@ _MAX_BEHIND = 32
 """Tokens by which a branching runtime's sequence may be behind the text. Committed tokens have run as branches already;
 to take them over, the last of them runs again.
 """
+_FIRST_PIECE: Final = 64
+_LEAST_PIECE: Final = 16
+_MOST_PIECE: Final = 1024
+_PIECE_S: Final = 0.1
+"""A long text is read in pieces of about this time: between two of them it can be left."""
 
 
 class Drafter(Protocol):
@@ -45,6 +53,15 @@ class Drafter(Protocol):
         """Appends tokens that the target committed. They cost nothing until the next guess."""
         ...
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether so much of the text was not read that `guess` would take long: call `read_on` before it."""
+        ...
+
+    def read_on(self) -> None:
+        """Reads the next piece of the text; `is_behind` must be true. Blocking, about a tenth of a second."""
+        ...
+
     def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         """Guesses of the token after each branch, at most about `width`, the draft's own pick first; [] for none.
 
@@ -61,6 +78,20 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class JoiningDrafter(Protocol):
+    """A Drafter that can guess in one call with others of its model: see `guess_together`."""
+
+    @property
+    def model_drafter(self) -> ModelDrafter | None:
+        """What runs the model; None where its runtime takes one sequence per call."""
+        ...
+
+    def complete(self, found: list[list[Guess]], branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
+        """The guesses, given those of the model."""
+        ...
+
+
 class ModelDrafter:
     """Drafts with a model: its best scores, with the same noise as the target's pick at the same position.
 
@@ -68,11 +99,21 @@ class ModelDrafter:
     several branches in one call. Tokens are fed to the runtime only when a guess needs them.
     """
 
-    def __init__(self, runtime: SequenceRuntime, num_ids: int | None = None) -> None:
+    def __init__(
+        self,
+        runtime: SequenceRuntime,
+        num_ids: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """num_ids: ids that the tokenizer knows; logits beyond are padding, which the target may not have, and are
         never proposed. None: all.
         """
         self._runtime = runtime
+        self._prompts = runtime if isinstance(runtime, PromptRuntime) else None
+        self._clock = clock
+        self._piece = _FIRST_PIECE
+        # A text does not wait for a call in progress when it ends, so the model may be closed in the middle of one.
+        self._lock = threading.Lock()
         self._branching = runtime if isinstance(runtime, BranchingRuntime) else None
         self._num_ids = num_ids
         self._text: list[int] = []
@@ -100,6 +141,39 @@ class ModelDrafter:
         """Appends tokens."""
         self._text.extend(tokens)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether more than a piece of the text was not read, and can be."""
+        if len(self._text) - self._agree() <= _LEAST_PIECE:
+            return False
+        reading = self._reading()
+        if len(self._text) - reading.kept <= reading.size:
+            return False
+        limits = self._runtime.limits
+        return len(self._text) < limits.max_positions and max(self._text[reading.kept :]) < limits.vocab_size
+
+    def read_on(self) -> None:
+        """Reads a piece; the next is larger or smaller by the time that this one took."""
+        with self._lock:
+            kept, size = self._reading()
+            self._cut(kept)
+            before = self._clock()
+            piece = self._text[kept : kept + size]
+            self._runtime.extend(piece)
+            self._held += piece
+            took_s = self._clock() - before
+        if took_s > 2 * _PIECE_S:
+            self._piece = max(_LEAST_PIECE, self._piece // 2)
+        elif took_s < _PIECE_S / 2:
+            self._piece = min(_MOST_PIECE, self._piece * 2)
+
+    def _reading(self) -> Reading:
+        """How to read what the runtime does not hold of the text."""
+        agreed = self._agree()
+        if self._prompts is not None and agreed < len(self._text):
+            return self._prompts.cheapest_reading(agreed, len(self._text))
+        return Reading(agreed, self._piece)
+
     def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         """The best scores after each branch, with their gaps.
 
@@ -107,14 +181,42 @@ class ModelDrafter:
         is padded further than the draft may pick an id of its padding.
         """
         found: list[list[Guess]] = [[] for _ in branches]
-        if max(self._text[self._agree() :], default=0) >= self._runtime.limits.vocab_size:
-            return found
-        able = [index for index, branch in enumerate(branches) if self._can_run(branch)]
-        if self._branching is not None and width > 1 and able:
-            able = self._run_together(self._branching, branches, able, found, width)
-        for index in able:
-            found[index] = self._best(self._run(branches[index]), len(branches[index]), width)
+        with self._lock:
+            able = self._able(branches)
+            if self._branching is not None and width > 1 and able:
+                able = self._run_together(self._branching, branches, able, found, width)
+            for index in able:
+                found[index] = self._best(self._run(branches[index]), len(branches[index]), width)
         return found
+
+    def _able(self, branches: Sequence[Sequence[int]]) -> list[int]:
+        """Which branches can run."""
+        if max(self._text[self._agree() :], default=0) >= self._runtime.limits.vocab_size:
+            return []
+        return [index for index, branch in enumerate(branches) if self._can_run(branch)]
+
+    @property
+    def model_drafter(self) -> ModelDrafter | None:
+        """Itself, where the runtime runs branches of several sequences in one call."""
+        return self if isinstance(self._runtime, JoiningRuntime) else None
+
+    def complete(self, found: list[list[Guess]], branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
+        """The model's own."""
+        return found
+
+    def _catch_up(self) -> list[int]:
+        """Runs all but the last few tokens of the text; returns those, at least one, to be run before any branch."""
+        kept = self._reading().kept
+        missing = self._text[kept:]
+        if not missing:  # the logits after the last token are gone
+            kept -= 1
+            missing = [self._held[kept]]
+        self._cut(kept)
+        if len(missing) > _MAX_BEHIND:
+            done, missing = missing[:-1], missing[-1:]
+            self._runtime.extend(done)
+            self._held += done
+        return missing
 
     def continuation(self, max_tokens: int) -> list[Guess]:
         """None: every token of a model costs a call."""
@@ -139,7 +241,7 @@ class ModelDrafter:
 
     def _run(self, branch: Sequence[int]) -> Logits:
         """Logits after a branch: cuts the runtime's sequence back to where it agrees, and extends it."""
-        text, held, kept = self._text, self._held, self._agree()
+        text, held, kept = self._text, self._held, self._reading().kept
         if kept < len(text):
             new = [*text[kept:], *branch]
         else:
@@ -167,9 +269,9 @@ class ModelDrafter:
         width: int,
     ) -> list[int]:
         """Runs branches as such; the runtime's sequence stays a beginning of the text. Returns those that are left."""
-        agreed = self._agree()
-        self._cut(agreed)
-        missing = self._text[agreed:]
+        kept = self._reading().kept
+        self._cut(kept)
+        missing = self._text[kept:]
         ends = [index for index in indices if not branches[index]]
         if missing and (ends or len(missing) > _MAX_BEHIND):
             logits = self._runtime.extend(missing)
@@ -191,15 +293,54 @@ class ModelDrafter:
             del self._held[length:]
             self._num_agreed = min(self._num_agreed, length)
 
+    def forget(self) -> None:
+        """Forgets the text, and what the runtime holds of it."""
+        with self._lock:
+            self._text = []
+            self._held = []
+            self._num_agreed = 0
+            self._runtime.truncate(0)
+
     def close(self) -> None:
-        """Releases the runtime."""
-        self._runtime.close()
+        """Releases the runtime, after the call in progress."""
+        with self._lock:
+            self._runtime.close()
+
+
+def guess_together(
+    asked: Sequence[tuple[JoiningDrafter, Sequence[Sequence[int]]]], width: int
+) -> list[list[list[Guess]]]:
+    """What each drafter's `guess` would give for its branches, in one call of the model that all of them share.
+
+    At most `max_branches` branches in all; only for drafters that have a `model_drafter`.
+    """
+    drafters = [drafter.model_drafter for drafter, _ in asked]
+    found: list[list[list[Guess]]] = [[[] for _ in branches] for _, branches in asked]
+    groups: list[tuple[SequenceRuntime, list[list[int]]]] = []
+    places: list[tuple[int, int]] = []  # of the rows: whose, and which branch
+    with ExitStack() as stack:
+        for index, (drafter, (_, branches)) in enumerate(zip(drafters, asked, strict=True)):
+            assert drafter is not None, "this drafter guesses alone"
+            stack.enter_context(drafter._lock)
+            if able := drafter._able(branches):
+                missing = drafter._catch_up()
+                groups.append((drafter._runtime, [[*missing, *branches[place]] for place in able]))
+                places += [(index, place) for place in able]
+        if groups:
+            runtime = groups[0][0]
+            assert isinstance(runtime, JoiningRuntime)
+            for (index, place), row in zip(places, runtime.extend_branches_of(groups), strict=True):
+                drafter = drafters[index]
+                assert drafter is not None
+                found[index][place] = drafter._best(row, len(asked[index][1][place]), width)
+    return [drafter.complete(own, branches, width) for own, (drafter, branches) in zip(found, asked, strict=True)]
 
 
 class NgramDrafter:
     """Drafts by prompt lookup, without a model: repeats what followed the same few tokens before."""
 
     max_branches = 1
+    is_behind = False
 
     def __init__(self) -> None:
         self._lookup = NgramLookup()
@@ -217,6 +358,9 @@ class NgramDrafter:
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens."""
         self._lookup.extend(tokens)
+
+    def read_on(self) -> None:
+        """Nothing to read."""
 
     def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         """The token that followed the longest repeated suffix, for each branch."""
@@ -264,9 +408,26 @@ class MixedDrafter:
         self._model.extend(tokens)
         self._lookup.extend(tokens)
 
+    @property
+    def is_behind(self) -> bool:
+        """The model's."""
+        return self._model.is_behind
+
+    def read_on(self) -> None:
+        """The model reads a piece."""
+        self._model.read_on()
+
     def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         """The model's guesses, and lookup's beside them; one that both make counts as the model's, and as surer."""
-        found = self._model.guess(branches, width)
+        return self.complete(self._model.guess(branches, width), branches, width)
+
+    @property
+    def model_drafter(self) -> ModelDrafter | None:
+        """The model's."""
+        return self._model.model_drafter if isinstance(self._model, JoiningDrafter) else None
+
+    def complete(self, found: list[list[Guess]], branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
+        """The model's guesses, and lookup's beside them."""
         for guesses, more in zip(found, self._lookup.guess(branches, width), strict=True):
             for looked_up in more:
                 ranks = [index for index, guess in enumerate(guesses) if guess.token == looked_up.token]

@@ -1,7 +1,8 @@
 """Measures times and acceptance while the agent runs.
 
 Every rate is a ratio of sums with exponential forgetting, never a mean of ratios: a mean of per-commit acceptance rates
-gives a commit that tested one token the weight of one that tested ten. The agent keeps it across generations.
+gives a commit that tested one token the weight of one that tested ten. The agent keeps it across generations. What the
+draft does is measured once, what an endpoint and the way to it do for each endpoint.
 """
 
 from __future__ import annotations
@@ -41,28 +42,46 @@ class ForgettingRatio:
         return self._bottom
 
 
+class _EndpointTimes:
+    """Times of one endpoint and of the way to it."""
+
+    def __init__(self) -> None:
+        self.interval = ForgettingRatio(40.0, 0.01, keep=0.9)
+        self.tokens_per_commit = ForgettingRatio(1.0, 0.01, keep=0.9)
+        self.round_trips: deque[float] = deque(maxlen=24)
+        self.opened_in_ms = 0.0
+        self.step_ms: float | None = None
+        self.extra_ms: float | None = None
+
+
 class Estimates:
     """Everything a depth controller may know. All times in ms.
 
     The acceptance starts at an optimistic 0.6 with the weight of two tokens, so an always-wrong draft shows within ten.
+    Round trips, steps and commits are those of the endpoint that `use` named last.
     """
 
     def __init__(self) -> None:
         self.accepted = ForgettingRatio(0.6, 2.0, keep=0.98)
         self.calibration = Calibration()
         self._draft = CallTimes()
-        self._interval = ForgettingRatio(40.0, 0.01, keep=0.9)
-        self._tokens_per_commit = ForgettingRatio(1.0, 0.01, keep=0.9)
-        self._round_trips: deque[float] = deque(maxlen=24)
-        self._opened_in_ms = 0.0
-        self._step_ms: float | None = None
-        self._extra_ms: float | None = None
+        self._endpoint = _EndpointTimes()
+        self._endpoints: dict[str, _EndpointTimes] = {}
+
+    def use(self, url: str) -> None:
+        """Measures and predicts for this endpoint from now on, and goes on with what was measured there before.
+
+        Times taken before any endpoint was named count for the first.
+        """
+        if not self._endpoints:
+            self._endpoints[url] = self._endpoint
+        self._endpoint = self._endpoints.setdefault(url, _EndpointTimes())
 
     def on_open(self, took_ms: float, step_ms: float | None, draft_token_ms: float | None) -> None:
         """Takes the opening of a session, with the times that the server measured, or None."""
-        self._opened_in_ms = took_ms
-        self._step_ms = step_ms
-        self._extra_ms = draft_token_ms
+        self._endpoint.opened_in_ms = took_ms
+        self._endpoint.step_ms = step_ms
+        self._endpoint.extra_ms = draft_token_ms
 
     def on_commit(self, outcome: CommitOutcome, interval_ms: float | None) -> None:
         """Takes a commit: every guess that it tested, right or wrong."""
@@ -70,8 +89,8 @@ class Estimates:
             self.calibration.observe(guesses, token)
             self.accepted.add(float(guesses[0].token == token), 1.0)
         if interval_ms is not None and outcome.tokens:
-            self._interval.add(interval_ms, 1.0)
-            self._tokens_per_commit.add(len(outcome.tokens), 1.0)
+            self._endpoint.interval.add(interval_ms, 1.0)
+            self._endpoint.tokens_per_commit.add(len(outcome.tokens), 1.0)
 
     def on_drafted(self, took_ms: float, num_nodes: int) -> None:
         """Takes the time of one call of the drafter, which expanded `num_nodes` nodes."""
@@ -79,7 +98,7 @@ class Estimates:
 
     def on_posted(self, took_ms: float) -> None:
         """Takes the time from a draft message to its answer."""
-        self._round_trips.append(took_ms)
+        self._endpoint.round_trips.append(took_ms)
 
     @property
     def acceptance(self) -> float:
@@ -98,34 +117,36 @@ class Estimates:
     @property
     def round_trip_ms(self) -> float:
         """Round trip of a message: the shortest of the recent ones, since the rest is queueing, not distance."""
-        return min(self._round_trips) if self._round_trips else self._opened_in_ms
+        times = self._endpoint
+        return min(times.round_trips) if times.round_trips else times.opened_in_ms
 
     @property
     def lag_ms(self) -> float | None:
         """Time from a commit on the server until drafts based on it arrive there; None before the first post."""
-        if not self._round_trips:
+        if not self._endpoint.round_trips:
             return None
         return round(self.round_trip_ms + _ANSWER_TOKENS * self.draft_ms, 1)
 
     @property
     def step_ms(self) -> float:
         """The target's step without drafted tokens, as the server measured it, else the mean time between commits."""
-        return self._step_ms if self._step_ms is not None else self._interval.value
+        times = self._endpoint
+        return times.step_ms if times.step_ms is not None else times.interval.value
 
     @property
     def extra_ms(self) -> float:
         """Extra time of a drafted token in a step; 3 % of a step until the server reports it."""
-        return self._extra_ms if self._extra_ms is not None else 0.03 * self.step_ms
+        return self._endpoint.extra_ms if self._endpoint.extra_ms is not None else 0.03 * self.step_ms
 
     @property
     def interval_ms(self) -> float:
         """Mean time between commits."""
-        return self._interval.value
+        return self._endpoint.interval.value
 
     @property
     def tokens_per_commit(self) -> float:
         """Mean tokens of a commit."""
-        return self._tokens_per_commit.value
+        return self._endpoint.tokens_per_commit.value
 
 
 class CallTimes:

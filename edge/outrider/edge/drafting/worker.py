@@ -1,8 +1,8 @@
-"""Expands the tree of guesses off the event loop, in one worker thread.
+"""Expands the tree of guesses of one text off the event loop, in the scheduler's thread.
 
 Switching threads costs about as much as a call of a small model, so a run expands node after node, the likeliest first,
-until none is worth it. It takes new commits into account before every call. The loop is woken only when guesses are
-worth sending.
+until none is worth it. It takes new commits into account before every call, also while the drafter still reads the
+prompt: a late draft joins where the text is by then. The loop is woken only when guesses are worth sending.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from outrider.edge.drafting.belief import Belief
+from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.depth import LEAST_REACH, DraftPlan
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.scheduler import DraftCall, DraftScheduler
 from outrider.edge.drafting.tree import Node
 from outrider.models.runtimes.base import BRANCH_COUNTS, padded_branches
 from outrider.models.sampling import SamplingParams
@@ -39,10 +40,10 @@ class TreeLimits:
 
 
 class DraftWorker:
-    """One thread that owns a drafter while a text is generated. Make it inside a running event loop.
+    """Owns a drafter while a text is generated. Make it inside a running event loop.
 
     belief: shared with the loop; both hold `lock` to touch it. plan: what to draft now (thread-safe). room: tokens that
-    the rest of the text can use. wake: called on the loop when guesses should be sent.
+    the rest of the text can use. wake: called on the loop when guesses should be sent. scheduler: its thread drafts.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class DraftWorker:
         wake: Callable[[], None],
         limits: TreeLimits,
         clock: Callable[[], float] = time.perf_counter,
+        scheduler: DraftScheduler | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self.num_drafted = 0  # nodes that the drafter had guesses of what follows
-        self._drafter = drafter
+        self.drafter = drafter
+        self.width = limits.width
         self._prompt = prompt
         self._params = params
         self._belief = belief
@@ -71,24 +74,24 @@ class DraftWorker:
         self._limits = limits
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="outrider-draft")
+        self._scheduler = scheduler or DraftScheduler(clock)
+        self._scheduler.enter()
         self._size = 1  # nodes of a call
         self._has_begun = False
+        self._has_guessed = False
         self._is_closed = False
         self._continued: Node | None = None  # the root whose continuation was looked up
         self._unsent_since: float | None = None
 
     def run(self) -> asyncio.Future[None]:
         """Starts a run; the future ends with it, with the drafter's exception if it raised one."""
-        return self._loop.run_in_executor(self._thread, self._expand_all)
-
-    def stop(self) -> None:
-        """Ends the run after the call in progress."""
-        self._is_closed = True
+        return self._scheduler.run(self)
 
     def close(self) -> None:
-        """Ends the thread; no run may be active. The drafter stays open: it is the caller's."""
-        self._thread.shutdown(wait=True)
+        """Ends the run after the call in progress, without waiting for it. The drafter stays open: the caller's."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._scheduler.leave()
 
     def has_work(self) -> bool:
         """Whether a run would expand anything; hold the lock."""
@@ -101,58 +104,69 @@ class DraftWorker:
         """Records that everything worth sending was sent; hold the lock."""
         self._unsent_since = None
 
-    def _expand_all(self) -> None:
+    # -- in the scheduler's thread -------------------------------------------------------------------------------------
+
+    def is_wanted(self) -> bool:
+        """Whether anything is worth drafting; gives the drafter the newest commits."""
+        if self._is_closed:
+            return False
         if not self._has_begun:
-            self._drafter.begin(self._prompt, self._params)
-        while not self._is_closed:
-            with self.lock:
-                self._catch_up()
-                nodes = self._next_nodes()
-                branches = [self._belief.tree.path(node) for node in nodes]
-            if not nodes:
-                return
-            before = self._clock()
-            found = self._drafter.guess(branches, self._limits.width)
-            now = self._clock()
-            with self.lock:
-                for node, guesses in zip(nodes, found, strict=True):
-                    self._belief.tree.expand(node, guesses)
-                self.num_drafted += sum(map(bool, found))
-                # The first call includes the prompt; one without guesses ran nothing.
-                if self._has_begun and any(found):
-                    self._estimates.on_drafted((now - before) * 1e3, padded_branches(len(nodes)))
-                is_due = self._is_due(before, now)
+            self.drafter.begin(self._prompt, self._params)
             self._has_begun = True
-            if is_due:
-                self._loop.call_soon_threadsafe(self._wake)
+        with self.lock:
+            self._catch_up()
+            return self.has_work()
+
+    def next_call(self, most: int) -> DraftCall | None:
+        """The nodes of the next call, at most `most`."""
+        with self.lock:
+            nodes = self._next_nodes(most)
+            branches = [self._belief.tree.path(node) for node in nodes]
+        return DraftCall(nodes, branches) if nodes else None
+
+    def take(self, call: DraftCall, found: list[list[Guess]], before: float, now: float) -> None:
+        """Takes a call's guesses."""
+        if self._is_closed:
+            return  # the estimates are another text's by now
+        with self.lock:
+            for node, guesses in zip(call.nodes, found, strict=True):
+                self._belief.tree.expand(node, guesses)
+            self.num_drafted += sum(map(bool, found))
+            # The first call includes the prompt; one without guesses ran nothing.
+            if self._has_guessed and any(found):
+                self._estimates.on_drafted((now - before) * 1e3, padded_branches(len(call.nodes)))
+            is_due = self._is_due(before, now)
+        self._has_guessed = True
+        if is_due:
+            self._loop.call_soon_threadsafe(self._wake)
 
     def _catch_up(self) -> None:
         """Gives the drafter the tokens committed since its last call."""
-        num_new = len(self._prompt) + self._belief.num_known - self._drafter.length
+        num_new = len(self._prompt) + self._belief.num_known - self.drafter.length
         if num_new:
-            self._drafter.extend(self._belief.known[-num_new:])
+            self.drafter.extend(self._belief.known[-num_new:])
         tree = self._belief.tree
         if self._limits.width > 1 and self._continued is not tree.root and not tree.root.children:
             self._continued = tree.root
-            tree.add_path(self._drafter.continuation(min(_MAX_CHAIN, self._room(), self._plan().depth)))
+            tree.add_path(self.drafter.continuation(min(_MAX_CHAIN, self._room(), self._plan().depth)))
 
     def _floor(self) -> float:
         return max(self._plan().floor, LEAST_REACH if self._limits.width > 1 else 0.0)
 
-    def _next_nodes(self) -> list[Node]:
+    def _next_nodes(self, most: int) -> list[Node]:
         """The nodes of the next call: as many as give the most chance of being reached per millisecond."""
         tree, depth = self._belief.tree, min(self._plan().depth, self._room())
         if depth <= 0 or tree.num_nodes >= self._limits.max_nodes:
             return []
-        if (most := self._drafter.max_branches) > 1:
+        if most > 1:
             reaches = tree.reaches(most)
             sizes = [size for size in BRANCH_COUNTS if size <= most]
             rates = {size: sum(reaches[:size]) / self._estimates.call_ms(size) for size in sizes}
             best = max(sizes, key=rates.__getitem__)
             # A change of size is dear where a runtime prepares for it.
-            if rates[best] > _CLEARLY * rates[self._size]:
+            if self._size not in rates or rates[best] > _CLEARLY * rates[self._size]:
                 self._size = best
-        return tree.take_best(self._size, self._floor(), depth)
+        return tree.take_best(min(most, self._size), self._floor(), depth)
 
     def _is_due(self, before: float, now: float) -> bool:
         """Whether to send now instead of waiting for more. before, now: when the last call began and ended."""

@@ -18,11 +18,17 @@ class AlwaysWrongDrafter:
         self._inner = inner
         self._vocab_size = vocab_size
         self.begin, self.extend, self.close = inner.begin, inner.extend, inner.close
+        self.read_on = inner.read_on
 
     @property
     def length(self) -> int:
         """As the inner drafter's."""
         return self._inner.length
+
+    @property
+    def is_behind(self) -> bool:
+        """As the inner drafter's."""
+        return self._inner.is_behind
 
     @property
     def max_branches(self) -> int:

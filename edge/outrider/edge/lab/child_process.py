@@ -40,6 +40,8 @@ def child_process(
                 stdout=subprocess.PIPE,
                 stderr=said,
                 text=True,
+                encoding="utf-8",
+                env=os.environ | {"PYTHONIOENCODING": "utf-8"},
                 start_new_session=os.name == "posix",
             )
         try:

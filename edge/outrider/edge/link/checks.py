@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from outrider.edge.link.errors import ProtocolBroken
-from outrider.models.protocol import Commit, SessionEvent, SessionOpen, VerifyItem, VerifyResult
+from outrider.models.protocol import Commit, RenderAnswer, SessionEvent, SessionOpen, VerifyItem, VerifyResult
 
 MAX_TOKEN_ID: Final = 2**24 - 1
 """No vocabulary is larger; what holds where a server does not state its own."""
@@ -82,6 +82,13 @@ def check_result(url: str, item: VerifyItem, result: VerifyResult) -> None:
     if len(result.prefix_hash or "") > MAX_HASH_CHARS:
         raise ProtocolBroken(url, f"prefix_hash has more than {MAX_HASH_CHARS} characters")
     _check_tokens(url, result.tokens, None)
+
+
+def check_rendered(url: str, answer: RenderAnswer) -> None:
+    """Raises ProtocolBroken for a conversation's ids that can be none."""
+    if not answer.tokens:
+        raise ProtocolBroken(url, "0 tokens render a conversation; expected at least 1")
+    _check_tokens(url, answer.tokens, None)
 
 
 def _check_tokens(url: str, tokens: Sequence[int], vocab_size: int | None) -> None:

@@ -7,27 +7,33 @@ byte of body and headers counted. This module knows the protocol, not what it is
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http.cookiejar import DefaultCookiePolicy
-from typing import Any, Final, TypeVar
+from importlib.metadata import version
+from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from outrider.edge.link.checks import SessionCheck, check_result
+from outrider.edge.link.address import verifier_url as verifier_url  # also for importers of this module
+from outrider.edge.link.checks import SessionCheck, check_rendered, check_result
 from outrider.edge.link.errors import EndpointLost, ProtocolBroken, lost, refusal_error, short, silent
 from outrider.edge.link.sender import DraftMessage
 from outrider.edge.link.sse import EventParser
+from outrider.edge.link.tls import system_tls
 from outrider.edge.results import ByteCounts
-from outrider.models.errors import ConfigError, OutriderError, RequestError
+from outrider.models.errors import OutriderError, RequestError
 from outrider.models.hosts import is_loopback
 from outrider.models.protocol import (
     ErrorAnswer,
     ErrorBody,
+    ModelFacts,
     ReadyAnswer,
+    RenderAnswer,
     SessionEvent,
     SessionOpen,
     SessionRequest,
@@ -38,10 +44,12 @@ from outrider.models.tree_draft import TREE_MEDIA_TYPE
 
 Answer = TypeVar("Answer", bound=BaseModel)
 Headers = list[tuple[str, str]]
+# Some gateways refuse requests without it. Drafts go without: they are many, and to a session that is open already.
+_SELF = ("User-Agent", f"outrider/{version('outrider')}")
 # Without a word on encodings a server might compress, and a few bytes could become gigabytes.
-_PLAIN: Headers = [("Accept-Encoding", "identity")]
+PLAIN: Headers = [("Accept-Encoding", "identity"), _SELF]
 _JSON: Headers = [("Content-Type", "application/json")]
-_ASK: Headers = [*_JSON, *_PLAIN]
+_ASK: Headers = [*_JSON, *PLAIN]
 # A stale draft is answered 409, and the status alone is enough (RFC 7240): words would outweigh the tokens.
 _MINIMAL = ("Prefer", "return=minimal")
 _DRAFT_HEADERS: Headers = [*_JSON, _MINIMAL]
@@ -49,6 +57,8 @@ _TREE_HEADERS: Headers = [("Content-Type", TREE_MEDIA_TYPE), _MINIMAL]
 
 MAX_ANSWER_BYTES: Final = 1 << 18
 """An answer with 256 results has half of it."""
+MAX_RENDERED_BYTES: Final = 1 << 22
+"""The ids of half a million tokens."""
 MAX_ERROR_BYTES: Final = 1 << 16
 """No more is read of an error's body."""
 NUM_MISSED: Final = 3
@@ -105,19 +115,31 @@ class CloudClient:
             keepalive_expiry=60.0,
         )
         self._http = httpx.AsyncClient(
-            timeout=self._timeouts(self._silence_s), limits=limits, transport=transport, trust_env=not self.is_local
+            verify=system_tls() if transport is None and self.url.startswith("https:") else True,
+            timeout=self._timeouts(self._silence_s),
+            limits=limits,
+            transport=transport,
+            trust_env=not self.is_local,
         )
         # A server could fill memory and every later request with cookies.
         self._http.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))
-        # httpx adds Accept, Accept-Encoding, Connection and User-Agent to every message; none is needed.
+        # httpx adds Accept, Accept-Encoding, Connection and User-Agent to every message; drafts need none of them.
         for name in list(self._http.headers):
             del self._http.headers[name]
         self._has_key = bool(options.api_key)
         if self._has_key:
             self._http.headers["Authorization"] = f"Bearer {options.api_key}"
+        self._owns_connections = True
         self._body_up = self._body_down = self._headers_up = self._headers_down = 0
 
-    async def __aenter__(self) -> CloudClient:
+    def for_one_text(self) -> Self:
+        """The same endpoint over the same connections, with bytes counted apart; closing it closes nothing."""
+        own = copy.copy(self)
+        own._owns_connections = False
+        own._body_up = own._body_down = own._headers_up = own._headers_down = 0
+        return own
+
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -125,7 +147,8 @@ class CloudClient:
 
     async def aclose(self) -> None:
         """Closes every connection; safe to call twice."""
-        await self._http.aclose()
+        if self._owns_connections:
+            await self._http.aclose()
 
     @property
     def wire(self) -> ByteCounts:
@@ -134,7 +157,18 @@ class CloudClient:
 
     async def ready(self) -> ReadyAnswer:
         """GET /health/ready."""
-        return self._parse(ReadyAnswer, await self._exchange("GET", "/health/ready", headers=_PLAIN))
+        return self._parse(ReadyAnswer, await self._exchange("GET", "/health/ready", headers=PLAIN))
+
+    async def model_facts(self) -> ModelFacts:
+        """GET /v1/model."""
+        return self._parse(ModelFacts, await self._exchange("GET", "/v1/model", headers=PLAIN))
+
+    async def render(self, conversation: bytes) -> RenderAnswer:
+        """POST /v1/render, with a body of JSON: the token ids of a conversation."""
+        body = await self._exchange("POST", "/v1/render", conversation, headers=_ASK, max_bytes=MAX_RENDERED_BYTES)
+        answer = self._parse(RenderAnswer, body)
+        check_rendered(self.url, answer)
+        return answer
 
     async def verify(self, request: VerifyRequest) -> VerifyAnswer:
         """POST /v1/verify. May take as long as the server is alive and `call_timeout_s` lasts."""
@@ -160,7 +194,7 @@ class CloudClient:
     async def end_session(self, session: str) -> None:
         """DELETE /v1/sessions/{id}; a session that is gone already is fine."""
         try:
-            await self._exchange("DELETE", f"/v1/sessions/{session}")
+            await self._exchange("DELETE", f"/v1/sessions/{session}", headers=PLAIN)
         except EndpointLost:
             pass  # gone, or unreachable: the server frees it when the stream's connection closes
 
@@ -232,7 +266,7 @@ class CloudClient:
         """Any answer is a sign of life. What is missing of the longest silence has passed before."""
         limit_s = self._silence_s - self._options.keep_alive_s
         try:
-            await self._exchange("GET", "/health/live", headers=_PLAIN, limit_s=limit_s)
+            await self._exchange("GET", "/health/live", headers=PLAIN, limit_s=limit_s)
         except (ProtocolBroken, RequestError):
             pass  # an answer
         except EndpointLost as e:
@@ -246,6 +280,7 @@ class CloudClient:
         message: BaseModel | bytes | None = None,
         headers: Headers | None = None,
         limit_s: float | None = None,
+        max_bytes: int = MAX_ANSWER_BYTES,
     ) -> bytes:
         """The answer's body. limit_s: for the whole exchange, and for silence in it; None: as every answer."""
         request = self._build(method, path, message, headers, limit_s)
@@ -255,7 +290,7 @@ class CloudClient:
                 self._count(response)
                 if headers not in (_DRAFT_HEADERS, _TREE_HEADERS) or response.status_code != 409:
                     await self._require_success(response)
-                return await self._read(response, MAX_ANSWER_BYTES)
+                return await self._read(response, max_bytes)
             finally:
                 await response.aclose()
 
@@ -359,22 +394,6 @@ def _reported(status: int, body: bytes) -> ErrorBody:
 
 def _header_bytes(headers: httpx.Headers) -> int:
     return sum(len(name) + len(value) + len(": \r\n") for name, value in headers.raw) + len("\r\n")
-
-
-def verifier_url(text: str) -> str:
-    """The base URL for `text`: http where no scheme is given, without the /v1 of OpenAI clients.
-
-    Raises ConfigError for what is no address.
-    """
-    url = text.strip() if "://" in text else f"http://{text.strip()}"
-    try:
-        parts = urlsplit(url)
-        is_address = bool(parts.hostname) and parts.port != 0  # .port raises for what is no number
-    except ValueError:
-        is_address = False
-    if not is_address or parts.scheme not in ("http", "https") or parts.query or parts.fragment or " " in url:
-        raise ConfigError(f"the cloud's address is {text!r}; expected http://host:port or https://host")
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def longest_silence_s(keep_alive_s: float) -> float:

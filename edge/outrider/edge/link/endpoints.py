@@ -85,17 +85,22 @@ class Endpoints:
         """Bytes to and from all endpoints so far."""
         return sum((client.wire for client in self._clients), ByteCounts())
 
-    async def session_events(self, next_request: Callable[[], SessionRequest | None]) -> AsyncGenerator[Arrival, None]:
+    async def session_events(
+        self, next_request: Callable[[str], SessionRequest | None], text: TextOrigin | None = None
+    ) -> AsyncGenerator[Arrival, None]:
         """Events of a session and, where it is cut, of those that go on with it, until the SessionEnd.
 
-        next_request: what to open now, given everything committed so far; None when nothing is left to generate.
+        next_request: what to open now at the endpoint with this URL, given everything committed so far; None when
+        nothing is left to generate. text: given where it is known which target must serve it.
         Raises CloudError when no endpoint is left (TargetMismatch, ProtocolBroken where that is the only reason),
         RequestError and TokenizerMismatch as the client does.
         """
         self._failures.clear()
-        text = TextOrigin()
-        while (request := next_request()) is not None:
+        text = text or TextOrigin()
+        while True:
             client, served = self._choose(text), None
+            if (request := next_request(client.url)) is None:
+                return
             try:
                 await _require_fit(client, text)
                 async with client.open_session(request) as stream, aclosing(stream):

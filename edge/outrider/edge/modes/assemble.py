@@ -20,6 +20,7 @@ from outrider.edge.drafting.depth import (
 from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
+from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
@@ -29,7 +30,7 @@ from outrider.models.bundle import Bundle
 from outrider.models.errors import BundleError, ConfigError
 from outrider.models.places import default_cache_dir
 from outrider.models.runtimes import open_sequence_runtime, sequence_kind
-from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
 
 
 class Agent(Protocol):
@@ -71,19 +72,23 @@ def make_agent(
     drafter: Drafter | None,
     depth: str = "auto",
     options: AgentOptions | None = None,
+    scheduler: DraftScheduler | None = None,
+    estimates: Estimates | None = None,
 ) -> Agent:
-    """An agent with estimates of its own, which it keeps from one text to the next.
+    """An agent, which keeps its estimates from one text to the next.
 
-    Stop-and-wait sends paths, so of the options only the effort concerns it.
+    Stop-and-wait sends paths, so of the options only the effort concerns it. scheduler: its thread drafts, for stream
+    mode; None: one of its own.
     """
-    estimates, options = Estimates(), options or AgentOptions()
+    estimates, options = estimates or Estimates(), options or AgentOptions()
     if mode is Mode.CLOUD_ONLY or drafter is None:
         return StreamAgent(endpoints)
     if mode is Mode.STOP_AND_WAIT:
         return StopAndWaitAgent(endpoints, drafter, make_depth(depth, estimates, options.effort), estimates)
     if options.is_looked_up and options.tree.width > 1 and isinstance(drafter, ModelDrafter):
         drafter = MixedDrafter(drafter)
-    return StreamAgent(endpoints, drafter, make_depth(depth, estimates, options.effort), estimates, options)
+    controller = make_depth(depth, estimates, options.effort)
+    return StreamAgent(endpoints, drafter, controller, estimates, options, scheduler=scheduler)
 
 
 def open_draft_bundle(path: str | Path) -> Bundle:
@@ -102,28 +107,55 @@ class OpenDraft:
     placement: Placement
 
 
-def open_drafter(bundle: Bundle, choice: DraftChoice = AS_BUNDLED, num_threads: int = 0) -> OpenDraft:
-    """Loads what drafts; the caller closes it.
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """A loaded draft model, and where it runs; None where n-gram lookup drafts. num_ids: as for ModelDrafter."""
 
-    Compiled models are kept in the user's cache where compiling takes long: not for the CPU. Raises as `place_draft`
-    and `open_sequence_runtime` do.
+    runtime: SequenceRuntime | None
+    num_ids: int | None
+    placement: Placement
+
+
+def open_drafter(bundle: Bundle, choice: DraftChoice = AS_BUNDLED, num_threads: int = 0) -> OpenDraft:
+    """Loads what drafts one text at a time; the caller closes it. Raises as `open_draft_model`."""
+    model = open_draft_model(bundle, choice, num_threads)
+    if model.runtime is None:
+        return OpenDraft(NgramDrafter(), model.placement)
+    return OpenDraft(ModelDrafter(model.runtime, model.num_ids), model.placement)
+
+
+def open_draft_model(
+    bundle: Bundle,
+    choice: DraftChoice = AS_BUNDLED,
+    num_threads: int = 0,
+    num_sequences: int = 1,
+    max_positions: int = 0,
+) -> OpenModel:
+    """Loads a draft model; the caller closes the runtime.
+
+    num_sequences: texts that it may hold, where its runtime can hold several. max_positions: longest of them; 0: the
+    model's own. Compiled models are kept in the user's cache where compiling takes long: not for the CPU. Raises as
+    `place_draft` and `open_sequence_runtime` do.
     """
     manifest = bundle.manifest
     placement = place_draft(manifest, choice)
     if placement.runtime == "ngram":
-        return OpenDraft(NgramDrafter(), placement)
+        return OpenModel(None, None, placement)
     compiled = default_cache_dir() / "compiled" / manifest.digest[:16]
     options = RuntimeOptions(
         device=placement.open_on,
         num_threads=num_threads,
         cache_dir=None if placement.open_on == "CPU" else str(compiled),
+        max_positions=max_positions,
+        num_sequences=num_sequences,
         static_shapes=manifest.static_shapes,
         emulate_npu=placement.is_emulated,
     )
     kind = sequence_kind(manifest.runtime, manifest.device)
     runtime = open_sequence_runtime(kind, bundle.model_file, options)
     provider = getattr(runtime, "provider", placement.open_on)
-    return OpenDraft(
-        ModelDrafter(runtime, manifest.architecture.tokenizer_size),
+    return OpenModel(
+        runtime,
+        manifest.architecture.tokenizer_size,
         opened_as(placement, manifest, provider, runtime.limits.max_positions),
     )

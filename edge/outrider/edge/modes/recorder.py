@@ -34,6 +34,7 @@ class Recorder:
         self.num_failed_posts = 0
         self.num_sessions = 0
         self.waited_ms = 0.0
+        self.cached_prompt_tokens = 0
 
     def commit(self, tokens: tuple[int, ...], accepted: int, proposed: int, *, may_reject: bool = True) -> None:
         """Records one target pass and passes on its tokens.
@@ -52,7 +53,7 @@ class Recorder:
         # A pass that commits only accepted drafts ended at a stop token or the length: it rejected nothing.
         self._num_tested += accepted + (may_reject and accepted < proposed and accepted < len(tokens))
         if self._on_tokens is not None and tokens:
-            self._on_tokens(TokenBatch(tokens, accepted, at_s))
+            self._on_tokens(TokenBatch(tokens, accepted, at_s, proposed))
 
     def depth(self, depth: int) -> None:
         """Records the depth from the next token on."""
@@ -78,6 +79,7 @@ class Recorder:
             num_failed_posts=self.num_failed_posts,
             num_sessions=max(1, self.num_sessions),
             waited_ms=self.waited_ms,
+            cached_prompt_tokens=self.cached_prompt_tokens,
             wire=wire,
             draft_error=self.draft_error,
             depths=tuple(self._depths),

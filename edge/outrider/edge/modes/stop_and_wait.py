@@ -7,6 +7,8 @@ short, because its text must equal stream mode's, and because it is hard to beat
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -26,6 +28,8 @@ from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnT
 from outrider.models.errors import RequestError
 from outrider.models.protocol import VerifyItem, VerifyRequest, VerifyResult
 
+logger = logging.getLogger(__name__)
+
 _NOT_HELD = "prefix_not_held"
 
 
@@ -40,20 +44,24 @@ class StopAndWaitAgent:
     clock: Callable[[], float] = time.perf_counter
 
     async def generate(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> GenerationResult:
-        """Generates one text; raises as `StreamAgent.generate`, and ModelFault when the drafter fails."""
+        """Generates one text; raises as `StreamAgent.generate`. A drafter that fails only ends the drafting."""
         recorder = Recorder(Mode.STOP_AND_WAIT, on_tokens, self.clock)
         wire_before = self.endpoints.wire
         belief, text, prefix_hash, reason = Belief(self.estimates.calibration.chance), TextOrigin(), None, None
         hits: Counter[int] = Counter()
-        if self.drafter is not None:
-            await asyncio.to_thread(self.drafter.begin, request.prompt, request.params)
+        drafter = self.drafter
         while reason is None:
-            block = await self._draft(request, belief)
+            block: list[Guess] = []
+            if drafter is not None:
+                try:
+                    block = await self._draft(drafter, request, belief)
+                except Exception as error:  # each runtime has its own types
+                    # Without a draft the text is the same, only slower: go on, and report it.
+                    logger.warning("drafting failed and is off for this text: %s", error, exc_info=error)
+                    recorder.draft_error, drafter = f"{type(error).__name__}: {error}", None
             recorder.num_drafted += len(block)
             recorder.num_sent += len(block)
-            asked_at = self.clock()
             result = await self._verify(request, belief, [guess.token for guess in block], text, prefix_hash)
-            self.estimates.on_posted(max(0.0, (self.clock() - asked_at) * 1e3 - self.estimates.step_ms))
             belief.tree.add_path(block)
             outcome = belief.on_commit(belief.num_known, result.tokens)
             # The server may run fewer drafted tokens than were sent: the rest is drafted again, not kept.
@@ -61,8 +69,8 @@ class StopAndWaitAgent:
             self.estimates.on_commit(outcome, None)
             hits.update(node.rank for node in outcome.hits)
             self.depth.observe(outcome)
-            if self.drafter is not None:
-                self.drafter.extend(outcome.tokens)
+            if drafter is not None:
+                drafter.extend(outcome.tokens)
             recorder.depth(len(block))
             # An equal token beyond the accepted ones is the target's own: it ran no more drafts, or the text ends.
             num_run = result.accepted if outcome.num_matched > result.accepted else len(block)
@@ -73,13 +81,19 @@ class StopAndWaitAgent:
         recorder.hits = dict(hits)
         return recorder.finish(reason, self.endpoints.wire - wire_before)
 
-    async def _draft(self, request: GenerationRequest, belief: Belief) -> list[Guess]:
+    async def _draft(self, drafter: Drafter, request: GenerationRequest, belief: Belief) -> list[Guess]:
+        if not belief.num_known:
+            await asyncio.to_thread(drafter.begin, request.prompt, request.params)
         room = request.max_tokens - belief.num_known - 1
         count = min(self.depth.block(), room)
-        if self.drafter is None or count < 1:
+        if count < 1:
             return []
         started = self.clock()
-        block = await asyncio.to_thread(_block, self.drafter, count)
+        is_over = threading.Event()
+        try:
+            block = await asyncio.to_thread(_block, drafter, count, is_over)
+        finally:
+            is_over.set()  # a thread cannot be cancelled; without this, Ctrl-C would wait for a long prompt
         if belief.num_known and block:  # the first block's time includes the prompt
             self.estimates.on_drafted((self.clock() - started) * 1e3 / len(block), 1)
         return block
@@ -110,22 +124,28 @@ class StopAndWaitAgent:
 
     async def _ask(self, request: GenerationRequest, item: VerifyItem, text: TextOrigin) -> VerifyResult:
         async def ask(client: CloudClient) -> VerifyResult:
+            self.estimates.use(client.url)
+            asked_at = self.clock()
             answer = await client.verify(VerifyRequest(items=[item], tokenizer=request.tokenizer))
+            took_ms = (self.clock() - asked_at) * 1e3
             served = Served(client.url, answer.model or "a model without a name", answer.target)
             text.require_same(served)
             (result,) = answer.results
             if result.error is not None:
                 raise refusal_error(client.url, result.error, 400)
             text.took_tokens(served)
+            self.estimates.on_posted(max(0.0, took_ms - self.estimates.step_ms))
             return result
 
         return await self.endpoints.call(ask, text)
 
 
-def _block(drafter: Drafter, count: int) -> list[Guess]:
-    """A path of at most `count` guesses."""
+def _block(drafter: Drafter, count: int, is_over: threading.Event) -> list[Guess]:
+    """A path of at most `count` guesses; ends early once nobody waits for it."""
     block: list[Guess] = []
-    while len(block) < count:
+    while drafter.is_behind and not is_over.is_set():
+        drafter.read_on()
+    while len(block) < count and not is_over.is_set():
         (guesses,) = drafter.guess([[guess.token for guess in block]], 1)
         if not guesses:
             break

@@ -17,10 +17,12 @@ from outrider.edge.drafting.depth import DepthController, Effort, FixedDepth
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.price import BYTES_PER_TOKEN, SendPrice
+from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.tree import Node
 from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.link.origin import TextOrigin
 from outrider.edge.link.sender import DraftMessage, DraftSender, Posts
 from outrider.edge.modes.recorder import Recorder
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
@@ -55,7 +57,8 @@ class StreamAgent:
     """Generates in stream mode, one text at a time; its measurements are kept for the next.
 
     drafter: None is cloud-only streaming. depth: shares `estimates` if it uses any. wrap_posts: wraps the client that
-    drafts are posted to, to inject faults. Belongs to one event loop at a time.
+    drafts are posted to, to inject faults. scheduler: its thread drafts; agents of one draft model share it. Belongs to
+    one event loop at a time.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class StreamAgent:
         options: AgentOptions | None = None,
         wrap_posts: Callable[[CloudClient], Posts] | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        scheduler: DraftScheduler | None = None,
     ) -> None:
         self.endpoints = endpoints
         self.drafter = drafter
@@ -75,22 +79,30 @@ class StreamAgent:
         self.options = options or AgentOptions()
         self.wrap_posts = wrap_posts or (lambda client: client)
         self.clock = clock
+        self.scheduler = scheduler or DraftScheduler(clock)
 
-    async def generate(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> GenerationResult:
+    async def generate(
+        self, request: GenerationRequest, on_tokens: OnTokens | None = None, origin: TextOrigin | None = None
+    ) -> GenerationResult:
         """Generates one text; `on_tokens` is called on the loop with each commit's tokens as they arrive.
 
+        origin: given where it is known which target must serve the text.
+
         Raises CloudError when no endpoint is left, RequestError and TokenizerMismatch when the server refuses.
-        Cancelling the task ends the session. A drafter that fails only ends the drafting: the result's `draft_error`
-        has the reason.
+        Cancelling the task ends the session. Neither that nor the text's end waits for a call of the drafter. One that
+        fails only ends the drafting: the result's `draft_error` has the reason.
         """
-        return await _Generation(self, request, on_tokens).run()
+        return await _Generation(self, request, on_tokens, origin).run()
 
 
 class _Generation:
     """The network side of one text in stream mode."""
 
-    def __init__(self, agent: StreamAgent, request: GenerationRequest, on_tokens: OnTokens | None) -> None:
+    def __init__(
+        self, agent: StreamAgent, request: GenerationRequest, on_tokens: OnTokens | None, origin: TextOrigin | None
+    ) -> None:
         self._agent = agent
+        self._origin = origin
         self._request = request
         self._recorder = Recorder(Mode.STREAM if agent.drafter else Mode.CLOUD_ONLY, on_tokens, agent.clock)
         options, estimates = agent.options, agent.estimates
@@ -105,6 +117,7 @@ class _Generation:
             options.tree,
             SendPrice(options.bytes_per_token, is_path=options.tree.width == 1),
             agent.clock,
+            agent.scheduler,
         )
         self._posts: Posts | None = None  # None until the first session is open
         self._session = ""
@@ -123,7 +136,7 @@ class _Generation:
         reason: str | None = None
         try:
             self._ahead.pump()  # the draft reads the prompt while the target does
-            async with aclosing(self._agent.endpoints.session_events(self._next_request)) as events:
+            async with aclosing(self._agent.endpoints.session_events(self._next_request, self._origin)) as events:
                 async for item in events:
                     if isinstance(item.event, SessionOpen):
                         self._on_open(item.event, item.client)
@@ -133,7 +146,7 @@ class _Generation:
                         reason = self._on_end(item.event)
                     self._ahead.pump()
         finally:
-            await self._ahead.aclose()
+            self._ahead.close()
             await self._sender.aclose()
         recorder, ahead, sender = self._recorder, self._ahead, self._sender
         recorder.num_drafted, recorder.draft_error = ahead.num_drafted, ahead.error
@@ -143,7 +156,7 @@ class _Generation:
         assert reason is not None, "the sessions ended before the text did"
         return recorder.finish(reason, self._agent.endpoints.wire - wire_before)
 
-    def _next_request(self) -> SessionRequest | None:
+    def _next_request(self, url: str) -> SessionRequest | None:
         """The next session to open: all committed tokens are part of its prompt, so positions stay the same."""
         known, request = self._ahead.known, self._request
         if self._over() is not None:
@@ -151,6 +164,7 @@ class _Generation:
         self._session_start = len(known)
         self._posts = None
         self._sender.drop()
+        self._agent.estimates.use(url)
         self._opening_at = self._agent.clock()
         return SessionRequest(
             prompt=[*request.prompt, *known],
@@ -195,6 +209,8 @@ class _Generation:
 
     def _on_end(self, end: SessionEnd) -> str:
         self._recorder.waited_ms += end.usage.waited_ms
+        if self._recorder.num_sessions == 1:
+            self._recorder.cached_prompt_tokens = end.usage.cached_prompt_tokens
         return end.reason
 
     def _on_free(self) -> None:

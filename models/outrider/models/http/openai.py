@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 
 from pydantic import (
     AfterValidator,
@@ -269,6 +269,35 @@ class ChatMessage(BaseModel):
         return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
 
 
+Messages = Annotated[
+    list[ChatMessage],
+    Field(
+        fail_fast=True,
+        min_length=1,
+        max_length=MAX_MESSAGES,
+        examples=[[{"role": "user", "content": "Write a function that adds two numbers."}]],
+    ),
+]
+TemplateValues = Annotated[dict[str, Any], AfterValidator(_bounded_values)]
+
+
+class Conversation(Protocol):
+    """What becomes a prompt through a chat template."""
+
+    messages: list[ChatMessage]
+    chat_template_kwargs: dict[str, Any] | None
+
+
+class RenderRequest(BaseModel):
+    """POST /v1/render: a conversation, to be made token ids by the model's chat template. A chat request is one too."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    messages: Messages
+    chat_template_kwargs: TemplateValues | None = Field(default=None, description="variables for the chat template")
+    tokenizer: str | None = Field(default=None, description="fingerprint of the caller's; another one is refused")
+
+
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
@@ -280,19 +309,9 @@ class ChatRequest(GenerationRequest):
         "documents": ([],),
     }
 
-    messages: Annotated[
-        list[ChatMessage],
-        Field(
-            fail_fast=True,
-            min_length=1,
-            max_length=MAX_MESSAGES,
-            examples=[[{"role": "user", "content": "Write a function that adds two numbers."}]],
-        ),
-    ]
+    messages: Messages
     max_completion_tokens: Integer | None = Field(default=None, ge=1, le=MAX_COUNT)
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_bounded_values)] | None = Field(
-        default=None, description="variables for the chat template"
-    )
+    chat_template_kwargs: TemplateValues | None = Field(default=None, description="variables for the chat template")
 
 
 class CompletionTokensDetails(BaseModel):

@@ -33,6 +33,9 @@ ANYBODY: Final = b""
 ANY_HOST: Final = "*"
 """In a list of allowed hosts: every name."""
 
+WILDCARDS: Final = ("0.0.0.0", "::")
+"""Addresses that stand for all of a machine's."""
+
 JSON_MEDIA_TYPE: Final = b"application/json"
 _LOOKED_AT: Final = frozenset({b"authorization", b"content-type", b"host", b"origin", b"sec-fetch-site"})
 _MAX_QUOTED_CHARS: Final = 100
@@ -253,6 +256,18 @@ def _require_media_type(content_type: bytes | None, expected: Sequence[bytes]) -
             f"the request's Content-Type is {shown}; send `Content-Type: {expected[0].decode()}`",
             status=415,
         )
+
+
+def page_policy(
+    host: str, address: str, allowed_hosts: Collection[str], allowed_origins: Collection[str], *, is_keyless: bool
+) -> PagePolicy:
+    """The policy of a server that listens on `host`, which stands for `address`; the URL that it prints has that."""
+    hosts = set(allowed_hosts)
+    if is_keyless and address not in WILDCARDS:
+        hosts |= {host, address}
+    elif is_keyless and not hosts:
+        hosts.add(ANY_HOST)  # the names of all its addresses are not known
+    return PagePolicy(is_keyless=is_keyless, allowed_hosts=hosts, allowed_origins=allowed_origins)
 
 
 def require_safe_host(host: str, keys: KeyRing, *, is_insecure_allowed: bool) -> None:

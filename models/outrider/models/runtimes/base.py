@@ -3,6 +3,8 @@
 `BatchRuntime`, for the cloud's engine: ragged batches over a paged KV cache, every address explicit.
 `SequenceRuntime`, for the device's agent: one sequence that grows and is cut back.
 `BranchingRuntime`, where a draft can run several nodes of a tree in one call.
+`ShareableRuntime`, whose model holds several sequences; `JoiningRuntime`, which runs several of them in one call.
+`PromptRuntime`, which reads a prompt at another price than what follows it.
 `Proposer`, the agent's fallback: one sequence with guesses, but no model.
 None knows about sessions or the network.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,6 +166,48 @@ class BranchingRuntime(Protocol):
         ...
 
 
+@runtime_checkable
+class ShareableRuntime(Protocol):
+    """A SequenceRuntime whose model holds several sequences, each with a cache of its own."""
+
+    def open_sequence(self) -> SequenceRuntime:
+        """Another, empty sequence of the same model; close it before this one.
+
+        One thread at a time drives all of them. Raises ConfigError beyond `RuntimeOptions.num_sequences`.
+        """
+        ...
+
+
+@runtime_checkable
+class JoiningRuntime(Protocol):
+    """A BranchingRuntime that runs branches of several of its model's sequences in one call."""
+
+    def extend_branches_of(
+        self, groups: Sequence[tuple[SequenceRuntime, Sequence[Sequence[int]]]]
+    ) -> NDArray[np.float32]:
+        """As `extend_branches` for each of these sequences: [sum of B, vocab_size] float32, in the groups' order.
+
+        At most `max_branches` branches in all.
+        """
+        ...
+
+
+class Reading(NamedTuple):
+    """How to read a text: keep its first `kept` tokens, which are in the cache, and run the next `size` in one call."""
+
+    kept: int
+    size: int
+
+
+@runtime_checkable
+class PromptRuntime(Protocol):
+    """A SequenceRuntime that reads a prompt at another price than what follows it."""
+
+    def cheapest_reading(self, num_shared: int, num_tokens: int) -> Reading:
+        """How to read a text of `num_tokens`, of which the first `num_shared` are in the cache. Changes no state."""
+        ...
+
+
 BRANCH_COUNTS: Final = (1, 4, 8)
 """Branches of a call: runtimes that prepare for shapes are faster on few of them."""
 
@@ -199,8 +243,8 @@ class Proposer(Protocol):
 class RuntimeOptions:
     """Options for loading a model.
 
-    device: as the runtime names it ("CPU", "GPU", "NPU", "cuda:0"); for ONNX Runtime also an execution provider's
-      name or a policy, such as "CUDAExecutionProvider" or "prefer-npu".
+    device: as the runtime names it ("CPU", "GPU", "GPU.1", "NPU", "cuda:0"); for ONNX Runtime also an execution
+      provider's name or a policy, such as "CUDAExecutionProvider" or "prefer-npu".
     num_threads: inference threads; 0 leaves it to the runtime.
     kv_cache_bytes: size of the paged cache (BatchRuntime only).
     kv_precision: "f32", "f16", "bf16" or "u8"; "auto" is f32 on CPU and the runtime's default elsewhere. On CPU
@@ -210,6 +254,7 @@ class RuntimeOptions:
       however its sequence is cut into steps and whatever else those steps hold. Costs a few per cent of a step at short
       contexts, more for a long prompt. Does not cover steps with a tree mask.
     max_positions: shortens the longest sequence, and with it a SequenceRuntime's cache; 0: the model's own.
+    num_sequences: sequences that a SequenceRuntime's model may hold at a time, where it can hold several.
     static_shapes: the shapes that an NPU's model is compiled for; other devices ignore it.
     emulate_npu: runs the NPU's code path on the CPU, for machines without an NPU.
     properties: for OpenVINO, compile properties, which override all of the above; for torch, "dtype": "f32", "bf16" or
@@ -223,6 +268,7 @@ class RuntimeOptions:
     cache_dir: str | None = None
     is_batch_invariant: bool = True
     max_positions: int = 0
+    num_sequences: int = 1
     static_shapes: StaticShapes | None = None
     emulate_npu: bool = False
     properties: dict[str, str] = field(default_factory=dict)

@@ -5,7 +5,8 @@ those of all its ancestors of that block, so a home is enough to go on from a no
 behind it, into the same block. Any other child needs a block of its own, with the ancestors' keys and values: copied,
 or computed again. A block is free when no node has its home there and the sequence does not use it.
 
-When blocks run out, the leaf that was used longest ago is forgotten. Knows block numbers only: no model, no cache.
+When blocks run out, the leaf that was used longest ago is forgotten. Several sequences may take their blocks from one
+pool, each within its own number of them. Knows block numbers only: no model, no cache.
 """
 
 from __future__ import annotations
@@ -44,20 +45,55 @@ class BranchRun:
     copy: tuple[int, int] | None
 
 
+class BlockPool:
+    """Numbers of free blocks, 0 to `num_blocks` - 1."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free: list[int] = []  # used before, the last one first: its memory is there already
+        self._num_touched = 0  # blocks beyond were never used
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody uses."""
+        return len(self._free) + self.num_blocks - self._num_touched
+
+    def grow(self, num_blocks: int) -> int:
+        """Adds blocks behind the others; returns how many of the first were ever used: the rest hold nothing."""
+        assert num_blocks >= self.num_blocks, f"{num_blocks} blocks are fewer than {self.num_blocks}"
+        self.num_blocks = num_blocks
+        return self._num_touched
+
+    def take(self) -> int:
+        """A free block."""
+        assert self.num_free, f"none of {self.num_blocks} blocks is free"
+        if self._free:
+            return self._free.pop()
+        self._num_touched += 1
+        return self._num_touched - 1
+
+    def give(self, block: int) -> None:
+        """Takes a block back."""
+        self._free.append(block)
+
+
 class BranchBlocks:
     """The blocks of one sequence and its branches; call `next_round` before a step's runs are planned."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_positions: int, *, copies: bool) -> None:
-        """num_blocks: at least three more than `max_positions` needs, so that one branch always finds room.
+    def __init__(
+        self, num_blocks: int, block_size: int, max_positions: int, *, copies: bool, pool: BlockPool | None = None
+    ) -> None:
+        """num_blocks: at least three more than the longest sequence and branch need, so that one branch always finds
+        room; may be raised before these grow, up to `max_positions`, and the pool then too.
 
-        copies: whether blocks can be copied; else a branch computes the tokens of its first block again.
+        copies: whether blocks can be copied; else a branch computes the tokens of its first block again. pool: where
+        the blocks come from; it must have as many free as all that take from it may use. None: one of its own.
         """
         self.table: NDArray[np.int32] = np.zeros(-(-max_positions // block_size), np.int32)
         self.num_blocks = num_blocks
         self._block_size = block_size
         self._copies = copies
-        self._free: list[int] = []  # used before, the last one first: its memory is there already
-        self._num_touched = 0  # blocks beyond were never used
+        self._pool = pool or BlockPool(num_blocks)
         self._num_users: dict[int, int] = {}  # nodes with their home in a block, and the sequence
         self._text: list[int] = []
         self._num_own = 0  # blocks of the sequence
@@ -67,7 +103,12 @@ class BranchBlocks:
     @property
     def num_free(self) -> int:
         """Blocks that neither the sequence nor a branch uses."""
-        return len(self._free) + self.num_blocks - self._num_touched
+        return self.num_blocks - len(self._num_users)
+
+    @property
+    def text(self) -> list[int]:
+        """Tokens of the sequence."""
+        return list(self._text)
 
     @property
     def num_nodes(self) -> int:
@@ -242,11 +283,7 @@ class BranchBlocks:
         """A free block, with one user."""
         has_room = self._make_room(1)
         assert has_room, f"none of {self.num_blocks} blocks is free"
-        if self._free:
-            block = self._free.pop()
-        else:
-            block = self._num_touched
-            self._num_touched += 1
+        block = self._pool.take()
         self._num_users[block] = 1
         return block
 
@@ -254,7 +291,7 @@ class BranchBlocks:
         self._num_users[block] -= 1
         if not self._num_users[block]:
             del self._num_users[block]
-            self._free.append(block)
+            self._pool.give(block)
 
     def _drop(self, nodes: Iterable[_Node]) -> None:
         """Frees what these nodes and their descendants use."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import ConfigError
-from outrider.models.runtimes.base import ModelLimits, SequenceSlice
+from outrider.models.runtimes.base import ModelLimits, SequenceRuntime, SequenceSlice
 from outrider.models.runtimes.one_sequence import OneSequence
 from outrider.models.runtimes.ragged import RaggedStep, begins, lay_out
 
@@ -200,6 +200,22 @@ class FakeSequenceRuntime(OneSequence):
         self._on_branches = on_branches
         self._max_branches = max_branches
         self._sums = np.zeros(max_positions + 1, np.uint64)  # of the first 0, 1, 2, ... tokens
+        self.is_closed = False
+        self.opened: list[FakeSequenceRuntime] = []
+
+    def open_sequence(self) -> FakeSequenceRuntime:
+        """Another sequence of the same language and agreement; `opened` has all of them."""
+        another = FakeSequenceRuntime(
+            vocab_size=self._limits.vocab_size,
+            max_positions=self._limits.max_positions,
+            seed=int(self._seed),
+            agreement=self._agreement,
+            on_step=self._on_step,
+            on_branches=self._on_branches,
+            max_branches=self._max_branches,
+        )
+        self.opened.append(another)
+        return another
 
     def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Appends at least one token; returns the logits after the last one, [vocab_size] float32."""
@@ -226,6 +242,22 @@ class FakeSequenceRuntime(OneSequence):
             self._check_new(branch)
         return self._rows(np.concatenate([self._sums_with(branch)[-1:] for branch in branches]))
 
+    def extend_branches_of(
+        self, groups: Sequence[tuple[SequenceRuntime, Sequence[Sequence[int]]]]
+    ) -> NDArray[np.float32]:
+        """As `extend_branches` for each of these sequences, one group after the other."""
+        if self._on_branches is not None:
+            self._on_branches([branch for _, branches in groups for branch in branches])
+        rows: list[NDArray[np.float32]] = []
+        for sequence, branches in groups:
+            assert isinstance(sequence, FakeSequenceRuntime)
+            for branch in branches:
+                sequence._check_new(branch)
+            rows.append(sequence._rows(np.concatenate([sequence._sums_with(branch)[-1:] for branch in branches])))
+        joined = np.concatenate(rows)
+        assert len(joined) <= self._max_branches, f"{len(joined)} branches"
+        return joined
+
     def _sums_with(self, tokens: Sequence[int]) -> NDArray[np.uint64]:
         """The sums after each of `tokens`, which follow the sequence."""
         positions = np.arange(self._length, self._length + len(tokens))
@@ -241,4 +273,5 @@ class FakeSequenceRuntime(OneSequence):
         return _logits(np.where(is_known, contexts, dissent), self._limits.vocab_size)
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Nothing to release; `is_closed` is for tests."""
+        self.is_closed = True

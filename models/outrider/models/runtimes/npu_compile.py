@@ -59,7 +59,7 @@ def npu_properties(shapes: StaticShapes, options: RuntimeOptions) -> dict[str, s
         "NPUW_LLM_MIN_RESPONSE_LEN": str(shapes.response_len),
         "NPUW_LLM_MAX_GENERATION_TOKEN_LEN": str(shapes.step_len),
         # One device: with a list the plugin would silently go on to the next.
-        "NPUW_DEVICES": "CPU" if options.emulate_npu else "NPU",
+        "NPUW_DEVICES": "CPU" if options.emulate_npu else _device(options),
         # Compiled whole: slower to compile, faster to run. Cut into repeated blocks, the default, some models fail
         # ("Model references undeclared parameters"), the bundled draft among them.
         "NPUW_ONLINE_PIPELINE": "NONE",
@@ -81,6 +81,11 @@ def npu_core(options: RuntimeOptions, *, needs_device: bool = True) -> Any:
     if options.device != "CPU" and options.device.split(".")[0] != "NPU":
         raise ConfigError(f"device is {options.device!r}; expected NPU, or NPU.0 and the like where there are several")
     core = ov.Core()
+    if options.emulate_npu and not core.get_versions("NPU"):
+        raise RuntimeUnavailable(
+            "this package of OpenVINO has no NPU plugin, whose path --emulate-npu runs on the CPU; draft with a bundle "
+            "for the CPU"
+        )
     if options.emulate_npu:
         # Set on the device, because a model from the cache does not keep its compile properties; the default, bf16,
         # is off by 0.04 where f32 is off by 0.001. Pinned threads of two processes would share cores.

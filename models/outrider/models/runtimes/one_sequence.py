@@ -13,6 +13,10 @@ from typing import ClassVar, Final
 from outrider.models.errors import ConfigError
 from outrider.models.runtimes.base import ModelLimits, RuntimeOptions
 
+FIRST_POSITIONS: Final = 2048
+"""Positions of a cache at first, before a sequence needs more. A model's longest sequence may need gigabytes (8.6 GB
+for a Llama of 1B parameters in FP32), and few texts come near it."""
+
 _LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 
 
@@ -48,6 +52,11 @@ class OneSequence:
                 f"{end} tokens do not fit the {self._limits.max_positions} positions of this runtime; "
                 f"{self.full_advice}"
             )
+
+
+def cache_positions(needed: int, held: int, longest: int) -> int:
+    """Positions of a cache for `needed`, up to `longest`: at least twice those `held`, so that it seldom grows."""
+    return min(longest, max(needed, 2 * held, FIRST_POSITIONS))
 
 
 def longest_sequence(directory: Path, options: RuntimeOptions) -> int:

@@ -51,6 +51,8 @@ _NPU_HELP: Final = (
     "an NPU with its vendor's driver and provider: pip install onnxruntime-qnn (Qualcomm) or onnxruntime-ep-openvino "
     "(Intel); OpenVINO drives Intel NPUs itself: --runtime openvino"
 )
+# Built-in providers that take the number of a GPU as an option.
+_NUMBERED: Final = frozenset({CUDA, DIRECTML, "MIGraphXExecutionProvider", "NvTensorRTRTXExecutionProvider"})
 # Packages with a provider as a plug-in; each has get_ep_name() and get_library_path().
 _PLUGINS: Final = (
     "onnxruntime_qnn",
@@ -71,12 +73,15 @@ _HEAVY: Final = frozenset(
 class ProviderChoice:
     """The provider to open a session with.
 
-    name: the provider, or None for the policy "prefer an NPU". options: the provider's own. may_be_cpu: whether
-    ending on the CPU is allowed (and then logged). asked: the caller's word for it, for messages.
+    name: the provider, or None for the policy "prefer an NPU". options: the provider's own. kind: of the device, "GPU"
+    or "NPU", where the provider drives several; index: its number among those. may_be_cpu: whether ending on the CPU is
+    allowed (and then logged). asked: the caller's word for it, for messages.
     """
 
     name: str | None
     options: Mapping[str, str] = field(default_factory=dict)
+    kind: str | None = None
+    index: int | None = None
     may_be_cpu: bool = False
     asked: str = "CPU"
 
@@ -101,7 +106,7 @@ def available_providers() -> tuple[str, ...]:
 
 
 def choose_provider(device: str, available: Iterable[str]) -> ProviderChoice:
-    """The provider for `device`: "CPU", "GPU", "NPU", "prefer-npu" or a provider's full name.
+    """The provider for `device`: "CPU", "GPU", "GPU.1", "NPU", "prefer-npu" or a provider's full name.
 
     Raises RuntimeUnavailable when it is not available; the message lists what is and what it needs. Raises ConfigError
     for an unknown name.
@@ -109,20 +114,21 @@ def choose_provider(device: str, available: Iterable[str]) -> ProviderChoice:
     there = tuple(available)
     if device.upper() == "CPU":
         return ProviderChoice(CPU)
-    if device.upper() == "GPU":
+    kind, _, number = device.upper().partition(".")
+    if kind == "GPU" and (number.isdecimal() or not number):
         name = next((provider for provider in _GPU_PROVIDERS if provider in there), None)
         if name is None:
             helps = "; ".join(_HELP[provider] for provider in (CUDA, DIRECTML, OPENVINO))
             raise _unavailable("no GPU provider", there, helps)
-        return ProviderChoice(name, {"device_type": "GPU"} if name == OPENVINO else {}, asked=device)
+        return ProviderChoice(name, kind="GPU", index=int(number) if number else None, asked=device)
     if device.upper() == "NPU":
         return ProviderChoice(None, asked=device)
     if device.lower() == "prefer-npu":
         return ProviderChoice(None, may_be_cpu=True, asked=device)
     if not device.endswith("ExecutionProvider"):
         raise ConfigError(
-            f"device is {device!r}; for ONNX Runtime expected CPU, GPU, NPU, prefer-npu or a provider's full name, "
-            f"such as {', '.join(there)}"
+            f"device is {device!r}; for ONNX Runtime expected CPU, GPU, GPU.1, NPU, prefer-npu or a provider's full "
+            f"name, such as {', '.join(there)}"
         )
     if device not in there:
         raise _unavailable(f"no provider {device}", there, _HELP.get(device, "a build of onnxruntime that has it"))
@@ -130,24 +136,46 @@ def choose_provider(device: str, available: Iterable[str]) -> ProviderChoice:
 
 
 def apply_choice(choice: ProviderChoice, options: Any) -> dict[str, Any]:
-    """Sets up the SessionOptions; returns the rest of InferenceSession's arguments."""
+    """Sets up the SessionOptions; returns the rest of InferenceSession's arguments.
+
+    Raises ConfigError for options that nothing would take, RuntimeUnavailable where the device is not there.
+    """
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     if choice.name is None:
+        if choice.options:
+            raise ConfigError(
+                f"{choice.asked} lets ONNX Runtime choose the provider, so the options {', '.join(choice.options)} "
+                "have none to go to; name the provider"
+            )
         options.set_provider_selection_policy(ort.OrtExecutionProviderDevicePolicy.PREFER_NPU)
         return {}
     if choice.name in ort.get_available_providers():
-        return {"providers": [choice.name], "provider_options": [dict(choice.options)]}
-    kind = choice.options.get("device_type")
-    devices = [
-        device
-        for device in ort.get_ep_devices()
-        if device.ep_name == choice.name and kind in (None, device.device.type.name)
-    ]
-    if not devices:
-        raise _unavailable(f"no {kind or 'device'} behind {choice.name}", available_providers(), _NPU_HELP)
-    # The device already has its type: a plug-in provider takes no option for it.
-    options.add_provider_for_devices(devices[:1], {})
+        return {"providers": [choice.name], "provider_options": [_device_options(choice) | dict(choice.options)]}
+    own = [device for device in ort.get_ep_devices() if device.ep_name == choice.name]
+    kinds = [device.device.type.name for device in own]
+    # A plug-in may list the CPU first, and nobody names a provider to run on that.
+    kind = choice.kind or next((kind for kind in ("NPU", "GPU") if kind in kinds), None)
+    if kind is None and own:
+        logger.warning("%s: it has no device here but the CPU, so the CPU runs the model", choice.asked)
+    devices = [device for device in own if kind in (None, device.device.type.name)]
+    place = choice.index or 0
+    if place >= len(devices):
+        what = f"only {len(devices)} of {kind}" if devices else f"no {kind or 'device'}"
+        helps = _HELP.get(choice.name, "a device with its driver")
+        raise _unavailable(f"{what} behind {choice.name}", available_providers(), helps)
+    # The device already has its type and number: a plug-in provider takes no option for them.
+    options.add_provider_for_devices([devices[place]], dict(choice.options))
     return {}
+
+
+def _device_options(choice: ProviderChoice) -> dict[str, str]:
+    """Options that name the device to a provider that is built in."""
+    number = "" if choice.index is None else str(choice.index)
+    if choice.name == OPENVINO and choice.kind is not None:
+        return {"device_type": f"{choice.kind}.{number}" if number else choice.kind}
+    if number and choice.name not in _NUMBERED:
+        raise ConfigError(f"{choice.asked}: {choice.name} takes no number of a device; leave out the number")
+    return {"device_id": number} if number else {}
 
 
 def check_provider(session: Any, choice: ProviderChoice) -> str:
@@ -156,6 +184,13 @@ def check_provider(session: Any, choice: ProviderChoice) -> str:
     Raises RuntimeUnavailable when the requested provider does not run all of them; a policy that ends on the CPU is
     logged.
     """
+    if not hasattr(session, "get_provider_graph_assignment_info"):
+        # 1.23, the last version with packages for Macs with an Intel processor.
+        if choice.name == CPU:
+            return CPU
+        raise RuntimeUnavailable(
+            f"ONNX Runtime {ort.__version__} does not report what {choice.asked} ran; draft on the CPU"
+        )
     counts: Counter[str] = Counter()
     for subgraph in session.get_provider_graph_assignment_info():
         counts[subgraph.ep_name] += sum(node.op_type in _HEAVY for node in subgraph.get_nodes())
@@ -174,7 +209,7 @@ def check_provider(session: Any, choice: ProviderChoice) -> str:
             logger.warning("%s: %s took %d of the model's %d matrix products", choice.asked, ran, share, total)
             return f"{ran} and others"
         raise _unavailable("no NPU took the model whole", available_providers(), _NPU_HELP)
-    if counts[wanted] < total or wanted not in session.get_providers():
+    if (wanted != CPU and not total) or counts[wanted] < total or wanted not in session.get_providers():
         raise RuntimeUnavailable(
             f"{choice.asked}: {wanted} ran only {counts[wanted]} of {total} matrix products, {ran} {share}. Check its "
             f"driver; providers here: {', '.join(available_providers())}"

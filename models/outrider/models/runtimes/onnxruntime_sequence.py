@@ -4,11 +4,14 @@ Keys and values of each layer are one buffer, bound as past and as present: a st
 rollback is a smaller number. On the host everything is bound once, over memory that changes in place; only another
 number of new tokens is bound again (and the attention mask of an onnxruntime-genai graph, whose length carries the
 length of the cache). For a device with its own memory, inputs are bound in every step: binding copies them there.
+
+The cache grows with the sequence: on the host it is copied, on a device with its own memory the text runs again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,9 +19,9 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from outrider.models.errors import ModelFault
+from outrider.models.errors import ConfigError, ModelFault
 from outrider.models.runtimes.base import RuntimeOptions, telling_of_memory
-from outrider.models.runtimes.one_sequence import OneSequence
+from outrider.models.runtimes.one_sequence import OneSequence, cache_positions
 from outrider.models.runtimes.onnxruntime_branches import MAX_BRANCHES, BranchRows, lazy_zeros
 from outrider.models.runtimes.onnxruntime_providers import CPU, CUDA, DIRECTML
 from outrider.models.runtimes.onnxruntime_session import OnnxModel, load_onnx_model
@@ -32,16 +35,43 @@ _MAX_STEP: Final = 256
 _CACHE_DEVICES: Final = {CUDA: "cuda", DIRECTML: "dml"}
 
 
+@dataclass(slots=True)
+class _Count:
+    """The open sequences of a model."""
+
+    most: int
+    open: int = 0
+
+    def add(self) -> None:
+        if self.open >= self.most:
+            raise ConfigError(f"the model holds {self.most} sequences; load it with more num_sequences")
+        self.open += 1
+
+
 class OnnxRuntimeSequence(OneSequence):
     """One sequence of at most `limits.max_positions` tokens."""
 
     def __init__(self, path: Path, options: RuntimeOptions) -> None:
-        """Loads the model at `path` (directory or .onnx); raises as `load_onnx_model` does.
+        """Loads the model at `path` (directory or .onnx); raises as `load_onnx_model` does."""
+        self._count = _Count(options.num_sequences)
+        self._begin(load_onnx_model(path, options))
 
-        The cache is sized for the longest sequence; pages that no token has reached take no memory on the CPU.
+    def open_sequence(self) -> OnnxRuntimeSequence:
+        """Another, empty sequence of the same model with a cache of its own, which is freed when it is closed.
+
+        Raises ConfigError beyond `num_sequences` of the options.
         """
-        model = load_onnx_model(path, options)
+        assert self._model is not None, "the runtime is closed"
+        another = OnnxRuntimeSequence.__new__(OnnxRuntimeSequence)
+        another._count = self._count
+        another._begin(self._model)
+        return another
+
+    def _begin(self, model: OnnxModel) -> None:
+        self._count.add()
+        self._is_closed = False
         super().__init__(model.limits)
+        self._model: OnnxModel | None = model
         self._provider = model.provider
         self._selects_rows = model.selects_rows
         self._has_mask = "attention_mask" in model.inputs
@@ -58,31 +88,57 @@ class OnnxRuntimeSequence(OneSequence):
         self._logits = np.empty((1, _MAX_STEP, 0), model.logits_dtype)
         self._has_positions = "position_ids" in model.inputs
         self._is_on_host = model.provider == CPU
+        self._cache_device = _CACHE_DEVICES.get(model.provider)
+        self._ran: list[int] = []  # the tokens in the cache, where they would run again
+        self._host_caches: list[NDArray[Any]] = []
+        self._num_positions = cache_positions(0, 0, longest)  # that the cache has room for
         with telling_of_memory(longest):
             self._ones = lazy_zeros((1, longest if self._has_mask else 1), np.dtype(np.int64))
-            self._caches = self._bind_caches(model)
+            self._caches = self._bind_caches(model, self._num_positions)
         self._rows: BranchRows | None = None  # for branches in one batch
         self._has_branches = False
         self._tail: list[int] = []  # the last branch, where one runs at a time: it lies behind the sequence
         if self._is_on_host and model.takes_batches:
             self._rows = BranchRows(model, self._host_caches)
 
-    def _bind_caches(self, model: OnnxModel) -> dict[str, Any]:
-        """Binds the caches; returns them by their input names."""
-        device = _CACHE_DEVICES.get(model.provider)
+    def _bind_caches(self, model: OnnxModel, num_positions: int) -> dict[str, Any]:
+        """Binds caches for so many positions; returns them by their input names. All are made before one is bound."""
+        host: list[NDArray[Any]] = []
         values = {}
-        self._host_caches: list[NDArray[Any]] = []
         for cache in model.caches:
-            shape = (1, cache.heads, model.limits.max_positions, cache.head_size)
-            if device is None:
-                self._host_caches.append(lazy_zeros(shape, model.dtype))
-                value = ort.OrtValue.ortvalue_from_numpy(self._host_caches[-1])
+            shape = (1, cache.heads, num_positions, cache.head_size)
+            if self._cache_device is None:
+                host.append(lazy_zeros(shape, model.dtype))
+                values[cache.past] = ort.OrtValue.ortvalue_from_numpy(host[-1])
             else:
-                value = ort.OrtValue.ortvalue_from_shape_and_type(shape, model.dtype, device)
-            self._binding.bind_ortvalue_input(cache.past, value)
-            self._binding.bind_ortvalue_output(cache.present, value)
-            values[cache.past] = value
+                values[cache.past] = ort.OrtValue.ortvalue_from_shape_and_type(
+                    shape, model.dtype, self._cache_device, model.device_id
+                )
+        for cache in model.caches:
+            self._binding.bind_ortvalue_input(cache.past, values[cache.past])
+            self._binding.bind_ortvalue_output(cache.present, values[cache.past])
+        self._host_caches[:] = host  # in place: branches have the same list
         return values
+
+    def _reserve(self, num_positions: int) -> None:
+        """Makes room in the cache for so many positions. Raises ConfigError where memory does not suffice."""
+        if num_positions <= self._num_positions:
+            return
+        assert self._model is not None, "the runtime is closed"
+        size = cache_positions(num_positions, self._num_positions, self._limits.max_positions)
+        old, held = list(self._host_caches), self._length + len(self._tail)
+        with telling_of_memory(size):
+            self._caches = self._bind_caches(self._model, size)
+        self._num_positions = size
+        for source, target in zip(old, self._host_caches, strict=True):
+            target[:, :, :held] = source[:, :, :held]
+        if self._cache_device is not None and held:
+            length, again = self._length, self._ran[:held]
+            self._length = 0
+            try:
+                self._run(again, 1)
+            finally:
+                self._length = length
 
     @property
     def provider(self) -> str:
@@ -102,6 +158,7 @@ class OnnxRuntimeSequence(OneSequence):
     def _extend_along(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """As `extend`; the first tokens that a branch has run, all but the last at most, do not run again."""
         self._check_new(tokens)
+        self._reserve(self._length + len(tokens))
         start = self._length
         try:
             self._length += self._follow(tokens)
@@ -183,6 +240,7 @@ class OnnxRuntimeSequence(OneSequence):
 
     def _run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         self._check_new(tokens)
+        self._reserve(self._length + len(tokens))
         while len(tokens) > _MAX_STEP:  # only the last token's logits are needed
             self._step(tokens[:_MAX_STEP], 1)
             tokens = tokens[_MAX_STEP:]
@@ -210,6 +268,8 @@ class OnnxRuntimeSequence(OneSequence):
         if not self._is_on_host:
             self._binding.synchronize_outputs()
         self._length = end
+        if self._cache_device is not None:
+            self._ran[past:] = tokens
         return self._logits[0, -num_rows:].astype(np.float32, copy=False)
 
     def _bind_step(self, num_new: int, num_rows: int) -> None:
@@ -238,9 +298,13 @@ class OnnxRuntimeSequence(OneSequence):
         self._binding.bind_ortvalue_input(name, ort.OrtValue.ortvalue_from_numpy(array))
 
     def close(self) -> None:
-        """Releases model and cache; safe to call twice."""
+        """Releases cache and model, which lives as long as one of its sequences; safe to call twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._count.open -= 1
         self._binding = None
         self._session = None
+        self._model = None
         self._rows = None
         self._masks = []
         self._caches = {}

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import onnxruntime as ort
 
-from outrider.models.errors import BundleError, ConfigError, RuntimeUnavailable
+from outrider.models.errors import BundleError, ConfigError, OutriderError, RuntimeUnavailable
 from outrider.models.runtimes.base import ModelLimits, RuntimeOptions
 from outrider.models.runtimes.one_sequence import longest_sequence
 from outrider.models.runtimes.onnxruntime_providers import (
@@ -55,13 +55,14 @@ class Cache:
 class OnnxModel:
     """A loaded session and its graph's inputs.
 
-    dtype: of the caches. logits_dtype: of the logits. inputs: those of `_KNOWN` that the graph has. selects_rows:
-    whether it has the input `first_row`. takes_batches: whether it runs several sequences of different lengths in one
-    step.
+    device_id: the number of the provider's device. dtype: of the caches. logits_dtype: of the logits. inputs: those of
+    `_KNOWN` that the graph has. selects_rows: whether it has the input `first_row`. takes_batches: whether it runs
+    several sequences of different lengths in one step.
     """
 
     session: Any
     provider: str
+    device_id: int
     limits: ModelLimits
     caches: tuple[Cache, ...]
     dtype: np.dtype[Any]
@@ -85,8 +86,11 @@ def load_onnx_model(path: Path, options: RuntimeOptions) -> OnnxModel:
     if options.device.upper() != "CPU":
         register_plugins()
     choice = choose_provider(options.device, available_providers())
+    own = {key: value for key, value in options.properties.items() if "." not in key}
+    choice = replace(choice, options={**choice.options, **own})
     session = _open_session(file, choice, options)
-    return _read_model(file, session, check_provider(session, choice), options)
+    device_id = int(choice.options.get("device_id", choice.index or 0))
+    return _read_model(file, session, check_provider(session, choice), device_id, options)
 
 
 def _check_options(options: RuntimeOptions) -> None:
@@ -109,12 +113,12 @@ def _open_session(file: Path, choice: ProviderChoice, options: RuntimeOptions) -
     for key, value in options.properties.items():
         if "." in key:
             settings.add_session_config_entry(key, value)
-    own = {key: value for key, value in options.properties.items() if "." not in key}
-    choice = ProviderChoice(choice.name, {**choice.options, **own}, choice.may_be_cpu, choice.asked)
     try:
         arguments = apply_choice(choice, settings)
         # No second attempt on the CPU, and no settings from the model file.
         return ort.InferenceSession(file, settings, enable_fallback=0, read_config_from_model=0, **arguments)
+    except OutriderError:
+        raise
     except Exception as error:  # ONNX Runtime's errors share no other base
         if choice.name != CPU and _loads_on_cpu(file):
             raise RuntimeUnavailable(f"{choice.asked}: {file.name} cannot be loaded there: {_reason(error)}") from error
@@ -150,7 +154,7 @@ def _default_threads() -> int:
     return len(cores)
 
 
-def _read_model(file: Path, session: Any, provider: str, options: RuntimeOptions) -> OnnxModel:
+def _read_model(file: Path, session: Any, provider: str, device_id: int, options: RuntimeOptions) -> OnnxModel:
     inputs = {node.name: node for node in session.get_inputs()}
     outputs = {node.name: node for node in session.get_outputs()}
     pasts = [name for name in inputs if name.startswith("past_key_values.")]
@@ -178,6 +182,7 @@ def _read_model(file: Path, session: Any, provider: str, options: RuntimeOptions
     return OnnxModel(
         session=session,
         provider=provider,
+        device_id=device_id,
         limits=ModelLimits(vocab_size, longest_sequence(file.parent, options)),
         caches=tuple(caches),
         dtype=dtype,

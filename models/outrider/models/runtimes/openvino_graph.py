@@ -56,13 +56,14 @@ class PagedModel:
     has_plain_cache: bool
 
     def bind_cache(self, num_blocks: int) -> list[Any]:
-        """Allocates zeroed key and value tensors of `num_blocks` blocks and binds them; the caller must keep them."""
-        tensors = []
-        for port in self.compiled.inputs:
-            if _is_cache(port):
-                shape = [num_blocks, *_trailing(port)]
-                tensors.append(self._cache_tensor(port.element_type, shape))
-                self.request.set_tensor(port, tensors[-1])
+        """Allocates zeroed key and value tensors of `num_blocks` blocks and binds them; the caller must keep them.
+
+        Where memory does not suffice for all of them, those that are bound stay.
+        """
+        ports = [port for port in self.compiled.inputs if _is_cache(port)]
+        tensors = [self._cache_tensor(port.element_type, [num_blocks, *_trailing(port)]) for port in ports]
+        for port, tensor in zip(ports, tensors, strict=True):
+            self.request.set_tensor(port, tensor)
         return tensors
 
     def _cache_tensor(self, element_type: Any, shape: list[int]) -> Any:

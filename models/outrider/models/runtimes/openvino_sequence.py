@@ -3,6 +3,9 @@
 Rollback is a smaller past length. A draft is so small that the call costs as much as the model: the tensors are bound
 once, over numpy memory that changes in place, and are bound again only when the number of new tokens changes.
 
+Sequences of one model share its cache and take turns, or run their branches in one call. The cache grows with what they
+hold: on the CPU it is copied, on a GPU each text runs again when its sequence is used next.
+
 Branches are sequences of their own in one call. They share blocks as `branch_blocks` decides; a block that two branches
 would write is copied first. A GPU's blocks are not in our memory, so its branches compute that part again.
 """
@@ -11,14 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.models.runtimes.base import RuntimeOptions, padded_branches, telling_of_memory
-from outrider.models.runtimes.branch_blocks import BranchBlocks, BranchRun
-from outrider.models.runtimes.one_sequence import OneSequence
+from outrider.models.errors import ConfigError
+from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime, padded_branches, telling_of_memory
+from outrider.models.runtimes.branch_blocks import BlockPool, BranchBlocks, BranchRun
+from outrider.models.runtimes.one_sequence import OneSequence, cache_positions
 from outrider.models.runtimes.openvino_graph import PagedModel, load_paged_model, shared_tensor
 from outrider.models.runtimes.ragged import begins
 
@@ -29,33 +33,99 @@ _MIN_SPARE: Final = 16
 _SPARE_BYTES: Final = 128 << 20
 
 
+class _Shared:
+    """What the sequences of one model share: request, cache, and the memory of bound tensors."""
+
+    def __init__(self, path: Path, options: RuntimeOptions) -> None:
+        model = load_paged_model(path, options, tree_masks=False)
+        self.model: PagedModel | None = model
+        self.limits = model.limits
+        self.block_size = model.block_size
+        self.gathers_rows = model.gathers_rows
+        self.request: Any = model.request
+        self.longest = longest = model.limits.max_positions
+        self.max_sequences = options.num_sequences
+        self.num_sequences = 0
+        self.pool = BlockPool(0)
+        self.num_promised = 0  # blocks that the open sequences may use
+        self.num_lost = 0  # times that the cache was replaced by an empty one
+        with telling_of_memory(longest):
+            self.ids, self.positions, self.rows = (np.zeros(longest, np.int64) for _ in range(3))
+        # Kept alive here: the request uses the memory of a bound array but does not own it.
+        self.past = np.zeros(1, np.int32)
+        self.begins = np.zeros(2, np.int32)
+        self.context = np.zeros((), np.int32)
+        self.branches: dict[str, NDArray[Any]] = {}
+        self.num_bound = (0, 0)  # new tokens and rows of the bound tensors; (0, 0): those of branches
+        self.bound_for: OpenVinoSequenceRuntime | None = None  # the sequence whose blocks are bound
+        self.caches: list[Any] = []
+        # A GPU's caches have no memory here that could be copied.
+        self.is_on_host = options.device == "CPU"
+        self.host_caches: list[NDArray[Any]] = []
+
+    def blocks_for(self, num_positions: int) -> int:
+        """Blocks of a sequence of so many positions, and its branches."""
+        assert self.model is not None, "the runtime is closed"
+        return -(-num_positions // self.block_size) + _num_spare(self.model, self.max_sequences)
+
+    def promise(self, num_more: int) -> None:
+        """Lets a sequence use more blocks; makes a larger cache where they are not there.
+
+        Raises ConfigError where memory does not suffice, and nothing has changed then.
+        """
+        num_blocks = self.num_promised + num_more
+        if num_blocks > self.pool.num_blocks:
+            assert self.model is not None, "the runtime is closed"
+            with telling_of_memory(num_blocks * self.block_size):
+                self.caches = self.model.bind_cache(num_blocks)
+            num_held = self.pool.grow(num_blocks)
+            if self.is_on_host:
+                old, self.host_caches = self.host_caches, [tensor.data for tensor in self.caches]
+                for source, target in zip(old, self.host_caches, strict=bool(old)):
+                    target[:num_held] = source[:num_held]
+            elif num_held:
+                self.num_lost += 1
+        self.num_promised = num_blocks
+
+    def close(self) -> None:
+        self.model = None
+        self.request = None
+        self.caches = []
+        self.host_caches = []
+        self.bound_for = None
+
+
 class OpenVinoSequenceRuntime(OneSequence):
     """One sequence of at most `limits.max_positions` tokens, and its branches."""
 
     def __init__(self, path: Path, options: RuntimeOptions) -> None:
-        """Loads the IR at `path` (directory or .xml); raises as `load_paged_model` does.
+        """Loads the IR at `path` (directory or .xml); raises as `load_paged_model` does, ConfigError without memory."""
+        self._join(_Shared(path, options))
+        self._is_first = True
+        self._reserve(1)
 
-        The cache is sized for the longest sequence; pages that no token has reached take no memory on CPU.
-        """
-        model = load_paged_model(path, options, tree_masks=False)
-        super().__init__(model.limits)
-        self._gathers_rows = model.gathers_rows
-        self._request: Any = model.request
-        longest = model.limits.max_positions
-        num_blocks = -(-longest // model.block_size) + _num_spare(model)
-        self._num_bound = (0, 0)  # new tokens and rows of the bound tensors
-        with telling_of_memory(longest):
-            self._caches: list[Any] = model.bind_cache(num_blocks)
-            self._ids, self._positions, self._rows = (np.zeros(longest, np.int64) for _ in range(3))
-        # Kept alive here: the request uses the memory of a bound array but does not own it.
-        self._past = np.zeros(1, np.int32)
-        self._begins = np.zeros(2, np.int32)
-        self._context = np.zeros((), np.int32)
-        self._bound_branches: dict[str, NDArray[Any]] = {}
-        # A GPU's caches have no memory here that could be copied.
-        self._host_caches = [tensor.data for tensor in self._caches] if options.device == "CPU" else []
-        self._blocks = BranchBlocks(num_blocks, model.block_size, longest, copies=bool(self._host_caches))
+    def _join(self, shared: _Shared) -> None:
+        super().__init__(shared.limits)
+        self._shared = shared
+        self._is_first = self._is_closed = False
+        self._num_positions = 0  # that its blocks have room for
+        self._num_lost = 0
+        self._blocks = BranchBlocks(0, shared.block_size, shared.longest, copies=shared.is_on_host, pool=shared.pool)
         self._table_begins = np.array([0, len(self._blocks.table)], np.int32)
+        shared.num_sequences += 1
+
+    def open_sequence(self) -> OpenVinoSequenceRuntime:
+        """Another, empty sequence of the same model, whose blocks come from the same cache; close it before this one.
+
+        Touches no tensor, so a call of another sequence may run meanwhile.
+        Raises ConfigError beyond `num_sequences` of the options.
+        """
+        shared = self._shared
+        if shared.num_sequences >= shared.max_sequences:
+            raise ConfigError(f"the model holds {shared.max_sequences} sequences; load it with more num_sequences")
+        another = OpenVinoSequenceRuntime.__new__(OpenVinoSequenceRuntime)
+        another._join(shared)
+        return another
 
     def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         """Appends at least one token; returns the logits after the last, [vocab_size] float32, reused by the next call.
@@ -76,41 +146,65 @@ class OpenVinoSequenceRuntime(OneSequence):
 
     def _run(self, tokens: Sequence[int], num_rows: int) -> NDArray[np.float32]:
         self._check_new(tokens)
+        self._reserve(self._length + len(tokens))
+        self._restore()
         start, end = self._length, self._length + len(tokens)
         num_kept = self._blocks.extend(tokens, num_rows)
         past, num_new = start + num_kept, len(tokens) - num_kept
-        if self._num_bound != (num_new, num_rows):
+        if self._shared.num_bound != (num_new, num_rows) or self._shared.bound_for is not self:
             self._bind(num_new, num_rows)
-        self._ids[:num_new] = tokens[num_kept:] if num_kept else tokens
-        self._positions[:num_new] = range(past, end)
-        self._rows[:num_rows] = range(num_new - num_rows, num_new)
-        self._past[0] = past
-        self._begins[1] = num_new
-        self._context[...] = end
+        self._shared.ids[:num_new] = tokens[num_kept:] if num_kept else tokens
+        self._shared.positions[:num_new] = range(past, end)
+        self._shared.rows[:num_rows] = range(num_new - num_rows, num_new)
+        self._shared.past[0] = past
+        self._shared.begins[1] = num_new
+        self._shared.context[...] = end
         try:
-            self._request.infer(share_outputs=True)
+            self._shared.request.infer(share_outputs=True)
         except BaseException:
             self._blocks.truncate(start)
             raise
         self._length = end
-        logits: NDArray[np.float32] = self._request.get_output_tensor(0).data
+        logits: NDArray[np.float32] = self._shared.request.get_output_tensor(0).data
         return logits.reshape(-1, self._limits.vocab_size)[-num_rows:]
 
+    def _reserve(self, num_positions: int) -> None:
+        """Makes room for so many positions. Raises ConfigError where memory does not suffice."""
+        if num_positions <= self._num_positions:
+            return
+        shared = self._shared
+        size = cache_positions(num_positions, self._num_positions, self._limits.max_positions)
+        num_blocks = shared.blocks_for(size)
+        shared.promise(num_blocks - self._blocks.num_blocks)
+        self._num_positions, self._blocks.num_blocks = size, num_blocks
+
+    def _restore(self) -> None:
+        """Runs the text again where it was lost with a cache that could not be copied."""
+        if self._num_lost == self._shared.num_lost:
+            return
+        self._num_lost = self._shared.num_lost
+        text = self._blocks.text
+        self._blocks.forget_branches()
+        self._blocks.truncate(0)
+        self._length = 0
+        if text:
+            self._run(text, 1)
+
     def _bind(self, num_new: int, num_rows: int) -> None:
-        self._request.set_tensor("input_ids", shared_tensor(self._ids[:num_new]))
-        self._request.set_tensor("position_ids", shared_tensor(self._positions[:num_new]))
-        if self._gathers_rows:
-            self._request.set_tensor("logit_rows", shared_tensor(self._rows[:num_rows]))
-        if self._num_bound == (0, 0):  # at first, and after branches
+        self._shared.request.set_tensor("input_ids", shared_tensor(self._shared.ids[:num_new]))
+        self._shared.request.set_tensor("position_ids", shared_tensor(self._shared.positions[:num_new]))
+        if self._shared.gathers_rows:
+            self._shared.request.set_tensor("logit_rows", shared_tensor(self._shared.rows[:num_rows]))
+        if self._shared.num_bound == (0, 0) or self._shared.bound_for is not self:  # also after branches
             for name, array in (
-                ("past_lens", self._past),
-                ("subsequence_begins", self._begins),
-                ("max_context_len", self._context),
+                ("past_lens", self._shared.past),
+                ("subsequence_begins", self._shared.begins),
+                ("max_context_len", self._shared.context),
                 ("block_indices", self._blocks.table),
                 ("block_indices_begins", self._table_begins),
             ):
-                self._request.set_tensor(name, shared_tensor(array))
-        self._num_bound = (num_new, num_rows)
+                self._shared.request.set_tensor(name, shared_tensor(array))
+        self._shared.num_bound, self._shared.bound_for = (num_new, num_rows), self
 
     @property
     def max_branches(self) -> int:
@@ -123,39 +217,57 @@ class OpenVinoSequenceRuntime(OneSequence):
         The array is reused by the next call. Raises ConfigError when a branch would be longer than
         `limits.max_positions`.
         """
-        assert 0 < len(branches) <= MAX_BRANCHES, f"{len(branches)} branches"
-        for branch in branches:
-            self._check_new(branch)
-        self._num_bound = (0, 0)
+        return self.extend_branches_of([(self, branches)])
+
+    def extend_branches_of(
+        self, groups: Sequence[tuple[SequenceRuntime, Sequence[Sequence[int]]]]
+    ) -> NDArray[np.float32]:
+        """As `extend_branches` for each of these sequences of the model, in one call where no branch has to wait.
+
+        Rows come in the groups' order; at most MAX_BRANCHES branches in all.
+        """
+        sequences = [_own(sequence, self._shared) for sequence, _ in groups]
+        num_branches = sum(len(branches) for _, branches in groups)
+        assert 0 < num_branches <= MAX_BRANCHES, f"{num_branches} branches"
+        for sequence, (_, branches) in zip(sequences, groups, strict=True):
+            for branch in branches:
+                sequence._check_new(branch)
+        for sequence, (_, branches) in zip(sequences, groups, strict=True):
+            sequence._reserve(sequence._length + max(map(len, branches), default=0))
+        for sequence in sequences:  # when the cache has its size
+            sequence._restore()
+        self._shared.num_bound = (0, 0)
+        waiting = [
+            _Waiting(row, sequence, branch)
+            for row, (sequence, branch) in enumerate(
+                (sequence, branch)
+                for sequence, (_, branches) in zip(sequences, groups, strict=True)
+                for branch in branches
+            )
+        ]
         try:
-            planned = self._plan(range(len(branches)), branches)
-            if len(planned) == len(branches):
+            planned = _plan(waiting)
+            if len(planned) == num_branches:
                 return self._infer_branches(list(planned.values()))
-            logits = np.empty((len(branches), self._limits.vocab_size), np.float32)
-            waiting = list(range(len(branches)))
+            logits = np.empty((num_branches, self._limits.vocab_size), np.float32)
             while planned:
                 logits[list(planned)] = self._infer_branches(list(planned.values()))
-                waiting = [index for index in waiting if index not in planned]
-                planned = self._plan(waiting, branches) if waiting else {}
+                waiting = [each for each in waiting if each.row not in planned]
+                planned = _plan(waiting) if waiting else {}
         except BaseException:
-            self._blocks.forget_branches()
+            for sequence in sequences:
+                sequence._blocks.forget_branches()
             raise
         return logits
 
-    def _plan(self, waiting: Sequence[int], branches: Sequence[Sequence[int]]) -> dict[int, BranchRun]:
-        """The runs of those branches that can run now, by their index in the call."""
-        self._blocks.next_round()
-        planned = {}
-        for index in waiting:
-            run = self._blocks.plan(branches[index])
-            if run is None:
-                continue
-            if run.copy is not None:
-                source, target = run.copy
-                for cache in self._host_caches:
-                    cache[target] = cache[source]
-            planned[index] = run
-        return planned
+    def _plan_branch(self, branch: Sequence[int]) -> BranchRun | None:
+        """The run of a branch, if it can run now; copies what it must not overwrite."""
+        run = self._blocks.plan(branch)
+        if run is not None and run.copy is not None:
+            source, target = run.copy
+            for cache in self._shared.host_caches:
+                cache[target] = cache[source]
+        return run
 
     def _infer_branches(self, runs: list[BranchRun]) -> NDArray[np.float32]:
         num_branches = len(runs)
@@ -176,22 +288,53 @@ class OpenVinoSequenceRuntime(OneSequence):
             "block_indices": np.array([block for run in runs for block in run.blocks], np.int32),
             "block_indices_begins": begins(np.array([len(run.blocks) for run in runs])).astype(np.int32),
         }
-        if self._gathers_rows:
+        if self._shared.gathers_rows:
             bound["logit_rows"] = last_rows
-        self._bound_branches = bound
+        self._shared.branches = bound
         for name, array in bound.items():
-            self._request.set_tensor(name, shared_tensor(array))
-        self._request.infer(share_outputs=True)
-        logits: NDArray[np.float32] = self._request.get_output_tensor(0).data
+            self._shared.request.set_tensor(name, shared_tensor(array))
+        self._shared.request.infer(share_outputs=True)
+        logits: NDArray[np.float32] = self._shared.request.get_output_tensor(0).data
         logits = logits.reshape(-1, self._limits.vocab_size)
-        return (logits if self._gathers_rows else logits[last_rows])[:num_branches]
+        return (logits if self._shared.gathers_rows else logits[last_rows])[:num_branches]
 
     def close(self) -> None:
-        """Releases model and cache; safe to call twice."""
-        self._request = None
-        self._caches = []
-        self._host_caches = []
+        """Frees the sequence's blocks; the first sequence of a model releases model and cache. Safe to call twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._shared.num_sequences -= 1
+            self._shared.num_promised -= self._blocks.num_blocks
+            self.truncate(0)
+            self._blocks.forget_branches()
+        if self._is_first:
+            self._shared.close()
 
 
-def _num_spare(model: PagedModel) -> int:
-    return max(_MIN_SPARE, min(_NUM_SPARE, _SPARE_BYTES // model.block_bytes))
+class _Waiting(NamedTuple):
+    """A branch that has not run. row: of the answer."""
+
+    row: int
+    sequence: OpenVinoSequenceRuntime
+    branch: Sequence[int]
+
+
+def _plan(waiting: Sequence[_Waiting]) -> dict[int, BranchRun]:
+    """The runs of those branches that can run now, by their rows."""
+    for sequence in {id(each.sequence): each.sequence for each in waiting}.values():
+        sequence._blocks.next_round()
+    planned = {}
+    for row, sequence, branch in waiting:
+        run = sequence._plan_branch(branch)
+        if run is not None:
+            planned[row] = run
+    return planned
+
+
+def _own(sequence: SequenceRuntime, shared: _Shared) -> OpenVinoSequenceRuntime:
+    assert isinstance(sequence, OpenVinoSequenceRuntime) and sequence._shared is shared, "a sequence of another model"
+    return sequence
+
+
+def _num_spare(model: PagedModel, num_sequences: int) -> int:
+    """Blocks for the branches of each sequence."""
+    return max(_MIN_SPARE, min(_NUM_SPARE, _SPARE_BYTES // num_sequences // model.block_bytes))

@@ -9,11 +9,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
-from outrider.cloud.api.state import Core
 from outrider.models.errors import RequestError, TokenizerError
 from outrider.models.http.errors import FieldError
-from outrider.models.http.openai import ChatRequest
+from outrider.models.http.openai import Conversation
 from outrider.models.http.turns import Turns
+from outrider.models.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -42,10 +42,9 @@ class Workers:
         return await asyncio.shield(work)
 
 
-def check_length(core: Core, text: str) -> None:
-    """Raises RequestError `context_length_exceeded` if no tokenization of `text` fits the context."""
-    max_tokens = core.engine.limits.max_positions - 1
-    max_chars = max_tokens * core.model.tokenizer.max_token_chars
+def check_length(tokenizer: Tokenizer, max_tokens: int, text: str) -> None:
+    """Raises RequestError `context_length_exceeded` if no tokenization of `text` fits `max_tokens`."""
+    max_chars = max_tokens * tokenizer.max_token_chars
     if len(text) > max_chars:
         raise RequestError(
             "context_length_exceeded",
@@ -54,19 +53,25 @@ def check_length(core: Core, text: str) -> None:
         )
 
 
-def encode_prompts(core: Core, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-    """The token ids of each prompt. Raises RequestError."""
-    return [prompt if isinstance(prompt, list) else core.model.tokenizer.encode(prompt) for prompt in prompts]
+def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    """The token ids of each prompt."""
+    return [prompt if isinstance(prompt, list) else tokenizer.encode(prompt) for prompt in prompts]
 
 
-def encode_chat(core: Core, body: ChatRequest) -> list[int]:
+def encode_chat(tokenizer: Tokenizer, max_tokens: int, body: Conversation) -> list[int]:
     """The token ids of a conversation, through the model's chat template. Raises RequestError."""
-    tokenizer = core.model.tokenizer
     try:
         text = tokenizer.apply_chat_template(
             [message.for_template() for message in body.messages], variables=body.chat_template_kwargs
         )
     except TokenizerError as error:
         raise FieldError("chat_template_refused", str(error), param="messages") from None
-    check_length(core, text)
+    check_length(tokenizer, max_tokens, text)
     return tokenizer.encode(text, add_special_tokens=False)
+
+
+def no_chat_template(model: str) -> RequestError:
+    """The error 400 where messages are sent to a model without a template."""
+    return RequestError(
+        "no_chat_template", f"{model} has no chat template, so it is not a chat model. Use /v1/completions"
+    )

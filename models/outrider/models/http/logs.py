@@ -30,11 +30,15 @@ class _JsonFormatter(logging.Formatter):
 
 
 def configure_logging(format_: LogFormat) -> None:
-    """Sends everything from INFO up to standard error; uvicorn's own from WARNING up."""
+    """Sends everything from INFO up to standard error; uvicorn's and httpx's own from WARNING up.
+
+    httpx would log every message of drafts, with its session's id.
+    """
     handler = logging.StreamHandler(sys.stderr)
     if format_ is LogFormat.JSON:
         handler.setFormatter(_JsonFormatter())
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    for name in ("uvicorn", "httpx"):
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from outrider.cloud.server.connection_limits import ConnectionLimits
 from outrider.models.hosts import client_network
+from outrider.models.ingress.connection_limits import ConnectionLimits
 
-_log = logging.getLogger("outrider.cloud")
+_log = logging.getLogger("outrider.ingress")
 
 _OTHER_FILES: Final = 64
 """Files that a server has open beside its connections: the model, logs, the event loop."""

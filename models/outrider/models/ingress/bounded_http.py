@@ -21,11 +21,11 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from outrider.cloud.server.connections import ConnectionTable, Ticket
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
 from outrider.models.http.errors import error_body
 from outrider.models.http.requests import too_many_bytes
+from outrider.models.ingress.connections import ConnectionTable, Ticket
 from outrider.models.protocol import ErrorAnswer
 
 USED: Final = (

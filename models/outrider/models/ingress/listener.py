@@ -14,11 +14,11 @@ import ssl
 from functools import partial
 from typing import Any, Final
 
-from outrider.cloud.server.bounded_http import too_many_connections
-from outrider.cloud.server.connections import ConnectionTable, MakeProtocol, Ticket
 from outrider.models.faults import log_fault
+from outrider.models.ingress.bounded_http import too_many_connections
+from outrider.models.ingress.connections import ConnectionTable, MakeProtocol, Ticket
 
-_log = logging.getLogger("outrider.cloud")
+_log = logging.getLogger("outrider.ingress")
 
 _NO_RESOURCES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _RETRY_S: Final = 0.1

@@ -1,0 +1,116 @@
+"""Attacks on the drafts that a server offers: paths that lead elsewhere, downloads that are not read, greedy ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from bench.attacks.attackers import attacking, fetch, hold
+from bench.attacks.connections import MAX_GROWTH_MB, MAX_HEALTH_S
+from bench.attacks.exchange import ask, request_bytes
+from bench.attacks.probes import health_of, memory_of
+from bench.attacks.rows import Row, listed, seconds
+from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
+
+PAD_BYTES: Final = 64 << 20
+PAD: Final = "/v1/drafts/draft/pad.txt"
+NUM_CONNECTIONS: Final = 64
+ATTACK_S: Final = 10.0
+SECRET: Final = b"the file beside the bundle"
+
+
+@contextmanager
+def _offering(subject: Subject) -> Iterator[tuple[Server, Path]]:
+    """A server with keys that offers the reference draft, 64 MiB larger; and the draft's place."""
+    with tempfile.TemporaryDirectory() as directory:
+        place = Path(directory) / "drafts" / "draft"
+        shutil.copytree(subject.bundles[1], place)
+        pad = bytes(PAD_BYTES)
+        (place / "pad.txt").write_bytes(pad)
+        manifest = json.loads((place / "manifest.json").read_text(encoding="utf-8"))
+        entry = {"path": "pad.txt", "size": PAD_BYTES, "sha256": hashlib.sha256(pad).hexdigest()}
+        manifest["files"].append(entry)
+        (place / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+        (place / "unlisted.md").write_bytes(SECRET)
+        (place.parent / "secret.txt").write_bytes(SECRET)
+        with subject.serve("--drafts", str(place.parent), keys=KEYS) as server:
+            if ask(server.port, "GET", "/v1/drafts", key=KEYS[0]).status != 200:
+                raise NotMeasured("the server offers no drafts")
+            yield server, place
+
+
+def other_paths(subject: Subject) -> Iterator[Row]:
+    """Asks for files beside the bundle, in every spelling, and for a listed file that has become a link."""
+    ups = ("..", "%2e%2e", "..%2f..", "%252e%252e", "..%5c", "....//", "..;", "draft/..", "draft/%2e%2e", "draft/..%2f")
+    paths = [f"/v1/drafts/{up}/secret.txt" for up in ups]
+    paths += [
+        f"/v1/drafts/draft/{name}" for name in ("unlisted.md", "%2fetc%2fpasswd", "/etc/passwd", "config.json%00")
+    ]
+    paths += ["/v1/drafts/draft/../../../../../../etc/passwd", "/v1/drafts/./draft/config.json", "/v1/drafts/draft/"]
+    with _offering(subject) as (server, place):
+        answers = {path: ask(server.port, "GET", path, key=KEYS[0]) for path in paths}
+        link = place / "config.json"
+        link.unlink()
+        link.symlink_to(place.parent / "secret.txt")
+        answers["a link in place of config.json"] = ask(server.port, "GET", "/v1/drafts/draft/config.json", key=KEYS[0])
+        answers["no key"] = ask(server.port, "GET", PAD)
+    wrong = [path for path, answer in answers.items() if answer.status not in (400, 401, 404, 410) or not answer.json]
+    leaked = [path for path, answer in answers.items() if SECRET in answer.body or b"root:" in answer.body]
+    yield Row(
+        "20",
+        f"{len(answers)} ways to files that are not offered",
+        f"{listed(leaked, 'leaked')}; {listed(wrong, 'not refused by name')}",
+        "none leaked, all refused by name",
+        not leaked and not wrong,
+        {"statuses": {path: answer.status for path, answer in answers.items()}},
+    )
+
+
+def unread_downloads(subject: Subject) -> Iterator[Row]:
+    """One key asks for 64 MiB on 64 connections and reads nothing; another key downloads once."""
+    yield from _beside(subject, f"{NUM_CONNECTIONS} downloads of one key that are never read", reads=False)
+
+
+def greedy_downloads(subject: Subject) -> Iterator[Row]:
+    """One key downloads on 64 connections as fast as it can; another key downloads once."""
+    yield from _beside(subject, f"{NUM_CONNECTIONS} greedy downloads of one key", reads=True)
+
+
+def _beside(subject: Subject, what: str, *, reads: bool) -> Iterator[Row]:
+    with _offering(subject) as (server, _), subject.serve(keys=KEYS) as idle:
+        request, attack = request_bytes(server.port, "GET", PAD, key=KEYS[0]), fetch if reads else hold
+        with (
+            memory_of(server) as memory,
+            health_of(server) as health,
+            health_of(idle) as beside,
+            attacking(attack, server.port, request, NUM_CONNECTIONS),
+        ):
+            time.sleep(ATTACK_S / 2)
+            other = ask(server.port, "GET", PAD, key=KEYS[1], timeout_s=ATTACK_S)
+            time.sleep(ATTACK_S / 2)
+    is_whole = other.status == 200 and len(other.body) == PAD_BYTES
+    yield Row(
+        "21",
+        f"{what}: another key's 64 MiB, /health/live, memory",
+        f"{seconds(other.took_s) if is_whole else f'HTTP {other.status}'}; {health} (an idle server beside it: "
+        f"{beside}); +{memory.growth_mb:.0f} MB",
+        f"whole within {ATTACK_S:g} s; p99 under 50 ms more than the idle server's; +64 MB",
+        is_whole
+        and memory.growth_mb <= MAX_GROWTH_MB
+        and health.high < MAX_HEALTH_S + beside.high
+        and not health.num_failures,
+        {
+            "took_s": other.took_s,
+            "status": other.status,
+            "health_s": health.values,
+            "idle_s": beside.values,
+            "growth_mb": memory.growth_mb,
+        },
+    )

@@ -1,0 +1,131 @@
+"""Shows the configuration: `outrider config`, `config show`, `config path`, `config init`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import click
+import typer
+from rich.console import Console
+
+from outrider.edge.link.address import without_password
+from outrider.edge.setup.config_file import VARIABLE, ConfigFile, config_path, read_config
+from outrider.edge.setup.example import example_config, write_new
+from outrider.edge.setup.settings import Path_, Setting, Settings
+from outrider.models.command_line import print_line
+from outrider.models.errors import ConfigError
+
+config_app = typer.Typer(
+    name="config",
+    help="Show each option's value, and whether a flag, the environment, the configuration file or the default set it.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+@config_app.callback(invoke_without_command=True)
+def config(context: typer.Context, as_json: AsJson = False) -> None:
+    """Show each option's value and where it came from: a flag, the environment, the configuration file, the default.
+
+    The file is TOML: a table for each command, [common] for all, [[endpoint]] for each cloud. Keys are never shown.
+    """
+    if context.invoked_subcommand is None:
+        _show(as_json, None, [])
+
+
+@config_app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def show(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[COMMAND [OPTIONS]...]", help="As after `outrider`: run --max-tokens 5."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the values that a command would get with these flags; all commands' without one."""
+    settings = _settings()
+    given = list(arguments or ())
+    path = _path_of(settings, given)
+    _show(as_json, path, given[len(path) :] if path is not None else [], settings)
+
+
+@config_app.command()
+def path() -> None:
+    """Print where the configuration file is, whether it is there or not."""
+    typer.echo(config_path())
+
+
+@config_app.command()
+def init() -> None:
+    """Write a commented example of the file. One that is there is never overwritten."""
+    place = config_path()
+    write_new(place, example_config(_settings(is_read=False).commands))
+    print_line(Console(), f"wrote {place}")
+
+
+def _settings(*, is_read: bool = True) -> Settings:
+    """The settings of all commands; of an empty file unless `is_read`."""
+    group = click.get_current_context().find_root().command
+    assert isinstance(group, click.Group)
+    return Settings(group, read_config() if is_read else ConfigFile(config_path()))
+
+
+def _path_of(settings: Settings, given: list[str]) -> Path_ | None:
+    """The command that the arguments begin with; None for no arguments. Raises UsageError for another word."""
+    if not given:
+        return None
+    for path in settings.commands:
+        if tuple(given[: len(path)]) == path:
+            return path
+    known = ", ".join(" ".join(path) for path in settings.commands)
+    raise click.UsageError(f"{given[0]!r} is no command with options; expected one of {known}.")
+
+
+def _show(as_json: bool, path: Path_ | None, arguments: list[str], settings: Settings | None = None) -> None:
+    settings = settings or _settings()
+    found: list[tuple[Path_, list[Setting] | ConfigError]] = []
+    for each in [path] if path is not None else list(settings.commands):
+        try:
+            found.append((each, settings.resolve(each, arguments)))
+        except ConfigError as error:
+            if path is not None:
+                raise
+            found.append((each, error))  # the other commands' values are shown
+    if as_json:
+        typer.echo(json.dumps(_document(settings, found), indent=2))
+        return
+    console, file = Console(), settings.config
+    state = "" if file.is_there else " (not there; `outrider config init` writes an example)"
+    print_line(console, f"file {file.path}{state}; {VARIABLE} names another")
+    for endpoint in settings.endpoints:
+        key = f"key from {endpoint.key_file}" if endpoint.key_file is not None else "no key file"
+        name = f"{endpoint.name}: " if endpoint.name else ""
+        print_line(console, f"cloud {name}{without_password(endpoint.url)}, {key}")
+    for each, values in found:
+        print_line(console, f"\n[{'.'.join(each)}]", "bold")
+        if isinstance(values, ConfigError):
+            print_line(console, f"  cannot run: {values}", "red")
+            continue
+        width = max((len(value.name) for value in values), default=0)
+        shown = [("-" if value.value is None else json.dumps(value.shown, ensure_ascii=False)) for value in values]
+        wide = min(32, max(map(len, shown), default=0))
+        for value, text in zip(values, shown, strict=True):
+            where = f" {value.where}" if value.where else ""
+            line = f"  {value.name:{width}}  {text:{wide}}  {value.source}{where}"
+            print_line(console, line, "dim" if value.source == "default" else "")
+
+
+def _document(settings: Settings, found: list[tuple[Path_, list[Setting] | ConfigError]]) -> dict[str, object]:
+    return {
+        "file": str(settings.config.path),
+        "is_there": settings.config.is_there,
+        "endpoints": [
+            each.model_dump(exclude={"url"}) | {"url": without_password(each.url)} for each in settings.endpoints
+        ],
+        "commands": {
+            ".".join(path): {"error": str(values)}
+            if isinstance(values, ConfigError)
+            else {value.name: {"value": value.shown, "source": value.source, "where": value.where} for value in values}
+            for path, values in found
+        },
+    }

@@ -1,0 +1,126 @@
+"""Finds out what is broken or slow: `outrider doctor`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import click
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from outrider.edge.cli.cloud_flags import ApiKey, Clouds, KeyFile, keys_in_use
+from outrider.edge.cli.draft_flags import Draft, DraftDevice, EmulateNpu, Provider, Runtime, draft_choice
+from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.doctor.findings import Finding, Status, fault, ok, warning
+from outrider.edge.setup.config_file import read_config
+from outrider.edge.setup.endpoints import Keys
+from outrider.edge.setup.settings import Settings
+from outrider.edge.store.auto import AUTO
+from outrider.models.command_line import takes_options
+from outrider.models.errors import ConfigError
+from outrider.models.places import default_cache_dir
+from outrider.models.reference_export import DEFAULT_VERIFIER_URL
+from outrider.models.visible import visible
+
+STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "fault": "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """The command line. Raises ConfigError for options that contradict each other."""
+
+    cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
+    draft: Draft = AUTO
+    draft_device: DraftDevice = None
+    runtime: Runtime = None
+    emulate_npu: EmulateNpu = False
+    provider: Provider = None
+    threads: Annotated[int, typer.Option(min=0, help="Threads of the draft; 0 leaves it to the runtime.")] = 0
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False
+    api_key: ApiKey = None
+    key_file: KeyFile = None
+    choice: DraftChoice = field(init=False)
+
+    def __post_init__(self) -> None:
+        choice = draft_choice(self.runtime, self.draft_device, self.emulate_npu, self.provider)
+        object.__setattr__(self, "choice", choice)
+
+
+@takes_options(DoctorOptions)
+def doctor(options: DoctorOptions) -> None:
+    """Check everything from Python to the cloud, one line each, and say what to do.
+
+    Installation, devices, drivers, bundles, tokenizer, connection, key, round trip, clock, speed, memory, battery.
+    Exit status 1 if there is a fault. Keys are never shown.
+    """
+    from outrider.edge.doctor.examine import Patient, examine  # not for each command
+
+    configuration = list(check_configuration())
+    try:
+        keys = keys_in_use(options.api_key, options.key_file)
+    except ConfigError as error:
+        configuration.append(_from_error("key file", error))
+        keys = Keys()
+    patient = Patient(
+        options.cloud, options.draft, default_cache_dir(), keys, options.choice, options.threads, configuration
+    )
+    console, found = Console(), []
+    for finding in examine(patient):
+        found.append(finding)
+        if not options.as_json:
+            show_finding(console, finding)
+    num_faults = sum(each.status == "fault" for each in found)
+    if options.as_json:
+        statuses = {each.status for each in found}
+        worst = next((status for status in ("fault", "warning") if status in statuses), "ok")
+        typer.echo(json.dumps({"status": worst, "checks": [each.as_json() for each in found]}, indent=2))
+    else:
+        num_warnings = sum(each.status == "warning" for each in found)
+        console.print(f"{len(found)} checks; faults: {num_faults}, warnings: {num_warnings}", highlight=False)
+    if num_faults:
+        raise typer.Exit(1)
+
+
+def check_configuration() -> Iterator[Finding]:
+    """The configuration file, variables of ours that nothing reads, and key files."""
+    group = click.get_current_context().find_root().command
+    assert isinstance(group, click.Group)
+    try:
+        config = read_config()
+        settings = Settings(group, config)
+    except ConfigError as error:
+        yield _from_error("configuration", error)
+        return
+    if config.is_there:
+        yield ok("configuration", f"{config.path} fits; clouds in it: {len(settings.endpoints)}")
+    else:
+        yield ok("configuration", f"no file at {config.path}", "`outrider config init` writes an example")
+    problems = set()
+    for path in settings.commands:
+        try:
+            settings.check(path)
+        except ConfigError as error:
+            problems.add(str(error))
+    for problem in sorted(problems):
+        found, _, advice = problem.rpartition("; ")
+        yield warning("configuration", found, advice)
+    for name, closest in settings.unknown_variables().items():
+        advice = f"did you mean {closest}?" if closest else "unset it"
+        yield warning("environment", f"{name} is set, and no option has that name", advice)
+
+
+def show_finding(console: Console, finding: Finding) -> None:
+    """One line; whole in a file or a pipe."""
+    line = Text.assemble((f"{finding.status:8}", STYLES[finding.status]), visible(f"{finding.name}: {finding.found}"))
+    if finding.advice:
+        line.append(visible(f". {finding.advice[0].upper()}{finding.advice[1:]}"), style="dim")
+    console.print(line, soft_wrap=not console.is_terminal, highlight=False)
+
+
+def _from_error(name: str, error: ConfigError) -> Finding:
+    problem, separator, advice = str(error).rpartition("; ")
+    return fault(name, problem if separator else advice, advice if separator else "correct it")

@@ -1,0 +1,126 @@
+"""Pulls a draft from a server: what is chosen and why, a progress bar, and the bundle's place.
+
+The place goes to standard output, everything else to standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from typing import Final
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from outrider.edge.cli.draft_source import clouds_of
+from outrider.edge.cli.pull_options import PullOptions
+from outrider.edge.devices.discovery import RUNTIME_NAMES
+from outrider.edge.link.downloads import DraftClient
+from outrider.edge.setup.endpoints import Keys
+from outrider.edge.store.choice import Chosen, Judged, Wishes, choose, judge
+from outrider.edge.store.fetch import Progress
+from outrider.edge.store.pull import PullResult, list_offered, pull_draft
+from outrider.models.command_line import print_line
+from outrider.models.protocol import DraftList, OfferedDraft
+from outrider.models.visible import visible
+
+COLUMNS: Final = ("draft", "device", "runtime", "precision", "size", "accepted", "here")
+
+
+def pull_once(options: PullOptions, out: Console, about: Console, keys: Keys | None = None) -> None:
+    """Pulls a draft, or lists them; raises OutriderError. out: the bundle's place. about: everything else.
+
+    keys: which key goes to which cloud; by default, the options' key.
+    """
+    ((url, client_options),) = clouds_of([options.cloud], keys or Keys(options.api_key))
+    asyncio.run(_pull(DraftClient(url, client_options), options, out, about))
+
+
+async def _pull(server: DraftClient, options: PullOptions, out: Console, about: Console) -> None:
+    def note(words: str) -> None:
+        print_line(about, words, "yellow")
+
+    async with server as client:
+        offered = await list_offered(client, note)
+        wishes = Wishes(options.device, options.runtime, options.precision, options.name)
+        judged = judge(offered.drafts, wishes)
+        if options.is_listing:
+            show_offered(out, offered, judged, client.url)
+            return
+        chosen = choose(judged, client.url)
+        print_line(about, f"{chosen.draft.name}: {describe(chosen.draft)}", "bold")
+        print_line(about, f"Chosen: {chosen.why}.", "dim")
+        for each in judged:
+            if each.why_not is not None:
+                print_line(about, f"Left out: {each.draft.name}, {each.why_not}.", "dim")
+        if chosen.note is not None:
+            note(f"note: {chosen.note}")
+        result = await _with_bar(client, offered, chosen, options, about)
+    fetched = "Pulled." if result.is_new else "It is here already, unchanged."
+    print_line(about, f"{fetched} {_next(options, result)}", "dim")
+    out.print(str(result.path), soft_wrap=True, highlight=False, markup=False)
+
+
+async def _with_bar(
+    client: DraftClient, offered: DraftList, chosen: Chosen, options: PullOptions, about: Console
+) -> PullResult:
+    """Pulls it, with a bar on a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Bar(*columns, console=about, disable=not about.is_terminal, transient=True) as bar:
+        task = bar.add_task(escape(visible(chosen.draft.name)), total=chosen.draft.size_bytes)
+        progress = Progress(
+            chosen.draft.size_bytes,
+            on_change=lambda done: bar.update(task, completed=done),
+            note=lambda words: print_line(bar.console, words, "yellow"),
+        )
+        try:
+            return await pull_draft(client, offered, chosen, progress, options.to)
+        except asyncio.CancelledError:  # Ctrl-C
+            progress.note("Interrupted. What has arrived is kept: the same command goes on there.")
+            raise
+
+
+def _next(options: PullOptions, result: PullResult) -> str:
+    if options.to is not None:
+        return f"Draft with it: outrider run --draft {shlex.quote(str(result.path))}"
+    return "`outrider run` and `outrider serve` draft with it for this target."
+
+
+def describe(draft: OfferedDraft) -> str:
+    """A draft in words."""
+    runtime, size_mb = _runtime(draft), draft.size_bytes / 1e6
+    return f"{draft.precision}, {runtime} on the {draft.device.upper()}, {size_mb:,.1f} MB, {_accepted(draft)}"
+
+
+def _runtime(draft: OfferedDraft) -> str:
+    return next((words for name, words in RUNTIME_NAMES.items() if name == draft.runtime), draft.runtime)
+
+
+def _accepted(draft: OfferedDraft) -> str:
+    rate = draft.acceptance
+    return "acceptance not measured" if rate is None else f"{rate * 100:.0f} % of its tokens are accepted"
+
+
+def show_offered(console: Console, offered: DraftList, judged: list[Judged], url: str) -> None:
+    """Prints the server's drafts as a table, with what runs here."""
+    print_line(console, f"{offered.model} at {url} has {len(judged)} drafts.")
+    if not judged:
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in COLUMNS:
+        table.add_column(name, no_wrap=name not in ("draft", "here"), overflow="fold")
+    for each in judged:
+        draft = each.draft
+        rate = "-" if draft.acceptance is None else f"{draft.acceptance * 100:.0f} %"
+        row = (draft.name, draft.device, draft.runtime, draft.precision, f"{draft.size_bytes / 1e6:,.1f} MB", rate)
+        table.add_row(*(escape(visible(cell)) for cell in (*row, each.runs_not or each.why_not or "yes")))
+    console.print(table, highlight=False)

@@ -1,0 +1,45 @@
+"""States the options of `outrider pull`, once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.edge.cli.cloud_flags import ApiKey, KeyFile
+from outrider.edge.devices.discovery import ModelRuntime
+from outrider.models.errors import ConfigError
+from outrider.models.manifest import Device, Precision
+from outrider.models.reference_export import DEFAULT_VERIFIER_URL
+
+
+@dataclass(frozen=True, slots=True)
+class PullOptions:
+    """The command line; None leaves a choice to the command. Raises ConfigError for a contradiction."""
+
+    cloud: Annotated[str, typer.Option("--server", "--cloud", help="Verifier's address.")] = DEFAULT_VERIFIER_URL
+    device: Annotated[
+        Device | None, typer.Option(help="Take a draft for this device; default: what is here.", show_default=False)
+    ] = None
+    runtime: Annotated[ModelRuntime | None, typer.Option(help="Take a draft for this runtime.", show_default=False)] = (
+        None
+    )
+    precision: Annotated[Precision | None, typer.Option(help="Take a draft of this precision.", show_default=False)] = (
+        None
+    )
+    name: Annotated[
+        str | None, typer.Option(help="Take this draft, even if it does not run here.", show_default=False)
+    ] = None
+    to: Annotated[
+        Path | None,
+        typer.Option(help="Put the bundle here; default: the cache, where `outrider run` finds it.", metavar="DIR"),
+    ] = None
+    is_listing: Annotated[bool, typer.Option("--list", help="Show the server's drafts and take none.")] = False
+    api_key: ApiKey = None
+    key_file: KeyFile = None
+
+    def __post_init__(self) -> None:
+        if self.is_listing and self.to is not None:
+            raise ConfigError("--list takes no draft, so nothing comes to --to; leave one of them out")

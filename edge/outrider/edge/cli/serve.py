@@ -1,0 +1,108 @@
+"""Serves the local endpoint: `outrider serve`.
+
+In this order, so that a mistake shows before the model is loaded: options, keys, port, bundle; then the draft, a look
+at the verifier, and the line that says that the server is ready.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Final
+
+from rich.console import Console
+
+from outrider.edge.cli.draft_source import Clouds, clouds_of, find_draft
+from outrider.edge.cli.serve_options import ServeOptions
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.link.client import CloudClient
+from outrider.edge.modes.assemble import make_depth, make_options, open_draft_bundle, open_draft_model
+from outrider.edge.serve.drafts import DraftSequences
+from outrider.edge.serve.server import LocalServer
+from outrider.edge.serve.state import LocalCore, LocalSettings
+from outrider.edge.serve.upstream import Upstream
+from outrider.edge.setup.endpoints import Keys
+from outrider.models.command_line import print_line
+from outrider.models.hosts import is_loopback
+from outrider.models.http.logs import LogFormat, configure_logging
+from outrider.models.http.security import KeyRing, page_policy, require_safe_host
+from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
+from outrider.models.visible import visible
+
+_CONNECTIONS_PER_TEXT: Final = 10
+"""To a verifier: a stream, and the drafts in flight."""
+
+
+def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
+    """Serves until a signal ends it. Raises OutriderError for what the user can put right.
+
+    cloud_keys: which key goes to which cloud; by default, the options' key goes to all of them.
+    """
+    configure_logging(LogFormat.TEXT)
+    keys = KeyRing.load(options.api_key_file)
+    require_safe_host(options.host, keys, is_insecure_allowed=options.insecure_no_keys)
+    tls = tls_files(options.tls_cert, options.tls_key)
+    make_depth(options.depth, Estimates())
+    agent_options = make_options(options.width, options.effort, options.draft_bytes, options.is_looked_up)
+    clouds = clouds_of(options.cloud, cloud_keys or Keys(options.api_key))
+    with open_socket(options.host, options.port) as sock:
+        settings = LocalSettings(
+            keys=keys,
+            max_body_bytes=options.max_body_kb << 10,
+            max_requests=options.max_requests,
+            max_own=options.max_own or options.max_requests,
+            rate_per_s=options.rate,
+            pages=page_policy(
+                options.host,
+                sock.getsockname()[0],
+                options.allowed_host,
+                options.allowed_origin,
+                is_keyless=not len(keys),
+            ),
+            allowed_origins=tuple(origin.rstrip("/") for origin in options.allowed_origin),
+            any_user=options.any_user,
+            shows_details=is_loopback(options.host),
+            depth=options.depth,
+            options=agent_options,
+            patience_ms=options.patience_ms,
+        )
+        core = _open_core(options, clouds, settings)
+        url = url_of(sock, is_tls=tls is not None)
+        server = LocalServer(
+            core,
+            drain_s=options.drain_s,
+            limits=ConnectionLimits(max_body_bytes=settings.max_body_bytes),
+            tls=tls,
+            on_ready=lambda: _announce(url, core),
+        )
+        server.run(sockets=[sock])
+
+
+def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -> LocalCore:
+    about = Console(stderr=True)
+    bundle = open_draft_bundle(find_draft(options.draft, options.choice, clouds, about, needs_server=False))
+    num_sequences = min(options.max_drafting, options.max_requests)
+    model = open_draft_model(bundle, options.choice, options.threads, num_sequences, options.draft_context)
+    for note in model.placement.notes:
+        print_line(about, f"note: {note}", "yellow")
+    max_connections = _CONNECTIONS_PER_TEXT * options.max_requests
+    clients = [CloudClient(url, replace(each, max_connections=max_connections)) for url, each in clouds]
+    fingerprint = bundle.manifest.tokenizer_fingerprint
+    return LocalCore(
+        tokenizer=bundle.tokenizer(),
+        fingerprint=fingerprint,
+        upstream=Upstream(clients, fingerprint),
+        drafts=DraftSequences(model, num_sequences, is_looked_up=options.is_looked_up),
+        settings=settings,
+        placement=model.placement.words,
+    )
+
+
+def _announce(url: str, core: LocalCore) -> None:
+    drafting, num_texts = core.placement, core.drafts.max_sequences
+    if num_texts:
+        drafting += f", for {num_texts} text{'s' if num_texts > 1 else ''} at a time"
+    lines = [f"{READY_PREFIX}{url}", f"draft: {drafting}", f"Point an OpenAI client at {url}/v1"]
+    sys.stdout.write(visible("\n".join(lines)) + "\n")
+    sys.stdout.flush()

@@ -1,0 +1,163 @@
+"""Checks draft bundles: manifest, digests, tokenizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
+from outrider.edge.doctor.findings import Finding, fault, ok, warning
+from outrider.edge.doctor.probe import ProbeFailed, find_pulled_draft
+from outrider.edge.store.auto import AUTO
+from outrider.edge.store.shelf import Shelf
+from outrider.models.bundle import Bundle
+from outrider.models.errors import OutriderError
+from outrider.models.extras import is_installed
+from outrider.models.manifest import MANIFEST_NAME
+from outrider.models.reference_export import EXPORTER_PACKAGES, REFERENCE
+
+MAX_DEPTH: Final = 5
+MAX_BUNDLES: Final = 12
+"""So many of the cache are read whole; further ones are only counted."""
+_CHOSEN: Final = (AUTO, REFERENCE)
+"""Values of `--draft` that leave the choice to the command."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedBundle:
+    """A bundle, if it is intact, and what was found."""
+
+    finding: Finding
+    bundle: Bundle | None = None
+
+    def has_tokenizer(self, fingerprint: str | None) -> bool:
+        """Whether it is intact and has this tokenizer; None: any."""
+        return self.bundle is not None and fingerprint in (None, self.bundle.manifest.tokenizer_fingerprint)
+
+    def is_at(self, path: Path) -> bool:
+        """Whether it is intact and lies there."""
+        return self.bundle is not None and self.bundle.path == path
+
+    def is_below(self, folder: Path) -> bool:
+        """Whether it is intact and lies below that folder."""
+        return self.bundle is not None and self.bundle.path.is_relative_to(folder)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its files."""
+        return sum(entry.size for entry in self.bundle.manifest.files) if self.bundle is not None else 0
+
+
+def check_bundle(path: Path, *, is_used: bool) -> CheckedBundle:
+    """Reads and hashes a draft bundle. is_used: a damaged one is a fault; in the cache only it is a warning."""
+    name = "draft" if is_used else "bundle"
+    report = fault if is_used else warning
+    try:
+        bundle = Bundle.open(path)
+        manifest = bundle.manifest
+        if manifest.role != "draft":
+            advice = "name a draft, as outrider-export writes it"
+            return CheckedBundle(report(name, f"{path} is a {manifest.role} bundle; expected a draft", advice))
+        bundle.tokenizer()
+    except OutriderError as error:
+        problem, _, advice = str(error).rpartition("; ")
+        return CheckedBundle(report(name, problem or advice, advice if problem else "export or copy it again"))
+    except OSError as error:
+        return CheckedBundle(report(name, f"{path} cannot be read ({error.strerror})", "correct its permissions"))
+    made = f"{manifest.runtime} on {manifest.device}, {manifest.precision}"
+    found = f"{manifest.name} at {path}: intact, {len(manifest.files)} files, for {made}"
+    return CheckedBundle(ok(name, found), bundle)
+
+
+def cached_drafts(cache: Path) -> list[Path]:
+    """Directories of draft bundles below the cache, sorted; nothing is hashed."""
+    found: list[Path] = []
+    for folder, below, files in os.walk(cache):
+        depth = len(Path(folder).relative_to(cache).parts)
+        below[:] = sorted(name for name in below if depth < MAX_DEPTH and not name.startswith("."))
+        if MANIFEST_NAME in files:
+            below.clear()
+            try:
+                is_target = Bundle.open(folder, verify=False).manifest.role == "target"
+            except OutriderError:
+                is_target = Path(folder).name == "target"
+            if not is_target:
+                found.append(Path(folder))
+    return found
+
+
+FindPulled = Callable[[Path, str, str | None, DraftChoice], Path | None]
+
+
+class Bundles:
+    """The draft in use and those in the cache. Run `findings` first. draft, choice: the options of the command."""
+
+    def __init__(
+        self,
+        draft: str,
+        cache: Path,
+        choice: DraftChoice = AS_BUNDLED,
+        find_pulled: FindPulled = find_pulled_draft,
+    ) -> None:
+        self._draft = draft
+        self._cache = cache
+        self._choice = choice
+        self._find_pulled = find_pulled
+        self._pulled: dict[tuple[str, str | None], Path | None] = {}
+        self._shelf = Shelf(cache / "drafts")
+        self.intact: list[CheckedBundle] = []
+        self.is_broken = False
+
+    def findings(self) -> Iterator[Finding]:
+        """One for each bundle."""
+        named = None if self._draft in _CHOSEN else Path(self._draft).expanduser()
+        if named is not None:
+            yield from self._check(named, is_used=True)
+        cached = [path for path in cached_drafts(self._cache) if named is None or path.resolve() != named.resolve()]
+        for path in cached[:MAX_BUNDLES]:
+            yield from self._check(path, is_used=False)
+        if len(cached) > MAX_BUNDLES:
+            yield ok("bundle", f"{len(cached) - MAX_BUNDLES} more in {self._cache} were not read")
+        if named is None and not self.intact:
+            missing = next((name for name in EXPORTER_PACKAGES if not is_installed(name)), None)
+            if missing is not None:
+                found = f"none is here, and the reference draft cannot be exported: {missing} is not installed"
+                yield warning("draft", found, "run `outrider pull`")
+                return
+            advice = "`outrider pull` brings one that was made for your server's target" if self._draft == AUTO else ""
+            yield ok("draft", "the reference draft; it is exported when it is first used", advice)
+
+    def for_target(self, tokenizer: str | None, target: str | None = None) -> CheckedBundle | None:
+        """The draft in use for a target: the named one, the one pulled for it, or the reference draft.
+
+        tokenizer: the target's fingerprint; None: unknown. A draft with another tokenizer shows why nothing fits.
+        """
+        if self._draft not in _CHOSEN:
+            return None if self.is_broken else next(iter(self.intact), None)
+        if (pulled := self.pulled_for(tokenizer, target)) is not None:
+            return next((each for each in self.intact if each.is_at(pulled)), None)
+        exported = [each for each in self.intact if not each.is_below(self._shelf.root)]
+        return next((each for each in exported if each.has_tokenizer(tokenizer)), next(iter(exported), None))
+
+    def pulled_for(self, tokenizer: str | None, target: str | None = None) -> Path | None:
+        """The place of the pulled draft that is in use for a target, intact or not."""
+        if self._draft != AUTO or tokenizer is None or next(self._shelf.drafts(), None) is None:
+            return None
+        if (tokenizer, target) not in self._pulled:
+            try:
+                found = self._find_pulled(self._shelf.root, tokenizer, target, self._choice)
+            except ProbeFailed:
+                found = None  # the runtimes' own findings say why
+            self._pulled[tokenizer, target] = found
+        return self._pulled[tokenizer, target]
+
+    def _check(self, path: Path, *, is_used: bool) -> Iterator[Finding]:
+        checked = check_bundle(path, is_used=is_used)
+        if checked.bundle is not None:
+            self.intact.append(checked)
+        elif is_used:
+            self.is_broken = True
+        yield checked.finding

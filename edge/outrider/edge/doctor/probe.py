@@ -1,0 +1,170 @@
+"""Asks a runtime for its devices, finds a pulled draft or profiles one, in a process of its own.
+
+A broken driver ends only that process.
+
+`python -m outrider.edge.doctor.probe` is it; its last line is the answer, in JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRuntime, find_runtime
+from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.store.shelf import Shelf, find_pulled
+from outrider.models.errors import OutriderError
+
+PROMPT_TOKENS: Final = 16
+NUM_WARM: Final = 3
+NUM_TIMED: Final = 9
+TIMEOUT_S: Final = 120.0
+_ANSWER: Final = "OUTRIDER_PROBE "
+
+
+class ProbeFailed(Exception):
+    """The process gave no answer. The message says why, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A draft on this machine. words: what runs it. token_ms: median time of one token, without branches."""
+
+    words: str
+    open_s: float
+    prompt_ms: float
+    token_ms: float
+    worst_ms: float
+
+
+def ask_runtime(runtime: ModelRuntime) -> FoundRuntime:
+    """`find_runtime` in a process of its own. Raises ProbeFailed."""
+    answer = _ask(["runtime", runtime])
+    return FoundRuntime(runtime, answer["version"], tuple(FoundDevice(**each) for each in answer["devices"]))
+
+
+def profile_draft(bundle: str, choice: DraftChoice, num_threads: int = 0) -> Profile:
+    """Opens the draft and times it in a process of its own. Raises ProbeFailed."""
+    return Profile(**_ask(["draft", bundle, _as_text(choice), str(num_threads)]))
+
+
+def find_pulled_draft(shelf: Path, tokenizer: str, target: str | None, choice: DraftChoice) -> Path | None:
+    """Where the draft lies that `find_pulled` finds, in a process of its own: it asks runtimes. Raises ProbeFailed."""
+    found = _ask(["pulled", str(shelf), tokenizer, json.dumps(target), _as_text(choice)])["path"]
+    return None if found is None else Path(found)
+
+
+def _as_text(choice: DraftChoice) -> str:
+    return json.dumps([choice.runtime, choice.device, choice.emulate_npu, choice.provider])
+
+
+def _ask(arguments: Sequence[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "outrider.edge.doctor.probe", *arguments]
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=TIMEOUT_S,
+            env=os.environ | {"PYTHONIOENCODING": "utf-8"},
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ProbeFailed(f"no answer within {TIMEOUT_S:.0f} s") from None
+    except OSError as error:
+        raise ProbeFailed(f"no process could be started: {error.strerror}") from None
+    answer = next((line for line in reversed(done.stdout.splitlines()) if line.startswith(_ANSWER)), None)
+    if answer is None:
+        raise ProbeFailed(_ended(done.returncode, done.stderr))
+    found: dict[str, Any] = json.loads(answer.removeprefix(_ANSWER))
+    if "error" in found:
+        raise ProbeFailed(str(found["error"]))
+    return found
+
+
+def _ended(status: int, stderr: str) -> str:
+    last = next((line.strip() for line in reversed(stderr.splitlines()) if line.strip()), "")
+    if status < 0:
+        try:
+            how = f"its process was ended by {signal.Signals(-status).name}"
+        except ValueError:
+            how = f"its process was ended by signal {-status}"
+    else:
+        how = f"its process ended with status {status}"
+    return f"{how}: {last[:300]}" if last else how
+
+
+def _find(runtime: ModelRuntime) -> dict[str, Any]:
+    return find_runtime(runtime).as_json()
+
+
+def _find_pulled(shelf: Path, tokenizer: str, target: str | None, choice: DraftChoice) -> dict[str, Any]:
+    found = find_pulled(tokenizer, target, choice, Shelf(shelf))
+    return {"path": None if found is None else str(found.bundle.path)}
+
+
+def _profile(bundle: str, choice: DraftChoice, num_threads: int) -> dict[str, Any]:
+    from outrider.edge.modes.assemble import open_draft_bundle, open_drafter
+    from outrider.models.sampling import SamplingParams
+
+    began = time.perf_counter()
+    draft = open_drafter(open_draft_bundle(bundle), choice, num_threads)
+    opened = time.perf_counter()
+    drafter = draft.drafter
+    try:
+        drafter.begin(range(1, 1 + PROMPT_TOKENS), SamplingParams())
+        guesses = drafter.guess([()], 1)[0]
+        prompt_ms = 1e3 * (time.perf_counter() - opened)
+        times = []
+        for _ in range(NUM_WARM + NUM_TIMED):
+            drafter.extend([guesses[0].token if guesses else 1])
+            start = time.perf_counter()
+            guesses = drafter.guess([()], 1)[0]
+            times.append(1e3 * (time.perf_counter() - start))
+    finally:
+        drafter.close()
+    timed = times[NUM_WARM:]
+    return {
+        "words": draft.placement.words,
+        "open_s": opened - began,
+        "prompt_ms": prompt_ms,
+        "token_ms": median(timed),
+        "worst_ms": max(timed),
+    }
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Answers one question on standard output."""
+    what, *rest = arguments
+    try:
+        if what == "runtime":
+            runtime: ModelRuntime = "openvino" if rest[0] == "openvino" else "onnxruntime"
+            found = _find(runtime)
+        elif what == "pulled":
+            shelf, tokenizer, target, options = rest
+            found = _find_pulled(Path(shelf), tokenizer, json.loads(target), DraftChoice(*json.loads(options)))
+        else:
+            bundle, options, num_threads = rest
+            found = _profile(bundle, DraftChoice(*json.loads(options)), int(num_threads))
+    except OutriderError as error:
+        found = {"error": str(error)}
+    except Exception as error:  # a runtime raises what it likes
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        found = {"error": f"{type(error).__name__}: {lines[0][:300] if lines else ''}"}
+    print(_ANSWER + json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

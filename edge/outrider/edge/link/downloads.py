@@ -1,0 +1,85 @@
+"""Lists a server's drafts and downloads their files. Knows no disk."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from urllib.parse import quote
+
+import httpx
+
+from outrider.edge.link.client import PLAIN, CloudClient, Headers
+from outrider.edge.link.errors import ProtocolBroken, short
+from outrider.models.protocol import DraftList, OfferedFile
+
+
+@dataclass(frozen=True, slots=True)
+class Arriving:
+    """A file's bytes from `start` on, as they come."""
+
+    start: int
+    pieces: AsyncGenerator[bytes, None]
+
+
+class DraftClient(CloudClient):
+    """A client of one server that also downloads; raises as `CloudClient` does."""
+
+    async def draft_list(self) -> DraftList:
+        """GET /v1/drafts."""
+        return self._parse(DraftList, await self._exchange("GET", "/v1/drafts", headers=PLAIN))
+
+    @asynccontextmanager
+    async def download(self, draft: str, file: OfferedFile, start: int = 0) -> AsyncIterator[Arriving]:
+        """GET /v1/drafts/{draft}/{path}, from byte `start` on if the server can; it may also begin at 0.
+
+        The pieces never exceed the announced size; fewer bytes are no error here.
+        """
+        headers: Headers = list(PLAIN)  # compressed, a file's hash would be of other bytes
+        if start:
+            # Without If-Range the rest of another file could be appended.
+            headers += [("Range", f"bytes={start}-"), ("If-Range", f'"{file.sha256}"')]
+        request = self._build("GET", f"/v1/drafts/{quote(draft)}/{quote(file.path)}", headers=headers)
+        async with self._deadline(self._head_timeout_s):
+            response = await self._http.send(request, stream=True)
+        try:
+            self._count(response)
+            async with self._deadline(self._head_timeout_s):
+                await self._require_success(response)
+            first = self._first_byte(response, file, start)
+            async with aclosing(self._pieces(response, file.size - first)) as pieces:
+                yield Arriving(first, pieces)
+        finally:
+            await response.aclose()
+
+    def _first_byte(self, response: httpx.Response, file: OfferedFile, start: int) -> int:
+        if response.status_code == 200:
+            return 0
+        found, expected = response.headers.get("content-range", "missing"), f"bytes {start}-{file.size - 1}/{file.size}"
+        if response.status_code != 206 or found != expected:
+            raise ProtocolBroken(
+                self.url,
+                f"it answered HTTP {response.status_code} with Content-Range {short(found)!r}; expected {expected!r}",
+            )
+        return start
+
+    async def _pieces(self, response: httpx.Response, left: int) -> AsyncGenerator[bytes, None]:
+        async with aclosing(_raw(response)) as chunks:
+            while True:
+                async with self._deadline(self._silence_s):
+                    chunk = await anext(chunks, b"")
+                if not chunk:
+                    return
+                left -= len(chunk)
+                if left < 0:
+                    raise ProtocolBroken(self.url, "a file has more bytes than it announced")
+                self._body_down += len(chunk)
+                yield chunk
+
+
+async def _raw(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """The body as it comes, never decoded."""
+    assert isinstance(response.stream, httpx.AsyncByteStream)
+    async for chunk in response.stream:
+        if chunk:
+            yield chunk

@@ -1,0 +1,62 @@
+"""Builds the application of the local endpoint.
+
+A request passes these layers, from the outside in: CORS where it is configured, the error boundary, the body limit, the
+gate (host, origin, key, media type and rate), without keys the caller's user, then the router. All but the last are
+the cloud's own.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Mount
+from starlette.types import ASGIApp
+
+from outrider.edge.serve.neighbours import OwnUser
+from outrider.edge.serve.page import PageHeaders
+from outrider.edge.serve.routes import PATHS, local_routes
+from outrider.edge.serve.state import LocalCore
+from outrider.models.http.errors import ErrorBoundary
+from outrider.models.http.handlers import install_error_handlers
+from outrider.models.http.limits import BodyLimit, RateLimiter
+from outrider.models.http.security import Gate, PagePolicy
+
+PROBE_PATHS: Final = ("/health/live", "/health/ready")
+"""Answered without a key, under any host name."""
+COSTLY_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
+"""Counted against a client's rate."""
+
+
+def create_local_app(core: LocalCore, page: ASGIApp | None = None) -> Starlette:
+    """The application. page: serves everything that is no route of the API; it gets a strict content policy."""
+    settings = core.settings
+    layers = [
+        Middleware(ErrorBoundary),
+        Middleware(BodyLimit, max_bytes=settings.max_body_bytes),
+        Middleware(
+            Gate,
+            keys=settings.keys,
+            limiter=RateLimiter(settings.rate_per_s),
+            pages=settings.pages or PagePolicy(is_keyless=not len(settings.keys)),
+            open_paths=(),
+            probe_paths=PROBE_PATHS,
+            costly_paths=COSTLY_PATHS,
+        ),
+    ]
+    if not len(settings.keys) and not settings.any_user:
+        layers.append(Middleware(OwnUser, paths=COSTLY_PATHS))
+    if settings.allowed_origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+        )
+        layers.insert(0, cors)  # outside, so that a page can read errors too
+    routes = [*local_routes(core), *([Mount("/", app=PageHeaders(page))] if page is not None else [])]
+    app = Starlette(routes=routes, middleware=layers)
+    install_error_handlers(app, PATHS)
+    return app

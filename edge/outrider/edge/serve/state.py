@@ -1,0 +1,108 @@
+"""Holds what every route of the local endpoint needs."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from outrider.edge.modes.stream import AgentOptions
+from outrider.edge.serve.drafts import DraftSequences
+from outrider.edge.serve.upstream import Upstream
+from outrider.models.errors import RequestError
+from outrider.models.http.encoding import Workers
+from outrider.models.http.requests import Bodies
+from outrider.models.http.security import KeyRing, PagePolicy
+from outrider.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSettings:
+    """How the endpoint treats its clients, and how it drafts.
+
+    keys: accepted API keys. max_requests: texts at a time, of all clients. max_own: of one client. rate_per_s: requests
+    that start work, per second and client; 0 is no limit. keep_alive_s: silence on a stream after which a comment is
+    sent. pages: which names and pages may call. allowed_origins: whose pages also get CORS headers. any_user: without
+    keys, other users of this machine may call too. shows_details: whether errors may name the verifiers.
+    """
+
+    keys: KeyRing = field(default_factory=KeyRing)
+    max_body_bytes: int = 1 << 20
+    max_requests: int = 16
+    max_own: int = 16
+    rate_per_s: float = 0.0
+    keep_alive_s: float = 5.0
+    pages: PagePolicy | None = None
+    allowed_origins: tuple[str, ...] = ()
+    any_user: bool = False
+    shows_details: bool = True
+    depth: str = "auto"
+    options: AgentOptions = field(default_factory=AgentOptions)
+    patience_ms: float | None = None
+
+
+class Places:
+    """Counts the texts that run, of each client and in all. Lives on one event loop."""
+
+    def __init__(self, max_all: int, max_own: int) -> None:
+        self._max_all = max_all
+        self._max_own = max_own
+        self._taken: dict[bytes, int] = {}
+
+    @property
+    def num_taken(self) -> int:
+        """Texts of all clients."""
+        return sum(self._taken.values())
+
+    def take(self, owner: bytes, count: int) -> None:
+        """Takes places. Raises RequestError, and takes none, where too few are free: 429 if they are the client's own,
+        else 503.
+        """
+        own = self._taken.get(owner, 0)
+        if own + count > self._max_own:
+            raise RequestError(
+                "too_many_requests",
+                f"this client has {own} texts in work and asks for {count} more; at most {self._max_own} may be. "
+                "Retry when some have ended",
+                status=429,
+            )
+        if (num_taken := self.num_taken) + count > self._max_all:
+            raise RequestError(
+                "overloaded", f"{num_taken} of {self._max_all} texts are in work; retry in a moment", status=503
+            )
+        self._taken[owner] = own + count
+
+    def release(self, owner: bytes) -> None:
+        """Frees one place."""
+        self._taken[owner] -= 1
+        if not self._taken[owner]:
+            del self._taken[owner]
+
+
+@dataclass(slots=True)
+class LocalCore:
+    """What the routes share. is_draining: the server is ending and takes no new work. tasks: the running texts."""
+
+    tokenizer: Tokenizer
+    fingerprint: str
+    upstream: Upstream
+    drafts: DraftSequences
+    settings: LocalSettings = field(default_factory=LocalSettings)
+    placement: str = ""
+    is_draining: bool = False
+    workers: Workers = field(default_factory=Workers)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    places: Places = field(init=False)
+    bodies: Bodies = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.places = Places(self.settings.max_requests, self.settings.max_own)
+        self.bodies = Bodies(self.settings.max_body_bytes)
+
+    async def aclose(self) -> None:
+        """Ends all texts, closes the connections and releases the draft."""
+        self.is_draining = True
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self.upstream.aclose()
+        await asyncio.to_thread(self.drafts.close)

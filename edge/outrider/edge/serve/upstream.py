@@ -1,0 +1,130 @@
+"""Asks the verifiers for what the local endpoint needs beside texts: who they are, and conversations as token ids.
+
+The connections are shared; what is measured and counted belongs to one text each.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, TypeVar
+
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.endpoints import Endpoints, RetryPolicy
+from outrider.edge.link.origin import Served, TextOrigin
+from outrider.models.errors import OutriderError, TokenizerMismatch
+from outrider.models.protocol import ModelFacts, ReadyAnswer, RenderAnswer
+from outrider.models.visible import visible
+
+_log = logging.getLogger("outrider.serve")
+
+Answer = TypeVar("Answer")
+
+FACTS_S: Final = 30.0
+"""How long facts are believed: another target behind the same address shows after that time."""
+READY_S: Final = 1.0
+"""The same for readiness: probes may come often."""
+
+
+class Upstream:
+    """The verifiers of one target. fingerprint: of the device's tokenizer. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        clients: Sequence[CloudClient],
+        fingerprint: str,
+        retry: RetryPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clients = list(clients)
+        self._fingerprint = fingerprint
+        self._retry = retry or RetryPolicy(max_loading_s=2.0)
+        self._clock = clock
+        self._facts: tuple[float, ModelFacts] | None = None
+        self._facts_url = ""
+        self._ready: tuple[float, ReadyAnswer] | None = None
+
+    async def aclose(self) -> None:
+        """Closes every connection."""
+        for client in self._clients:
+            await client.aclose()
+
+    def endpoints(self) -> Endpoints:
+        """The endpoints for one text, the one that served last first."""
+        return Endpoints([client.for_one_text() for client in self._clients], self._retry, on_trouble=_note)
+
+    def served(self, url: str) -> None:
+        """Records that a text is served there: the next begins there too."""
+        if self._clients[0].url != url:
+            self._clients.sort(key=lambda client: client.url != url)
+
+    async def facts(self, *, is_fresh: bool = False) -> ModelFacts:
+        """The target's facts. is_fresh: asks again. Raises CloudError, and TokenizerMismatch for another tokenizer."""
+        now = self._clock()
+        if not is_fresh and self._facts is not None and now - self._facts[0] < FACTS_S:
+            return self._facts[1]
+        url, facts = await self._ask(_facts_of)
+        if facts.tokenizer != self._fingerprint:
+            raise TokenizerMismatch(
+                f"the draft's tokenizer is {self._fingerprint[:12]}, that of {facts.name[:100]} is "
+                f"{facts.tokenizer[:12]}: token ids would mean different text. Use a draft made for this target"
+            )
+        self._facts, self._facts_url = (now, facts), url
+        return facts
+
+    def forget_facts(self) -> None:
+        """Asks again at the next request: another target may answer."""
+        self._facts = None
+
+    def origin(self, facts: ModelFacts) -> TextOrigin:
+        """For a text that this target must write: the answer names it, and its template made the prompt."""
+        text = TextOrigin()
+        text.took_tokens(Served(self._facts_url, facts.name, facts.target))
+        return text
+
+    async def render(self, conversation: bytes, facts: ModelFacts) -> RenderAnswer:
+        """A conversation's token ids, by the chat template of the target of these facts.
+
+        Raises TargetMismatch where another one answers, and else as a verifier's client does.
+        """
+
+        async def ask(client: CloudClient) -> RenderAnswer:
+            rendered = await client.render(conversation)
+            self.origin(facts).require_same(Served(client.url, rendered.model, rendered.target))
+            return rendered
+
+        return await self._ask(ask)
+
+    async def ready(self) -> ReadyAnswer:
+        """The readiness of the first verifier that answers. Raises CloudError."""
+        now = self._clock()
+        if self._ready is None or now - self._ready[0] >= READY_S:
+            self._ready = (now, await self._ask(lambda client: client.ready()))
+        return self._ready[1]
+
+    async def _ask(self, ask: Callable[[CloudClient], Awaitable[Answer]]) -> Answer:
+        clients = [client.for_one_text() for client in self._clients]
+        # A client waits for this before its text begins: each verifier is asked once, an only one twice.
+        quick = RetryPolicy(max_failures=max(2, len(clients)), max_outage_s=0.0, max_loading_s=0.0)
+        return await Endpoints(clients, quick).call(ask)
+
+
+async def _facts_of(client: CloudClient) -> tuple[str, ModelFacts]:
+    return client.url, await client.model_facts()
+
+
+async def look_at(upstream: Upstream) -> None:
+    """Logs, at the start, whether the verifier answers and fits the draft. Raises TokenizerMismatch."""
+    try:
+        facts = await upstream.facts()
+    except TokenizerMismatch:
+        raise
+    except OutriderError as error:
+        _note(f"{error}. Requests get 503 until one answers.")
+    else:
+        _log.info("the target is %s, with %d positions", visible(facts.name), facts.max_positions)
+
+
+def _note(words: str) -> None:
+    _log.warning("%s", visible(words))

@@ -1,0 +1,118 @@
+"""Reads the `[[endpoint]]` tables: a cloud's address, its name and its key file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from outrider.edge.link.address import verifier_url, without_password
+from outrider.edge.setup.config_file import ENDPOINT, ConfigFile, described
+from outrider.edge.setup.key_file import read_key_file
+from outrider.models.errors import ConfigError
+from outrider.models.hosts import is_loopback
+
+
+class Endpoint(BaseModel):
+    """One cloud. key_file: holds its key, which goes to no other address. allow_http: send it without encryption."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, hide_input_in_errors=True)
+
+    url: str
+    name: Annotated[str, Field(min_length=1, max_length=64)] | None = None
+    key_file: Annotated[str, Field(min_length=1)] | None = None
+    allow_http: bool = False
+
+    @field_validator("url")
+    @classmethod
+    def _is_address(cls, url: str) -> str:
+        try:
+            return verifier_url(url)
+        except ConfigError:
+            raise ValueError(
+                f"is {without_password(url)!r}; expected an address such as https://cloud.example.com"
+            ) from None
+
+    @model_validator(mode="after")
+    def _keeps_its_key(self) -> Endpoint:
+        if self.key_file is not None and not self.allow_http and is_plain_http(self.url):
+            raise ValueError(
+                f"would send its key without encryption to {without_password(self.url)}; expected https, or "
+                "allow_http = true"
+            )
+        return self
+
+
+def is_plain_http(url: str) -> bool:
+    """Whether a key sent there can be read on the network."""
+    parts = urlsplit(url)
+    return parts.scheme == "http" and not is_loopback(parts.hostname or "")
+
+
+def read_endpoints(config: ConfigFile) -> tuple[Endpoint, ...]:
+    """The file's endpoints, in its order. Raises ConfigError naming the line of the first mistake."""
+    found = config.document.get(ENDPOINT, [])
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise config.error((ENDPOINT,), f"is {described(found)}; expected tables, each begun by [[{ENDPOINT}]]")
+    endpoints = tuple(_read(config, index, raw) for index, raw in enumerate(found))
+    for name in ("url", "name"):
+        seen: dict[str, int] = {}
+        for index, endpoint in enumerate(endpoints):
+            value = getattr(endpoint, name)
+            if value is not None and seen.setdefault(value, index) != index:
+                raise config.error(
+                    (ENDPOINT, index, name), f"is that of endpoint[{seen[value]}] too; expected another {name}"
+                )
+    return endpoints
+
+
+def _read(config: ConfigFile, index: int, raw: dict[str, Any]) -> Endpoint:
+    try:
+        endpoint = Endpoint.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = (ENDPOINT, index, *first["loc"])
+        known = ", ".join(Endpoint.model_fields)
+        if first["type"] == "extra_forbidden":
+            raise config.error(where, f"is no key of an endpoint; expected one of {known}") from None
+        if first["type"] == "missing":
+            raise config.error((ENDPOINT, index), f"has no {first['loc'][0]}; expected one of each endpoint") from None
+        problem = str(first["ctx"]["error"]) if "error" in first.get("ctx", {}) else None
+        raise config.error(where, problem or f"does not fit: {first['msg']}") from None
+    if endpoint.key_file is None:
+        return endpoint
+    return endpoint.model_copy(update={"key_file": str(beside(config.path, endpoint.key_file))})
+
+
+def beside(config: Path, name: str) -> Path:
+    """A path of the configuration: `~` is the home directory, a relative path begins beside the file."""
+    return config.parent / Path(name).expanduser()
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Which key goes to which address. general: from --api-key, OUTRIDER_API_KEY or key_file.
+
+    is_asked: the general key comes from a flag or the environment, so it is meant for the one address in use.
+    """
+
+    general: str | None = None
+    is_asked: bool = False
+    endpoints: tuple[Endpoint, ...] = ()
+
+    def for_url(self, url: str, urls: Sequence[str]) -> str | None:
+        """The key for `url`, one of `urls` in use; None: none.
+
+        An endpoint's own key goes nowhere else, and several configured endpoints never get the general key. Raises
+        ConfigError for a key file that cannot be used.
+        """
+        if self.general is not None and self.is_asked and len(urls) == 1:
+            return self.general
+        own = next((each for each in self.endpoints if each.url == verifier_url(url)), None)
+        if own is not None and own.key_file is not None:
+            return read_key_file(Path(own.key_file))
+        return None if own is not None and len(self.endpoints) > 1 else self.general

@@ -1,0 +1,333 @@
+"""Gives each option of a command its value: flag, then environment, then configuration file, then default.
+
+Works on click's commands, whatever their options are. The file's tables become click's `default_map`, the environment's
+names its `envvar`; so a command is called as if its options had been typed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import click
+from click.core import ParameterSource
+
+from outrider.edge.link.address import without_password
+from outrider.edge.setup.config_file import COMMON, ENDPOINT, VARIABLE, ConfigFile, Where, described
+from outrider.edge.setup.endpoints import beside, read_endpoints
+from outrider.models.errors import ConfigError
+
+PREFIX: Final = "OUTRIDER_"
+RESERVED: Final = frozenset({VARIABLE, "OUTRIDER_CACHE", "OUTRIDER_API_KEYS"})
+"""Variables that are no option's: OUTRIDER_API_KEYS is the server's."""
+UNCONFIGURED: Final = frozenset({"config", "service"})
+"""Commands that work with a broken file and are typed once, so nothing configures them."""
+SECRETS: Final = frozenset({"api_key"})
+"""Options whose values are never shown, and never in the file."""
+CLOUDS: Final = frozenset({"cloud", "server"})
+"""Options that take the addresses of the `[[endpoint]]` tables."""
+
+Path_ = tuple[str, ...]
+SourceName = Literal["flag", "environment", "file", "default"]
+_SOURCES: Final[dict[ParameterSource, SourceName]] = {
+    ParameterSource.COMMANDLINE: "flag",
+    ParameterSource.ENVIRONMENT: "environment",
+    ParameterSource.DEFAULT_MAP: "file",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """An option's value. where: the flag, the variable, or the file's line; None for a default."""
+
+    command: str
+    name: str
+    value: object
+    source: SourceName
+    where: str | None = None
+
+    @property
+    def shown(self) -> object:
+        """The value for people and programs; a secret only says that it is set."""
+        if self.name in SECRETS and self.value is not None:
+            return "(set, not shown)"
+        if self.name in CLOUDS:
+            is_list = isinstance(self.value, list)
+            urls = [
+                without_password(str(each)) for each in (self.value if isinstance(self.value, list) else [self.value])
+            ]
+            return urls if is_list else urls[0]
+        return self.value
+
+
+class Settings:
+    """The options of a group's commands, with a configuration file. Raises ConfigError for a file that does not fit.
+
+    environment: as `os.environ`.
+    """
+
+    def __init__(self, group: click.Group, config: ConfigFile, environment: Mapping[str, str] | None = None) -> None:
+        self.config = config
+        self.commands = {path: command for path, command in leaf_commands(group) if path[0] not in UNCONFIGURED}
+        self.common = _common_names(self.commands.values())
+        self._environment = os.environ if environment is None else environment
+        self._check_names()
+        self.endpoints = read_endpoints(config)
+        # A value for all commands may be beyond the bounds of some: those refuse it when they run.
+        self._unfit: dict[Path_, dict[Where, ConfigError]] = {path: {} for path in self.commands}
+        self._found = {path: dict(self._from_file(path)) for path in self.commands}
+        fits = {where for values in self._found.values() for _, where in values.values()}
+        for unfit in self._unfit.values():
+            for where, error in unfit.items():
+                if where not in fits:
+                    raise error
+
+    def default_map(self) -> dict[str, Any]:
+        """The file's values as click takes them, by command."""
+        found: dict[str, Any] = {}
+        for path, values in self._found.items():
+            place = found
+            for part in path:
+                place = place.setdefault(part, {})
+            place.update({name: value for name, (value, _) in values.items()})
+        return found
+
+    def check(self, path: Path_) -> None:
+        """Raises ConfigError for a variable, or a value of [common], that this command cannot take."""
+        for error in self._unfit[path].values():
+            raise error
+        for option in _options(self.commands[path]):
+            variable = self._variable(path, option)
+            if variable is None:
+                continue
+            context = click.Context(self.commands[path])
+            raw = self._environment[variable]
+            value: Any = option.type.split_envvar_value(raw) if option.multiple else raw
+            try:
+                option.type_cast_value(context, value)
+            except click.BadParameter:
+                raise ConfigError(f"{variable} is {raw!r}; expected {expectation(option)}") from None
+
+    def resolve(self, path: Path_, arguments: list[str] | None = None) -> list[Setting]:
+        """Every option's value, as the command would get it with these arguments. Raises click's UsageError."""
+        command = self.commands[path]
+        name_variables(path, command, self.common)
+        context = click.Context(command, info_name=" ".join(["outrider", *path]), allow_extra_args=True)
+        context.default_map = {name: value for name, (value, _) in self._found[path].items()}
+        self.check(path)
+        typed, _, _ = command.make_parser(context).parse_args(list(arguments or ()))
+        found = []
+        for option in _options(command):
+            assert option.name is not None
+            value, source = option.consume_value(context, typed)
+            value = option.type_cast_value(context, value) if _is_set(value) else None
+            kind = _SOURCES.get(source, "default")
+            where = {
+                "flag": option.opts[0],
+                "environment": self._variable(path, option),
+                "file": self._line(path, option.name),
+                "default": None,
+            }[kind]
+            found.append(Setting(".".join(path), long_names(option)[0], _plain(value), kind, where))
+        return found
+
+    def unknown_variables(self) -> dict[str, str | None]:
+        """Variables with our prefix that nothing reads, each with the closest known name."""
+        known = {*RESERVED}
+        for path, command in self.commands.items():
+            for option in _options(command):
+                known.update(_variables(path, option, self.common))
+        unknown = sorted(name for name in self._environment if name.startswith(PREFIX) and name not in known)
+        return {name: next(iter(get_close_matches(name, known, n=1)), None) for name in unknown}
+
+    def _line(self, path: Path_, name: str) -> str | None:
+        if name not in self._found[path]:
+            return None
+        where = self._found[path][name][1]
+        return f"[[{ENDPOINT}]]" if where == (ENDPOINT,) else f"line {self.config.line_of(where)}"
+
+    def _variable(self, path: Path_, option: click.Option) -> str | None:
+        names = _variables(path, option, self.common)
+        return next((name for name in names if self._environment.get(name)), None)
+
+    def _from_file(self, path: Path_) -> Iterator[tuple[str, tuple[Any, Where]]]:
+        """Option by option: the value that click takes, and its place in the file."""
+        own, common = self.config.table(*path), self.config.table(COMMON)
+        for option in _options(self.commands[path]):
+            assert option.name is not None
+            where = _where(path, own, option) or (
+                _where((COMMON,), common, option) if not self.common.isdisjoint(long_names(option)) else None
+            )
+            if where is not None:
+                try:
+                    value = self._checked(where, option, path)
+                except ConfigError as error:
+                    if where[0] != COMMON:
+                        raise
+                    self._unfit[path][where] = error
+                else:
+                    yield option.name, (value, where)
+            elif self.endpoints and not CLOUDS.isdisjoint(long_names(option)):
+                urls = [each.url for each in self.endpoints]
+                yield option.name, (urls if option.multiple else urls[0], (ENDPOINT,))
+
+    def _checked(self, where: Where, option: click.Option, path: Path_) -> Any:
+        value: Any = self.config.document
+        for part in where:
+            value = value[part]
+        if where[-1] in CLOUDS and isinstance(value, list) != option.multiple:
+            value = [value] if option.multiple else next(iter(value), "")
+        if where[-1] in SECRETS:
+            raise self.config.error(
+                where, "would keep a key in clear text; expected key_file: put the key into a file of its own"
+            )
+        scope = f" for `outrider {' '.join(path)}`" if where[0] == COMMON else ""
+        wrong = self.config.error(where, f"is {described(value)}; expected {expectation(option)}{scope}")
+        items = value if option.multiple else [value]
+        if not isinstance(items, list) or not all(_has_kind(each, option) for each in items):
+            raise wrong
+        try:
+            option.type_cast_value(click.Context(self.commands[path]), value)
+        except click.BadParameter:
+            raise wrong from None
+        return [self._path(each, option) for each in value] if option.multiple else self._path(value, option)
+
+    def _path(self, value: Any, option: click.Option) -> Any:
+        if isinstance(option.type, click.Path):
+            return str(beside(self.config.path, value))
+        if isinstance(value, str) and value.startswith(("~/", "~\\")):
+            return str(Path(value).expanduser())
+        return value
+
+    def _check_names(self) -> None:
+        tables = {path[0] for path in self.commands}
+        self._require_known(self.config.document, (), {COMMON, ENDPOINT, *tables}, "tables are")
+        self._require_known(self.config.table(COMMON), (COMMON,), set(self.common), "options of several commands are")
+        branches = {path[:depth] for path in self.commands for depth in range(1, len(path))}
+        for branch in sorted(branches):
+            below = {path[len(branch)] for path in self.commands if path[: len(branch)] == branch}
+            self._require_known(self.config.table(*branch), branch, below, "tables are")
+        for path, command in self.commands.items():
+            names = {name for option in _options(command) for name in long_names(option)}
+            self._require_known(self.config.table(*path), path, names, f"options of `outrider {' '.join(path)}` are")
+
+    def _require_known(self, table: Mapping[str, Any], where: Path_, known: set[str], what: str) -> None:
+        seen: set[str] = set()
+        for name in table:
+            spelled = name.replace("-", "_")
+            if spelled not in known:
+                closest = get_close_matches(spelled, known, n=1)
+                advice = f"did you mean {closest[0]}?" if closest else f"its {what} {', '.join(sorted(known))}"
+                raise self.config.error((*where, name), f"is unknown; {advice}")
+            if spelled in seen:
+                raise self.config.error((*where, name), "is there twice, with - and with _; keep one of them")
+            seen.add(spelled)
+
+
+def leaf_commands(group: click.Group, above: Path_ = ()) -> Iterator[tuple[Path_, click.Command]]:
+    """Every command below a group, with its path: ("run",), ("service", "install")."""
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from leaf_commands(command, (*above, name))
+        else:
+            yield (*above, name), command
+
+
+def long_names(option: click.Option) -> list[str]:
+    """Its names in the file: `--max-tokens` is max_tokens."""
+    return [name[2:].replace("-", "_") for name in option.opts if name.startswith("--")]
+
+
+def name_variables(path: Path_, command: click.Command, common: frozenset[str]) -> None:
+    """Lets click read the options of a command from the environment. Safe to call twice."""
+    for option in _options(command):
+        shown = [option.envvar] if isinstance(option.envvar, str) else list(option.envvar or ())
+        # Help shows the variables that were declared, and says once how the others are named.
+        option.show_envvar = False
+        option.envvar = list(dict.fromkeys([*_variables(path, option, common), *shown]))
+
+
+def expectation(option: click.Option) -> str:
+    """What an option takes, in words."""
+    kind = option.type
+    if isinstance(kind, click.Choice):
+        words = "one of " + ", ".join(_plain_choice(each) for each in kind.choices)
+    elif isinstance(kind, click.types.IntRange | click.types.FloatRange):
+        what = "a whole number" if isinstance(kind, click.types.IntRange) else "a number"
+        bounds = [f"at least {kind.min:g}"] if kind.min is not None else []
+        bounds += [f"at most {kind.max:g}"] if kind.max is not None else []
+        words = ", ".join([what, *bounds])
+    else:
+        words = _KIND_WORDS[_kind(option)]
+    return f"a list, each of it {words}" if option.multiple else words
+
+
+_KIND_WORDS: Final = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text in quotes"}
+
+
+def _common_names(commands: Any) -> frozenset[str]:
+    """Options that mean one thing wherever they are: a name has one kind of value in all commands."""
+    kinds: dict[str, set[str]] = {}
+    for command in commands:
+        for option in _options(command):
+            for name in long_names(option):
+                # The addresses of clouds are one or several.
+                kinds.setdefault(name, set()).add(f"{_kind(option)}{option.multiple and name not in CLOUDS}")
+    return frozenset(name for name, found in kinds.items() if len(found) == 1)
+
+
+def _options(command: click.Command) -> list[click.Option]:
+    return [each for each in command.params if isinstance(each, click.Option) and not each.is_eager and each.opts]
+
+
+def _variables(path: Path_, option: click.Option, common: frozenset[str]) -> list[str]:
+    names = long_names(option)
+    own = [PREFIX + "_".join([*path, name]).replace("-", "_").upper() for name in names]
+    shared = [PREFIX + name.upper() for name in names if name in common]
+    return own + [name for name in shared if name not in RESERVED]
+
+
+def _where(place: Path_, table: Mapping[str, Any], option: click.Option) -> Where | None:
+    names = long_names(option)
+    return next(((*place, name) for name in table if name.replace("-", "_") in names), None)
+
+
+def _kind(option: click.Option) -> Literal["bool", "int", "float", "str"]:
+    if option.is_flag or isinstance(option.type, click.types.BoolParamType):
+        return "bool"
+    if isinstance(option.type, click.types.IntParamType):
+        return "int"
+    return "float" if isinstance(option.type, click.types.FloatParamType) else "str"
+
+
+def _has_kind(value: object, option: click.Option) -> bool:
+    kind = _kind(option)
+    if kind == "bool":
+        return isinstance(value, bool)
+    if kind == "str":
+        return isinstance(value, str)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, int) if kind == "int" else math.isfinite(value)
+
+
+def _is_set(value: object) -> bool:
+    return value is not None and type(value).__name__ != "Sentinel"  # click's own "not given"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, Enum):
+        return value.value
+    return str(value) if isinstance(value, Path) else value
+
+
+def _plain_choice(choice: Any) -> str:
+    return str(choice.value if isinstance(choice, Enum) else choice)

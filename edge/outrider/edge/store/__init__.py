@@ -1,0 +1,1 @@
+"""Keeps drafts that were pulled from servers: chooses, downloads, finds them again."""

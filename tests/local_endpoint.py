@@ -1,0 +1,101 @@
+"""Runs `outrider serve`'s endpoint on a loopback port with a fake draft: uvicorn in a thread of the test process.
+
+with serve_fake() as cloud, serve_local(cloud.url) as local:
+    httpx.get(local.url + "/v1/models")
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tests.serving import TIMEOUT_S, fake_tokenizer
+
+from outrider.edge.devices.placement import Placement
+from outrider.edge.link.client import ClientOptions, CloudClient
+from outrider.edge.link.endpoints import RetryPolicy
+from outrider.edge.modes.assemble import OpenModel
+from outrider.edge.serve.drafts import DraftSequences
+from outrider.edge.serve.server import LocalServer
+from outrider.edge.serve.state import LocalCore, LocalSettings
+from outrider.edge.serve.upstream import Upstream
+from outrider.models.ingress.sockets import open_socket, url_of
+from outrider.models.runtimes.base import SequenceRuntime
+from outrider.models.runtimes.fake import FakeSequenceRuntime
+
+RETRY = RetryPolicy(max_failures=2, max_outage_s=0.0, max_loading_s=0.0)
+
+
+@dataclass(frozen=True)
+class LocalEndpoint:
+    """A running endpoint: its URL and its internals."""
+
+    url: str
+    core: LocalCore
+    server: LocalServer
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Returns once `is_so()` is true; fails the test after TIMEOUT_S."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not is_so():
+            assert time.monotonic() < deadline, "the condition did not come true in time"
+            time.sleep(0.002)
+
+    def is_at_rest(self) -> bool:
+        """Whether no text is in work and every sequence of the draft is back."""
+        core = self.core
+        return not core.places.num_taken and not core.tasks and not core.drafts.num_lent
+
+
+def fake_draft(agreement: float = 0.8, max_positions: int = 4096) -> FakeSequenceRuntime:
+    """A draft of the fake language."""
+    return FakeSequenceRuntime(vocab_size=fake_tokenizer().size, agreement=agreement, max_positions=max_positions)
+
+
+def local_core(
+    cloud: str | Sequence[str],
+    settings: LocalSettings | None = None,
+    runtime: SequenceRuntime | None = None,
+    max_sequences: int = 4,
+    api_key: str | None = None,
+    fingerprint: str | None = None,
+) -> LocalCore:
+    """What an endpoint serves. fingerprint: None is the right one."""
+    urls = [cloud] if isinstance(cloud, str) else list(cloud)
+    tokenizer = fake_tokenizer()
+    fingerprint = fingerprint or tokenizer.fingerprint
+    options = ClientOptions(api_key=api_key, max_connections=100)
+    upstream = Upstream([CloudClient(url, options) for url in urls], fingerprint, RETRY)
+    model = OpenModel(runtime or fake_draft(), None, Placement("openvino"))
+    drafts = DraftSequences(model, max_sequences, is_looked_up=True)
+    return LocalCore(tokenizer, fingerprint, upstream, drafts, settings or LocalSettings(), "a fake draft")
+
+
+@contextmanager
+def serve_local(
+    cloud: str | Sequence[str],
+    settings: LocalSettings | None = None,
+    *,
+    runtime: SequenceRuntime | None = None,
+    max_sequences: int = 4,
+    drain_s: float = 0.0,
+    api_key: str | None = None,
+) -> Iterator[LocalEndpoint]:
+    """Serves drafts of `runtime` for the verifiers at `cloud`."""
+    core = local_core(cloud, settings, runtime, max_sequences, api_key)
+    server = LocalServer(core, drain_s=drain_s)
+    sock = open_socket("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=([sock],), name="outrider-test-endpoint")
+    thread.start()
+    local = LocalEndpoint(url_of(sock, is_tls=False), core, server)
+    try:
+        local.wait_until(lambda: server.started)
+        yield local
+    finally:
+        server.begin_drain(drain_s)
+        thread.join(TIMEOUT_S)
+        sock.close()
+        assert not thread.is_alive(), "the endpoint did not end"

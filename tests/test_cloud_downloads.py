@@ -1,0 +1,305 @@
+"""Tests the drafts that a server offers: which ones, their files by Range, and the bounds on downloads."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import logging
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from tests.drafts import make_draft
+from tests.serving import FakeServer, fake_tokenizer, serve_fake
+
+from outrider.cloud.api.download_places import DownloadLimits, Places
+from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.server import serve as serve_module
+from outrider.cloud.server.offered import find_offered
+from outrider.cloud.server.options import ServeOptions
+from outrider.models.bundle import hash_file
+from outrider.models.errors import ConfigError, RequestError
+from outrider.models.http.security import KeyRing
+from outrider.models.protocol import DraftList
+
+WEIGHTS = "/v1/drafts/cpu-int8/openvino_model.bin"
+CONTENT = bytes(range(256)) * 8
+
+
+@pytest.fixture(scope="module")
+def offered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[FakeServer, Path]]:
+    """A server with one draft, and where it lies."""
+    place = tmp_path_factory.mktemp("offered")
+    make_draft(place / "cpu-int8", rate=0.75, content=CONTENT)
+    (place / "secret.txt").write_text("PRIVATE")
+    (place / "cpu-int8" / "unlisted.md").write_text("PRIVATE")
+    with serve_fake(drafts=place) as server:
+        yield server, place / "cpu-int8"
+
+
+def test_drafts_for_another_target_are_named_in_the_log_and_not_offered(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each with its reason: tokenizer, role, name, link, damage, no bundle."""
+    make_draft(tmp_path / "good", rate=0.7)
+    make_draft(tmp_path / "stranger", tokenizer_fingerprint="0" * 64)
+    make_draft(tmp_path / "target", role="target")
+    make_draft(tmp_path / "bad name")
+    make_draft(tmp_path / "damaged")
+    (tmp_path / "damaged" / "openvino_model.bin").write_bytes(b"WEIGHTS")
+    (tmp_path / "linked").symlink_to(tmp_path / "good", target_is_directory=True)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("no bundle")
+    (tmp_path / ".hidden").mkdir()
+    with caplog.at_level(logging.INFO):
+        found = find_offered(tmp_path, fake_tokenizer().fingerprint, "fake")
+    assert [each.entry.name for each in found] == ["good"]
+    reasons = {
+        "stranger": "its tokenizer is 000000000000, the target's is",
+        "target": "it is a target bundle; expected a draft",
+        "bad name": "needs a name of up to 100 letters",
+        "damaged": "openvino_model.bin is altered",
+        "linked": "it is a link",
+        "empty": "has no manifest.json",
+    }
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == len(reasons)
+    for name, reason in reasons.items():
+        assert any(line.startswith(f"draft {name} is not offered: ") and reason in line for line in warnings)
+    assert "1 drafts are offered: good" in caplog.text
+    assert [each.entry.name for each in find_offered(tmp_path / "good", fake_tokenizer().fingerprint, "x")] == ["good"]
+    with pytest.raises(ConfigError, match="is not a directory; expected one that holds draft bundles"):
+        find_offered(tmp_path / "nowhere", fake_tokenizer().fingerprint, "fake")
+
+
+def test_a_list_that_no_device_would_read_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the model is loaded."""
+    make_draft(tmp_path / "good")
+    monkeypatch.setattr("outrider.cloud.server.offered.MAX_LIST_BYTES", 100)
+    with pytest.raises(ConfigError, match="at most 100 are allowed: offer fewer drafts"):
+        find_offered(tmp_path, fake_tokenizer().fingerprint, "fake")
+
+
+def test_the_list_says_what_a_device_needs_to_choose(offered: tuple[FakeServer, Path]) -> None:
+    """Device, runtime, precision, size, the card's acceptance by this target, and each file's digest."""
+    server, place = offered
+    listed = DraftList.model_validate(httpx.get(server.url + "/v1/drafts").json())
+    assert (listed.model, listed.tokenizer) == ("fake", fake_tokenizer().fingerprint)
+    assert listed.target == server.core.model.target
+    (draft,) = listed.drafts
+    assert (draft.name, draft.model, draft.device, draft.runtime) == ("cpu-int8", "tiny-draft", "cpu", "openvino")
+    assert (draft.precision, draft.acceptance) == ("fp32", 0.75)
+    assert draft.files[0].path == "manifest.json"
+    listed_paths = {path for path in place.iterdir() if path.name != "unlisted.md"}
+    assert {file.path for file in draft.files} == {path.name for path in listed_paths}
+    assert draft.size_bytes == sum(path.stat().st_size for path in listed_paths)
+    for file in draft.files:
+        answer = httpx.get(f"{server.url}/v1/drafts/cpu-int8/{file.path}")
+        assert answer.status_code == 200 and answer.content == (place / file.path).read_bytes()
+        assert answer.headers["etag"] == f'"{file.sha256}"' and file.sha256 == hash_file(place / file.path)
+        assert answer.headers["content-length"] == str(file.size)
+
+
+def test_without_the_option_nothing_is_offered() -> None:
+    """An empty list, which is an answer."""
+    with serve_fake() as server:
+        assert httpx.get(server.url + "/v1/drafts").json()["drafts"] == []
+        assert httpx.get(server.url + WEIGHTS).json()["error"]["code"] == "unknown_draft"
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "part"),
+    [
+        ("bytes=0-", 200, slice(None)),
+        ("bytes=1000-", 206, slice(1000, None)),
+        ("bytes=10-19", 206, slice(10, 20)),
+        ("bytes=2000-999999", 206, slice(2000, None)),
+        ("bytes=-7", 206, slice(-7, None)),
+        ("bytes=-999999", 200, slice(None)),
+        ("bytes=0-1,5-6", 200, slice(None)),  # several ranges: the whole, as RFC 9110 allows
+        ("bytes=-", 200, slice(None)),
+        ("lines=1-2", 200, slice(None)),
+        ("bytes=2048-", 416, None),
+        ("bytes=-0", 416, None),
+        ("bytes=9-3", 416, None),
+    ],
+)
+def test_ranges(offered: tuple[FakeServer, Path], asked: str, status: int, part: slice | None) -> None:
+    """One range is honoured, what is none is ignored, one without a byte is refused."""
+    answer = httpx.get(offered[0].url + WEIGHTS, headers={"Range": asked})
+    assert answer.status_code == status
+    if part is None:
+        assert answer.headers["content-range"] == "bytes */2048"
+        assert answer.json()["error"]["code"] == "range_not_satisfiable"
+        return
+    assert answer.content == CONTENT[part]
+    assert ("content-range" in answer.headers) == (status == 206)
+    if status == 206:
+        first, last, _ = part.indices(2048)
+        assert answer.headers["content-range"] == f"bytes {first}-{last - 1}/2048"
+
+
+def test_a_tag_decides_what_is_sent(offered: tuple[FakeServer, Path]) -> None:
+    """The rest of a file that is another one now is never sent as the rest; what is unchanged is not sent again."""
+    url, tag = offered[0].url + WEIGHTS, f'"{hash_file(offered[1] / "openvino_model.bin")}"'
+    rest = {"Range": "bytes=2000-"}
+    assert httpx.get(url, headers=rest | {"If-Range": tag}).content == CONTENT[2000:]
+    assert httpx.get(url, headers=rest | {"If-Range": '"other"'}).content == CONTENT
+    unchanged = httpx.get(url, headers={"If-None-Match": f'"other", W/{tag}'})
+    assert (unchanged.status_code, unchanged.content, unchanged.headers["etag"]) == (304, b"", tag)
+    head = httpx.head(url)
+    assert (head.status_code, head.headers["content-length"], head.content) == (200, "2048", b"")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../secret.txt",
+        "..%2fsecret.txt",
+        "%2e%2e/secret.txt",
+        "cpu-int8/../secret.txt",
+        "cpu-int8/..%2f..%2fetc%2fpasswd",
+        "cpu-int8/%2fetc/passwd",
+        "cpu-int8//openvino_model.bin",
+        "cpu-int8/./openvino_model.bin",
+        "cpu-int8/openvino_model.bin%00",
+        "cpu-int8/..%5csecret.txt",
+        "cpu-int8/openvino_model.bin/",
+        "cpu-int8/unlisted.md",
+        "cpu-int8/",
+        "./openvino_model.bin",
+        "CPU-INT8/openvino_model.bin",
+    ],
+)
+def test_only_listed_names_lead_to_files(offered: tuple[FakeServer, Path], path: str) -> None:
+    """Sent as written: a client library would tidy the path."""
+    parts = urlsplit(offered[0].url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
+    try:
+        connection.request("GET", f"/v1/drafts/{path}")
+        answer = connection.getresponse()
+        assert answer.status == 404 and b"PRIVATE" not in answer.read()
+    finally:
+        connection.close()
+
+
+def test_a_file_that_became_a_link_or_another_size_is_not_sent(tmp_path: Path) -> None:
+    """Whatever happens in the directory after the start."""
+    make_draft(tmp_path / "drafts" / "cpu-int8", content=CONTENT)
+    outside = tmp_path / "outside.bin"
+    outside.write_bytes(b"x" * 2048)
+    weights = tmp_path / "drafts" / "cpu-int8" / "openvino_model.bin"
+    with serve_fake(drafts=tmp_path / "drafts") as server:
+        weights.unlink()
+        weights.symlink_to(outside)
+        for change in (lambda: weights.unlink(), lambda: weights.write_bytes(b"short"), lambda: None):
+            answer = httpx.get(server.url + WEIGHTS)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (410, "draft_changed")
+            assert "openvino_model.bin of the draft cpu-int8 has changed" in answer.text
+            change()
+        weights.write_bytes(CONTENT)
+        moved = tmp_path / "moved"
+        (tmp_path / "drafts" / "cpu-int8").rename(moved)
+        (tmp_path / "drafts" / "cpu-int8").symlink_to(moved, target_is_directory=True)
+        assert httpx.get(server.url + WEIGHTS).status_code == 410
+        assert server.core.downloads.num_taken == 0
+
+
+def test_drafts_need_the_key(tmp_path: Path) -> None:
+    """As every route."""
+    make_draft(tmp_path / "cpu-int8", content=CONTENT)
+    key = "a-key-of-enough-characters"
+    with serve_fake(ServerSettings(keys=KeyRing([key])), drafts=tmp_path) as server:
+        for path in ("/v1/drafts", WEIGHTS):
+            assert httpx.get(server.url + path).status_code == 401
+            assert httpx.get(server.url + path, headers={"Authorization": f"Bearer {key}"}).status_code == 200
+
+
+def unread_download(server: FakeServer) -> socket.socket:
+    """A client that asks for the weights and reads none of them."""
+    parts = urlsplit(server.url)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((parts.hostname, parts.port))
+    connection.sendall(f"GET {WEIGHTS} HTTP/1.1\r\nHost: {parts.netloc}\r\n\r\n".encode())
+    return connection
+
+
+@pytest.mark.parametrize(
+    ("limits", "status"),
+    [(DownloadLimits(max_each=1, refusal_s=0.0), 429), (DownloadLimits(max_all=1, refusal_s=0.0), 503)],
+)
+def test_downloads_at_a_time_are_bounded(tmp_path: Path, limits: DownloadLimits, status: int) -> None:
+    """Of one owner and in all; a client that leaves makes room, and nothing else waits for it."""
+    make_draft(tmp_path / "cpu-int8", content=bytes(16 << 20))
+    with serve_fake(ServerSettings(download_limits=limits), drafts=tmp_path) as server:
+        slow = unread_download(server)
+        try:
+            server.wait_until(lambda: server.core.downloads.num_taken == 1)
+            refused = httpx.get(server.url + WEIGHTS)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (status, "too_many_downloads")
+            assert int(refused.headers["retry-after"]) >= 1
+            assert httpx.get(server.url + "/v1/drafts").status_code == 200
+            assert httpx.head(server.url + WEIGHTS).status_code == 200
+        finally:
+            slow.close()
+        server.wait_until(lambda: server.core.downloads.num_taken == 0)
+        assert len(httpx.get(server.url + WEIGHTS).content) == 16 << 20
+
+
+def test_a_download_that_is_too_slow_is_cut(tmp_path: Path) -> None:
+    """Its place is free again; with such limits every download is too slow after its first piece."""
+    make_draft(tmp_path / "cpu-int8", content=bytes(1 << 20))
+    limits = DownloadLimits(grace_s=-1.0, min_rate=1e15)
+    with serve_fake(ServerSettings(download_limits=limits), drafts=tmp_path) as server:
+        with pytest.raises(httpx.RemoteProtocolError, match="peer closed connection"):
+            httpx.get(server.url + WEIGHTS)
+        server.wait_until(lambda: server.core.downloads.num_taken == 0)
+
+
+def test_a_server_that_shuts_down_ends_downloads(tmp_path: Path) -> None:
+    """New ones are refused by name."""
+    make_draft(tmp_path / "cpu-int8", content=CONTENT)
+    with serve_fake(drafts=tmp_path) as server:
+        server.core.is_draining = True
+        answer = httpx.get(server.url + WEIGHTS)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
+        server.core.is_draining = False
+
+
+def test_the_next_command_pulls_where_drafts_are_offered(tmp_path: Path) -> None:
+    """Both commands, with the address and the key where they are needed."""
+    url = "https://cloud.example:8443"
+    line = serve_module._next_command(ServeOptions("target"), tmp_path, url, needs_key=True, has_drafts=True)
+    assert line == (
+        f"OUTRIDER_API_KEY=KEY outrider pull --server {url}, then "
+        f'OUTRIDER_API_KEY=KEY outrider run --cloud {url} --compare "def walk(path):"'
+    )
+    plain = serve_module._next_command(
+        ServeOptions("reference"), tmp_path, "http://127.0.0.1:8000", needs_key=False, has_drafts=True
+    )
+    assert plain == 'outrider pull, then outrider run --compare "def walk(path):"'
+
+
+def test_a_refusal_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that asks again and again would keep the server busy with refusals."""
+    slept: list[float] = []
+
+    async def sleep(delay_s: float) -> None:
+        slept.append(delay_s)
+
+    async def refused(limits: DownloadLimits) -> int:
+        with pytest.raises(RequestError) as raised:
+            async with Places(limits).place(b"owner"):
+                pytest.fail("there is no place")
+        return raised.value.status
+
+    monkeypatch.setattr("outrider.cloud.api.download_places.asyncio.sleep", sleep)
+    assert asyncio.run(refused(DownloadLimits(max_each=0))) == 429
+    assert asyncio.run(refused(DownloadLimits(max_all=0))) == 503
+    assert slept == [1.0, 1.0]

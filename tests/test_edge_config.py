@@ -1,0 +1,424 @@
+"""Tests where options get their values: flag, environment, configuration file, default; and key files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import click
+import pytest
+import typer.main
+from tests.drafts import make_draft
+from tests.serving import fake_tokenizer, save_fake_tokenizer, serve_fake
+from tests.test_bundle import make_manifest
+
+from outrider.cloud.api.state import ServerSettings
+from outrider.edge.cli import main as cli
+from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.link.address import without_password
+from outrider.edge.setup.config_file import ConfigFile, config_path, read_config
+from outrider.edge.setup.endpoints import Endpoint, Keys, read_endpoints
+from outrider.edge.setup.key_file import read_key_file
+from outrider.edge.setup.settings import Settings, expectation
+from outrider.models.bundle_writer import BundleWriter
+from outrider.models.errors import ConfigError
+from outrider.models.http.security import KeyRing
+
+KEY = "a-key-of-many-letters-1"
+OTHER_KEY = "a-key-of-many-letters-2"
+
+Capture = pytest.CaptureFixture[str]
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Exit code of `outrider ARGUMENTS` in this process."""
+    monkeypatch.setattr(sys, "argv", ["outrider", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The configuration file that the commands read; write it."""
+    path = tmp_path / "config" / "outrider.toml"
+    path.parent.mkdir()
+    path.touch()
+    monkeypatch.setenv("OUTRIDER_CONFIG", str(path))
+    for name in list(os.environ):
+        if name.startswith("OUTRIDER_") and name not in ("OUTRIDER_CONFIG", "OUTRIDER_CACHE"):
+            monkeypatch.delenv(name)
+    return path
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    """A draft bundle with the fake server's tokenizer and a model that nothing can run."""
+    with BundleWriter(tmp_path / "draft") as writer:
+        save_fake_tokenizer(writer.directory)
+        for suffix in ("xml", "bin"):
+            (writer.directory / f"openvino_model.{suffix}").write_text("none")
+        return writer.commit(make_manifest(writer.list_files(), fake_tokenizer().fingerprint)).path
+
+
+def key_file(folder: Path, key: str = KEY, mode: int = 0o600) -> Path:
+    """A key file."""
+    path = folder / "cloud.key"
+    path.write_text(key + "\n", encoding="ascii")
+    path.chmod(mode)
+    return path
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, capsys: Capture, *arguments: str) -> dict[str, tuple[object, str, object]]:
+    """Values, sources and places that `outrider config show` prints for a command with these flags."""
+    assert run_main(monkeypatch, "config", "show", "--json", *arguments) == 0
+    document = json.loads(capsys.readouterr().out)
+    return {name: (each["value"], each["source"], each["where"]) for name, each in document["commands"]["run"].items()}
+
+
+def test_a_value_comes_from_flag_then_environment_then_file_then_default(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Each source wins over those below it; a command's own table and variable over those for all commands."""
+
+    def max_tokens(*flags: str) -> tuple[object, str, object]:
+        return shown(monkeypatch, capsys, "run", *flags)["max_tokens"]
+
+    assert max_tokens() == (128, "default", None)
+    config.write_text("# for all\n[common]\nmax_tokens = 11\n", encoding="utf-8")
+    assert max_tokens() == (11, "file", "line 3")
+    config.write_text("[run]\nmax-tokens = 12\n[common]\nmax_tokens = 11\n", encoding="utf-8")
+    assert max_tokens() == (12, "file", "line 2")
+    monkeypatch.setenv("OUTRIDER_MAX_TOKENS", "13")
+    assert max_tokens() == (13, "environment", "OUTRIDER_MAX_TOKENS")
+    monkeypatch.setenv("OUTRIDER_RUN_MAX_TOKENS", "14")
+    assert max_tokens() == (14, "environment", "OUTRIDER_RUN_MAX_TOKENS")
+    assert max_tokens("--max-tokens", "15") == (15, "flag", "--max-tokens")
+
+
+def test_commands_run_with_what_config_shows(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Every kind of option, from the file and from the environment, in the command itself."""
+    config.write_text(
+        "[common]\neffort = 'low'\n[run]\nlookup = false\ndepth = '3'\ntop_p = 1\ncloud = ['http://a', 'http://b']\n"
+        "draft = '~/drafts/x'\nkey_file = 'my.key'\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setenv("OUTRIDER_RUN_IGNORE_EOS", "yes")
+    monkeypatch.setenv("OUTRIDER_SEED", "7")
+    (config.parent / "my.key").write_text(KEY, encoding="ascii")
+    (config.parent / "my.key").chmod(0o600)
+    called = []
+    monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda *given: called.append(given))
+    assert run_main(monkeypatch, "run", "text", "--temperature", "0") == 0, capsys.readouterr().err
+    ((options, _, _, keys),) = called
+    assert (options.effort, options.lookup, options.depth, options.top_p) == ("low", False, "3", 1.0)
+    assert (options.ignore_eos, options.seed, options.temperature) == (True, 7, 0.0)
+    assert options.cloud == ["http://a", "http://b"] and options.draft == str(Path.home() / "drafts" / "x")
+    assert keys == Keys(KEY, is_asked=False)
+    values = shown(monkeypatch, capsys, "run", "--temperature", "0")
+    for name in ("effort", "lookup", "depth", "top_p", "ignore_eos", "seed", "temperature", "cloud", "draft"):
+        assert values[name][0] == getattr(options, name), name
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[runn]\n", "line 1: runn is unknown; did you mean run?"),
+        ("\n[run]\nmax_tokns = 1\n", "line 3: run.max_tokns is unknown; did you mean max_tokens?"),
+        ("[run]\n\n# why\nmax_tokens = 'x'\n", "line 4: run.max_tokens is 'x'; expected a whole number, at least 1"),
+        ("[run]\nmax_tokens = 0\n", "line 2: run.max_tokens is 0; expected a whole number, at least 1"),
+        ("[run]\nmax_tokens = true\n", "run.max_tokens is true; expected a whole number, at least 1"),
+        ("[run]\nmax_tokens = 1.5\n", "run.max_tokens is 1.5; expected a whole number"),
+        ("[run]\nlookup = 1\n", "run.lookup is 1; expected true or false"),
+        ("[run]\ntemperature = nan\n", "run.temperature is nan; expected a number"),
+        ("[run]\ndepth = 4\n", "run.depth is 4; expected text in quotes"),
+        (
+            "[common]\neffort = 'much'\n",
+            "line 2: common.effort is 'much'; expected one of low, normal, high for `outrider ",
+        ),
+        ("[run]\ncloud = [\n  'http://a',\n  3,\n]\n", "line 2: run.cloud is a list; expected a list, each of it text"),
+        ("run = 3\n", "line 1: run is 3; expected a table, [run]"),
+        ("[run]\nseed = 1\nseed = 2\n", "is not TOML: Cannot overwrite a value (at line 3"),
+        ("[run]\nmax_tokens = 3\nmax-tokens = 3\n", "line 3: run.max-tokens is there twice"),
+        ("[common]\njson = true\n", "line 2: common.json is unknown"),  # a flag of run, a file of demo
+        ("[config]\n", "line 1: config is unknown"),
+        ("endpoint = 3\n", "line 1: endpoint is 3; expected tables, each begun by [[endpoint]]"),
+        ("[[endpoint]]\nname = 'a'\n", "line 1: endpoint[0] has no url"),
+        ("[[endpoint]]\nurl = 'http://a'\n[[endpoint]]\nurl = 3\n", "line 4: endpoint[1].url does not fit"),
+        ("[[endpoint]]\nurl = 'ftp://a'\n", "line 2: endpoint[0].url is 'ftp://a'; expected an address such as"),
+        ("[[endpoint]]\nurl = 'http://a'\nkey = 'x'\n", "line 3: endpoint[0].key is no key of an endpoint"),
+        ("[[endpoint]]\nurl = 'http://a'\nkey_file = 'k'\n", "line 1: endpoint[0] would send its key without"),
+        ("[[endpoint]]\nurl='http://a'\n[[endpoint]]\nurl='http://a/v1'\n", "line 4: endpoint[1].url is that of"),
+    ],
+)
+def test_a_mistake_in_the_file_names_file_line_and_key(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, text: str, message: str
+) -> None:
+    """With what was found and expected; exit code 2, one line; `--help` still works."""
+    config.write_text(text, encoding="utf-8")
+    assert run_main(monkeypatch, "run", "hello", "--draft", "nowhere") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {config}") and message in error and error.count("\n") == 1
+    assert run_main(monkeypatch, "run", "--help") == 0
+    assert "configuration" in capsys.readouterr().out
+    assert run_main(monkeypatch, "config", "path") == 0 and capsys.readouterr().out == f"{config}\n"
+
+
+def test_a_key_in_the_file_is_refused_and_not_shown(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The message names key_file; a key from the environment is only reported as set."""
+    config.write_text(f"[run]\napi_key = '{KEY}'\n", encoding="utf-8")
+    assert run_main(monkeypatch, "run", "hello", "--draft", "nowhere") == 2
+    error = capsys.readouterr().err
+    assert "line 2: run.api_key would keep a key in clear text; expected key_file" in error and KEY not in error
+    config.write_text("", encoding="utf-8")
+    monkeypatch.setenv("OUTRIDER_API_KEY", KEY)
+    for arguments in (["config"], ["config", "--json"], ["config", "show", "run", "--cloud", f"http://me:{KEY}@a"]):
+        assert run_main(monkeypatch, *arguments) == 0
+        out = capsys.readouterr().out
+        assert KEY not in out and "(set, not shown)" in out and "OUTRIDER_API_KEY" in out
+    assert "http://***@a" in out
+
+
+def test_a_value_for_all_commands_may_be_too_much_for_some(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The demo's texts are at most 512 tokens: it refuses the value, and the other commands run with it."""
+    config.write_text("[common]\nmax_tokens = 1000\n", encoding="utf-8")
+    assert shown(monkeypatch, capsys, "run")["max_tokens"] == (1000, "file", "line 2")
+    assert run_main(monkeypatch, "demo") == 2
+    expected = "a whole number, at least 2, at most 512 for `outrider demo`"
+    assert f"line 2: common.max_tokens is 1000; expected {expected}\n" in capsys.readouterr().err
+    assert run_main(monkeypatch, "config") == 0
+    shows = "".join(capsys.readouterr().out.split())
+    assert "[run]" in shows and "[demo]cannotrun:" in shows and "atmost512for`outriderdemo`" in shows
+    assert run_main(monkeypatch, "config", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["commands"]["demo"]["error"].endswith(expected)
+
+
+def test_a_variable_of_the_wrong_type_is_named(config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    """Not the option, which nobody typed."""
+    monkeypatch.setenv("OUTRIDER_MAX_TOKENS", "many")
+    assert run_main(monkeypatch, "run", "hello", "--draft", "nowhere") == 2
+    assert capsys.readouterr().err == "error: OUTRIDER_MAX_TOKENS is 'many'; expected a whole number, at least 1\n"
+    assert run_main(monkeypatch, "devices", "--help") == 0
+
+
+@pytest.mark.parametrize("data", [b"[run]\nseed = 1\xff\n", b"\x00", b"a = " + b"[" * 20_000])
+def test_a_file_that_is_no_configuration_is_one_clear_line(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, data: bytes
+) -> None:
+    """Not UTF-8, not TOML, nested without end."""
+    config.write_bytes(data)
+    assert run_main(monkeypatch, "run", "hello", "--draft", "nowhere") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {config} is not ") and error.count("\n") == 1
+
+
+def test_where_the_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the user's configuration directory; elsewhere by OUTRIDER_CONFIG, and then it must be there."""
+    monkeypatch.delenv("OUTRIDER_CONFIG")
+    monkeypatch.setattr("platformdirs.user_config_path", lambda name, appauthor: tmp_path / name)
+    assert config_path() == tmp_path / "outrider" / "config.toml"
+    assert not read_config().is_there
+    monkeypatch.setenv("OUTRIDER_CONFIG", str(tmp_path / "mine.toml"))
+    with pytest.raises(ConfigError, match=r"mine\.toml is not there, and OUTRIDER_CONFIG names it"):
+        read_config()
+    monkeypatch.setenv("OUTRIDER_CONFIG", str(tmp_path))
+    with pytest.raises(ConfigError, match="is a directory"):
+        read_config()
+    (tmp_path / "bom.toml").write_bytes(b"\xef\xbb\xbf[run]\r\nseed = 1\r\n")
+    monkeypatch.setenv("OUTRIDER_CONFIG", str(tmp_path / "bom.toml"))
+    assert read_config().document == {"run": {"seed": 1}}
+
+
+def test_the_example_names_every_option_and_is_never_written_twice(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """As it is, it changes nothing; with every line in use, all but the paths fit."""
+    assert run_main(monkeypatch, "config", "init") == 2
+    assert "is there already and is left as it is" in capsys.readouterr().err and config.read_bytes() == b""
+    config.unlink()
+    assert run_main(monkeypatch, "config", "init") == 0
+    text = config.read_text(encoding="utf-8")
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, click.Group)
+    settings = Settings(group, read_config(), {})
+    assert {each.source for path in settings.commands for each in settings.resolve(path)} == {"default"}
+    used = re.sub(r"(?m)^#(?=\w+ = |\[\[)", "", text).replace('"..."', '"x"')
+    document = tomllib.loads(used)
+    for path, command in settings.commands.items():
+        names = {name for option in command.params if isinstance(option, click.Option) for name in [option.name]}
+        assert len(document[path[0]]) == len(names - {"api_key"}), path
+    assert settings.resolve(("run",)) != Settings(group, ConfigFile(config, used, document), {}).resolve(("run",))
+    assert re.search(r"\bapi_key\b", text) is None
+
+
+def test_a_key_goes_to_its_own_endpoint_only(tmp_path: Path) -> None:
+    """Not to the others, whatever general key there is; a key that was asked for wins where one address is in use."""
+    own = Endpoint(url="https://a", key_file=str(key_file(tmp_path)))
+    other = Endpoint(url="https://b")
+    urls = ["https://a", "https://b"]
+    keys = Keys(OTHER_KEY, is_asked=True, endpoints=(own, other))
+    assert [keys.for_url(url, urls) for url in urls] == [KEY, None]
+    assert keys.for_url("https://a", ["https://a"]) == OTHER_KEY
+    assert Keys(OTHER_KEY, is_asked=False, endpoints=(own,)).for_url("https://a", ["https://a"]) == KEY
+    assert Keys(OTHER_KEY, endpoints=(other,)).for_url("https://b/v1", ["https://b/v1"]) == OTHER_KEY
+    assert [Keys(OTHER_KEY).for_url(url, urls) for url in urls] == [OTHER_KEY, OTHER_KEY]
+    assert Keys(OTHER_KEY, endpoints=(own,)).for_url("https://c", ["https://c", "https://a"]) == OTHER_KEY
+
+
+def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    """With the command that mends it; a key never stands in a message."""
+    assert read_key_file(key_file(tmp_path)) == KEY
+    for mode in (0o640, 0o604, 0o620, 0o644):
+        with pytest.raises(ConfigError, match=rf"\(mode {mode:04o}\); expected 0600: run `chmod 600") as found:
+            read_key_file(key_file(tmp_path, mode=mode))
+        assert KEY not in str(found.value)
+    assert read_key_file(key_file(tmp_path, mode=0o644), is_posix=False) == KEY  # Windows' modes say nothing
+    for text in ("", f"{KEY}\n{KEY}", f"{KEY} x", "ä" * 9, "x" * 5000):
+        path = tmp_path / "wrong.key"
+        path.write_bytes(text.encode())
+        path.chmod(0o600)
+        with pytest.raises(ConfigError, match="expected") as found:
+            read_key_file(path)
+        assert KEY not in str(found.value)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_key_file(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"not a regular file|Is a directory"):
+        read_key_file(tmp_path)
+
+
+def test_a_run_sends_the_endpoints_key(
+    config: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """An [[endpoint]] is enough: address and key come from the file."""
+    key_file(config.parent)
+    command = ["run", "def", "--draft", str(bundle), "--mode", "cloud-only", "--max-tokens", "4"]
+    with serve_fake(ServerSettings(keys=KeyRing([KEY]))) as server:
+        config.write_text(f"[[endpoint]]\nurl = '{server.url}'\n", encoding="utf-8")
+        assert run_main(monkeypatch, *command) == 2 and "requires an API key" in capsys.readouterr().err
+        config.write_text(f"[[endpoint]]\nurl = '{server.url}'\nkey_file = 'cloud.key'\n", encoding="utf-8")
+        assert run_main(monkeypatch, *command) == 0, capsys.readouterr().err
+    endpoints = read_endpoints(read_config())
+    assert endpoints[0].key_file == str(config.parent / "cloud.key")
+
+
+def test_a_key_and_a_key_file_from_one_place_are_refused(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Which one is meant cannot be known; a flag wins over the environment."""
+    path = key_file(config.parent)
+    both = ["--api-key", OTHER_KEY, "--key-file", str(path)]
+    assert run_main(monkeypatch, "run", "text", "--draft", "nowhere", *both) == 2
+    assert "leave one of them out" in capsys.readouterr().err
+    monkeypatch.setenv("OUTRIDER_API_KEY", OTHER_KEY)
+    asked = []
+    monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda *given: asked.append(given[3]))
+    assert run_main(monkeypatch, "run", "text", "--key-file", str(path)) == 0
+    assert run_main(monkeypatch, "run", "text") == 0
+    assert asked == [Keys(KEY, is_asked=True), Keys(OTHER_KEY, is_asked=True)]
+
+
+def test_variables_that_no_option_has_are_found(config: Path) -> None:
+    """With the closest name that one has."""
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, click.Group)
+    environment = {"OUTRIDER_RUN_MAX_TOKNS": "3", "OUTRIDER_SEED": "3", "OUTRIDER_CACHE": "x", "HOME": "x"}
+    settings = Settings(group, ConfigFile(config), environment)
+    assert settings.unknown_variables() == {"OUTRIDER_RUN_MAX_TOKNS": "OUTRIDER_RUN_MAX_TOKENS"}
+
+
+def test_addresses_are_shown_without_passwords() -> None:
+    """User name and password both."""
+    assert without_password("https://me:secret@a.example:8/x") == "https://***@a.example:8/x"
+    assert without_password("http://a") == "http://a" and "secret" not in without_password("http://[me:secret@x")
+
+
+def test_expectations_are_words() -> None:
+    """For ranges of both ends."""
+    assert expectation(click.Option(["--x"], type=click.IntRange(2, 512))) == "a whole number, at least 2, at most 512"
+    assert expectation(click.Option(["--x"], type=click.FloatRange(max=1.5))) == "a number, at most 1.5"
+
+
+def test_config_needs_no_runtime_and_no_http_library() -> None:
+    """A half-installed device still shows its configuration."""
+    code = (
+        "import sys\n"
+        "for name in ('openvino', 'onnxruntime', 'httpx', 'torch'): sys.modules[name] = None\n"
+        "sys.argv = ['outrider', 'config', 'show', 'run']\n"
+        "from outrider.edge.cli.main import main; main()"
+    )
+    paths = [path for path in sys.path if path]
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{code}"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "max_tokens" in done.stdout and "default" in done.stdout
+
+
+def test_configured_values_keep_no_mode_from_running(
+    config: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """What has no effect is refused where it was typed; a value from the file or the environment is for every run."""
+    config.write_text(
+        "[common]\neffort = 'low'\ndraft_device = 'gpu'\n[run]\nwidth = '4'\ncompare = true\npatience_ms = 5\n"
+        "lookup = false\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setenv("OUTRIDER_THREADS", "2")
+    command = ["run", "def", "--draft", str(bundle), "--max-tokens", "4", "--mode", "cloud-only"]
+    with serve_fake() as server:
+        assert run_main(monkeypatch, *command, "--cloud", server.url) == 0, capsys.readouterr().err
+    for typed, name in ((("--effort", "low"), "--effort"), (("--draft-device", "cpu"), "--draft-device")):
+        assert run_main(monkeypatch, *command, *typed) == 2
+        shown = capsys.readouterr().err
+        assert f"nothing drafts with --mode cloud-only, so {name} would have no effect; leave it out" in shown
+    assert run_main(monkeypatch, *command, "--compare") == 2
+    assert "--compare measures cloud-only beside another --mode" in capsys.readouterr().err
+
+
+def test_a_typed_option_comes_before_a_configured_one_that_contradicts_it(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """A device in the file does not forbid --runtime ngram, which no device runs; two in the file are a mistake."""
+    chosen: list[DraftChoice] = []
+    monkeypatch.setattr("outrider.edge.cli.run.run_once", lambda options, *_: chosen.append(options.choice))
+    config.write_text("[run]\ndraft_device = 'gpu.1'\n", encoding="utf-8")
+    assert run_main(monkeypatch, "run", "text", "--runtime", "ngram") == 0
+    assert run_main(monkeypatch, "run", "text", "--provider", "prefer-npu") == 0
+    assert run_main(monkeypatch, "run", "text", "--runtime", "openvino") == 0
+    assert chosen == [DraftChoice("ngram"), DraftChoice(provider="prefer-npu"), DraftChoice("openvino", "gpu.1")]
+    config.write_text("[run]\ndraft_device = 'gpu.1'\nruntime = 'ngram'\n", encoding="utf-8")
+    assert run_main(monkeypatch, "run", "text") == 2
+    assert "no device runs it" in capsys.readouterr().err
+
+
+def test_a_pull_gets_address_and_key_from_the_file(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The preferred endpoint, with its own key; --server goes elsewhere without it."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    key_file(config.parent)
+    make_draft(tmp_path / "drafts" / "cpu")
+    with (
+        serve_fake(ServerSettings(keys=KeyRing([KEY])), drafts=tmp_path / "drafts") as server,
+        serve_fake(ServerSettings(keys=KeyRing([KEY]))) as other,
+    ):
+        config.write_text(
+            f"[[endpoint]]\nurl = '{server.url}'\nkey_file = 'cloud.key'\n[[endpoint]]\nurl = 'http://127.0.0.1:1'\n",
+            encoding="utf-8",
+        )
+        assert run_main(monkeypatch, "pull") == 0, capsys.readouterr().err
+        pulled = Path(capsys.readouterr().out.strip())
+        assert pulled.parent == tmp_path / "cache" / "drafts"
+        assert run_main(monkeypatch, "pull", "--cloud", other.url) == 2
+        assert "requires an API key" in capsys.readouterr().err
+        assert run_main(monkeypatch, "pull", "--server", other.url, "--key-file", str(config.parent / "cloud.key")) == 2
+        assert "has no drafts" in capsys.readouterr().err

@@ -1,0 +1,142 @@
+"""Tests where `outrider serve` takes its clouds, keys and draft from: the file, the pulled draft, the command line."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from tests.drafts import make_draft
+from tests.serving import fake_tokenizer, serve_fake
+from tests.test_edge_config import KEY, OTHER_KEY, Capture, config, key_file, run_main
+
+from outrider.cloud.api.state import ServerSettings
+from outrider.edge.cli import serve as command
+from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
+from outrider.edge.serve.state import LocalCore
+from outrider.edge.store.shelf import PulledFor, Shelf, find_pulled_from
+from outrider.models.http.security import KeyRing
+from outrider.models.protocol import ModelFacts
+from outrider.models.runtimes.fake import FakeSequenceRuntime
+
+__all__ = ["config"]  # a fixture
+
+Look = Callable[[LocalCore], Awaitable[None]]
+
+
+async def nothing(_: LocalCore) -> None:
+    """Looks at nothing."""
+
+
+@dataclass
+class Started:
+    """What the command would have served. look: called before the end, with its connections open."""
+
+    cores: list[LocalCore] = field(default_factory=list)
+    opened: list[Path] = field(default_factory=list)
+    look: Look = nothing
+
+
+@pytest.fixture
+def started(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+    """Lets the command do everything but serve, with a fake model and a cache of this test's own."""
+    found = Started()
+
+    class Server:
+        def __init__(self, core: LocalCore, **_: object) -> None:
+            self._core = core
+
+        def run(self, sockets: list[socket.socket]) -> None:
+            found.cores.append(self._core)
+            asyncio.run(self._serve())
+
+        async def _serve(self) -> None:
+            await found.look(self._core)
+            await self._core.aclose()
+
+    def open_fake(kind: str, model_file: Path, options: object) -> FakeSequenceRuntime:
+        found.opened.append(model_file)
+        return FakeSequenceRuntime(vocab_size=fake_tokenizer().size)
+
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(command, "LocalServer", Server)
+    monkeypatch.setattr(command, "configure_logging", lambda format_: None)
+    monkeypatch.setattr("outrider.edge.modes.assemble.open_sequence_runtime", open_fake)
+    monkeypatch.setattr("outrider.edge.cli.draft_source.default_draft", lambda _: pytest.fail("took the reference"))
+    return found
+
+
+def test_everything_comes_from_the_file(
+    config: Path, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """As a service runs it: the draft that was pulled, and to each cloud its own key."""
+    key_file(config.parent).rename(config.parent / "first.key")
+    key_file(config.parent, OTHER_KEY).rename(config.parent / "second.key")
+    make_draft(tmp_path / "drafts" / "cpu")
+    asked: list[ModelFacts] = []
+
+    async def look(core: LocalCore) -> None:
+        asked.extend([await client.model_facts() for client in core.upstream._clients])
+
+    started.look = look
+    with (
+        serve_fake(ServerSettings(keys=KeyRing([KEY])), drafts=tmp_path / "drafts") as first,
+        serve_fake(ServerSettings(keys=KeyRing([OTHER_KEY]))) as second,
+    ):
+        config.write_text(
+            f"[[endpoint]]\nurl = '{first.url}'\nkey_file = 'first.key'\n"
+            f"[[endpoint]]\nurl = '{second.url}'\nkey_file = 'second.key'\n"
+            "[common]\neffort = 'low'\n[serve]\nport = 0\nmax_requests = 3\ndepth = '4'\n",
+            encoding="utf-8",
+        )
+        assert run_main(monkeypatch, "pull") == 0, capsys.readouterr().err
+        pulled = Path(capsys.readouterr().out.strip())
+        assert run_main(monkeypatch, "serve") == 0, capsys.readouterr().err
+    assert [each.name for each in asked] == ["fake", "fake"]
+    assert f"draft: cpu, pulled from {first.url}" in capsys.readouterr().err
+    assert started.opened == [pulled / "openvino_model.xml"]
+    (core,) = started.cores
+    assert core.settings.max_requests == 3 and core.settings.depth == "4"
+
+
+def test_without_a_verifier_the_draft_is_the_one_last_pulled_from_it(
+    config: Path, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """A service may start before the network does; with nothing pulled from there it takes the reference draft."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"  # nobody answers there once it is closed
+    monkeypatch.setattr("outrider.edge.cli.draft_source.MAX_LOADING_S", 0.0)
+    shelf = Shelf()
+    for number, (server, at_s) in enumerate([(url, 1.0), (url, 2.0), ("http://other", 3.0)], 1):
+        sha256 = str(number) * 64
+        make_draft(shelf.root / "new", content=sha256.encode()).path.rename(shelf.place(sha256))
+        shelf.note(sha256, "target", PulledFor(model="fake", server=server, name="d", at_s=at_s))
+    assert run_main(monkeypatch, "serve", "--port", "0", "--cloud", url) == 0
+    assert started.opened == [shelf.place("2" * 64) / "openvino_model.xml"]
+    shown = capsys.readouterr().err
+    assert f"No verifier answers at {url}" in shown and f"draft: d, pulled from {url}" in shown
+    other = find_pulled_from(["http://other/"], AS_BUNDLED, shelf)
+    assert other is not None and other.bundle.path == shelf.place("3" * 64)
+    assert find_pulled_from([url], DraftChoice("onnxruntime"), shelf) is None
+    reference = make_draft(tmp_path / "reference").path
+    monkeypatch.setattr("outrider.edge.cli.draft_source.default_draft", lambda _: reference)
+    assert run_main(monkeypatch, "serve", "--port", "0", "--cloud", "http://127.0.0.1:9") == 0
+    assert started.opened[1:] == [reference / "openvino_model.xml"]
+
+
+def test_typed_options_without_effect_are_refused(
+    config: Path, started: Started, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """By name, as in `outrider run`."""
+    for options, message in (
+        (["--depth", "4", "--effort", "low"], "--depth 4 does not depend on times, so --effort"),
+        (["--width", "1", "--lookup"], "--width 1 drafts a single path, so --lookup or --no-lookup"),
+        (["--runtime", "ngram", "--no-lookup"], "nothing but lookup drafts"),
+        (["--runtime", "ngram", "--draft-device", "gpu.1"], "no device runs it"),
+    ):
+        assert run_main(monkeypatch, "serve", *options) == 2
+        assert message in capsys.readouterr().err
+    assert started.cores == []

@@ -1,0 +1,225 @@
+"""Tests what starts `outrider serve` at login: the files, and the commands `outrider service`."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import plistlib
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from tests.test_edge_config import config, run_main
+
+from outrider.edge.cli import service_screen
+from outrider.edge.setup.service import (
+    MARK,
+    Service,
+    remove_service,
+    run_command,
+    service_here,
+    write_service,
+)
+from outrider.models.errors import ConfigError, RuntimeUnavailable
+
+__all__ = ["config"]  # a fixture
+
+PLACES = (
+    ("systemd", ".config/systemd/user/outrider.service"),
+    ("launchd", "Library/LaunchAgents/outrider.serve.plist"),
+    ("windows", "AppData/Local/outrider/outrider-task.xml"),
+)
+Capture = pytest.CaptureFixture[str]
+
+
+def service(home: Path, system: str = "systemd", python: str = "/opt/a b/bin/python") -> Service:
+    """The service of a user whose home is `home`."""
+    return Service(system, home, Path(python), "outrider.edge.cli", "me", home / "my $100% config.toml")  # type: ignore[arg-type]
+
+
+def unit_of(text: str) -> configparser.ConfigParser:
+    """A unit, parsed."""
+    parser = configparser.ConfigParser(interpolation=None, comment_prefixes="#")
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(text)
+    return parser
+
+
+def test_the_unit_starts_serve_with_the_configuration(tmp_path: Path) -> None:
+    """Paths with spaces, dollars and percent signs survive systemd's quoting; secrets are not in it."""
+    unit = unit_of(service(tmp_path, python="/opt/a b/$x 5%/python").content().decode())
+    command = unit["Service"]["ExecStart"].replace("$$", "$").replace("%%", "%")
+    assert shlex.split(command) == ["/opt/a b/$x 5%/python", "-m", "outrider.edge.cli", "serve"]
+    (environment,) = shlex.split(unit["Service"]["Environment"].replace("%%", "%"))
+    assert environment == f"OUTRIDER_CONFIG={tmp_path}/my $100% config.toml"
+    assert unit["Install"]["WantedBy"] == "default.target" and unit["Service"]["RestartPreventExitStatus"] == "2"
+    for line in ("NoNewPrivileges", "LockPersonality", "RestrictRealtime", "RestrictSUIDSGID"):
+        assert unit["Service"][line] == "true"
+    assert "OUTRIDER_CONFIG" not in replace(service(tmp_path), config=None).content().decode()
+    with pytest.raises(ConfigError, match="line break"):
+        service(tmp_path, python="/a\nExecStartPre=/bin/evil").content()
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_finds_no_fault_in_the_unit(tmp_path: Path) -> None:
+    """Its own checker, which also looks for the program."""
+    unit = tmp_path / "outrider.service"
+    unit.write_bytes(service(tmp_path, python=sys.executable).content())
+    command = ["systemd-analyze", "--user", "verify", str(unit)]
+    environment = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if "Failed to initialize manager" in done.stderr:
+        pytest.skip("systemd runs no user manager here")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_launchd_agent_starts_serve_and_starts_it_again(tmp_path: Path) -> None:
+    """Not run on hardware: read back as a property list."""
+    content = service(tmp_path, "launchd").content()
+    agent = plistlib.loads(content)
+    assert agent["ProgramArguments"] == ["/opt/a b/bin/python", "-m", "outrider.edge.cli", "serve"]
+    assert agent["RunAtLoad"] is True and agent["KeepAlive"] == {"SuccessfulExit": False}
+    assert agent["EnvironmentVariables"] == {"OUTRIDER_CONFIG": f"{tmp_path}/my $100% config.toml"}
+    assert MARK.encode() in content and b"not run on hardware" in content
+
+
+def test_the_windows_task_starts_serve_at_its_users_logon(tmp_path: Path) -> None:
+    """Not run on hardware: read back as XML. No time limit, also on battery, without administrator's rights."""
+    content = service(tmp_path, "windows", r"C:\Program Files\Python\pythonw.exe").content()
+    assert content.startswith(b"\xff\xfe")  # as Task Scheduler writes its own
+    task = ElementTree.fromstring(content)
+    space = "{http://schemas.microsoft.com/windows/2004/02/mit/task}"
+
+    def text(*names: str) -> str | None:
+        return task.findtext("/".join(space + name for name in names))
+
+    assert text("Actions", "Exec", "Command") == r"C:\Program Files\Python\pythonw.exe"
+    assert text("Actions", "Exec", "Arguments") == "-m outrider.edge.cli serve"
+    assert text("Triggers", "LogonTrigger", "UserId") == text("Principals", "Principal", "UserId") == "me"
+    assert text("Principals", "Principal", "RunLevel") == "LeastPrivilege"
+    assert text("Settings", "ExecutionTimeLimit") == "PT0S"
+    assert text("Settings", "StopIfGoingOnBatteries") == text("Settings", "DisallowStartIfOnBatteries") == "false"
+    assert MARK in (text("RegistrationInfo", "Description") or "")
+
+
+@pytest.mark.parametrize(("system", "place"), PLACES)
+def test_a_file_of_other_content_is_replaced_only_with_force(tmp_path: Path, system: str, place: str) -> None:
+    """Written whole or not at all; the same content is left alone; only a file of ours is removed."""
+    made = service(tmp_path, system)
+    assert made.path == tmp_path / place and not remove_service(made)
+    assert write_service(made) and not write_service(made)
+    assert made.path.read_bytes() == made.content() and stat.S_IMODE(made.path.stat().st_mode) == 0o600
+    mine = "# mine\n".encode("utf-16" if system == "windows" else "utf-8")
+    made.path.write_bytes(mine)
+    with pytest.raises(ConfigError, match="--force"):
+        write_service(made)
+    with pytest.raises(ConfigError, match="was not written by"):
+        remove_service(made)
+    assert made.path.read_bytes() == mine
+    assert write_service(made, force=True) and made.path.read_bytes() == made.content()
+    assert [path.name for path in made.path.parent.iterdir()] == [made.path.name]  # no temporary file is left
+    assert remove_service(made) and not made.path.exists()
+
+
+def test_a_failure_while_writing_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No half a unit, no temporary file."""
+    made = service(tmp_path)
+    write_service(made)
+    before = made.content()
+
+    def fail(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space"):
+        write_service(replace(made, config=None), force=True)
+    assert made.path.read_bytes() == before and len(list(made.path.parent.iterdir())) == 1
+
+
+def test_each_system_has_its_manager(monkeypatch: pytest.MonkeyPatch, config: Path) -> None:
+    """The file is this user's, and starts this installation with this configuration."""
+    monkeypatch.setenv("USERNAME", "me")
+    monkeypatch.setenv("USERDOMAIN", "HOME")
+    found = {name: service_here("outrider.edge.cli", name) for name in ("linux", "darwin", "win32")}
+    assert [each.system for each in found.values()] == ["systemd", "launchd", "windows"]
+    assert {each.config for each in found.values()} == {config} and found["win32"].user == "HOME\\me"
+    assert found["linux"].command[0] == sys.executable
+    for each in found.values():
+        commands = (*each.turn_on(), *each.turn_off(), each.ask())
+        assert {command[0] for command in commands} == {
+            {"systemd": "systemctl", "launchd": "launchctl", "windows": "schtasks"}[each.system]
+        }
+    with pytest.raises(RuntimeUnavailable, match="plan9"):
+        service_here("outrider.edge.cli", "plan9")
+
+
+@pytest.fixture
+def managed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """A home of this test's own, and a service manager that takes every command; the commands."""
+    commands: list[tuple[str, ...]] = []
+
+    def take(command: tuple[str, ...]) -> tuple[bool, str]:
+        commands.append(command)
+        return True, "active"
+
+    made = service(tmp_path)
+    monkeypatch.setattr(service_screen, "service_here", lambda module: made)
+    monkeypatch.setattr(service_screen, "run_command", take)
+    return commands
+
+
+def test_install_status_and_uninstall(
+    config: Path, tmp_path: Path, managed: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """--print writes nothing; install enables and starts; variables that the service will not see are named."""
+    path = service(tmp_path).path
+    assert run_main(monkeypatch, "service", "install", "--print") == 0
+    assert capsys.readouterr().out == service(tmp_path).content().decode() and not path.exists() and not managed
+    assert run_main(monkeypatch, "service", "status") == 1 and "not installed" in capsys.readouterr().out
+    monkeypatch.setenv("OUTRIDER_DRAFT", "x")
+    assert run_main(monkeypatch, "service", "install") == 0
+    shown = capsys.readouterr()
+    assert f"wrote {path}" in shown.out.replace("\n", "") and "the service does not see OUTRIDER_DRAFT" in shown.err
+    assert [command[2] for command in managed] == ["daemon-reload", "enable", "restart"]
+    assert run_main(monkeypatch, "service", "status") == 0 and "runs\n" in capsys.readouterr().out
+    path.write_text(f"# {MARK}, an older one\n")
+    assert run_main(monkeypatch, "service", "status") == 0
+    assert "is not this version's; run `outrider service install --force`" in capsys.readouterr().out
+    assert run_main(monkeypatch, "service", "install") == 2 and "--force" in capsys.readouterr().err
+    assert (
+        run_main(monkeypatch, "service", "install", "--force") == 0 and path.read_bytes() == service(tmp_path).content()
+    )
+    assert run_main(monkeypatch, "service", "uninstall") == 0 and not path.exists()
+    assert managed[-2] == ("systemctl", "--user", "disable", "--now", "outrider.service")
+    assert run_main(monkeypatch, "service", "uninstall") == 0 and "not installed" in capsys.readouterr().out
+
+
+def test_a_broken_configuration_is_not_installed(
+    config: Path, tmp_path: Path, managed: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The service would only fail at each login; uninstalling still works."""
+    config.write_text("[run]\nseed = 'x'\n", encoding="utf-8")
+    assert run_main(monkeypatch, "service", "install") == 2
+    assert "line 2: run.seed is 'x'" in capsys.readouterr().err
+    assert not service(tmp_path).path.exists() and not managed
+    assert run_main(monkeypatch, "service", "uninstall") == 0
+
+
+def test_a_manager_that_fails_is_reported_with_the_command(
+    config: Path, managed: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The file is there, so the user can run the command later; the exit status says that it is not done."""
+    monkeypatch.setattr(service_screen, "run_command", lambda command: (False, "Failed to connect to bus"))
+    assert run_main(monkeypatch, "service", "install") == 1
+    shown = capsys.readouterr()
+    assert "`systemctl --user daemon-reload` failed: Failed to connect to bus" in shown.err
+    assert "started" not in shown.out
+    assert run_command(("outrider-no-such-manager",)) == (False, "outrider-no-such-manager is not installed")
+    assert run_command((sys.executable, "-c", "print('up')")) == (True, "up")
+    assert run_command((sys.executable, "-c", "raise SystemExit('down')")) == (False, "down")
