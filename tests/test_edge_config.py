@@ -418,6 +418,8 @@ def test_a_pull_gets_address_and_key_from_the_file(
         assert run_main(monkeypatch, "pull") == 0, capsys.readouterr().err
         pulled = Path(capsys.readouterr().out.strip())
         assert pulled.parent == tmp_path / "cache" / "drafts"
+        monkeypatch.setenv("OUTRIDER_CLOUD", f"{server.url} {other.url}")
+        assert run_main(monkeypatch, "pull", "--list") == 0 and f"at {server.url}" in capsys.readouterr().out
         assert run_main(monkeypatch, "pull", "--cloud", other.url) == 2
         assert "requires an API key" in capsys.readouterr().err
         assert run_main(monkeypatch, "pull", "--server", other.url, "--key-file", str(config.parent / "cloud.key")) == 2

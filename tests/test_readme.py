@@ -88,7 +88,7 @@ def test_links_and_file_names_in_documents_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_modules_named_in_documents_exist(document: Path) -> None:
-    """`outrider.PART.module`, also with a function behind it, and `bench.module` exist; media types, files are none."""
+    """`outrider.PART.module`, also with a function behind it, and `bench.module` exist. Files are none."""
     pattern = r"(?<!vnd\.)(?<!/)\b(?:outrider|bench)\.[a-z]\w+(?:\.[a-z]\w+)*"
     for name in set(re.findall(pattern, document.read_text(encoding="utf-8"))):
         first, part, *rest = name.split(".")

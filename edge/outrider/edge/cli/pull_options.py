@@ -41,5 +41,7 @@ class PullOptions:
     key_file: KeyFile = None
 
     def __post_init__(self) -> None:
+        # OUTRIDER_CLOUD is for all commands and may hold several addresses: the first is the preferred one.
+        object.__setattr__(self, "cloud", next(iter(self.cloud.split()), ""))
         if self.is_listing and self.to is not None:
             raise ConfigError("--list takes no draft, so nothing comes to --to; leave one of them out")
