@@ -15,8 +15,12 @@ from typing import Final
 
 from outrider.models.errors import ConfigError
 
-SUFFIXES: Final = frozenset(
-    ".md .markdown .txt .text .rst .py .pyi .js .ts .c .h .cc .cpp .hpp .cs .go .java .kt .rb .rs .sh .sql .swift".split()
+DOCS_TOKENS: Final = 512
+"""Tokens of passages in one prompt, at most, where nobody says otherwise."""
+SUFFIXES: Final = (
+    *(".md", ".markdown", ".txt", ".text", ".rst"),
+    *(".py", ".pyi", ".js", ".ts", ".c", ".h", ".cc", ".cpp", ".hpp", ".cs", ".go", ".java", ".kt", ".rb", ".rs"),
+    *(".sh", ".sql", ".swift"),
 )
 """Text, Markdown and program text. Not configuration files, which often hold keys."""
 

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from outrider.edge.retrieval.documents import DOCS_TOKENS
 from outrider.edge.retrieval.index import PassageIndex
 from outrider.edge.retrieval.passages import Passage
 from outrider.models.runtimes.ngram import QuotedText
@@ -29,8 +30,6 @@ from outrider.models.tokenizer import Tokenizer
 
 HEAD: Final = "Passages from documents:\n\n"
 TAIL: Final = "End of the passages.\n\n"
-DOCS_TOKENS: Final = 512
-"""Default of --docs-tokens."""
 MAX_PASSAGES: Final = 8
 _MAX_FOUND: Final = 24  # passages looked at: shorter ones may fit where a better one does not
 _MAX_QUERY_CHARS: Final = 2000  # the end of a long prompt is what is being asked

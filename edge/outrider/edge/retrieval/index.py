@@ -97,7 +97,7 @@ def _save(scorer: Any, place: Path) -> None:
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=place.parent))
         try:
             scorer.save(partial, show_progress=False)
-            os.replace(partial, place)
+            partial.rename(place)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         kept = sorted(place.parent.glob("[0-9a-f]*"), key=lambda each: each.stat().st_mtime, reverse=True)

@@ -11,8 +11,12 @@ _HUMP: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _UNSPACED: Final = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
 _MAX_CHARS: Final = 40
 _COMMON: Final = frozenset(
-    "a an and are as at be by can do does for from has have how i if in into is it its me my no not of on or so that "
-    "the their them then there these they this to was we what when where which who why will with you your".split()
+    word
+    for line in (
+        "a an and are as at be by can do does for from has have how i if in into is it its me my no not of on or so",
+        "that the their them then there these they this to was we what when where which who why will with you your",
+    )
+    for word in line.split()
 )
 
 
