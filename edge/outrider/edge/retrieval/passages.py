@@ -70,7 +70,8 @@ def _pieces(text: str, longest: int) -> Iterator[tuple[int, int]]:
             cut = text.rfind("\n", start, start + longest) + 1
             if cut <= start:
                 cut = start + longest
-            yield start, cut
+            if text[start:cut].strip():
+                yield start, cut
             start = cut
         if text[start:end].strip():
             yield start, end
