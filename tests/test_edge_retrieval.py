@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.local_endpoint import LocalEndpoint, serve_local
-from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
+from tests.serving import FakeServer, StepGate, fake_tokenizer, save_fake_tokenizer, serve_fake, target_tokens
+from tests.test_bundle import make_manifest
 
 from outrider.cloud.engine import EngineConfig, Policy
+from outrider.edge.cli import main as cli
+from outrider.edge.cli.serve import READY_PREFIX
 from outrider.edge.drafting.calibration import LOOKUP_RANK, QUOTE_RANK, Calibration, lookup_guess, quoted_guess
 from outrider.edge.drafting.drafter import MixedDrafter, ModelDrafter, NgramDrafter
 from outrider.edge.retrieval.documents import Document, DocumentLimits, read_documents
 from outrider.edge.retrieval.passages import PASSAGE_CHARS, cut_passages
 from outrider.edge.retrieval.words import words_of
 from outrider.edge.serve.state import LocalSettings
+from outrider.models.bundle_writer import BundleWriter
 from outrider.models.errors import ConfigError
 from outrider.models.extras import is_installed
 from outrider.models.runtimes.fake import FakeSequenceRuntime
@@ -363,3 +369,87 @@ def test_documents_without_the_library_are_refused_with_its_name(
     answer = httpx.post(f"{local.url}/v1/completions", json=asked)
     error = answer.json()["error"]
     assert answer.status_code == 400 and "outrider[docs]" in error["message"] and error["param"] == "documents"
+
+
+# -- the commands ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def given(cloud: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Arguments for a cloud, a draft that copies, and a directory of documents; the cache is the test's own."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    with BundleWriter(tmp_path / "draft") as writer:
+        save_fake_tokenizer(writer.directory)
+        for suffix in ("xml", "bin"):
+            (writer.directory / f"openvino_model.{suffix}").write_text("none")
+        bundle = writer.commit(make_manifest(writer.list_files(), fake_tokenizer().fingerprint)).path
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "release.md").write_text(RELEASE)
+    (tmp_path / "docs" / "bad.txt").write_bytes(b"\xff")
+    return [
+        *("--cloud", cloud.url, "--draft", str(bundle), "--runtime", "ngram"),
+        *("--docs", str(tmp_path / "docs"), "--docs-tokens", "300"),
+    ]
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """Exit code of `outrider ARGUMENTS` in this process."""
+    monkeypatch.setattr(sys, "argv", ["outrider", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+@needs_bm25s
+def test_run_grounds_its_prompt_and_names_the_passages(
+    given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With --verbose and in the JSON; the same text as cloud-only; unreadable files are named once."""
+    sampled = ["--temperature", "0.8", "--seed", "5", "--max-tokens", "24", "--ignore-eos"]
+    assert run_main(monkeypatch, "run", QUERY, *given, *sampled, "--verbose") == 0
+    shown = capsys.readouterr()
+    said = " ".join(shown.err.split())
+    assert said.count("bad.txt") == 1 and "[1] release.md, lines 5-7, characters" in said
+    assert run_main(monkeypatch, "run", QUERY, *given, *sampled, "--json") == 0
+    drafted = json.loads(capsys.readouterr().out)
+    (passage,) = drafted["passages"]
+    assert (passage["document"], passage["first_line"]) == ("release.md", 5) and 0 < drafted["passage_tokens"] <= 300
+    alone = [each for each in given if each not in ("--runtime", "ngram")]
+    assert run_main(monkeypatch, "run", QUERY, *alone, *sampled, "--mode", "cloud-only", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == drafted["tokens"]
+    prompt = fake_tokenizer().encode(grounded_in("release.md", RELEASE) + QUERY)
+    assert drafted["tokens"] == target_tokens(prompt, 24, PARAMS)
+
+
+def grounded_in(name: str, text: str) -> str:
+    from outrider.edge.retrieval.grounding import Library
+    from outrider.edge.retrieval.index import PassageIndex
+
+    return Library(PassageIndex([Document(name, text)]), fake_tokenizer(), 300).ground(QUERY).before
+
+
+@needs_bm25s
+def test_serve_grounds_and_shows_metrics(given: list[str]) -> None:
+    """As a process: documents are counted at the start, and no word of them is in its log."""
+    command = [sys.executable, "-m", "outrider.edge.cli", "serve", *given, "--port", "0", "--metrics"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            url = process.stdout.readline().removeprefix(READY_PREFIX).strip()
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": QUERY, "max_tokens": 8, **SAMPLED}).json()
+            metrics = httpx.get(f"{url}/metrics").text
+        finally:
+            process.terminate()
+        log = process.stderr.read()
+        process.wait(30.0)
+    assert [each["document"] for each in answer["passages"]] == ["release.md"]
+    assert 'outrider_http_requests_total{method="POST",route="/v1/completions",status="200"} 1.0' in metrics
+    assert "documents: 1, in 2 passages" in log and "bad.txt" in log and "striped" not in log
+
+
+def test_passage_options_without_documents_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """They would have no effect; a directory that is none is one line too."""
+    assert run_main(monkeypatch, "run", "x", "--verbose", "--docs-tokens", "100") == 2
+    assert "--docs-tokens and --verbose would have no effect" in " ".join(capsys.readouterr().err.split())
