@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
@@ -16,13 +17,13 @@ import click
 import httpx
 import pytest
 import typer.main
-import yaml
 from tests.local_endpoint import LocalEndpoint, serve_local
 from tests.serving import FakeServer, serve_fake
 
 from outrider.cloud.server.main import app as cloud_app
 from outrider.edge.cli import main as edge_cli
 from outrider.edge.cli.serve import READY_PREFIX
+from outrider.edge.lab.cores import running_on
 from outrider.export.cli.main import app as export_app
 from outrider.export.make.pair import PairPaths
 from outrider.models.extras import is_installed
@@ -134,78 +135,72 @@ def started(words: list[str], environment: dict[str, str] | None = None) -> Iter
             process.terminate()
 
 
-def test_both_machines_of_the_compose_file(reference_pair: PairPaths) -> None:
-    """Its commands as processes: the device asks for a key, and its text is the cloud's."""
-    composed: dict[str, Any] = yaml.safe_load((EXAMPLES / "two_machines" / "compose.yaml").read_text(encoding="utf-8"))
-    services = composed["services"]
-    places = {"/bundles/target": str(reference_pair.target), "/bundles/draft": str(reference_pair.draft)}
-    places |= {"0.0.0.0": "127.0.0.1", "8000": "0", "8077": "0"}
+yaml: Any = importlib.import_module("yaml")  # ships no types
+COMPOSED: dict[str, Any] = yaml.safe_load((EXAMPLES / "two_machines" / "compose.yaml").read_text(encoding="utf-8"))
 
-    def here(service: str) -> list[str]:
-        return [places.get(word, word) for word in services[service]["command"]]
 
-    assert services["device"]["ports"] == ["127.0.0.1:8077:8077"] and composed["networks"]["link"]["internal"] is True
-    assert "ports" not in services["cloud"] and services["cloud"]["networks"] == ["link"]
+def composed_command(service: str, **places: str) -> list[str]:
+    """A service's command with this machine's places, on a free loopback port."""
+    here = {"0.0.0.0": "127.0.0.1", "8000": "0", "8077": "0"} | places
+    return [*(here.get(word, word) for word in COMPOSED["services"][service]["command"]), "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def reference_cloud(reference_pair: PairPaths) -> Iterator[str]:
+    """The compose file's cloud, as a process."""
+    with started(composed_command("cloud", **{"/bundles/target": str(reference_pair.target)})) as url:
+        yield url
+
+
+def text_of(url: str, headers: dict[str, str] | None = None) -> str:
+    """A completion's text."""
     asked = {"prompt": "def walk(path):", "max_tokens": 16, "temperature": 0}
-    with started([*here("cloud"), "--threads", "1"]) as cloud_url:
-        places["http://cloud:8000"] = cloud_url
-        with started([*here("device"), "--threads", "1"], {"OUTRIDER_API_KEYS": KEY}) as url:
-            assert httpx.get(f"{url}/v1/models").status_code == 401
-            headers = {"Authorization": f"Bearer {KEY}"}
-            texts = [
-                httpx.post(f"{each}/v1/completions", json=asked, headers=headers, timeout=60.0).json()["choices"][0]
-                for each in (url, cloud_url)
-            ]
-    assert texts[0]["text"] == texts[1]["text"] != ""
+    answer = httpx.post(f"{url}/v1/completions", json=asked, headers=headers, timeout=60.0)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def test_both_machines_of_the_compose_file(reference_cloud: str, reference_pair: PairPaths) -> None:
+    """Its commands as processes: the device asks for a key, and its text is the cloud's."""
+    cloud, device = COMPOSED["services"]["cloud"], COMPOSED["services"]["device"]
+    assert "ports" not in cloud and cloud["networks"] == ["link"] and COMPOSED["networks"]["link"]["internal"] is True
+    assert device["ports"] == ["127.0.0.1:8077:8077"]
+    places = {"/bundles/draft": str(reference_pair.draft), "http://cloud:8000": reference_cloud}
+    with started(composed_command("device", **places), {"OUTRIDER_API_KEYS": KEY}) as url:
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert text_of(url, {"Authorization": f"Bearer {KEY}"}) == text_of(reference_cloud) != ""
 
 
 def test_the_images_have_extras_that_exist() -> None:
     """And the Dockerfile installs from the repository."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    composed = yaml.safe_load((EXAMPLES / "two_machines" / "compose.yaml").read_text(encoding="utf-8"))
-    for service in composed["services"].values():
+    for service in COMPOSED["services"].values():
         assert re.search(rf"^{service['build']['args']['EXTRA']} = \[", text, re.MULTILINE)
         assert (EXAMPLES / "two_machines" / service["build"]["context"]).resolve() == ROOT
         assert (ROOT / service["build"]["dockerfile"]).is_file()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="`ulimit -d` bounds memory on Linux only")
-def test_a_small_processor_with_a_gigabyte(reference_pair: PairPaths) -> None:
+def test_a_small_processor_with_a_gigabyte(reference_cloud: str, reference_pair: PairPaths) -> None:
     """The line of the example: on one core, with its limit; the peak of the process stays below 1 GB."""
     (line,) = (each for each in lines_of(EXAMPLES / "small_arm" / "README.md") if each.startswith("sh -c"))
     shell, flag, script = shlex.split(line)
     limit, _, rest = script.partition("exec outrider ")
     assert limit == "ulimit -d 1048576; " and rest
-    core = min(os.sched_getaffinity(0))
-    with serve_reference(reference_pair) as cloud_url:
-        rest = rest.replace("http://127.0.0.1:8000", cloud_url).replace(
-            "bundles/cpu", shlex.quote(str(reference_pair.draft))
-        )
-        script = f"{limit}exec {shlex.quote(sys.executable)} -m outrider.edge.cli {rest} --port 0"
-        with subprocess.Popen(
-            [shell, flag, script],
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
-        ) as process:
-            assert process.stdout is not None
-            try:
-                url = process.stdout.readline().removeprefix(READY_PREFIX).strip()
-                asked = {"prompt": "def walk(path):", "max_tokens": 32, "temperature": 0}
-                texts = [
-                    httpx.post(f"{each}/v1/completions", json=asked, timeout=60.0).json() for each in (url, cloud_url)
-                ]
-                status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
-                limits = Path(f"/proc/{process.pid}/limits").read_text(encoding="ascii")
-            finally:
-                process.terminate()
-    peak_kb = int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])  # type: ignore[index]
-    assert texts[0]["choices"][0]["text"] == texts[1]["choices"][0]["text"]
-    assert peak_kb < 1_000_000 and re.search(r"Max data size\s+1073741824", limits)
-
-
-@contextmanager
-def serve_reference(pair: PairPaths) -> Iterator[str]:
-    """The reference target, as a process."""
-    with started(["outrider-cloud", "serve", str(pair.target), "--port", "0", "--threads", "1"]) as url:
-        yield url
+    rest = rest.replace("http://127.0.0.1:8000", reference_cloud)
+    rest = rest.replace("bundles/cpu", shlex.quote(str(reference_pair.draft)))
+    script = f"{limit}exec {shlex.quote(sys.executable)} -m outrider.edge.cli {rest} --port 0"
+    with running_on(frozenset({min(os.sched_getaffinity(0))})):
+        process = subprocess.Popen([shell, flag, script], stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        try:
+            url = process.stdout.readline().removeprefix(READY_PREFIX).strip()
+            assert text_of(url) == text_of(reference_cloud)
+            status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+            limits = Path(f"/proc/{process.pid}/limits").read_text(encoding="ascii")
+        finally:
+            process.terminate()
+    peak = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert peak is not None and int(peak[1]) < 1_000_000
+    assert re.search(r"Max data size\s+1073741824", limits) and re.search(r"Cpus_allowed_list:\s+\d+\n", status)
