@@ -137,8 +137,8 @@ def test_an_index_is_kept_by_content_and_mended(tmp_path: Path) -> None:
     texts = [file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()]
     assert not any(b"needs a tag" in each for each in texts)
     assert PassageIndex([Document("blank.md", "...\n")]).search("x", 1) == []
-    for index in range(12):
-        PassageIndex([Document("release.md", RELEASE * (index + 2))], tmp_path)
+    for times in range(2, 14):
+        PassageIndex([Document("release.md", RELEASE * times)], tmp_path)
     assert len(list(tmp_path.iterdir())) == 8
 
 
@@ -189,7 +189,7 @@ def test_documents_draft_and_are_calibrated_apart() -> None:
     assert drafter.continuation(3) == [quoted_guess(1, 2), quoted_guess(2, 3), quoted_guess(3, 4)]
     assert [guess.rank for guess in drafter.guess([[1]], 1)[0]] == [QUOTE_RANK]
     drafter.begin([5, 5, 8, 9, 6, 5, 5, 8, 9], PARAMS)  # the text's own passage is longer
-    assert drafter.continuation(1) == [lookup_guess(6, 4)] and LOOKUP_RANK != QUOTE_RANK
+    assert drafter.continuation(1) == [lookup_guess(6, 4)] and drafter.continuation(1)[0].rank == LOOKUP_RANK
     mixed = MixedDrafter(ModelDrafter(FakeSequenceRuntime(vocab_size=30, max_branches=4)), [document])
     mixed.begin([8, 9], PARAMS)
     assert mixed.continuation(2) == [quoted_guess(1, 2), quoted_guess(2, 3)]
@@ -375,7 +375,7 @@ def test_documents_without_the_library_are_refused_with_its_name(
 
 
 @pytest.fixture
-def given(cloud: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def arguments(cloud: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Arguments for a cloud, a draft that copies, and a directory of documents; the cache is the test's own."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     with BundleWriter(tmp_path / "draft") as writer:
@@ -392,9 +392,9 @@ def given(cloud: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
-def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Exit code of `outrider ARGUMENTS` in this process."""
-    monkeypatch.setattr(sys, "argv", ["outrider", *arguments])
+def run_main(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    """Exit code of `outrider WORDS` in this process."""
+    monkeypatch.setattr(sys, "argv", ["outrider", *words])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     return int(ended.value.code or 0)
@@ -402,19 +402,19 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 @needs_bm25s
 def test_run_grounds_its_prompt_and_names_the_passages(
-    given: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With --verbose and in the JSON; the same text as cloud-only; unreadable files are named once."""
     sampled = ["--temperature", "0.8", "--seed", "5", "--max-tokens", "24", "--ignore-eos"]
-    assert run_main(monkeypatch, "run", QUERY, *given, *sampled, "--verbose") == 0
+    assert run_main(monkeypatch, "run", QUERY, *arguments, *sampled, "--verbose") == 0
     shown = capsys.readouterr()
     said = " ".join(shown.err.split())
     assert said.count("bad.txt") == 1 and "[1] release.md, lines 5-7, characters" in said
-    assert run_main(monkeypatch, "run", QUERY, *given, *sampled, "--json") == 0
+    assert run_main(monkeypatch, "run", QUERY, *arguments, *sampled, "--json") == 0
     drafted = json.loads(capsys.readouterr().out)
     (passage,) = drafted["passages"]
     assert (passage["document"], passage["first_line"]) == ("release.md", 5) and 0 < drafted["passage_tokens"] <= 300
-    alone = [each for each in given if each not in ("--runtime", "ngram")]
+    alone = [each for each in arguments if each not in ("--runtime", "ngram")]
     assert run_main(monkeypatch, "run", QUERY, *alone, *sampled, "--mode", "cloud-only", "--json") == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == drafted["tokens"]
     prompt = fake_tokenizer().encode(grounded_in("release.md", RELEASE) + QUERY)
@@ -429,9 +429,9 @@ def grounded_in(name: str, text: str) -> str:
 
 
 @needs_bm25s
-def test_serve_grounds_and_shows_metrics(given: list[str]) -> None:
+def test_serve_grounds_and_shows_metrics(arguments: list[str]) -> None:
     """As a process: documents are counted at the start, and no word of them is in its log."""
-    command = [sys.executable, "-m", "outrider.edge.cli", "serve", *given, "--port", "0", "--metrics"]
+    command = [sys.executable, "-m", "outrider.edge.cli", "serve", *arguments, "--port", "0", "--metrics"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         try:

@@ -168,6 +168,8 @@ class Provider:
         is_child = parent.is_valid
 
         class Kept(trace.NonRecordingSpan):
+            attributes: dict[str, Any]
+
             def set_attribute(self, key: str, value: Any) -> None:
                 self.attributes[key] = value
 

@@ -104,7 +104,7 @@ def test_client_libraries_work_unchanged(cloud: FakeServer, local: LocalEndpoint
     """The text is the cloud's own for the same prompt and seed."""
     is_chain = name == "langchain_chain.py"
     shown = run_script(name, local, "zip", *([] if is_chat else ["--completion"]))
-    common = {"max_tokens": 64, "seed": 7}
+    common: dict[str, Any] = {"max_tokens": 64, "seed": 7}
     if is_chat:
         words = "Tell me about zip." if is_chain else "zip"
         messages = [{"role": "user", "content": words}]
