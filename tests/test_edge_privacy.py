@@ -14,14 +14,14 @@ from typing import Any
 import httpx
 import pytest
 from tests.local_endpoint import LocalEndpoint, serve_local
-from tests.serving import FakeServer, fake_tokenizer, serve_fake
+from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake
 
 from outrider.edge.retrieval.documents import Document
 from outrider.edge.serve.state import LocalSettings
 from outrider.models.extras import is_installed
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import SessionRequest
-from outrider.models.tree_draft import TREE_MEDIA_TYPE
+from outrider.models.tree_draft import TREE_MEDIA_TYPE, TreeDraft
 
 PAGE = (Path(__file__).parent.parent / "docs" / "privacy.md").read_text(encoding="utf-8")
 LOCAL_KEY = "a-key-of-the-client"
@@ -35,6 +35,7 @@ class Wire:
     """Every request to a verifier: method and path, headers, body."""
 
     sent: list[tuple[str, httpx.Headers, bytes]] = field(default_factory=list)
+    gate: StepGate | None = None  # is opened by the first draft
 
     def to(self, path: str) -> list[bytes]:
         """The bodies of the requests whose path matches."""
@@ -53,6 +54,8 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
 
     async def note(client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
         noted.sent.append((f"{request.method} {request.url.path}", request.headers, request.content))
+        if noted.gate is not None and request.url.path.endswith("/drafts"):
+            noted.gate.open()
         return await send(client, request, **options)
 
     monkeypatch.setattr(httpx.AsyncClient, "send", note)
@@ -92,12 +95,15 @@ def test_1_a_text_sends_ids_and_parameters_and_its_user_agent(local: LocalEndpoi
         assert headers.get("user-agent", "outrider/").startswith("outrider/")
 
 
-def test_2_drafts_are_ids_with_levels(local: LocalEndpoint, wire: Wire) -> None:
-    """Three or four bytes a node: no text, no probabilities, nothing of the model."""
-    post(local, "/v1/completions", prompt=PROMPT, max_tokens=200, ignore_eos=True)
+def test_2_drafts_are_ids_with_levels(wire: Wire) -> None:
+    """Each message is nodes and nothing else: no text, no probabilities, nothing of the model."""
+    wire.gate = StepGate()
+    with serve_fake(gate=wire.gate) as cloud, serve_local(cloud.url, LocalSettings(depth="8")) as local:
+        post(local, "/v1/completions", prompt=PROMPT, max_tokens=64, ignore_eos=True)
     drafts = [(headers, body) for call, headers, body in wire.sent if call.endswith("/drafts")]
+    assert drafts
     for headers, body in drafts:
-        assert headers["content-type"] == TREE_MEDIA_TYPE and len(body) <= 16 + 8 * 256
+        assert headers["content-type"] == TREE_MEDIA_TYPE and TreeDraft.decode(body).encode() == body
     calls = {re.sub("sessions/[^/]+", "sessions/ID", call) for call, _, _ in wire.sent}
     known = {"GET /v1/model", "POST /v1/sessions", "POST /v1/sessions/ID/drafts", "DELETE /v1/sessions/ID"}
     assert calls <= known

@@ -86,7 +86,7 @@ def test_size_and_number_of_documents_are_bounded(tmp_path: Path) -> None:
     assert [each.name for each in few.documents] == ["0.txt", "1.txt"]
     assert few.left_out == ("left out, more than 2 files: 2.txt, 3.txt, 4.txt, 5.txt, 6.txt and 2 more",)
     assert len(read_documents(tmp_path, DocumentLimits(max_total_bytes=350)).documents) == 3
-    assert len(read_documents(tmp_path, DocumentLimits(max_entries=4)).documents) == 4
+    assert len(read_documents(tmp_path, DocumentLimits(max_entries=5)).documents) == 4
     for wrong in (tmp_path / "0.txt", tmp_path / "missing"):
         with pytest.raises(ConfigError):
             read_documents(wrong)
@@ -107,6 +107,13 @@ def test_passages_are_the_documents_spans(text: str, longest: int) -> None:
         assert passage.last_line == text.count("\n", 0, passage.end) + 1
         rest, at = rest + text[at : passage.start], passage.end
     assert not (rest + text[at:]).strip()
+
+
+def test_a_document_of_blanks_costs_no_more_than_its_size() -> None:
+    """A pattern that looks for a character that is none took minutes for this."""
+    blanks = " " * (1 << 20)
+    assert cut_passages(Document("d", blanks)) == [] and words_of(blanks) == []
+    assert [each.last_line for each in cut_passages(Document("d", f"a\n{blanks}\nb"))] == [1, 3]
 
 
 def test_words_of_names_and_of_scripts_without_blanks() -> None:

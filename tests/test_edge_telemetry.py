@@ -13,6 +13,11 @@ from tests.local_endpoint import LocalEndpoint, serve_local
 from tests.serving import FakeServer, serve_fake
 
 from outrider.edge import tracing
+from outrider.edge.drafting.drafter import NgramDrafter
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.assemble import make_agent
+from outrider.edge.results import GenerationRequest, Mode
 from outrider.edge.serve.state import LocalSettings
 from outrider.models.errors import ConfigError
 from outrider.models.extras import is_installed
@@ -232,6 +237,26 @@ def test_a_trace_goes_from_the_client_through_the_device_to_the_verifier(
     for path, headers in seen.headers:
         assert "tracestate" not in headers and "baggage" not in headers
         assert path in ("/v1/sessions", "/v1/model") or "traceparent" not in headers
+
+
+def test_each_verification_carries_the_trace(
+    cloud: FakeServer, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stop-and-wait has a call per block; each names its own span."""
+    seen = Seen(monkeypatch)
+
+    async def scenario() -> None:
+        async with CloudClient(cloud.url) as client:
+            agent = make_agent(Mode.STOP_AND_WAIT, Endpoints([client]), NgramDrafter())
+            await agent.generate(GenerationRequest((5, 6, 7), max_tokens=3, ignore_eos=True))
+
+    asyncio.run(scenario())
+    calls = [span for span in provider.spans if span.name == "POST /v1/verify"]
+    assert calls and [parent and parent.split("-")[2] for parent in seen.of("/v1/verify")] == [
+        f"{span.get_span_context().span_id:016x}" for span in calls
+    ]
+    (text,) = (span for span in provider.spans if span.name == "text")
+    assert text.attributes["outrider.mode"] == "stop-and-wait" and text.attributes["outrider.tokens"] == 3
 
 
 def test_traces_have_no_word_of_a_text_and_errors_only_their_kind(local: LocalEndpoint, provider: Provider) -> None:

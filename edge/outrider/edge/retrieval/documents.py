@@ -27,7 +27,7 @@ SUFFIXES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class DocumentLimits:
-    """max_files: documents. max_file_bytes: of one. max_total_bytes: of all. max_entries: files looked at."""
+    """max_files: documents. max_file_bytes: of one. max_total_bytes: of all. max_entries: names that are looked at."""
 
     max_files: int = 2000
     max_file_bytes: int = 1 << 20
@@ -100,10 +100,11 @@ def _candidates(inside: Path, limits: DocumentLimits, unfit: dict[str, list[str]
 
     for folder, folders, files in os.walk(inside, onerror=on_error):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
+        num_seen += 1
         for name in sorted(files):
             num_seen += 1
             if num_seen > limits.max_entries:
-                unfit.setdefault(f"more than {limits.max_entries} files to look at", []).append(name)
+                unfit.setdefault(f"more than {limits.max_entries} files and directories to look at", []).append(name)
                 return
             if not name.startswith(".") and Path(name).suffix.lower() in SUFFIXES:
                 yield Path(folder) / name

@@ -11,7 +11,6 @@ from outrider.edge.retrieval.documents import Document
 
 PASSAGE_CHARS: Final = 800
 """Longest passage. About 200 tokens of English."""
-_PARAGRAPH: Final = re.compile(r"(?:[^\n]*\S[^\n]*(?:\n|\Z))+")
 _HEADING: Final = re.compile(r"#{1,6} |(?:class|def|async def|fn|func|pub fn|function|impl|struct|interface) ")
 
 
@@ -64,8 +63,7 @@ def cut_passages(document: Document, index: int = 0, longest: int = PASSAGE_CHAR
 
 def _pieces(text: str, longest: int) -> Iterator[tuple[int, int]]:
     """Paragraphs, those that are too long cut at lines, and lines that are too long cut anywhere."""
-    for paragraph in _PARAGRAPH.finditer(text):
-        start, end = paragraph.span()
+    for start, end in _paragraphs(text):
         while end - start > longest:
             cut = text.rfind("\n", start, start + longest) + 1
             if cut <= start:
@@ -75,3 +73,19 @@ def _pieces(text: str, longest: int) -> Iterator[tuple[int, int]]:
             start = cut
         if text[start:end].strip():
             yield start, end
+
+
+def _paragraphs(text: str) -> Iterator[tuple[int, int]]:
+    """Lines in a row that are not blank. In one pass: a pattern would take quadratic time on a long line of blanks."""
+    start, at = None, 0
+    while at < len(text):
+        end = text.find("\n", at) + 1 or len(text)
+        if text[at:end].isspace():
+            if start is not None:
+                yield start, at
+                start = None
+        elif start is None:
+            start = at
+        at = end
+    if start is not None:
+        yield start, at
