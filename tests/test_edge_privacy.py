@@ -21,7 +21,7 @@ from outrider.edge.serve.state import LocalSettings
 from outrider.models.extras import is_installed
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import SessionRequest
-from outrider.models.tree_draft import TREE_MEDIA_TYPE, TreeDraft
+from outrider.models.tree_draft import TREE_MEDIA_TYPE, decode_tree
 
 PAGE = (Path(__file__).parent.parent / "docs" / "privacy.md").read_text(encoding="utf-8")
 LOCAL_KEY = "a-key-of-the-client"
@@ -103,7 +103,7 @@ def test_2_drafts_are_ids_with_levels(wire: Wire) -> None:
     drafts = [(headers, body) for call, headers, body in wire.sent if call.endswith("/drafts")]
     assert drafts
     for headers, body in drafts:
-        assert headers["content-type"] == TREE_MEDIA_TYPE and TreeDraft.decode(body).encode() == body
+        assert headers["content-type"] == TREE_MEDIA_TYPE and decode_tree(body).encode() == body
     calls = {re.sub("sessions/[^/]+", "sessions/ID", call) for call, _, _ in wire.sent}
     known = {"GET /v1/model", "POST /v1/sessions", "POST /v1/sessions/ID/drafts", "DELETE /v1/sessions/ID"}
     assert calls <= known
