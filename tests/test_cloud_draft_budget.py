@@ -14,12 +14,12 @@ from tests.serving import JSON, FakeServer, StepGate, read_events, run_session, 
 
 from outrider.cloud.api.bridge import Bridge
 from outrider.cloud.api.draft_budget import TREE_UNIT_BYTES, DraftBudget, DraftLimits
-from outrider.cloud.api.metrics import CommitTimer, Tally
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.stream import SERVER_SEND, SessionStream
 from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import SessionEvent, SessionOpen
+from outrider.models.tally import CommitTimer, Tally
 
 PROMPT = [5, 17, 99, 3]
 ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"

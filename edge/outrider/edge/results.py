@@ -115,9 +115,10 @@ class GenerationResult:
     num_proposed: drafted tokens that the target ran. num_tested: those that it compared with its own choice (not those
     after a rejected one); num_accepted: those that were equal. num_drafted: positions that the draft guessed at on the
     device; num_sent: guesses sent; hits: tokens of the text that the device had guessed, by rank (0: the draft's own
-    pick; 8: prompt lookup's); num_posts: messages sent; num_failed_posts: messages lost. num_sessions: 1 plus the
-    number of resumptions. depths: (index of the token, depth) at each change. finish_reason: "stop", "length" or
-    "context". draft_error: why drafting ended early, if it did. waited_ms: time that the target waited for drafts.
+    pick; 8: prompt lookup's; 9: a document's); num_posts: messages sent; num_failed_posts: messages lost. num_sessions:
+    1 plus the number of resumptions. depths: (index of the token, depth) at each change. finish_reason: "stop",
+    "length" or "context". draft_error: why drafting ended early, if it did. waited_ms: time that the target waited for
+    drafts.
     cached_prompt_tokens: of the prompt, those that the first session found in the server's cache.
     """
 

@@ -8,47 +8,18 @@ second, all on the event loop, so they are plain numbers that become metrics at 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import accumulate
-from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.cloud.seam import EngineStats
-
-_FAST_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-_SLOW_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-
-class Tally:
-    """The observations of a histogram: how many fell into each bucket, and their sum. For one thread."""
-
-    __slots__ = ("_bounds", "_counts", "_created_s", "_sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-        self._created_s = time.time()
-
-    def observe(self, value: float) -> None:
-        """Counts one value; a bucket includes its bound."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def add_to(self, family: HistogramMetricFamily, labels: Mapping[str, str] | None = None) -> None:
-        """Adds this histogram to a scrape."""
-        names = [*map(floatToGoString, self._bounds), "+Inf"]
-        labels = dict(labels or {})
-        family.add_metric(list(labels.values()), list(zip(names, accumulate(self._counts), strict=True)), self._sum)
-        family.add_sample(f"{family.name}_created", labels, self._created_s)
+from outrider.models.tally import FAST_S, SLOW_S, Tally
+from outrider.models.tally import CommitTimer as CommitTimer  # also for importers of this module
 
 
 class Metrics:
@@ -65,8 +36,8 @@ class Metrics:
         self.requests: dict[tuple[str, str, int], int] = {}  # by route, method and status
         self.request_s: dict[str, Tally] = {}  # by route
         self.num_dropped = {"session": 0, "owner": 0}
-        self.ttft_s = Tally(_SLOW_S)
-        self.gap_s = Tally(_FAST_S)
+        self.ttft_s = Tally(SLOW_S)
+        self.gap_s = Tally(FAST_S)
 
     def answered(self, route: str, method: str, status: int, took_s: float) -> None:
         """Records a request; took_s: until its response began."""
@@ -74,7 +45,7 @@ class Metrics:
         self.requests[key] = self.requests.get(key, 0) + 1
         tally = self.request_s.get(route)
         if tally is None:
-            tally = self.request_s[route] = Tally(_FAST_S)
+            tally = self.request_s[route] = Tally(FAST_S)
         tally.observe(took_s)
 
     def commit_timer(self, arrived_s: float) -> CommitTimer:
@@ -85,24 +56,6 @@ class Metrics:
         """All metrics in the text format that `accept` prefers, and its content type."""
         encoder, content_type = choose_encoder(accept)
         return encoder(self._registry), content_type
-
-
-class CommitTimer:
-    """Times the commits of one sequence: the first from the request's arrival, each other from the one before."""
-
-    __slots__ = ("_gap_s", "_last_s", "_next")
-
-    def __init__(self, ttft_s: Tally, gap_s: Tally, arrived_s: float) -> None:
-        self._next = ttft_s
-        self._gap_s = gap_s
-        self._last_s = arrived_s
-
-    def committed(self) -> None:
-        """Notes a commit."""
-        now = time.monotonic()
-        self._next.observe(now - self._last_s)
-        self._next = self._gap_s
-        self._last_s = now
 
 
 class _HttpCollector(Collector):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison, compare_modes
+from outrider.edge.cli.docs import open_library
 from outrider.edge.cli.draft_source import Clouds, clouds_of, find_draft
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import draft_lines, result_as_json, summary_lines
@@ -30,8 +31,10 @@ from outrider.edge.modes.assemble import (
     open_drafter,
 )
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.edge.retrieval.grounding import Grounding
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
+from outrider.edge.tracing import start_tracing
 from outrider.models.command_line import print_line
 from outrider.models.detokenizer import StreamingDetokenizer
 from outrider.models.errors import ConfigError
@@ -66,7 +69,11 @@ def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | Non
         raise ConfigError("the prompt is empty; expected a text to continue")  # before an export of minutes
     bundle = open_draft_bundle(find_draft(options.draft, options.choice, clouds, about))
     tokenizer = bundle.tokenizer()
-    request = make_request(options, tokenizer, bundle.manifest.tokenizer_fingerprint)
+    grounding = None
+    if options.docs is not None and options.prompt is not None:
+        library = open_library(options.docs, options.docs_tokens, tokenizer, about)
+        grounding = library.ground(options.prompt)
+    request = make_request(options, tokenizer, bundle.manifest.tokenizer_fingerprint, grounding)
     is_drafted = options.mode is not Mode.CLOUD_ONLY
     draft = open_drafter(bundle, options.choice, options.threads) if is_drafted else None
     printer = None if options.as_json else _printer(out, options, tokenizer.detokenizer(context=request.prompt))
@@ -74,15 +81,20 @@ def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | Non
         if draft is not None:
             for note in draft.placement.notes:
                 print_line(about, f"note: {note}", "yellow")
+        end_tracing = start_tracing(lambda words: print_line(about, words, "yellow"))
         try:
-            ran = asyncio.run(_generate(options, clouds, request, draft, printer, about))
+            ran = asyncio.run(_generate(options, clouds, request, draft, printer, about, grounding))
         finally:
+            end_tracing()
             if printer is not None:
                 printer.break_line()  # an error or Ctrl-C may have interrupted the text
     if options.as_json:
-        print_document(out, _document(options, ran, draft, tokenizer))
+        document = _document(options, ran, draft, tokenizer)
+        if grounding is not None:
+            document |= {"passages": grounding.as_json(), "passage_tokens": grounding.num_tokens}
+        print_document(out, document)
         return
-    for line in _lines(options, request, ran, draft):
+    for line in [*_lines(options, request, ran, draft), *_passage_lines(options, grounding)]:
         print_line(about, line, "dim")
     if ran.undrafted is not None:
         print_line(about, ran.undrafted, "yellow")
@@ -99,10 +111,12 @@ def _printer(out: Console, options: RunOptions, detokenizer: StreamingDetokenize
     return TokenPrinter(out, detokenizer, f"{prompt}\n" if prompt and options.chat else prompt)
 
 
-def make_request(options: RunOptions, tokenizer: Tokenizer, fingerprint: str) -> GenerationRequest:
+def make_request(
+    options: RunOptions, tokenizer: Tokenizer, fingerprint: str, grounding: Grounding | None = None
+) -> GenerationRequest:
     """The request for the prompt. stop_ids stay unset: the target's end tokens count, not the draft's."""
     assert options.prompt is not None
-    text = options.prompt
+    text = options.prompt if grounding is None else grounding.before + options.prompt
     if options.chat:
         text = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
     return GenerationRequest(
@@ -122,6 +136,7 @@ async def _generate(
     draft: OpenDraft | None,
     printer: TokenPrinter | None,
     about: Console,
+    grounding: Grounding | None = None,
 ) -> Ran:
     def warn(words: str) -> None:
         if printer is not None:
@@ -134,7 +149,8 @@ async def _generate(
         await endpoints.compare_targets()
         drafter = draft.drafter if draft is not None else None
         tree = make_options(options.width, options.effort, options.draft_bytes, options.lookup is not False)
-        agent = make_agent(options.mode, endpoints, drafter, options.depth, tree)
+        quoted = grounding.quoted if grounding is not None else ()
+        agent = make_agent(options.mode, endpoints, drafter, options.depth, tree, quoted=quoted)
         result = await agent.generate(request, printer)
         if printer is not None:
             printer.finish()
@@ -163,6 +179,21 @@ def _lines(options: RunOptions, request: GenerationRequest, ran: Ran, draft: Ope
         lines += draft_lines(draft.placement, len(request.prompt), len(ran.result.tokens))
     if ran.comparison is not None:
         lines += summary_lines(ran.comparison.typical[CLOUD_ONLY])
+    return lines
+
+
+def _passage_lines(options: RunOptions, grounding: Grounding | None) -> list[str]:
+    if grounding is None:
+        return []
+    num = len(grounding.passages)
+    if not num:
+        return ["no passage of the documents fits the prompt"]
+    lines = [f"{num} passage{'s' if num > 1 else ''} of the documents in the prompt, {grounding.num_tokens} tokens"]
+    if options.verbose:
+        lines += [
+            f"[{number}] {passage.where}, characters {passage.start}-{passage.end}"
+            for number, passage in enumerate(grounding.passages, 1)
+        ]
     return lines
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from outrider.edge.cli.cloud_flags import ApiKey, Clouds, KeyFile
+from outrider.edge.cli.docs_flags import Docs, DocsTokens
 from outrider.edge.cli.draft_flags import (
     LOOKUP,
     Draft,
@@ -30,6 +31,7 @@ from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.drafting.depth import Effort
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.results import Mode
+from outrider.edge.retrieval.documents import DOCS_TOKENS
 from outrider.edge.store.auto import AUTO
 from outrider.models.errors import ConfigError
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL
@@ -68,12 +70,17 @@ class RunOptions:
     patience_ms: Annotated[
         float | None, typer.Option(min=0.0, help="Longest wait of the target for a draft; default: it chooses.")
     ] = None
+    docs: Docs = None
+    docs_tokens: DocsTokens = DOCS_TOKENS
     threads: Annotated[int, typer.Option(min=0, help="Threads of the draft; 0 leaves it to the runtime.")] = 0
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the draft bundle's chat template.")] = False
     compare: Annotated[
         bool, typer.Option("--compare", help="Then measure this mode and cloud-only in turn; print the speed-up.")
     ] = False
     repeat: Annotated[int, typer.Option(min=1, help="Rounds of --compare; the median counts.")] = 3
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also print which passages of --docs the prompt has.")] = (
+        False
+    )
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False
     api_key: ApiKey = None
     key_file: KeyFile = None
@@ -113,6 +120,9 @@ class RunOptions:
             "--effort": self.effort is not Effort.NORMAL,
             "--threads": self.threads != 0,
         }
+        if self.docs is None:
+            idle = {"--docs-tokens": self.docs_tokens != DOCS_TOKENS, "--verbose": self.verbose}
+            refuse_idle("without --docs there are no passages", idle)
         if self.mode is Mode.CLOUD_ONLY:
             refuse_idle("nothing drafts with --mode cloud-only", device | tree | pace)
         if self.mode is Mode.STOP_AND_WAIT:

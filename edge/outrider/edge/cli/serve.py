@@ -6,12 +6,14 @@ at the verifier, and the line that says that the server is ready.
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import replace
 from typing import Final
 
 from rich.console import Console
 
+from outrider.edge.cli.docs import open_library
 from outrider.edge.cli.draft_source import Clouds, clouds_of, find_draft
 from outrider.edge.cli.serve_options import ServeOptions
 from outrider.edge.drafting.estimates import Estimates
@@ -22,13 +24,17 @@ from outrider.edge.serve.server import LocalServer
 from outrider.edge.serve.state import LocalCore, LocalSettings
 from outrider.edge.serve.upstream import Upstream
 from outrider.edge.setup.endpoints import Keys
+from outrider.edge.tracing import start_tracing
 from outrider.models.command_line import print_line
+from outrider.models.extras import require_packages
 from outrider.models.hosts import is_loopback
 from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing, page_policy, require_safe_host
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
 from outrider.models.visible import visible
+
+_log = logging.getLogger("outrider.serve")
 
 _CONNECTIONS_PER_TEXT: Final = 10
 """To a verifier: a stream, and the drafts in flight."""
@@ -40,6 +46,8 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
     cloud_keys: which key goes to which cloud; by default, the options' key goes to all of them.
     """
     configure_logging(LogFormat.TEXT)
+    if options.metrics:
+        require_packages(["prometheus_client"], "--metrics", "telemetry")
     keys = KeyRing.load(options.api_key_file)
     require_safe_host(options.host, keys, is_insecure_allowed=options.insecure_no_keys)
     tls = tls_files(options.tls_cert, options.tls_key)
@@ -66,6 +74,8 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
             depth=options.depth,
             options=agent_options,
             patience_ms=options.patience_ms,
+            docs_tokens=options.docs_tokens,
+            shows_metrics=options.metrics,
         )
         core = _open_core(options, clouds, settings)
         url = url_of(sock, is_tls=tls is not None)
@@ -76,13 +86,19 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
             tls=tls,
             on_ready=lambda: _announce(url, core),
         )
-        server.run(sockets=[sock])
+        end_tracing = start_tracing(lambda words: _log.warning("%s", words))
+        try:
+            server.run(sockets=[sock])
+        finally:
+            end_tracing()
 
 
 def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -> LocalCore:
     about = Console(stderr=True)
     bundle = open_draft_bundle(find_draft(options.draft, options.choice, clouds, about, needs_server=False))
     num_sequences = min(options.max_drafting, options.max_requests)
+    tokenizer = bundle.tokenizer()
+    library = open_library(options.docs, options.docs_tokens, tokenizer, about) if options.docs is not None else None
     model = open_draft_model(bundle, options.choice, options.threads, num_sequences, options.draft_context)
     for note in model.placement.notes:
         print_line(about, f"note: {note}", "yellow")
@@ -90,12 +106,13 @@ def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -
     clients = [CloudClient(url, replace(each, max_connections=max_connections)) for url, each in clouds]
     fingerprint = bundle.manifest.tokenizer_fingerprint
     return LocalCore(
-        tokenizer=bundle.tokenizer(),
+        tokenizer=tokenizer,
         fingerprint=fingerprint,
         upstream=Upstream(clients, fingerprint),
         drafts=DraftSequences(model, num_sequences, is_looked_up=options.is_looked_up),
         settings=settings,
         placement=model.placement.words,
+        library=library,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from outrider.edge.cli.cloud_flags import ApiKey, Clouds, KeyFile
+from outrider.edge.cli.docs_flags import Docs, DocsTokens
 from outrider.edge.cli.draft_flags import (
     Draft,
     DraftBytes,
@@ -26,6 +27,7 @@ from outrider.edge.cli.draft_flags import (
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.drafting.depth import Effort
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
+from outrider.edge.retrieval.documents import DOCS_TOKENS
 from outrider.edge.store.auto import AUTO
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL
 
@@ -91,7 +93,10 @@ class ServeOptions:
     patience_ms: Annotated[
         float | None, typer.Option(min=0.0, help="Longest wait of the target for a draft; default: it chooses.")
     ] = None
+    docs: Docs = None
+    docs_tokens: DocsTokens = DOCS_TOKENS
     threads: Annotated[int, typer.Option(min=0, help="Threads of the draft; 0 leaves it to the runtime.")] = 0
+    metrics: Annotated[bool, typer.Option("--metrics", help="Offer Prometheus metrics at /metrics.")] = False
     choice: DraftChoice = field(init=False)
 
     def __post_init__(self) -> None:

@@ -6,9 +6,12 @@ import math
 from collections.abc import Mapping
 
 from outrider.edge.devices.placement import Placement
-from outrider.edge.drafting.calibration import LOOKUP_RANK
+from outrider.edge.drafting.calibration import LOOKUP_RANK, QUOTE_RANK
 from outrider.edge.lab.comparison import measured_rate, why_no_rate
 from outrider.edge.results import GenerationResult, Mode
+
+_SOURCES = {LOOKUP_RANK: "lookup", QUOTE_RANK: "documents"}
+"""Ranks that stand for what guessed without a model."""
 
 
 def mode_numbers(result: GenerationResult) -> dict[str, float | None]:
@@ -46,7 +49,7 @@ def result_as_json(result: GenerationResult, text: str) -> dict[str, object]:
         "num_drafted": result.num_drafted,
         "num_sent": result.num_sent,
         "num_proposed": result.num_proposed,
-        "hits": {"lookup" if rank == LOOKUP_RANK else str(rank): num for rank, num in sorted(result.hits.items())},
+        "hits": {_SOURCES.get(rank, str(rank)): num for rank, num in sorted(result.hits.items())},
         "waited_ms": _number(result.waited_ms),
         "draft_error": result.draft_error,
         "depths": [list(change) for change in result.depths],
@@ -82,13 +85,14 @@ def summary_lines(result: GenerationResult) -> list[str]:
 
 def hits_words(hits: Mapping[int, int]) -> str:
     """Tokens of the text that had been guessed, by the rank of the guess."""
-    model = {rank: num for rank, num in hits.items() if rank != LOOKUP_RANK}
+    model = {rank: num for rank, num in hits.items() if rank not in _SOURCES}
     later = sum(num for rank, num in model.items() if rank > 1)
     parts = (
         (model.get(0, 0), "first guess"),
         (model.get(1, 0), "second"),
         (later, "third or later"),
         (hits.get(LOOKUP_RANK, 0), "looked up"),
+        (hits.get(QUOTE_RANK, 0), "from documents"),
     )
     return "hits: " + (", ".join(f"{num} {name}" for num, name in parts if num) or "none")
 

@@ -15,12 +15,16 @@ from outrider.models.sampling import Candidates
 MAX_WIDTH: Final = 8
 LOOKUP_RANK: Final = MAX_WIDTH
 """The rank of a guess that only prompt lookup made."""
+QUOTE_RANK: Final = MAX_WIDTH + 1
+"""The rank of a guess that a document made: it followed the same tokens there."""
 
 _GAPS: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 _NUM_GAPS: Final = len(_GAPS) + 1
 _NUM_MODEL: Final = MAX_WIDTH * _NUM_GAPS
 _LOOKUP_SIZES: Final = (2, 3, 4)
 """Tokens of the repeated suffix that a lookup found."""
+_QUOTE_SIZES: Final = (2, 3, 4, 6, 12)
+"""Tokens of the suffix that a document has too: a text that quotes shares many."""
 
 # Shares of the target's picks by rank (rows; the last is for all further ranks) and gap, measured on the reference pair
 # (`python -m bench.ranks`, temperature 0.8), rounded.
@@ -32,8 +36,11 @@ _MODEL_PRIOR: Final = (
     (0.10, 0.08, 0.07, 0.04, 0.012, 0.001),
 )
 _LOOKUP_PRIOR: Final = (0.30, 0.45, 0.65)
+_QUOTE_PRIOR: Final = (0.25, 0.40, 0.60, 0.75, 0.90)
 _BOTH_LIFT: Final = 0.5
 """A guess that model and lookup share: this part of the doubt of either is left."""
+
+_FIRST_QUOTE: Final = 2 * _NUM_MODEL + len(_LOOKUP_SIZES)
 
 _PRIOR_WEIGHT: Final = 16.0  # tests that a cell's prior counts as
 _SCALE_WEIGHT: Final = 3.0  # promised hits that the prior's own scale starts with
@@ -64,6 +71,11 @@ def lookup_guess(token: int, suffix: int) -> Guess:
     return Guess(token, LOOKUP_RANK, _NUM_MODEL + _LOOKUP_SIZES.index(size))
 
 
+def quoted_guess(token: int, suffix: int) -> Guess:
+    """A token that follows the text's last `suffix` tokens in a document."""
+    return Guess(token, QUOTE_RANK, _FIRST_QUOTE + max(0, bisect_right(_QUOTE_SIZES, suffix) - 1))
+
+
 def shared_guess(model: Guess) -> Guess:
     """The same guess where lookup makes it too."""
     return Guess(model.token, model.rank, _NUM_MODEL + len(_LOOKUP_SIZES) + model.cell)
@@ -71,7 +83,8 @@ def shared_guess(model: Guess) -> Guess:
 
 def _priors() -> list[float]:
     model = [chance for rank in range(MAX_WIDTH) for chance in _MODEL_PRIOR[min(rank, len(_MODEL_PRIOR) - 1)]]
-    return [*model, *_LOOKUP_PRIOR, *(1.0 - _BOTH_LIFT * (1.0 - max(chance, 0.3)) for chance in model)]
+    both = (1.0 - _BOTH_LIFT * (1.0 - max(chance, 0.3)) for chance in model)
+    return [*model, *_LOOKUP_PRIOR, *both, *_QUOTE_PRIOR]
 
 
 class Calibration:

@@ -15,9 +15,9 @@ from typing import Final, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.edge.drafting.calibration import Guess, lookup_guess, model_guesses, shared_guess
+from outrider.edge.drafting.calibration import Guess, lookup_guess, model_guesses, quoted_guess, shared_guess
 from outrider.models.runtimes.base import BranchingRuntime, JoiningRuntime, PromptRuntime, Reading, SequenceRuntime
-from outrider.models.runtimes.ngram import NgramLookup
+from outrider.models.runtimes.ngram import LONGEST_MATCH, NgramLookup, QuotedText
 from outrider.models.sampling import SamplingParams, candidates
 
 Logits = NDArray[np.float32]
@@ -337,13 +337,17 @@ def guess_together(
 
 
 class NgramDrafter:
-    """Drafts by prompt lookup, without a model: repeats what followed the same few tokens before."""
+    """Drafts by prompt lookup, without a model: repeats what followed the same few tokens before.
+
+    It also copies what follows them in `quoted`, texts that the answer may quote: whichever shares more tokens.
+    """
 
     max_branches = 1
     is_behind = False
 
-    def __init__(self) -> None:
+    def __init__(self, quoted: Sequence[QuotedText] = ()) -> None:
         self._lookup = NgramLookup()
+        self._quoted = tuple(quoted)
 
     def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Starts a new text; ignores the sampling parameters."""
@@ -367,26 +371,35 @@ class NgramDrafter:
         length, found = self._lookup.length, list[list[Guess]]()
         for branch in branches:
             self._lookup.extend(branch)
-            suffix, tokens = self._lookup.match(1)
+            found.append(self.continuation(1))
             self._lookup.truncate(length)
-            found.append([lookup_guess(tokens[0], suffix)] if tokens else [])
         return found
 
     def continuation(self, max_tokens: int) -> list[Guess]:
         """What followed the longest repeated suffix of the text."""
         suffix, tokens = self._lookup.match(max_tokens)
-        return [lookup_guess(token, suffix + index) for index, token in enumerate(tokens)]
+        make = lookup_guess
+        if self._quoted:
+            tail = self._lookup.tail(LONGEST_MATCH)
+            longest, quoted = max((text.match(tail, max_tokens) for text in self._quoted), key=lambda match: match[0])
+            # A passage of the prompt is also in the text itself: there the document counts, and may go on further.
+            if longest >= max(1, suffix):
+                suffix, tokens, make = longest, quoted, quoted_guess
+        return [make(token, suffix + index) for index, token in enumerate(tokens)]
 
     def close(self) -> None:
         """Nothing to release."""
 
 
 class MixedDrafter:
-    """Drafts with a model and by prompt lookup into one tree: a repetitive text is guessed by both."""
+    """Drafts with a model and by prompt lookup into one tree: a repetitive text is guessed by both.
 
-    def __init__(self, model: Drafter) -> None:
+    quoted: texts that lookup copies from too.
+    """
+
+    def __init__(self, model: Drafter, quoted: Sequence[QuotedText] = ()) -> None:
         self._model = model
-        self._lookup = NgramDrafter()
+        self._lookup = NgramDrafter(quoted)
 
     def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Starts a new text in both."""

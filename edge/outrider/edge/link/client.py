@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from outrider.edge import tracing
 from outrider.edge.link.address import verifier_url as verifier_url  # also for importers of this module
 from outrider.edge.link.checks import SessionCheck, check_rendered, check_result
 from outrider.edge.link.errors import EndpointLost, ProtocolBroken, lost, refusal_error, short, silent
@@ -165,7 +166,11 @@ class CloudClient:
 
     async def render(self, conversation: bytes) -> RenderAnswer:
         """POST /v1/render, with a body of JSON: the token ids of a conversation."""
-        body = await self._exchange("POST", "/v1/render", conversation, headers=_ASK, max_bytes=MAX_RENDERED_BYTES)
+        with tracing.call("POST /v1/render", self.url) as span:
+            headers = [*_ASK, *span.headers]
+            body = await self._exchange(
+                "POST", "/v1/render", conversation, headers=headers, max_bytes=MAX_RENDERED_BYTES
+            )
         answer = self._parse(RenderAnswer, body)
         check_rendered(self.url, answer)
         return answer
@@ -173,12 +178,14 @@ class CloudClient:
     async def verify(self, request: VerifyRequest) -> VerifyAnswer:
         """POST /v1/verify. May take as long as the server is alive and `call_timeout_s` lasts."""
         limit_s = self._options.call_timeout_s
-        call = asyncio.create_task(self._exchange("POST", "/v1/verify", request, headers=_ASK, limit_s=limit_s))
-        try:
-            await self._watch(call)
-            answer = self._parse(VerifyAnswer, call.result())
-        finally:
-            await _ended(call)
+        with tracing.call("POST /v1/verify", self.url) as span:
+            headers = [*_ASK, *span.headers]
+            call = asyncio.create_task(self._exchange("POST", "/v1/verify", request, headers=headers, limit_s=limit_s))
+            try:
+                await self._watch(call)
+                answer = self._parse(VerifyAnswer, call.result())
+            finally:
+                await _ended(call)
         if len(answer.results) != len(request.items):
             raise ProtocolBroken(self.url, f"{len(answer.results)} results answer {len(request.items)} items")
         for item, result in zip(request.items, answer.results, strict=True):
@@ -206,18 +213,19 @@ class CloudClient:
         EndpointLost when the stream is cut before its SessionEnd or goes silent, ProtocolBroken for what no server of
         this protocol sends.
         """
-        http_request = self._build("POST", "/v1/sessions", request, _ASK)
-        async with self._deadline(self._head_timeout_s):
-            response = await self._http.send(http_request, stream=True)
-        try:
-            self._count(response)
+        with tracing.call("POST /v1/sessions", self.url) as span:
+            http_request = self._build("POST", "/v1/sessions", request, [*_ASK, *span.headers])
             async with self._deadline(self._head_timeout_s):
-                await self._require_success(response)
-            if response.status_code != 200:
-                raise ProtocolBroken(self.url, f"it answered HTTP {response.status_code}; expected an event stream")
-            yield self._events(response, SessionCheck(self.url, request.max_tokens))
-        finally:
-            await response.aclose()
+                response = await self._http.send(http_request, stream=True)
+            try:
+                self._count(response)
+                async with self._deadline(self._head_timeout_s):
+                    await self._require_success(response)
+                if response.status_code != 200:
+                    raise ProtocolBroken(self.url, f"it answered HTTP {response.status_code}; expected an event stream")
+                yield self._events(response, SessionCheck(self.url, request.max_tokens))
+            finally:
+                await response.aclose()
 
     async def _events(self, response: httpx.Response, check: SessionCheck) -> AsyncGenerator[SessionEvent, None]:
         parser, silence_s, chunks = EventParser(self.url), self._silence_s, _chunks(response)

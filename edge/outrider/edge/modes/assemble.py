@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -31,6 +32,7 @@ from outrider.models.errors import BundleError, ConfigError
 from outrider.models.places import default_cache_dir
 from outrider.models.runtimes import open_sequence_runtime, sequence_kind
 from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
+from outrider.models.runtimes.ngram import QuotedText
 
 
 class Agent(Protocol):
@@ -74,11 +76,12 @@ def make_agent(
     options: AgentOptions | None = None,
     scheduler: DraftScheduler | None = None,
     estimates: Estimates | None = None,
+    quoted: Sequence[QuotedText] = (),
 ) -> Agent:
     """An agent, which keeps its estimates from one text to the next.
 
     Stop-and-wait sends paths, so of the options only the effort concerns it. scheduler: its thread drafts, for stream
-    mode; None: one of its own.
+    mode; None: one of its own. quoted: texts that its text may quote; lookup copies from them.
     """
     estimates, options = estimates or Estimates(), options or AgentOptions()
     if mode is Mode.CLOUD_ONLY or drafter is None:
@@ -86,7 +89,9 @@ def make_agent(
     if mode is Mode.STOP_AND_WAIT:
         return StopAndWaitAgent(endpoints, drafter, make_depth(depth, estimates, options.effort), estimates)
     if options.is_looked_up and options.tree.width > 1 and isinstance(drafter, ModelDrafter):
-        drafter = MixedDrafter(drafter)
+        drafter = MixedDrafter(drafter, quoted)
+    elif quoted and options.is_looked_up and isinstance(drafter, NgramDrafter):
+        drafter = NgramDrafter(quoted)
     controller = make_depth(depth, estimates, options.effort)
     return StreamAgent(endpoints, drafter, controller, estimates, options, scheduler=scheduler)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from outrider.edge.results import ByteCounts, GenerationResult, Mode, OnTokens, Source, TokenBatch
+from outrider.edge import tracing
+from outrider.edge.results import ByteCounts, GenerationRequest, GenerationResult, Mode, OnTokens, Source, TokenBatch
 
 Clock = Callable[[], float]
 
@@ -84,3 +85,21 @@ class Recorder:
             draft_error=self.draft_error,
             depths=tuple(self._depths),
         )
+
+
+def trace_result(span: tracing.Span, request: GenerationRequest, result: GenerationResult) -> None:
+    """Puts a generation's numbers into its span: no token of it."""
+    span.set(
+        outrider__mode=result.mode.value,
+        outrider__prompt_tokens=len(request.prompt),
+        outrider__tokens=len(result.tokens),
+        outrider__passes=result.num_passes,
+        outrider__accepted=result.num_accepted,
+        outrider__proposed=result.num_proposed,
+        outrider__drafted=result.num_drafted,
+        outrider__sent=result.num_sent,
+        outrider__sessions=result.num_sessions,
+        outrider__finish_reason=result.finish_reason,
+        outrider__ttft_ms=result.ttft_ms if result.tokens else None,
+        outrider__draft_failed=result.draft_error is not None,
+    )

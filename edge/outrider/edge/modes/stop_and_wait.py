@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from outrider.edge import tracing
 from outrider.edge.drafting.belief import Belief
 from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.depth import DepthController
@@ -23,7 +24,7 @@ from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.errors import refusal_error
 from outrider.edge.link.origin import Served, TextOrigin
-from outrider.edge.modes.recorder import Recorder
+from outrider.edge.modes.recorder import Recorder, trace_result
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
 from outrider.models.errors import RequestError
 from outrider.models.protocol import VerifyItem, VerifyRequest, VerifyResult
@@ -45,6 +46,12 @@ class StopAndWaitAgent:
 
     async def generate(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> GenerationResult:
         """Generates one text; raises as `StreamAgent.generate`. A drafter that fails only ends the drafting."""
+        with tracing.span("text") as span:
+            result = await self._generate(request, on_tokens)
+            trace_result(span, request, result)
+            return result
+
+    async def _generate(self, request: GenerationRequest, on_tokens: OnTokens | None) -> GenerationResult:
         recorder = Recorder(Mode.STOP_AND_WAIT, on_tokens, self.clock)
         wire_before = self.endpoints.wire
         belief, text, prefix_hash, reason = Belief(self.estimates.calibration.chance), TextOrigin(), None, None

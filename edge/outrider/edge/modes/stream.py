@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from outrider.edge import tracing
 from outrider.edge.drafting.ahead import DraftAhead
 from outrider.edge.drafting.depth import DepthController, Effort, FixedDepth
 from outrider.edge.drafting.drafter import Drafter
@@ -24,7 +25,7 @@ from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.origin import TextOrigin
 from outrider.edge.link.sender import DraftMessage, DraftSender, Posts
-from outrider.edge.modes.recorder import Recorder
+from outrider.edge.modes.recorder import Recorder, trace_result
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
 from outrider.models.protocol import (
     MAX_PATH_TOKENS,
@@ -92,7 +93,10 @@ class StreamAgent:
         Cancelling the task ends the session. Neither that nor the text's end waits for a call of the drafter. One that
         fails only ends the drafting: the result's `draft_error` has the reason.
         """
-        return await _Generation(self, request, on_tokens, origin).run()
+        with tracing.span("text") as span:
+            result = await _Generation(self, request, on_tokens, origin).run()
+            trace_result(span, request, result)
+            return result
 
 
 class _Generation:

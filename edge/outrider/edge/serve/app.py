@@ -1,8 +1,8 @@
 """Builds the application of the local endpoint.
 
-A request passes these layers, from the outside in: CORS where it is configured, the error boundary, the body limit, the
-gate (host, origin, key, media type and rate), without keys the caller's user, then the router. All but the last are
-the cloud's own.
+A request passes these layers, from the outside in: CORS where it is configured, counts, traces, the error boundary, the
+body limit, the gate (host, origin, key, media type and rate), without keys the caller's user, then the router. All but
+counts, traces and the last two are the cloud's own.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Mount
 from starlette.types import ASGIApp
 
+from outrider.edge.serve.metrics import CountedRequests
 from outrider.edge.serve.neighbours import OwnUser
 from outrider.edge.serve.page import PageHeaders
 from outrider.edge.serve.routes import PATHS, local_routes
 from outrider.edge.serve.state import LocalCore
+from outrider.edge.serve.traces import TracedRequests
 from outrider.models.http.errors import ErrorBoundary
 from outrider.models.http.handlers import install_error_handlers
 from outrider.models.http.limits import BodyLimit, RateLimiter
@@ -34,6 +36,8 @@ def create_local_app(core: LocalCore, page: ASGIApp | None = None) -> Starlette:
     """The application. page: serves everything that is no route of the API; it gets a strict content policy."""
     settings = core.settings
     layers = [
+        Middleware(CountedRequests, metrics=core.metrics),
+        Middleware(TracedRequests),
         Middleware(ErrorBoundary),
         Middleware(BodyLimit, max_bytes=settings.max_body_bytes),
         Middleware(

@@ -22,6 +22,7 @@ from outrider.models.http.openai import CompletionUsage
 from outrider.models.http.shapes import Delta
 from outrider.models.http.text import TextAssembler
 from outrider.models.protocol import ModelFacts
+from outrider.models.runtimes.ngram import QuotedText
 
 
 @dataclass(slots=True)
@@ -47,6 +48,7 @@ class LocalTexts:
     reader: Inbox[tuple[int, _Event]] = field(default_factory=Inbox)
     _choices: list[_Choice] = field(default_factory=list)
     _num_places: int = 0
+    _quoted: Sequence[Sequence[QuotedText]] = ()
 
     @classmethod
     def reserve(cls, core: LocalCore, owner: bytes, num_choices: int) -> LocalTexts:
@@ -64,8 +66,13 @@ class LocalTexts:
         stop_strings: Sequence[str],
         stop_ids: frozenset[int],
         facts: ModelFacts,
+        quoted: Sequence[Sequence[QuotedText]] = (),
     ) -> None:
-        """Begins a text for each request. stop_ids: ids that end a text and are no part of it. facts: its target's."""
+        """Begins a text for each request. stop_ids: ids that end a text and are no part of it. facts: its target's.
+
+        quoted: for each request, documents that its text may quote.
+        """
+        self._quoted = quoted
         for index, request in enumerate(requests):
             detokenizer = self.core.tokenizer.detokenizer(context=request.prompt)
             choice = _Choice(TextAssembler(detokenizer, stop_strings, stop_ids), len(request.prompt))
@@ -86,8 +93,12 @@ class LocalTexts:
         core, settings = self.core, self.core.settings
         tokens: list[int] = []
 
+        metrics, timer, ended = core.metrics, core.metrics.text_timer(), False
+
         def on_tokens(batch: TokenBatch) -> None:
             tokens.extend(batch.tokens)
+            timer.committed()
+            metrics.committed(batch)
             self.reader.put((index, batch))
 
         def on_session(client: CloudClient) -> Posts:
@@ -103,14 +114,19 @@ class LocalTexts:
                 settings.options,
                 core.drafts.scheduler,
                 loan.estimates,
+                self._quoted[index] if self._quoted else (),
             )
             assert isinstance(agent, StreamAgent)
             agent.wrap_posts = on_session
             try:
                 result = await agent.generate(request, on_tokens, core.upstream.origin(facts))
                 loan.has_failed = result.draft_error is not None
+                ended = True
+                metrics.ended(result)
                 self.reader.put((index, result))
             except Exception as error:
+                ended = True
+                metrics.texts["failed"] += 1
                 if not isinstance(error, OutriderError):
                     log_fault(error)
                 if isinstance(error, CloudError):
@@ -118,6 +134,8 @@ class LocalTexts:
                 self.reader.put((index, as_request_error(error, shows_details=settings.shows_details)))
             finally:
                 loan.text = [*request.prompt, *tokens]
+                if not ended:  # a stop string, or the client has left
+                    metrics.texts["cancelled"] += 1
 
     @property
     def is_abandoned(self) -> bool:

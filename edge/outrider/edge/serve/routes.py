@@ -13,22 +13,38 @@ from typing import Final
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 from outrider.edge.results import GenerationRequest
+from outrider.edge.retrieval.grounding import Grounding
 from outrider.edge.serve.faults import as_request_error
 from outrider.edge.serve.generation import LocalTexts
+from outrider.edge.serve.grounding import (
+    GroundedShape,
+    LocalChatRequest,
+    LocalCompletionRequest,
+    ground_messages,
+    ground_prompts,
+    sources_of,
+)
+from outrider.edge.serve.metrics import ROUTE
 from outrider.edge.serve.state import LocalCore
 from outrider.models.errors import CloudError, OutriderError
 from outrider.models.http import openai
 from outrider.models.http.answers import answer, require_model
 from outrider.models.http.encoding import check_length, encode_prompts, no_chat_template
+from outrider.models.http.errors import FieldError
 from outrider.models.http.requests import owner_of, read_body, sampling_of
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
 from outrider.models.protocol import ModelFacts
 
 PATHS: Final = "this server has /v1/chat/completions, /v1/completions, /v1/models, /health/live and /health/ready"
 """What an answer 404 says."""
+
+
+Encoded = tuple[list[list[int]], list[Grounding] | None]
+"""Prompts as token ids, and what each is grounded in; None where a call has no documents."""
 
 
 class LocalReadiness(BaseModel):
@@ -42,41 +58,66 @@ class LocalReadiness(BaseModel):
     draft: str = ""
 
 
+class LabelledRoute(Route):
+    """A route that notes its pattern for metrics and traces."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """As Starlette's."""
+        match, found = super().matches(scope)
+        return match, {**found, ROUTE: self.path} if match is not Match.NONE else found
+
+
 def local_routes(core: LocalCore) -> list[Route]:
     """All routes."""
 
     async def complete(request: Request) -> Response:
         owner = owner_of(request)
-        body = await core.bodies.parse(owner, openai.CompletionRequest, await read_body(request.receive))
+        body = await core.bodies.parse(owner, LocalCompletionRequest, await read_body(request.receive))
         facts = await _facts(core, body)
         prompts = body.prompts()
         for prompt in prompts:
             if isinstance(prompt, str):
                 check_length(core.tokenizer, facts.max_positions - 1, prompt)
 
-        async def encode() -> list[list[int]]:
-            return await core.workers.run(owner, encode_prompts, core.tokenizer, prompts)
-
+        sources = sources_of(core, body.documents)
+        if body.documents and any(isinstance(prompt, list) for prompt in prompts):
+            raise FieldError(
+                "invalid_parameter", "prompt: with documents, expected texts and no token ids", param="prompt"
+            )
         max_tokens = body.max_tokens or openai.DEFAULT_MAX_TOKENS
+
+        async def encode() -> Encoded:
+            if sources is None:
+                return await core.workers.run(owner, encode_prompts, core.tokenizer, prompts), None
+            return await core.workers.run(owner, ground_prompts, sources, prompts, facts, max_tokens)
+
         return await _answer(core, request, body, facts, len(prompts), encode, max_tokens, CompletionShape)
 
     async def chat(request: Request) -> Response:
         owner = owner_of(request)
-        body = await core.bodies.parse(owner, openai.ChatRequest, await read_body(request.receive))
+        body = await core.bodies.parse(owner, LocalChatRequest, await read_body(request.receive))
         facts = await _facts(core, body)
         if not facts.has_chat_template:
             raise no_chat_template(facts.name)
 
-        async def encode() -> list[list[int]]:
+        sources = sources_of(core, body.documents)
+        max_tokens = body.max_completion_tokens or body.max_tokens
+
+        async def encode() -> Encoded:
+            messages, groundings = [message.model_dump(exclude_unset=True) for message in body.messages], None
+            if sources is not None:
+                messages, found = await core.workers.run(
+                    owner, ground_messages, sources, body.messages, facts, max_tokens
+                )
+                groundings = [found]
             conversation = {
-                "messages": [message.model_dump(exclude_unset=True) for message in body.messages],
+                "messages": messages,
                 "chat_template_kwargs": body.chat_template_kwargs,
                 "tokenizer": core.fingerprint,
             }
-            return [(await core.upstream.render(json.dumps(conversation).encode(), facts)).tokens]
+            return [(await core.upstream.render(json.dumps(conversation).encode(), facts)).tokens], groundings
 
-        max_tokens = body.max_completion_tokens or body.max_tokens or facts.max_positions
-        return await _answer(core, request, body, facts, 1, encode, max_tokens, ChatShape)
+        return await _answer(core, request, body, facts, 1, encode, max_tokens or facts.max_positions, ChatShape)
 
     async def list_models(_: Request) -> Response:
         return _json(openai.ModelList(data=[_card(await _facts(core))]))
@@ -104,13 +145,18 @@ def local_routes(core: LocalCore) -> list[Route]:
             readiness.status = "no_verifier"
         return _json(readiness, 200 if readiness.status == "ready" else 503)
 
+    async def metrics(request: Request) -> Response:
+        content, media_type = core.metrics.exposition(request.headers.get("accept", ""), _gauges(core))
+        return Response(content, headers={"content-type": media_type})
+
     return [
-        Route("/v1/completions", complete, methods=["POST"]),
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/models", list_models),
-        Route("/v1/models/{model:path}", retrieve_model),  # a name may hold slashes
-        Route("/health/live", live),
-        Route("/health/ready", ready),
+        *([LabelledRoute("/metrics", metrics)] if core.settings.shows_metrics else []),
+        LabelledRoute("/v1/completions", complete, methods=["POST"]),
+        LabelledRoute("/v1/chat/completions", chat, methods=["POST"]),
+        LabelledRoute("/v1/models", list_models),
+        LabelledRoute("/v1/models/{model:path}", retrieve_model),  # a name may hold slashes
+        LabelledRoute("/health/live", live),
+        LabelledRoute("/health/ready", ready),
     ]
 
 
@@ -133,9 +179,9 @@ async def _answer(
     body: openai.GenerationRequest,
     facts: ModelFacts,
     num_prompts: int,
-    encode: Callable[[], Awaitable[list[list[int]]]],
+    encode: Callable[[], Awaitable[Encoded]],
     max_tokens: int,
-    shape_type: type[Shape],
+    shape_type: type[CompletionShape | ChatShape],
 ) -> Response:
     params = sampling_of(body.sampling)
     own_stops = frozenset(facts.eos_token_ids)
@@ -143,6 +189,7 @@ async def _answer(
     # Places first: they also bound how many texts wait to be tokenized.
     texts = LocalTexts.reserve(core, owner_of(request), num_prompts)
     try:
+        prompts, groundings = await encode()
         requests = [
             GenerationRequest(
                 tuple(prompt),
@@ -153,9 +200,10 @@ async def _answer(
                 core.settings.patience_ms,
                 core.fingerprint,
             )
-            for prompt in await encode()
+            for prompt in prompts
         ]
-        texts.begin(requests, body.stop_strings, stop_ids - own_stops if body.ignore_eos else stop_ids, facts)
+        cut = stop_ids - own_stops if body.ignore_eos else stop_ids
+        texts.begin(requests, body.stop_strings, cut, facts, [each.quoted for each in groundings or ()])
     except OutriderError as error:
         texts.close()
         if isinstance(error, CloudError):
@@ -164,8 +212,20 @@ async def _answer(
     except BaseException:
         texts.close()
         raise
-    shape = shape_type(facts.name, params.seed)
+    core.metrics.counts["prompt_tokens"] += sum(len(request.prompt) for request in requests)
+    core.metrics.counts["passage_tokens"] += sum(each.num_tokens for each in groundings or ())
+    shape: Shape = shape_type(facts.name, params.seed)
+    if groundings is not None:
+        shape = GroundedShape(shape, groundings)
     return await answer(texts, num_prompts, shape, body, request, core.settings.keep_alive_s)
+
+
+def _gauges(core: LocalCore) -> dict[str, tuple[str, float]]:
+    return {
+        "texts_running": ("Texts in work.", core.places.num_taken),
+        "draft_sequences": ("Texts that the draft model can draft for at a time.", core.drafts.max_sequences),
+        "draft_sequences_lent": ("Texts that the draft model drafts for.", core.drafts.num_lent),
+    }
 
 
 def _card(facts: ModelFacts) -> openai.ModelCard:

@@ -6,7 +6,10 @@ import asyncio
 from dataclasses import dataclass, field
 
 from outrider.edge.modes.stream import AgentOptions
+from outrider.edge.retrieval.documents import DOCS_TOKENS
+from outrider.edge.retrieval.grounding import Library
 from outrider.edge.serve.drafts import DraftSequences
+from outrider.edge.serve.metrics import LocalMetrics
 from outrider.edge.serve.upstream import Upstream
 from outrider.models.errors import RequestError
 from outrider.models.http.encoding import Workers
@@ -23,6 +26,7 @@ class LocalSettings:
     that start work, per second and client; 0 is no limit. keep_alive_s: silence on a stream after which a comment is
     sent. pages: which names and pages may call. allowed_origins: whose pages also get CORS headers. any_user: without
     keys, other users of this machine may call too. shows_details: whether errors may name the verifiers.
+    docs_tokens: of passages in one prompt, at most. shows_metrics: whether there is /metrics.
     """
 
     keys: KeyRing = field(default_factory=KeyRing)
@@ -38,6 +42,8 @@ class LocalSettings:
     depth: str = "auto"
     options: AgentOptions = field(default_factory=AgentOptions)
     patience_ms: float | None = None
+    docs_tokens: int = DOCS_TOKENS
+    shows_metrics: bool = False
 
 
 class Places:
@@ -80,7 +86,10 @@ class Places:
 
 @dataclass(slots=True)
 class LocalCore:
-    """What the routes share. is_draining: the server is ending and takes no new work. tasks: the running texts."""
+    """What the routes share. is_draining: the server is ending and takes no new work. tasks: the running texts.
+
+    library: documents whose passages go before every prompt; None: only documents that a request brings.
+    """
 
     tokenizer: Tokenizer
     fingerprint: str
@@ -88,7 +97,9 @@ class LocalCore:
     drafts: DraftSequences
     settings: LocalSettings = field(default_factory=LocalSettings)
     placement: str = ""
+    library: Library | None = None
     is_draining: bool = False
+    metrics: LocalMetrics = field(default_factory=LocalMetrics)
     workers: Workers = field(default_factory=Workers)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     places: Places = field(init=False)

@@ -8,8 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Final
 
 from outrider.models.errors import ConfigError
+
+LONGEST_MATCH: Final = 32
+"""Tokens of a suffix that `QuotedText` compares at most."""
+_MAX_PLACES: Final = 64
+"""Places of one n-gram that `QuotedText` compares at most: the first ones."""
 
 
 class NgramLookup:
@@ -67,7 +73,51 @@ class NgramLookup:
                 return len(ngram), [copied[i % period] for i in range(max_tokens)]
         return 0, []
 
+    def tail(self, most: int) -> list[int]:
+        """The last tokens of the sequence, at most `most`."""
+        return self._tokens[max(0, len(self._tokens) - most) :]
+
     def _suffixes(self) -> list[tuple[int, ...]]:
         """The sequence's last n tokens, for each n, the longest first."""
         length = len(self._tokens)
         return [tuple(self._tokens[length - n :]) for n in self._sizes if n <= length]
+
+
+class QuotedText:
+    """A text that others may quote, such as a document: finds what follows a suffix in it. Never changes.
+
+    Several sequences can share one.
+    """
+
+    def __init__(self, tokens: Sequence[int], *, max_n: int = 4, min_n: int = 2) -> None:
+        """Suffixes of `max_n` down to `min_n` tokens are looked up; longer ones are told apart by comparing."""
+        self._tokens = list(tokens)
+        self._sizes = range(max_n, min_n - 1, -1)
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        for size in self._sizes:
+            for end in range(size, len(self._tokens)):
+                ends = self._ends.setdefault(tuple(self._tokens[end - size : end]), [])
+                if len(ends) < _MAX_PLACES:
+                    ends.append(end)
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def match(self, tail: Sequence[int], max_tokens: int) -> tuple[int, list[int]]:
+        """The number of last tokens of `tail` that the text has, and what follows them there; (0, []) for none.
+
+        The longest such suffix counts, of at most LONGEST_MATCH tokens; of several places the first.
+        """
+        for size in self._sizes:
+            if size <= len(tail) and (ends := self._ends.get(tuple(tail[len(tail) - size :]))):
+                lengths = [self._shared(tail, end) for end in ends]
+                longest = max(lengths)
+                end = ends[lengths.index(longest)]
+                return longest, self._tokens[end : end + max_tokens]
+        return 0, []
+
+    def _shared(self, tail: Sequence[int], end: int) -> int:
+        most, shared = min(len(tail), end, LONGEST_MATCH), 0
+        while shared < most and self._tokens[end - 1 - shared] == tail[-1 - shared]:
+            shared += 1
+        return shared

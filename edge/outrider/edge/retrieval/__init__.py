@@ -1,0 +1,1 @@
+"""Documents of the user: reads them, finds passages for a question, puts them into prompts."""

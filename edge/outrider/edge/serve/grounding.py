@@ -1,0 +1,189 @@
+"""Grounds completion calls in documents: those of the server, or those that a request brings as texts.
+
+An addition to OpenAI's messages: `documents` in requests, `passages` in answers and in a stream's first event. A
+request names no file: what the server may read is its owner's choice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import BaseModel, ConfigDict, Field, StrictStr
+
+from outrider.edge.retrieval.documents import Document
+from outrider.edge.retrieval.grounding import Grounding, Library
+from outrider.edge.retrieval.index import PassageIndex
+from outrider.edge.serve.state import LocalCore
+from outrider.models.extras import is_installed
+from outrider.models.http import openai
+from outrider.models.http.errors import FieldError
+from outrider.models.http.shapes import Delta, Shape
+from outrider.models.protocol import ModelFacts
+
+MAX_DOCUMENTS: Final = 256
+MAX_NAME_CHARS: Final = 200
+_PROMPT_SHARE: Final = 4
+"""At least this part of the context is left to the answer, as far as the passages are concerned."""
+
+
+class TextDocument(BaseModel):
+    """A document of a request: its text, never a path. name: what `passages` calls it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    text: StrictStr
+    name: Annotated[StrictStr, Field(max_length=MAX_NAME_CHARS)] = "document"
+
+
+TextDocuments = Annotated[list[TextDocument], Field(fail_fast=True, max_length=MAX_DOCUMENTS)]
+_HELP: Final = "texts to find passages in; unset: the server's own documents, []: none"
+
+
+class LocalCompletionRequest(openai.CompletionRequest):
+    """POST /v1/completions of the local endpoint."""
+
+    documents: TextDocuments | None = Field(default=None, description=_HELP)
+
+
+class LocalChatRequest(openai.ChatRequest):
+    """POST /v1/chat/completions of the local endpoint."""
+
+    _unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        name: neutral for name, neutral in openai.ChatRequest._unsupported.items() if name != "documents"
+    }
+
+    documents: TextDocuments | None = Field(default=None, description=_HELP)
+
+
+class PassageNote(BaseModel):
+    """A passage in a prompt. choice: of which text. start, end: characters of the document; lines count from 1."""
+
+    choice: int
+    document: str
+    start: int
+    end: int
+    first_line: int
+    last_line: int
+
+
+class GroundedCompletion(openai.Completion):
+    """A completion, and the passages that its prompts had."""
+
+    passages: list[PassageNote]
+
+
+class GroundedChatCompletion(openai.ChatCompletion):
+    """A chat completion, and the passages that its prompt had."""
+
+    passages: list[PassageNote]
+
+
+class GroundedShape:
+    """Adds passages to the answers of another shape: to the whole one, or to a stream's first event."""
+
+    def __init__(self, inner: Shape, groundings: Sequence[Grounding]) -> None:
+        self._inner = inner
+        self._notes = [
+            PassageNote.model_validate({"choice": choice, **note})
+            for choice, each in enumerate(groundings)
+            for note in each.as_json()
+        ]
+
+    def whole(
+        self, texts: list[str], reasons: list[Any], usage: openai.CompletionUsage
+    ) -> openai.Completion | openai.ChatCompletion:
+        """The whole answer."""
+        whole = self._inner.whole(texts, reasons, usage)
+        kind = GroundedCompletion if isinstance(whole, openai.Completion) else GroundedChatCompletion
+        return kind(**dict(whole), passages=self._notes)
+
+    def first(self) -> bytes:
+        """The first event, with the passages."""
+        event = self._inner.first() or self._inner.piece(Delta(0, ""))
+        message = {**json.loads(event.removeprefix(b"data: ")), "passages": [note.model_dump() for note in self._notes]}
+        return f"data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+    def piece(self, delta: Delta) -> bytes:
+        """New text."""
+        return self._inner.piece(delta)
+
+    def last(self, usage: openai.CompletionUsage) -> bytes:
+        """The usage, as the last chunk."""
+        return self._inner.last(usage)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The documents that a call is grounded in: those that it brought, or the server's."""
+
+    core: LocalCore
+    brought: tuple[Document, ...]
+
+    def library(self) -> Library:
+        """Indexes what the call brought. Blocking."""
+        if not self.brought:
+            assert self.core.library is not None
+            return self.core.library
+        return Library(PassageIndex(self.brought), self.core.tokenizer, self.core.settings.docs_tokens)
+
+
+def sources_of(core: LocalCore, documents: Sequence[TextDocument] | None) -> Sources | None:
+    """What a call is grounded in; None: nothing. Raises RequestError 400 where this device cannot find passages."""
+    if documents is None:
+        return Sources(core, ()) if core.library is not None else None
+    brought = tuple(Document(each.name, each.text) for each in documents if each.text)
+    if brought and not is_installed("bm25s"):
+        raise FieldError(
+            "unsupported_parameter",
+            'documents: this device lacks the package bm25s; its owner can run: pip install "outrider[docs]"',
+            param="documents",
+        )
+    return Sources(core, brought) if brought else None
+
+
+def room_for_passages(facts: ModelFacts, num_prompt: int, max_tokens: int | None) -> int:
+    """Tokens of passages that leave room for the answer."""
+    least = facts.max_positions // _PROMPT_SHARE
+    return max(0, facts.max_positions - 1 - num_prompt - min(max_tokens or least, least))
+
+
+def ground_prompts(
+    sources: Sources, prompts: Sequence[str | list[int]], facts: ModelFacts, max_tokens: int | None
+) -> tuple[list[list[int]], list[Grounding]]:
+    """The token ids of each prompt with its passages. Blocking. A prompt of ids stays as it is."""
+    library, tokenizer = sources.library(), sources.core.tokenizer
+    ids: list[list[int]] = []
+    groundings: list[Grounding] = []
+    for prompt in prompts:
+        if isinstance(prompt, list):
+            ids.append(prompt)
+            groundings.append(Grounding())
+            continue
+        plain = tokenizer.encode(prompt)
+        found = library.ground(prompt, room_for_passages(facts, len(plain), max_tokens))
+        ids.append(tokenizer.encode(found.before + prompt) if found.before else plain)
+        groundings.append(found)
+    return ids, groundings
+
+
+def ground_messages(
+    sources: Sources, messages: Sequence[openai.ChatMessage], facts: ModelFacts, max_tokens: int | None
+) -> tuple[list[dict[str, Any]], Grounding]:
+    """The conversation with passages before the last words of the user. Blocking."""
+    plain = [message.model_dump(exclude_unset=True) for message in messages]
+    last = next((at for at in range(len(messages) - 1, -1, -1) if messages[at].role == "user"), None)
+    if last is None:
+        return plain, Grounding()
+    texts = [str(message.for_template()["content"]) for message in messages]
+    num_prompt = sum(len(sources.core.tokenizer.encode(text)) + _TURN_TOKENS for text in texts)
+    found = sources.library().ground(texts[last], room_for_passages(facts, num_prompt, max_tokens))
+    if found.before:
+        plain[last]["content"] = found.before + texts[last]
+    return plain, found
+
+
+_TURN_TOKENS: Final = 16
+"""What a chat template may put around a turn."""

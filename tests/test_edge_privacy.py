@@ -1,0 +1,177 @@
+"""Checks docs/privacy.md: what the device sends, request by request. The numbers in the test names are the page's."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.local_endpoint import LocalEndpoint, serve_local
+from tests.serving import FakeServer, StepGate, fake_tokenizer, serve_fake
+
+from outrider.edge.retrieval.documents import Document
+from outrider.edge.serve.state import LocalSettings
+from outrider.models.extras import is_installed
+from outrider.models.http.security import KeyRing
+from outrider.models.protocol import SessionRequest
+from outrider.models.tree_draft import TREE_MEDIA_TYPE, decode_tree
+
+PAGE = (Path(__file__).parent.parent / "docs" / "privacy.md").read_text(encoding="utf-8")
+LOCAL_KEY = "a-key-of-the-client"
+PROMPT = "zanzibar def verify("
+HEADERS = {"Authorization": f"Bearer {LOCAL_KEY}", "X-Private": "zanzibar", "User-Agent": "Chatty/1.0"}
+ALLOWED = {"host", "content-type", "content-length", "accept-encoding", "user-agent", "prefer", "authorization"}
+
+
+@dataclass
+class Wire:
+    """Every request to a verifier: method and path, headers, body."""
+
+    sent: list[tuple[str, httpx.Headers, bytes]] = field(default_factory=list)
+    gate: StepGate | None = None  # is opened by the first draft
+
+    def to(self, path: str) -> list[bytes]:
+        """The bodies of the requests whose path matches."""
+        return [body for found, _, body in self.sent if re.fullmatch(path, found)]
+
+    @property
+    def bytes(self) -> bytes:
+        """All bodies and headers."""
+        return b"\n".join(body + repr(headers.raw).encode() for _, headers, body in self.sent)
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    """What the device sends from now on."""
+    noted, send = Wire(), httpx.AsyncClient.send
+
+    async def note(client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
+        noted.sent.append((f"{request.method} {request.url.path}", request.headers, request.content))
+        if noted.gate is not None and request.url.path.endswith("/drafts"):
+            noted.gate.open()
+        return await send(client, request, **options)
+
+    monkeypatch.setattr(httpx.AsyncClient, "send", note)
+    return noted
+
+
+@pytest.fixture(scope="module")
+def cloud() -> Iterator[FakeServer]:
+    with serve_fake() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def local(cloud: FakeServer) -> Iterator[LocalEndpoint]:
+    settings = LocalSettings(keys=KeyRing([LOCAL_KEY]), depth="8", docs_tokens=200)
+    with serve_local(cloud.url, settings, api_key="a-key-of-the-cloud") as running:
+        yield running
+
+
+def post(local: LocalEndpoint, path: str, **fields: Any) -> dict[str, Any]:
+    answer = httpx.post(local.url + path, json={"seed": 5, **fields}, headers=HEADERS, timeout=60.0)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_1_a_text_sends_ids_and_parameters_and_its_user_agent(local: LocalEndpoint, wire: Wire) -> None:
+    """No text of it: the ids are the prompt's, and the message has the protocol's fields only."""
+    post(local, "/v1/completions", prompt=PROMPT, max_tokens=16)
+    (opened,) = wire.to("POST /v1/sessions")
+    message = json.loads(opened)
+    assert message["prompt"] == fake_tokenizer().encode(PROMPT) and message["seed"] == 5
+    assert set(message) <= set(SessionRequest.model_fields) and b"zanzibar" not in wire.bytes
+    for call, headers, _ in wire.sent:
+        assert set(headers) <= ALLOWED
+        assert ("user-agent" in headers) == (not call.endswith("/drafts"))
+        assert headers.get("user-agent", "outrider/").startswith("outrider/")
+
+
+def test_2_drafts_are_ids_with_levels(wire: Wire) -> None:
+    """Each message is nodes and nothing else: no text, no probabilities, nothing of the model."""
+    wire.gate = StepGate()
+    with serve_fake(gate=wire.gate) as cloud, serve_local(cloud.url, LocalSettings(depth="8")) as local:
+        post(local, "/v1/completions", prompt=PROMPT, max_tokens=64, ignore_eos=True)
+    drafts = [(headers, body) for call, headers, body in wire.sent if call.endswith("/drafts")]
+    assert drafts
+    for headers, body in drafts:
+        assert headers["content-type"] == TREE_MEDIA_TYPE and decode_tree(body).encode() == body
+    calls = {re.sub("sessions/[^/]+", "sessions/ID", call) for call, _, _ in wire.sent}
+    known = {"GET /v1/model", "POST /v1/sessions", "POST /v1/sessions/ID/drafts", "DELETE /v1/sessions/ID"}
+    assert calls <= known
+
+
+def test_3_a_chat_sends_its_conversation_to_be_rendered(local: LocalEndpoint, wire: Wire) -> None:
+    """As text, and nothing else of the request."""
+    messages = [{"role": "user", "content": "zanzibar"}]
+    post(local, "/v1/chat/completions", messages=messages, max_tokens=4, user="someone", metadata={"a": "b"})
+    (rendered,) = wire.to("POST /v1/render")
+    assert json.loads(rendered)["messages"] == messages
+    assert set(json.loads(rendered)) == {"messages", "chat_template_kwargs", "tokenizer"}
+    assert b"someone" not in wire.bytes and b"zanzibar" not in wire.to("POST /v1/sessions")[0]
+
+
+@pytest.mark.skipif(not is_installed("bm25s"), reason='needs bm25s: pip install "outrider[docs]"')
+def test_4_of_documents_only_the_passages_are_in_the_prompt(
+    local: LocalEndpoint, wire: Wire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the rest of the file, nor where it lies."""
+    from outrider.edge.retrieval.documents import read_documents
+    from outrider.edge.retrieval.grounding import Library
+    from outrider.edge.retrieval.index import PassageIndex
+
+    (tmp_path / "animals.md").write_text("# Zebras\n\nZebras are striped.\n\n# Salaries\n\nTop secret numbers.\n")
+    library = Library(PassageIndex(read_documents(tmp_path).documents), fake_tokenizer(), 200)
+    monkeypatch.setattr(local.core, "library", library)
+    found = post(local, "/v1/completions", prompt="zebras?", max_tokens=4)["passages"]
+    (opened,) = wire.to("POST /v1/sessions")
+    prompt = fake_tokenizer().decode(json.loads(opened)["prompt"])
+    assert "Zebras are striped." in prompt and "[1] animals.md, lines 1-3" in prompt
+    assert "secret" not in prompt and str(tmp_path) not in prompt and tmp_path.name not in prompt
+    assert [(each["document"], each["last_line"]) for each in found] == [("animals.md", 3)]
+    brought = [{"name": "mine", "text": Document("mine", "zebras own text").text}]
+    post(local, "/v1/chat/completions", messages=[{"role": "user", "content": "zebras?"}], documents=brought)
+    rendered = json.loads(wire.to("POST /v1/render")[0])
+    assert "zebras own text" in rendered["messages"][0]["content"] and "documents" not in rendered
+
+
+def test_5_the_clients_own_key_and_headers_stay_here(local: LocalEndpoint, wire: Wire) -> None:
+    """The verifier gets its own key."""
+    post(local, "/v1/completions", prompt=PROMPT, max_tokens=16)
+    assert {headers["authorization"] for _, headers, _ in wire.sent} == {"Bearer a-key-of-the-cloud"}
+    assert not any(word in wire.bytes for word in (LOCAL_KEY.encode(), b"Chatty", b"X-Private"))
+
+
+def test_7_openvino_cannot_report_its_use() -> None:
+    """Its reporting package is as if it were not installed, once a runtime of ours is opened."""
+    code = (
+        "import importlib, sys\n"
+        "from pathlib import Path\n"
+        "from outrider.models.errors import OutriderError\n"
+        "from outrider.models.runtimes import open_sequence_runtime\n"
+        "from outrider.models.runtimes.base import RuntimeOptions\n"
+        "try:\n    open_sequence_runtime('openvino', Path('missing.xml'), RuntimeOptions())\n"
+        "except OutriderError:\n    pass\n"
+        "try:\n    importlib.import_module('openvino_telemetry')\n"
+        "except ModuleNotFoundError:\n    print('blocked', 'openvino' in sys.modules)\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.split() == ["blocked", "True"]
+
+
+def test_each_line_with_a_number_has_its_test() -> None:
+    """6 is in test_edge_telemetry.py."""
+    numbers = set(re.findall(r"\[(\d)\]", PAGE))
+    own = set(re.findall(r"def test_(\d)_", Path(__file__).read_text(encoding="utf-8")))
+    assert numbers == own | {"6"}
+    telemetry = Path(__file__).with_name("test_edge_telemetry.py").read_text(encoding="utf-8")
+    for name in ("nothing_is_traced_or_loaded", "metrics_have_no_word_of_a_text", "traces_have_no_word_of_a_text"):
+        assert f"def test_{name}" in telemetry
