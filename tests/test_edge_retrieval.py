@@ -20,7 +20,6 @@ from tests.test_bundle import make_manifest
 
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.cli import main as cli
-from outrider.edge.cli.serve import READY_PREFIX
 from outrider.edge.drafting.calibration import LOOKUP_RANK, QUOTE_RANK, Calibration, lookup_guess, quoted_guess
 from outrider.edge.drafting.drafter import MixedDrafter, ModelDrafter, NgramDrafter
 from outrider.edge.retrieval.documents import Document, DocumentLimits, read_documents
@@ -30,6 +29,7 @@ from outrider.edge.serve.state import LocalSettings
 from outrider.models.bundle_writer import BundleWriter
 from outrider.models.errors import ConfigError
 from outrider.models.extras import is_installed
+from outrider.models.ingress.sockets import READY_PREFIX
 from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.runtimes.ngram import LONGEST_MATCH, QuotedText
 from outrider.models.sampling import SamplingParams

@@ -22,11 +22,11 @@ from tests.serving import FakeServer, serve_fake
 
 from outrider.cloud.server.main import app as cloud_app
 from outrider.edge.cli import main as edge_cli
-from outrider.edge.cli.serve import READY_PREFIX
 from outrider.edge.lab.cores import running_on
 from outrider.export.cli.main import app as export_app
 from outrider.export.make.pair import PairPaths
 from outrider.models.extras import is_installed
+from outrider.models.ingress.sockets import READY_PREFIX
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
