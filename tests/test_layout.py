@@ -19,7 +19,7 @@ HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "optimum", "nncf", "ray
 # stand beside the rooms. docs/architecture.md draws the same order.
 ROOMS = {
     "export": ("cli", "reference_training", "distill", "make", "check", "convert", "report", "source", ""),
-    "edge": ("cli", "lab", "serve", "doctor", "modes", "drafting", "store", "setup", "link", "devices", ""),
+    "edge": ("cli", "lab", "serve", "chat", "doctor", "modes", "drafting", "store", "setup", "link", "devices", ""),
     "cloud": ("server", "api", "engine", "pending", ""),
     "models": ("ingress", "http", "runtimes", ""),
     "reference": ("",),
@@ -50,7 +50,7 @@ UNKNOWN_TO = {
     # Of the device's rooms only the local endpoint is a server.
     **{
         f"outrider.edge.{room}": ("outrider.models.http", "outrider.models.ingress")
-        for room in ("lab", "modes", "drafting", "link", "devices", "results")
+        for room in ("lab", "chat", "modes", "drafting", "link", "devices", "results")
     },
 }
 HTTP_PACKAGES = {"pydantic", "pydantic_core", "starlette", "outrider"}
