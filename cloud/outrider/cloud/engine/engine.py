@@ -411,9 +411,7 @@ class Engine:
         name = None
         if error is not None:
             self._cache.discard(sequence)
-        elif sequence.request.once and reason in ("once", "length"):
-            name = self._cache.park(sequence)
-        elif sequence.request.keep and reason in ("stop", "length"):
+        elif reason in _parked_after(sequence.request):
             name = self._cache.park(sequence)
         else:
             self._cache.drop(sequence)
@@ -481,6 +479,13 @@ class Engine:
                 self._drafting.stepped(StepSize.of(n, context), self._runner.time(n, context, blocks, n), False)
         finally:
             self._cache.pool.release(blocks)
+
+
+def _parked_after(request: GenerateRequest) -> tuple[SequenceEndReason, ...]:
+    """Ends after which the cache is kept for what continues the sequence."""
+    if request.once:
+        return ("once", "length")
+    return ("stop", "length") if request.keep else ()
 
 
 def verifies_trees(runtime: BatchRuntime, form: TreeForm) -> bool:

@@ -90,8 +90,8 @@ class ParkedPrefixes:
     def take(self, owner: bytes, name: str) -> ParkedPrefix | None:
         """Hands an owner's prefix over with its references; None when it is not held, or too old."""
         with self._lock:
-            entry = self._of_owner.get(owner, {}).get(name)
-            if entry is None or self._is_old(entry):  # the engine's thread releases what is old
+            held = self._of_owner.get(owner)
+            if held is None or name not in held or self._is_old(held[name]):  # the engine's thread releases old ones
                 return None
             return self._pop(owner, name)
 

@@ -27,9 +27,11 @@ from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer
 
 KEPT_SHARE: Final = 0.5
-"""Of the context, that the turns may still fill after the oldest were dropped: each drop costs a prefill of the rest."""
+"""Of the context, that turns may fill after the oldest were dropped: each drop costs a prefill of the rest."""
 MAX_RESERVED_SHARE: Final = 0.25
 """Of the context, that is left for an answer at most; a longer one ends where the context does."""
+MAX_BODY_BYTES: Final = 1 << 20
+"""What a server takes unless it was told otherwise."""
 _CUT: Final = "the answer before was cut short"
 _TOO_LONG: Final = ("context_length_exceeded", "body_too_large")
 
@@ -55,8 +57,8 @@ class Turn:
 class Conversation:
     """One conversation. Belongs to one event loop; one answer at a time.
 
-    facts: the target's, as its server reported them. fingerprint: of the device's tokenizer. on_note: called with a sentence where something changes that the
-    user must see.
+    facts: the target's, as its server reported them. fingerprint: of the device's tokenizer. on_note: called with a
+    sentence where something changes that the user must see.
     """
 
     agent: StreamAgent
@@ -110,10 +112,10 @@ class Conversation:
         does, ConfigError where the question alone is too long.
         """
         began = time.perf_counter()
-        self.messages.append(Message(role=USER, content=question))
         tokens: list[int] = []
         prompt: list[int] = []
         first_token_s = 0.0
+        is_asked = False
 
         def note(batch: TokenBatch) -> None:
             nonlocal first_token_s
@@ -122,7 +124,8 @@ class Conversation:
             on_tokens(batch)
 
         try:
-            rendered, num_dropped = await self._render_fitting(max_tokens)
+            rendered, num_dropped = await self._render_fitting(question, max_tokens)
+            is_asked = True
             prompt, sent_again = self._prompt(rendered.tokens)
             on_tokens = show(prompt)
             request = GenerationRequest(
@@ -142,7 +145,7 @@ class Conversation:
             self._held = None  # the server may have taken it
             if tokens:
                 self._end_turn(prompt, tokens)
-            else:
+            elif is_asked:
                 self.messages.pop()
             raise
         if sent_again is None and self._kept and result.num_prompt_sent == len(prompt):
@@ -176,56 +179,47 @@ class Conversation:
             return ids, "the template ends an answer with another token than the model"
         return rendered, "the template writes the turns before in another way"
 
-    async def _render_fitting(self, max_tokens: int) -> tuple[RenderAnswer, int]:
-        """The conversation's ids, and how many turns had to be dropped for them."""
+    async def _render_fitting(self, question: str, max_tokens: int) -> tuple[RenderAnswer, int]:
+        """The ids of the conversation with a question, and how many turns had to be dropped for them."""
         limit = self.facts.max_positions
         reserved = min(max_tokens, int(limit * MAX_RESERVED_SHARE))
-        num_dropped = 0
+        messages, num_dropped = [*self.messages, Message(role=USER, content=question)], 0
         while True:
-            length: int | None = None
+            is_last, length = len(turns_of(messages)) == 1, None
             try:
-                rendered = await self._render()
+                rendered = await self._render(messages)
             except RequestError as error:
-                is_last = len(turns_of(self.messages)) == 1
                 if error.code not in _TOO_LONG or is_last:
                     raise
             else:
                 length = len(rendered.tokens)
-                if length + reserved <= limit or (len(turns_of(self.messages)) == 1 and length < limit):
-                    return rendered, num_dropped
-                if len(turns_of(self.messages)) == 1:
+                if length + reserved <= limit or (is_last and length < limit):
+                    break
+                if is_last:
                     raise ConfigError(
                         f"this message has {length} tokens with the template's; {self.model} takes at most "
                         f"{limit - 1}; send a shorter one"
                     )
-            dropped = self._drop_oldest(length, int(limit * KEPT_SHARE))
+            messages, dropped = _without_oldest(messages, length, int(limit * KEPT_SHARE))
             num_dropped += dropped
-            what = "oldest turn was dropped" if dropped == 1 else f"{dropped} oldest turns were dropped"
+        self.messages = messages
+        if num_dropped:
+            self._forget("the oldest turns were dropped")
+            self.num_dropped += num_dropped
+            what = "oldest turn was dropped" if num_dropped == 1 else f"{num_dropped} oldest turns were dropped"
             self.on_note(
                 f"The context of {limit} tokens is full: the {what}. The model no longer sees what is dropped."
             )
+        return rendered, num_dropped
 
-    def _drop_oldest(self, length: int | None, goal: int) -> int:
-        """Drops turns, at least one and never the last, until about `goal` of `length` tokens are left; returns how
-        many. length: None where it is not known; then half of the text goes.
-        """
-        turns = turns_of(self.messages)
-        system = [message for message in self.messages if message.role == SYSTEM]
-        sizes = [sum(len(message.content) for message in turn) + 1 for turn in turns]
-        total = sum(sizes) + sum(len(message.content) for message in system)
-        most = total * goal / length if length is not None else total / 2
-        dropped = 0
-        while dropped < len(turns) - 1 and (not dropped or total > most):
-            total -= sizes[dropped]
-            dropped += 1
-        self.messages = [*system, *(message for turn in turns[dropped:] for message in turn)]
-        self._forget("the oldest turns were dropped")
-        self.num_dropped += dropped
-        return dropped
-
-    async def _render(self) -> RenderAnswer:
-        messages = [message.model_dump() for message in self.messages]
-        body = json.dumps({"messages": messages, "tokenizer": self.fingerprint}, ensure_ascii=False).encode()
+    async def _render(self, messages: list[Message]) -> RenderAnswer:
+        dumped = [message.model_dump() for message in messages]
+        body = json.dumps({"messages": dumped, "tokenizer": self.fingerprint}, ensure_ascii=False).encode()
+        if len(body) > MAX_BODY_BYTES:
+            raise RequestError(
+                "body_too_large",
+                f"the message has {len(body) >> 10} KiB; a server takes at most {MAX_BODY_BYTES >> 10}; send a shorter one",
+            )
         served: list[Served] = []
 
         async def ask(client: CloudClient) -> RenderAnswer:
@@ -252,6 +246,22 @@ class Conversation:
         return before is not None and (before.model, before.target) != (served.model, served.target)
 
 
+def _without_oldest(messages: list[Message], length: int | None, goal: int) -> tuple[list[Message], int]:
+    """The messages without the oldest turns, at least one and never the last, so that about `goal` of `length` tokens
+    are left; and how many turns went. length: None where it is not known; then half of the text goes.
+    """
+    turns = turns_of(messages)
+    system = [message for message in messages if message.role == SYSTEM]
+    sizes = [sum(len(message.content) for message in turn) + 1 for turn in turns]
+    total = sum(sizes) + sum(len(message.content) for message in system)
+    most = total * goal / length if length is not None else total / 2
+    dropped = 0
+    while dropped < len(turns) - 1 and (not dropped or total > most):
+        total -= sizes[dropped]
+        dropped += 1
+    return [*system, *(message for turn in turns[dropped:] for message in turn)], dropped
+
+
 async def read_facts(endpoints: Endpoints) -> ModelFacts:
     """The target's facts. Raises CloudError, and ConfigError for a target that cannot chat."""
 
@@ -261,7 +271,7 @@ async def read_facts(endpoints: Endpoints) -> ModelFacts:
     facts = await endpoints.call(ask)
     if not facts.has_chat_template:
         raise ConfigError(
-            f"{facts.name[:100]} has no chat template, so it cannot chat; continue a text with `outrider run`, or serve "
-            "a target that has one"
+            f"{facts.name[:100]} has no chat template, so it cannot chat; continue a text with `outrider run`, or "
+            "serve a target that has one"
         )
     return facts

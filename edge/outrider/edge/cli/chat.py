@@ -90,8 +90,8 @@ def _require_same_tokenizer(bundle: Bundle, facts: ModelFacts) -> None:
     own = bundle.manifest.tokenizer_fingerprint
     if own != facts.tokenizer:
         raise TokenizerMismatch(
-            f"the draft's tokenizer is {own[:12]}, that of {facts.name[:100]} is {facts.tokenizer[:12]}: token ids would "
-            "mean different text; use a draft made for this target"
+            f"the draft's tokenizer is {own[:12]}, that of {facts.name[:100]} is {facts.tokenizer[:12]}: token ids "
+            "would mean different text; use a draft made for this target"
         )
 
 

@@ -29,7 +29,8 @@ def stats_lines(conversation: Conversation, params: SamplingParams, drafted_by: 
 
 def _first_tokens(turns: list[Turn]) -> str:
     times = [turn.first_token_s * 1e3 for turn in turns]
-    return f"time to first token: {times[0]:.0f} ms in answer 1, {times[-1]:.0f} ms in the last, median {median(times):.0f}"
+    middle = f"median {median(times):.0f} ms"
+    return f"time to first token: {times[0]:.0f} ms in answer 1, {times[-1]:.0f} ms in the last, {middle}"
 
 
 def _reuse(number: int, turn: Turn) -> str:

@@ -49,8 +49,8 @@ class Recorder:
     ) -> None:
         """Records one target pass and passes on its tokens.
 
-        alternatives: as in `TokenBatch`. may_reject: False where what it ran beyond the accepted ones were other branches of a tree, and its own pick
-        after them contradicts no first guess.
+        alternatives: as in `TokenBatch`. may_reject: False where what it ran beyond the accepted ones were other
+        branches of a tree, and its own pick after them contradicts no first guess.
         """
         at_s = self._clock() - self._started
         accepted = min(accepted, len(tokens))
