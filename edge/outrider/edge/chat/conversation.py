@@ -218,7 +218,7 @@ class Conversation:
         if len(body) > MAX_BODY_BYTES:
             raise RequestError(
                 "body_too_large",
-                f"the message has {len(body) >> 10} KiB; a server takes at most {MAX_BODY_BYTES >> 10}; send a shorter one",
+                f"the message has {len(body) >> 10} KiB; a server takes {MAX_BODY_BYTES >> 10}; send a shorter one",
             )
         served: list[Served] = []
 
