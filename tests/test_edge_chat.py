@@ -13,6 +13,7 @@ import signal
 import stat
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +23,30 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from rich.console import Console
 from tests.serving import TURNS_TEMPLATE, FakeServer, StepGate, fake_tokenizer, run_session, serve_fake, target_tokens
+from tests.tiny_models import make_chat_pair
 
-from outrider.cloud.engine import EngineConfig
 from outrider.edge.chat.conversation import Conversation, read_facts
 from outrider.edge.chat.ids import continued
 from outrider.edge.chat.messages import Message, load_chat, save_chat
 from outrider.edge.cli import chat as chat_module
-from outrider.edge.cli.chat import ChatScreen
+from outrider.edge.cli.chat import ChatScreen, chat_here
 from outrider.edge.cli.chat_options import ChatOptions
 from outrider.edge.cli.line_editor import PipeReader, TerminalReader
 from outrider.edge.cli.terminal import ALTERNATIVE_STYLE, TokenPrinter
 from outrider.edge.drafting.drafter import ModelDrafter
+from outrider.edge.lab.cores import plan_cores
+from outrider.edge.lab.laboratory import cloud_process
 from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.modes.stream import StreamAgent
-from outrider.edge.results import GenerationRequest, HeldPrefix, OnTokens, Origin, TokenBatch
-from outrider.models.errors import CloudError, ConfigError, OutriderError, RequestError
+from outrider.edge.results import HeldPrefix, OnTokens, Origin, TokenBatch
+from outrider.models.errors import CloudError, ConfigError, RequestError
 from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
 
 SAMPLED = SamplingParams(0.8, seed=5)
 MAX_TOKENS = 12
 RETRY = RetryPolicy(max_failures=2, max_outage_s=0.0, max_loading_s=0.0)
-ONCE = RetryPolicy(max_failures=1, max_outage_s=0.0, max_loading_s=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -438,3 +440,236 @@ def test_an_older_server_without_rendering_is_named(server: FakeServer) -> None:
                 await conversation.answer("one", SAMPLED, 4)
 
     run(scenario())
+
+
+# -- the terminal ------------------------------------------------------------------------------------------------------
+
+
+class Typed:
+    """A reader of given messages; an entry that is a function is called, and None from it reads on."""
+
+    is_typed = True
+
+    def __init__(self, *messages: str | Callable[[], str | None]) -> None:
+        self._messages = list(messages)
+
+    async def read(self) -> str | None:
+        while self._messages:
+            message = self._messages.pop(0)
+            if (text := message() if callable(message) else message) is not None:
+                return text
+        return None
+
+
+@dataclass
+class Shown:
+    """What a chat printed, and the conversation that it left."""
+
+    out: str
+    about: str
+    conversation: Conversation
+
+
+def chat(url: str, *messages: str | Callable[[], str | None], **options: Any) -> Shown:
+    """Chats with the fake target in a terminal without colours."""
+    out, about = Console(file=io.StringIO(), width=100), Console(file=io.StringIO(), width=100)
+
+    async def scenario() -> Conversation:
+        chosen = ChatOptions(seed=5, max_tokens=MAX_TOKENS, **options)
+        screen = ChatScreen(chosen, "a fake draft", out, about, Typed(*messages))
+        async with conversing(url, on_note=screen.note) as conversation:
+            await screen.run(conversation)
+            return conversation
+
+    conversation = run(scenario())
+    assert isinstance(out.file, io.StringIO) and isinstance(about.file, io.StringIO)
+    return Shown(out.file.getvalue(), about.file.getvalue(), conversation)
+
+
+def test_commands(server: FakeServer, tmp_path: Path) -> None:
+    """Each does what /help says; mistakes are answered, and the chat goes on."""
+    path = tmp_path / "a chat.json"
+    shown = chat(
+        server.url,
+        "/help",
+        "/system be kind",
+        "//slash",
+        f"/save {path}",
+        "/stats",
+        "/seed",
+        "/seed 77",
+        "/seed x",
+        "/clear",
+        "/save",
+        "/nonsense",
+        "/sta",
+        f"/load {tmp_path / 'missing'}",
+        f"/load {path}",
+        "/system",
+        "/quit",
+        "never asked",
+    )
+    about = shown.about
+    for name in chat_module.COMMANDS:
+        assert name in about
+    for expected in (
+        "system: be kind",
+        f"saved to {path}".replace("\n", ""),
+        "target: fake; drafted by: a fake draft",
+        "1 answer; the conversation has",
+        "no turn was sent again",
+        "seed 5\n",
+        "seed 77\n",
+        "error: the seed is 'x'; expected a number",
+        "cleared",
+        "error: no such command /nonsense; /help lists them",
+        "error: no such command /sta; did you mean /stats?",
+        "name a chat that /save wrote",
+        "1 turn, with fake",
+        "error: /save needs a name: /save FILE",
+    ):
+        assert expected in about.replace("\n", " ") or expected in about, (expected, about)
+    assert [message.role for message in shown.conversation.messages] == ["system", "user", "assistant"]
+    assert shown.conversation.messages[1].content == "/slash"
+    assert shown.out.strip("\n") and "never" not in shown.out
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    assert saved["messages"][1] == {
+        "role": "user",
+        "content": "/slash",
+    }  # /save after /clear has no name
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_chat() -> None:
+    """A real SIGINT in the middle of an answer; what it said stays, and the next question is answered."""
+    runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size, max_positions=100_000, num_blocks=20_000)
+
+    class Interrupting(TokenPrinter):
+        def __call__(self, batch: TokenBatch) -> None:
+            super().__call__(batch)
+            if len(batch.tokens) and not is_done:
+                is_done.append(True)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    is_done: list[bool] = []
+    before = signal.getsignal(signal.SIGINT)
+    with serve_fake(runtime=runtime, chat_template=TURNS_TEMPLATE) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat_module, "TokenPrinter", Interrupting)
+        shown = chat(server.url, "one", "/stats", "two")
+    assert "(stopped)" in shown.about and len(shown.conversation.turns) == 1
+    assert [message.content for message in shown.conversation.messages][::2] == ["one", "two"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_at_the_prompt_says_how_to_leave(server: FakeServer) -> None:
+    """Somebody who typed it twice does not lose the conversation."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    assert "Ctrl-D or /quit ends the chat." in chat(server.url, interrupt, "/quit").about
+
+
+def test_an_error_ends_an_answer_and_not_the_chat(server: FakeServer) -> None:
+    """The terminal shows it; a script gets the exception."""
+    shown = chat(server.url, "x" * (2 << 20), "one")
+    assert "error: the message has 2048 KiB" in shown.about and len(shown.conversation.turns) == 1
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RequestError, match="2048 KiB"):
+        patch.setattr(Typed, "is_typed", False)
+        chat(server.url, "x" * (2 << 20), "one")
+
+
+def test_saved_chats_are_checked(tmp_path: Path) -> None:
+    """Another file is never replaced or taken for a chat."""
+    messages = [Message(role="user", content="é\x1b"), Message(role="assistant", content="\ud7ff")]
+    path = tmp_path / "chat.json"
+    save_chat(path, messages, "fake")
+    save_chat(path, messages[:1], "fake")
+    assert load_chat(path).messages == messages[:1] and list(tmp_path.iterdir()) == [path]
+    for text in ("", "{}", '{"format": "outrider-chat", "messages": [{"role": "tool", "content": ""}]}', "\x00"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="is no saved chat: "):
+            load_chat(path)
+        with pytest.raises(ConfigError, match="exists and is no saved chat; choose another name"):
+            save_chat(path, messages, "fake")
+    system = [messages[0], Message(role="system", content="late")]
+    path.unlink()
+    save_chat(path, system, "fake")
+    with pytest.raises(ConfigError, match="a system message stands after others"):
+        load_chat(path)
+    with pytest.raises(ConfigError, match="cannot be saved"):
+        save_chat(tmp_path / "nowhere" / "chat.json", messages, "fake")
+
+
+def test_a_pipe_gives_a_message_per_line() -> None:
+    """A backslash at a line's end goes on in the next; the end of the file is the end of the chat."""
+    reader = PipeReader(io.StringIO("one\ntwo \\\nthree\n/stats"))
+
+    async def scenario() -> list[str | None]:
+        return [await reader.read() for _ in range(4)]
+
+    assert run(scenario()) == ["one", "two \nthree", "/stats", None]
+
+
+def test_the_editor_takes_several_lines_and_keeps_a_history(tmp_path: Path) -> None:
+    """Enter sends; Alt-Enter and a backslash begin a line; the arrow goes back; Ctrl-C and Ctrl-D are told apart."""
+    history = tmp_path / "history"
+
+    async def scenario() -> list[str | None]:
+        with create_pipe_input() as keys:
+            reader = TerminalReader(history, ["/help"], input=keys, output=DummyOutput())
+            found = []
+            for typed in ("one\r", "two\x1b\rmore\r", "three\\\rfour\r", "\x1b[A\x1b[A\x1b[A!\r"):
+                keys.send_text(typed)
+                found.append(await reader.read())
+            keys.send_text("half\x03")
+            with pytest.raises(KeyboardInterrupt):
+                await reader.read()
+            keys.send_text("\x04")
+            return [*found, await reader.read()]
+
+    assert run(scenario()) == ["one", "two\nmore", "three\nfour", "two\nmore!", None]
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600 and "+one" in history.read_text()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        TerminalReader(tmp_path / "nowhere" / "history", [])
+
+
+def test_tokens_are_coloured_by_origin() -> None:
+    """Accepted picks, accepted alternatives and the target's own: three styles on a terminal."""
+    batch = TokenBatch((1, 2, 3, 4), 3, 0.0, 4, frozenset({1, 3}))
+    assert [batch.origin(index) for index in range(4)] == [
+        Origin.PICK,
+        Origin.ALTERNATIVE,
+        Origin.PICK,
+        Origin.TARGET,
+    ]
+    tokenizer = fake_tokenizer()
+    out = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
+    TokenPrinter(out, tokenizer.detokenizer())(
+        TokenBatch(tuple(tokenizer.encode("abcd")[:4]), 3, 0.0, 4, frozenset({1}))
+    )
+    assert isinstance(out.file, io.StringIO) and ALTERNATIVE_STYLE == "cyan"
+    assert out.file.getvalue() == "\x1b[32ma\x1b[0m\x1b[36mb\x1b[0m\x1b[32mc\x1b[0md"
+
+
+# -- a real pair -------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_with_a_real_pair(tmp_path: Path) -> None:
+    """`outrider chat` from a pipe, with a server process and a draft model: the same answers with and without drafts."""
+    pair = make_chat_pair(tmp_path / "pair")
+    script = "/seed 3\nhello there\nand you?\nverify the tokens\n/stats\n"
+    shown: list[tuple[str, str]] = []
+    with cloud_process(pair.target, plan_cores().cloud) as url:
+        for more in ({}, {"drafts": False}):
+            out, about = Console(file=io.StringIO(), width=200), Console(file=io.StringIO(), width=200)
+            options = ChatOptions(draft=str(pair.draft), cloud=[url], max_tokens=24, **more)
+            chat_here(options, out, about, reader=PipeReader(io.StringIO(script)))
+            assert isinstance(out.file, io.StringIO) and isinstance(about.file, io.StringIO)
+            shown.append((out.file.getvalue(), about.file.getvalue()))
+    drafted, plain = shown
+    assert drafted[0] == plain[0] and drafted[0].count("\n") >= 3
+    assert "drafted by: nothing" in plain[1] and "drafted by: openvino" in drafted[1].lower()
+    for _, about_text in shown:
+        assert "3 answers; the conversation has" in about_text and "no turn was sent again" in about_text
+    assert "of drafted tokens accepted" in drafted[1]

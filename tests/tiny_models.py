@@ -38,14 +38,16 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class ChatPair:
-    """Bundles of a pair with a chat template: an FP32 target, and its INT8 draft, of the same random weights."""
+    """Bundles of a pair with a chat template: draft and target are the same INT8 model, with random weights."""
 
     draft: Path
     target: Path
 
 
 def make_chat_pair(directory: Path) -> ChatPair:
-    """Makes and exports a tiny pair that can chat, in a few seconds. The draft mostly agrees: it is the target in INT8."""
+    """Makes and exports a tiny pair that can chat, in some seconds: exported once, for both roles."""
+    from bench.changed_bundle import change_bundle
+
     from outrider.export.make.pipeline import export_model
     from outrider.export.recipes import ExportOptions
 
@@ -53,8 +55,8 @@ def make_chat_pair(directory: Path) -> ChatPair:
     roles = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
     make_tiny_tokenizer(source, special_tokens=roles, chat_template=CHAT_TEMPLATE)
     make_tiny_model("llama", source, vocab_size=320, eos_token_id=0)
-    target = export_model(source, directory / "target", ExportOptions("target")).path
-    return ChatPair(export_model(source, directory / "draft", ExportOptions("draft")).path, target)
+    draft = export_model(source, directory / "draft", ExportOptions("draft")).path
+    return ChatPair(draft, change_bundle(draft, directory / "target", role="target").path)
 
 
 def make_unknown(directory: Path, model_type: str, *, seed: int = 0, **fields: Any) -> Path:

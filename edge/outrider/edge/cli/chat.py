@@ -193,8 +193,8 @@ class ChatScreen:
         drafted = f", drafted by {self._drafted_by}" if self._drafted_by is not None else ""
         print_line(self._about, f"{conversation.model}, {conversation.facts.max_positions} tokens{drafted}", "dim")
         print_line(self._about, "Enter sends, Alt-Enter begins a new line, /help lists the commands.", "dim")
-        if turns := turns_of(conversation.messages):
-            print_line(self._about, f"{len(turns)} turns were loaded.", "dim")
+        if conversation.messages:
+            print_line(self._about, f"goes on after {_turns(conversation.messages)}", "dim")
 
     async def _ask(self, conversation: Conversation, question: str) -> None:
         self._answer = asyncio.get_running_loop().create_task(self._show_answer(conversation, question))
@@ -276,10 +276,10 @@ class ChatScreen:
     def _load(self, conversation: Conversation, rest: str) -> None:
         if not rest:
             raise ConfigError("/load needs a name: /load FILE")
-        self._file = Path(rest).expanduser()
-        saved = load_chat(self._file)
+        path = Path(rest).expanduser()
+        saved, self._file = load_chat(path), path
         conversation.replace(list(saved.messages), "another conversation was loaded")
-        self._tell(f"{len(turns_of(saved.messages))} turns, with {saved.model or 'a target without a name'}")
+        self._tell(f"{_turns(saved.messages)}, with {saved.model or 'a target without a name'}")
         for message in saved.messages:
             self._tell(f"{message.role}: {message.content}")
 
@@ -305,10 +305,16 @@ class ChatScreen:
     def _clear(self, conversation: Conversation, rest: str) -> None:
         kept = [message for message in conversation.messages if message.role == SYSTEM]
         conversation.replace(kept, "the conversation was cleared")
+        self._file = None  # a /save without a name would replace what was saved
         self._tell("cleared")
 
     def _tell(self, line: str) -> None:
         print_line(self._about, line, "dim")
+
+
+def _turns(messages: Sequence[Message]) -> str:
+    number = len(turns_of(messages))
+    return f"{number} turn{'' if number == 1 else 's'}"
 
 
 @contextmanager
