@@ -28,6 +28,9 @@ glibc 2.35.
 """
 
 
+EVERYWHERE = {"httpx", "truststore", "prompt-toolkit", "starlette", "uvicorn", "httptools"}
+
+
 def installed(extra: str, platform: str, machine: str, python: str = "3.12") -> dict[str, str]:
     """The packages of an extra on a system, with their versions."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -41,10 +44,10 @@ def installed(extra: str, platform: str, machine: str, python: str = "3.12") -> 
 
 @pytest.mark.parametrize(("platform", "machine"), SYSTEMS)
 def test_every_system_gets_a_runtime_that_has_a_package_there(platform: str, machine: str) -> None:
-    """OpenVINO where there is one, else ONNX Runtime, else neither; httpx and the system's TLS roots everywhere."""
+    """OpenVINO where there is one, else ONNX Runtime, else neither; what link, chat and endpoint need everywhere."""
     runtime, version = SYSTEMS[platform, machine]
     edge = installed("edge", platform, machine)
-    assert set(edge) == {"httpx", "truststore", *([runtime] if runtime else [])}
+    assert set(edge) == EVERYWHERE | ({runtime} if runtime else set())
     assert ("openvino" in edge) == has_openvino_package(platform, machine)
     onnx = installed("edge-onnxruntime", platform, machine)
     assert onnx.get("onnxruntime") == (f"=={version}" if version else None)
@@ -54,4 +57,4 @@ def test_every_system_gets_a_runtime_that_has_a_package_there(platform: str, mac
 
 def test_a_python_without_a_package_still_drafts_with_lookup() -> None:
     """ONNX Runtime 1.23.2 has none for Python 3.14."""
-    assert set(installed("edge", "darwin", "x86_64", "3.14")) == {"httpx", "truststore"}
+    assert set(installed("edge", "darwin", "x86_64", "3.14")) == EVERYWHERE
