@@ -387,7 +387,7 @@ def test_an_answer_that_is_stopped_stays(server: FakeServer) -> None:
                 await task
             assert [message.role for message in conversation.messages] == ["user", "assistant"]
             await ask(conversation, "two")
-            assert conversation.turns[0].sent_again in ("the answer before was cut short", None)
+            assert conversation.turns[0].sent_again == "the answer before was cut short"
             assert conversation.turns[0].num_sent == conversation.turns[0].num_prompt
             before = list(conversation.messages)
             with pytest.raises(RequestError, match="2048 KiB"):  # and drops no turn for what cannot fit
@@ -425,6 +425,24 @@ def test_a_target_without_a_template_is_one_clear_error() -> None:
 
     with serve_fake(has_chat_template=False) as server:
         run(scenario(server.url))
+
+
+@pytest.mark.parametrize("positions", [0, 10**400])
+def test_facts_out_of_bounds_are_refused(server: FakeServer, positions: int) -> None:
+    """A server cannot break the chat's arithmetic."""
+
+    def lie(request: httpx.Request) -> httpx.Response | None:
+        if request.url.path != "/v1/model":
+            return None
+        facts = {"name": "liar", "tokenizer": "", "vocab_size": 300, "eos_token_ids": [], "has_chat_template": True}
+        return httpx.Response(200, content=json.dumps(facts)[:-1] + f', "max_positions": {positions}}}')
+
+    async def scenario() -> None:
+        with pytest.raises(CloudError, match="broke the protocol"):
+            async with conversing(server.url, Recorded(lie)):
+                pass
+
+    run(scenario())
 
 
 def test_an_older_server_without_rendering_is_named(server: FakeServer) -> None:
@@ -663,7 +681,7 @@ def test_a_chat_with_a_real_pair(tmp_path: Path) -> None:
     with cloud_process(pair.target, plan_cores().cloud) as url:
         for more in ({"depth": "8"}, {"drafts": False}):
             out, about = Console(file=io.StringIO(), width=200), Console(file=io.StringIO(), width=200)
-            options = ChatOptions(draft=str(pair.draft), cloud=[url], max_tokens=24, **more)  # type: ignore[arg-type]
+            options = ChatOptions(draft=str(pair.draft), cloud=[url], max_tokens=24, **more)
             chat_here(options, out, about, reader=PipeReader(io.StringIO(script)))
             assert isinstance(out.file, io.StringIO) and isinstance(about.file, io.StringIO)
             shown.append((out.file.getvalue(), about.file.getvalue()))

@@ -17,12 +17,12 @@ from outrider.edge.chat.ids import continued
 from outrider.edge.chat.messages import ASSISTANT, SYSTEM, USER, Message, turns_of
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.link.errors import EndpointLost
+from outrider.edge.link.errors import EndpointLost, ProtocolBroken
 from outrider.edge.link.origin import Served, TextOrigin
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, HeldPrefix, OnTokens, TokenBatch
 from outrider.models.errors import CloudError, ConfigError, RequestError
-from outrider.models.protocol import ModelFacts, RenderAnswer
+from outrider.models.protocol import MAX_COUNT, ModelFacts, RenderAnswer
 from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer
 
@@ -32,6 +32,7 @@ MAX_RESERVED_SHARE: Final = 0.25
 """Of the context, that is left for an answer at most; a longer one ends where the context does."""
 MAX_BODY_BYTES: Final = 1 << 20
 """What a server takes unless it was told otherwise."""
+MAX_NAME_CHARS: Final = 100
 _CUT: Final = "the answer before was cut short"
 _TOO_LONG: Final = ("context_length_exceeded", "body_too_large")
 
@@ -79,8 +80,8 @@ class Conversation:
 
     @property
     def model(self) -> str:
-        """The target's name."""
-        return self._served.model if self._served is not None else self.facts.name
+        """The target's name, as far as it is short."""
+        return (self._served.model if self._served is not None else self.facts.name)[:MAX_NAME_CHARS]
 
     @property
     def num_tokens(self) -> int:
@@ -230,7 +231,7 @@ class Conversation:
             rendered = await client.render(body)
             served[:] = [Served(client.url, rendered.model, rendered.target)]
             if self._is_other(served[0]):
-                self.facts = await client.model_facts()
+                self.facts = await _facts_of(client)
             return rendered
 
         try:
@@ -266,16 +267,19 @@ def _without_oldest(messages: list[Message], length: int | None, goal: int) -> t
     return [*system, *(message for turn in turns[dropped:] for message in turn)], dropped
 
 
+async def _facts_of(client: CloudClient) -> ModelFacts:
+    facts = await client.model_facts()
+    if not 1 <= facts.max_positions <= MAX_COUNT:
+        raise ProtocolBroken(client.url, f"max_positions is out of bounds; expected 1 to {MAX_COUNT}")
+    return facts
+
+
 async def read_facts(endpoints: Endpoints) -> ModelFacts:
     """The target's facts. Raises CloudError, and ConfigError for a target that cannot chat."""
-
-    async def ask(client: CloudClient) -> ModelFacts:
-        return await client.model_facts()
-
-    facts = await endpoints.call(ask)
+    facts = await endpoints.call(_facts_of)
     if not facts.has_chat_template:
         raise ConfigError(
-            f"{facts.name[:100]} has no chat template, so it cannot chat; continue a text with `outrider run`, or "
-            "serve a target that has one"
+            f"{facts.name[:MAX_NAME_CHARS]} has no chat template, so it cannot chat; continue a text with "
+            "`outrider run`, or serve a target that has one"
         )
     return facts
