@@ -24,7 +24,7 @@ from typing import Annotated, Final
 import typer
 from bench.attacks.bodies import wrong_elements
 from bench.attacks.browser import foreign_pages
-from bench.attacks.caches import guessed_hash, others_prompts
+from bench.attacks.caches import guessed_hash, kept_sessions, others_prompts, session_hash
 from bench.attacks.connections import (
     large_header,
     pipelined_requests,
@@ -54,8 +54,10 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (3, unequal_owners),
     (4, others_prompts),
     (4, guessed_hash),
+    (4, session_hash),
     (5, large_verify_calls),
     (5, held_prefixes),
+    (5, kept_sessions),
     (6, wrong_elements),
     (7, large_header),
     (8, trickled_requests),

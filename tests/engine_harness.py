@@ -104,6 +104,7 @@ class Harness:
         prefix_hash: str | None = None,
         draft_lag_ms: float | None = None,
         owner: bytes = b"",
+        keep: bool = False,
     ) -> tuple[int, Collector]:
         """Submits a request with a fresh collector."""
         collector = Collector()
@@ -118,6 +119,7 @@ class Harness:
             prefix_hash,
             draft_lag_ms,
             owner,
+            keep,
         )
         return self.engine.submit(request, collector), collector
 

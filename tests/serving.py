@@ -41,12 +41,17 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+TURNS_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+"""Ends each turn with the end token, as most templates do: what follows an answer begins with what was before it."""
 JSON = {"content-type": "application/json"}
 """For bodies that are posted as bytes."""
 TIMEOUT_S = 30.0
 
 
-def save_fake_tokenizer(root: Path, *, has_chat_template: bool = True) -> None:
+def save_fake_tokenizer(root: Path, *, has_chat_template: bool = True, chat_template: str = CHAT_TEMPLATE) -> None:
     """Writes a byte-level BPE of 300 ids, whose id 0 is the special `<|end|>`, to the directory `root`."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -65,16 +70,16 @@ def save_fake_tokenizer(root: Path, *, has_chat_template: bool = True) -> None:
     )
     backend.train_from_iterator([text] * 4, trainer)
     backend.save(str(root / "tokenizer.json"))
-    config = {"eos_token": "<|end|>"} | ({"chat_template": CHAT_TEMPLATE} if has_chat_template else {})
+    config = {"eos_token": "<|end|>"} | ({"chat_template": chat_template} if has_chat_template else {})
     (root / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 @cache
-def fake_tokenizer(*, has_chat_template: bool = True) -> Tokenizer:
+def fake_tokenizer(*, has_chat_template: bool = True, chat_template: str = CHAT_TEMPLATE) -> Tokenizer:
     """The tokenizer that `save_fake_tokenizer` writes."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        save_fake_tokenizer(root, has_chat_template=has_chat_template)
+        save_fake_tokenizer(root, has_chat_template=has_chat_template, chat_template=chat_template)
         tokenizer = Tokenizer.from_dir(root, name="fake")
         # Load the lazy properties now: the directory is temporary.
         assert tokenizer.fingerprint and tokenizer.eos_token_ids == (EOS_ID,)
@@ -151,6 +156,7 @@ def serve_fake(
     runtime: FakeBatchRuntime | None = None,
     gate: StepGate | None = None,
     has_chat_template: bool = True,
+    chat_template: str = CHAT_TEMPLATE,
     drain_s: float = 0.0,
     name: str = "fake",
     limits: ConnectionLimits | None = None,
@@ -162,7 +168,7 @@ def serve_fake(
     drafts: directory of bundles that are offered for download.
     Runtimes with one `seed` speak one language, so servers with them are replicas of one target.
     """
-    tokenizer = fake_tokenizer(has_chat_template=has_chat_template)
+    tokenizer = fake_tokenizer(has_chat_template=has_chat_template, chat_template=chat_template)
     runtime = runtime or FakeBatchRuntime(vocab_size=tokenizer.size, on_step=gate)
     engine = EngineThread(Engine(runtime, config))
     engine.start()

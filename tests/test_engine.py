@@ -462,6 +462,76 @@ def test_a_refused_item_leaves_its_prefix_parked() -> None:
     assert [*first.tokens, *again.tokens] == plain(PROMPTS[2], SAMPLED, 2)
 
 
+@pytest.mark.parametrize("ends", ["length", "stop"])
+def test_a_sequence_that_is_to_be_kept_is_parked_whole(ends: str) -> None:
+    """Prompt and text stand behind the hash: what goes on from it runs the new tokens only, and is the whole's text."""
+    harness, prompt, more = Harness(), PROMPTS[4], [7, 8, 9]
+    truth = plain(prompt, SAMPLED, 9)
+    stop_ids = frozenset({truth[-1]}) if ends == "stop" else frozenset[int]()
+    _, first = harness.submit(prompt, 9 if ends == "length" else 50, stop_ids=stop_ids, keep=True)
+    harness.run()
+    assert first.end is not None and first.end.reason == ends and first.end.prefix_hash is not None
+    begun = len(harness.batches)
+    _, second = harness.submit(more, 6, prefix_hash=first.end.prefix_hash)
+    harness.run()
+    assert second.tokens == plain([*prompt, *first.tokens, *more], SAMPLED, 6)
+    assert harness.batches[begun] == [1 + len(more)]  # the last token of the text was never run
+    harness.assert_all_returned()
+
+
+def test_what_is_cut_or_was_not_asked_for_is_not_parked() -> None:
+    """A cancelled sequence, one that fills the context, and one without `keep` leave no parked prefix."""
+    harness = Harness(max_positions=40)
+    sequence_id, cut = harness.submit(PROMPTS[4], 30, keep=True)
+    harness.run_steps(3)
+    harness.engine.cancel(sequence_id)
+    _, full = harness.submit(PROMPTS[4], 500, keep=True)
+    _, silent = harness.submit(PROMPTS[4], 5)
+    harness.run()
+    ends = [collector.end for collector in (cut, full, silent)]
+    assert [end and end.reason for end in ends] == ["cancelled", "context", "length"]
+    assert [end and end.prefix_hash for end in ends] == [None] * 3 and harness.engine.stats().parked == 0
+
+
+@pytest.mark.parametrize("once", [True, False], ids=["verify", "session"])
+def test_a_parked_prefix_is_kept_for_a_bounded_time(once: bool) -> None:
+    """Then it is not held, and its blocks are free at the next step; a refused request does not renew it."""
+    harness = Harness(config=EngineConfig(max_parked_s=60.0))
+    _, first = harness.submit(PROMPTS[2], 5, once=once, keep=not once)
+    harness.run()
+    assert first.end is not None and first.end.prefix_hash is not None
+    harness.clock.now += 40.0
+    with pytest.raises(RequestError, match="token id"):
+        harness.submit([VOCAB + 1], prefix_hash=first.end.prefix_hash)
+    harness.engine.step()
+    assert harness.engine.stats().parked == 1
+    harness.clock.now += 20.0
+    with pytest.raises(RequestError, match="not held"):
+        harness.submit([1], prefix_hash=first.end.prefix_hash)
+    harness.engine.step()
+    stats = harness.engine.stats()
+    assert (stats.parked, stats.parked_blocks, stats.free_blocks) == (0, 0, stats.num_blocks)
+
+
+def test_sessions_share_the_limit_of_parked_prefixes() -> None:
+    """An owner's oldest gives way, whether a verify call or a session left it; nobody else's hash is taken."""
+    harness = Harness(config=EngineConfig(max_parked=3))
+    names = []
+    for start in range(6):
+        _, collector = harness.submit([start] * 9, 1, once=start % 2 == 0, keep=start % 2 == 1, owner=b"a")
+        harness.run()
+        assert collector.end is not None and collector.end.prefix_hash is not None
+        names.append(collector.end.prefix_hash)
+    assert harness.engine.stats().parked == 3
+    for owner, name in ((b"b", names[-1]), (b"a", names[0])):
+        with pytest.raises(RequestError, match="not held"):
+            harness.submit([1], prefix_hash=name, owner=owner)
+    for name in names[3:]:
+        harness.submit([1], 1, prefix_hash=name, owner=b"a")
+    harness.run()
+    assert harness.engine.stats().parked == 0
+
+
 def test_parked_prefixes_are_evicted_for_running_sequences() -> None:
     """A cache full of parked prefixes still serves a long request."""
     harness = Harness(num_blocks=16, block_size=4)

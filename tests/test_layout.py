@@ -23,6 +23,7 @@ ROOMS = {
         "cli",
         "lab",
         "serve",
+        "chat",
         "doctor",
         "modes",
         "drafting",
@@ -63,7 +64,7 @@ UNKNOWN_TO = {
     # Of the device's rooms only the local endpoint is a server.
     **{
         f"outrider.edge.{room}": ("outrider.models.http", "outrider.models.ingress")
-        for room in ("lab", "modes", "drafting", "retrieval", "link", "devices", "results")
+        for room in ("lab", "chat", "modes", "drafting", "retrieval", "link", "devices", "results")
     },
 }
 HTTP_PACKAGES = {"pydantic", "pydantic_core", "starlette", "outrider"}

@@ -26,7 +26,7 @@ SYSTEMS = {
 As the package index had them for these versions. No marker knows a Linux system's C library: on ARM, OpenVINO needs
 glibc 2.35.
 """
-EVERYWHERE = {"httpx", "truststore", "starlette", "uvicorn", "httptools"}
+EVERYWHERE = {"httpx", "truststore", "prompt-toolkit", "starlette", "uvicorn", "httptools"}
 """What `edge` installs on each. httptools has a package for each, also for Windows on ARM."""
 
 
@@ -43,7 +43,7 @@ def installed(extra: str, platform: str, machine: str, python: str = "3.12") -> 
 
 @pytest.mark.parametrize(("platform", "machine"), SYSTEMS)
 def test_every_system_gets_a_runtime_that_has_a_package_there(platform: str, machine: str) -> None:
-    """OpenVINO where there is one, else ONNX Runtime, else neither; what has packages for all systems everywhere."""
+    """OpenVINO where there is one, else ONNX Runtime, else neither; what link, chat and endpoint need everywhere."""
     runtime, version = SYSTEMS[platform, machine]
     edge = installed("edge", platform, machine)
     assert set(edge) == EVERYWHERE | ({runtime} if runtime else set())

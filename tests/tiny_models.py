@@ -7,15 +7,56 @@ from __future__ import annotations
 
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from outrider.export.source.tiny import SAMPLE_TEXT, make_tiny_model, make_tiny_tokenizer
 
-__all__ = ["FAMILIES", "SAMPLE_TEXT", "compress_int8", "export_openvino", "make_tiny_model", "make_tiny_tokenizer"]
+__all__ = [
+    "CHAT_TEMPLATE",
+    "FAMILIES",
+    "SAMPLE_TEXT",
+    "ChatPair",
+    "compress_int8",
+    "export_openvino",
+    "make_chat_pair",
+    "make_tiny_model",
+    "make_tiny_tokenizer",
+]
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """The families in the tests of the runtimes; test_export_families exports all of `outrider.export.source.tiny`."""
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+"""ChatML's form: roles are tokens of their own, and the end token ends each turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPair:
+    """Bundles of a pair with a chat template: draft and target are the same INT8 model, with random weights."""
+
+    draft: Path
+    target: Path
+
+
+def make_chat_pair(directory: Path) -> ChatPair:
+    """Makes and exports a tiny pair that can chat, in some seconds: exported once, for both roles."""
+    from bench.changed_bundle import change_bundle
+
+    from outrider.export.make.pipeline import export_model
+    from outrider.export.recipes import ExportOptions
+
+    source = directory / "source"
+    roles = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+    make_tiny_tokenizer(source, special_tokens=roles, chat_template=CHAT_TEMPLATE)
+    make_tiny_model("llama", source, vocab_size=320, eos_token_id=0)
+    draft = export_model(source, directory / "draft", ExportOptions("draft")).path
+    return ChatPair(draft, change_bundle(draft, directory / "target", role="target").path)
 
 
 def make_unknown(directory: Path, model_type: str, *, seed: int = 0, **fields: Any) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 from collections.abc import Iterator
 from statistics import median
@@ -74,6 +75,55 @@ def guessed_hash(subject: Subject) -> Iterator[Row]:
                 not taken and is_kept and (used != true or not what.startswith("computed")),
                 {"taken": taken, "kept": is_kept},
             )
+
+
+def session_hash(subject: Subject) -> Iterator[Row]:
+    """Uses the hash of one key's session with another key, in a session and in a verify call."""
+    with subject.serve(keys=KEYS) as server:
+        text = {"max_tokens": 4, "ignore_eos": True}
+        name = _session(server, FIRST, text | {"prompt": prompt_of(7, 64), "keep_prefix": True}).get("prefix_hash")
+        if not name:
+            raise NotMeasured("the first key's session got no prefix hash: this version keeps none for sessions")
+        in_session = _session(server, SECOND, text | {"prompt": [5], "prefix_hash": name})
+        in_verify = _verify(server, SECOND, prefix=[5], prefix_hash=name)
+        own = _session(server, FIRST, text | {"prompt": [5], "prefix_hash": name})
+    is_refused = "error" in in_session and "error" in in_verify
+    is_kept = own.get("reason") == "length"
+    yield Row(
+        "4",
+        "the prefix hash of a session, used by the second key",
+        f"the second key {'gets errors' if is_refused else 'takes the prefix'}, the first "
+        f"{'still has it' if is_kept else 'gets 409'}",
+        "errors, and the first key still has it",
+        is_refused and is_kept,
+        {"session": in_session, "verify": in_verify, "own": own},
+    )
+
+
+def kept_sessions(subject: Subject) -> Iterator[Row]:
+    """Leaves more kept sessions than an owner may, then asks how many the server holds."""
+    with subject.emulated(1.0) as server:
+        for index in range(300):
+            body = {"prompt": prompt_of(index), "max_tokens": 1, "keep_prefix": True, "ignore_eos": True}
+            if not _session(server, "", body).get("prefix_hash"):
+                raise NotMeasured("a session got no prefix hash: this version keeps none for sessions")
+        lines = ask(server.port, "GET", "/metrics").body.decode().splitlines()
+    found = [float(line.split()[1]) for line in lines if line.startswith("outrider_engine_parked ")]
+    if not found:
+        raise NotMeasured("/metrics shows no parked prefixes")
+    held = found[0]
+    yield Row(
+        "5", "300 sessions whose end is kept: held by the server", f"{held:.0f}", "256", held <= 256, {"held": held}
+    )
+
+
+def _session(server: Server, key: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The last event of a session, or the error that refused it."""
+    answer = ask(server.port, "POST", "/v1/sessions", body, key=key or None)
+    if answer.status != 200:
+        return dict(answer.json)
+    events = [line for line in answer.body.decode().splitlines() if line.startswith("data: ")]
+    return dict(json.loads(events[-1].removeprefix("data: ")))
 
 
 def _cached(server: Server, prompt: list[int], key: str) -> int:

@@ -24,6 +24,7 @@ class GenerateRequest:
 
     patience_ms: longest wait for a draft (0: never; None: the engine chooses). draft: guesses to start with.
     once: end after the first pass that commits (this is /v1/verify); the cache is then parked under `prefix_hash`.
+    keep: park the cache where the sequence ends by its length or after a stop id.
     draft_lag_ms: time from a commit to the drafts that know of it; a first guess, until it is measured.
     prefix_hash: the hash of a parked prefix that `prompt` continues; the engine raises `prefix_not_held` if it is gone.
     owner: who asks (a key, or an address): owners share the engine evenly and share no cache.
@@ -39,6 +40,7 @@ class GenerateRequest:
     prefix_hash: str | None = None
     draft_lag_ms: float | None = None
     owner: bytes = b""
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ class EndEvent:
     """The sequence is over and everything it held is free again.
 
     reason: "once" ends a `once` request after its pass; with "error", `error` says what failed.
-    prefix_hash: where the cache was parked, for a `once` request.
+    prefix_hash: where the cache was parked, for a `once` or a `keep` request.
     """
 
     reason: SequenceEndReason
@@ -156,7 +158,7 @@ class EngineStats:
     totals: Totals
     running: int = _shown("Sequences in the batch.")
     queued: int = _shown("Sequences that wait for admission.")
-    parked: int = _shown("Prefixes kept for the next verify call.")
+    parked: int = _shown("Prefixes kept for the verify call or the session that continues them.")
     parked_blocks: int = _shown("Blocks that parked prefixes hold: not free, but given up when a sequence needs them.")
     num_blocks: int = _shown("Blocks of the KV cache.")
     free_blocks: int = _shown("Blocks that a new sequence could have.")

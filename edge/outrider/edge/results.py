@@ -28,6 +28,26 @@ class Source(StrEnum):
     TARGET = "target"
 
 
+class Origin(StrEnum):
+    """Who guessed a token of a batch, more finely. In every case it is the target's own choice."""
+
+    PICK = "pick"  # drafted, accepted: the draft's own pick, or a copied passage
+    ALTERNATIVE = "alternative"  # drafted, accepted: another of the draft's guesses
+    TARGET = "target"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPrefix:
+    """First tokens of a text that a server holds: it takes their hash in their place, once.
+
+    url: the server that gave the hash; no other gets it. length: in tokens.
+    """
+
+    url: str
+    name: str
+    length: int
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One text to generate.
@@ -36,6 +56,8 @@ class GenerationRequest:
     ignore_eos: do not end at the server's own end tokens, even if stop_ids lists them.
     patience_ms: longest time that the target may wait for a draft; None: the server decides.
     tokenizer: the agent's tokenizer fingerprint, checked by the server.
+    held: the beginning of the prompt that a server holds; only stream mode uses it. keeps_prefix: the server is to hold
+    prompt and text for the next request.
     """
 
     prompt: tuple[int, ...]
@@ -45,12 +67,16 @@ class GenerationRequest:
     ignore_eos: bool = False
     patience_ms: float | None = None
     tokenizer: str | None = None
+    held: HeldPrefix | None = None
+    keeps_prefix: bool = False
 
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ConfigError("the prompt has no tokens; expected at least one")
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens is {self.max_tokens}; expected at least 1")
+        if self.held is not None and self.held.length >= len(self.prompt):
+            raise ConfigError(f"{self.held.length} of {len(self.prompt)} tokens are held; expected at least one more")
 
     def wire_fields(self) -> dict[str, Any]:
         """The fields that every message with this request repeats: sampling parameters, and which tokens end a text."""
@@ -65,13 +91,21 @@ class GenerationRequest:
 class TokenBatch:
     """Tokens committed together: the first `num_accepted` were drafted. at_s: seconds since the request.
 
-    num_proposed: drafted tokens that the target ran for them.
+    num_proposed: drafted tokens that the target ran for them. alternatives: indices of accepted tokens that were not
+    the draft's own pick.
     """
 
     tokens: tuple[int, ...]
     num_accepted: int
     at_s: float
     num_proposed: int = 0
+    alternatives: frozenset[int] = frozenset()
+
+    def origin(self, index: int) -> Origin:
+        """Who guessed the token."""
+        if index >= self.num_accepted:
+            return Origin.TARGET
+        return Origin.ALTERNATIVE if index in self.alternatives else Origin.PICK
 
 
 OnTokens = Callable[[TokenBatch], None]
@@ -118,8 +152,9 @@ class GenerationResult:
     pick; 8: prompt lookup's; 9: a document's); num_posts: messages sent; num_failed_posts: messages lost. num_sessions:
     1 plus the number of resumptions. depths: (index of the token, depth) at each change. finish_reason: "stop",
     "length" or "context". draft_error: why drafting ended early, if it did. waited_ms: time that the target waited for
-    drafts.
-    cached_prompt_tokens: of the prompt, those that the first session found in the server's cache.
+    drafts. cached_prompt_tokens: of the prompt, those that the first session found in the server's cache.
+    num_prompt_sent: of the prompt, those that were sent to open it. held: what the server holds now, where the request
+    asked for it.
     """
 
     mode: Mode
@@ -139,6 +174,8 @@ class GenerationResult:
     num_sessions: int = 1
     waited_ms: float = 0.0
     cached_prompt_tokens: int = 0
+    num_prompt_sent: int = 0
+    held: HeldPrefix | None = None
     draft_error: str | None = None
     wire: ByteCounts = field(default_factory=ByteCounts)
     depths: tuple[tuple[int, int], ...] = ()

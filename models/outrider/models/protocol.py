@@ -87,7 +87,11 @@ class SamplingFields(_Request):
 
 
 class SessionRequest(SamplingFields):
-    """POST /v1/sessions. Answered by an event stream of SessionOpen, Commit..., SessionEnd."""
+    """POST /v1/sessions. Answered by an event stream of SessionOpen, Commit..., SessionEnd.
+
+    With `prefix_hash`, `prompt` holds the tokens that follow the hashed prefix. Servers that know neither `prefix_hash`
+    nor `keep_prefix` refuse them as unknown fields.
+    """
 
     prompt: TokenIds = Field(min_length=1, examples=[[12, 5, 80]])
     max_tokens: Integer = Field(ge=1, le=MAX_COUNT, examples=[80])
@@ -104,6 +108,12 @@ class SessionRequest(SamplingFields):
     )
     tokenizer: str | None = Field(
         default=None, description="the agent's tokenizer fingerprint; a different one is refused"
+    )
+    prefix_hash: str | None = Field(
+        default=None, max_length=64, description="stands for the tokens before `prompt`, once; a 409 asks for them"
+    )
+    keep_prefix: StrictBool = Field(
+        default=False, description="keep prompt and text for a while; the end names them by a hash"
     )
 
 
@@ -156,12 +166,17 @@ class Usage(_Answer):
 
 
 class SessionEnd(_Answer):
-    """Last event of a session's stream. `error` is set when reason is "error"."""
+    """Last event of a session's stream. `error` is set when reason is "error".
+
+    prefix_hash names prompt and text, which the server holds for a while: set where `keep_prefix` asked for it and the
+    reason is "stop" or "length".
+    """
 
     type: Literal["end"] = "end"
     reason: EndReason
     usage: Usage
     error: ErrorBody | None = None
+    prefix_hash: str | None = None
 
 
 class DraftRequest(_Request):

@@ -40,6 +40,8 @@ def session_routes(core: Core) -> APIRouter:
             draft_lag_ms=body.draft_lag_ms,
             patience_ms=bounded_patience(body.patience_ms, core.settings.max_patience_ms),
             owner=owner,
+            prefix_hash=body.prefix_hash,
+            keep=body.keep_prefix,
         )
         mailbox = core.bridge.mailbox()
         core.slots.take(owner)

@@ -166,7 +166,7 @@ class _Begun:
 def _end(event: EndEvent) -> SessionEnd:
     assert event.reason != "once"  # no session asks for it
     error = error_body(event.error or internal_error()) if event.reason == "error" else None
-    return SessionEnd(reason=event.reason, usage=session_usage(event), error=error)
+    return SessionEnd(reason=event.reason, usage=session_usage(event), error=error, prefix_hash=event.prefix_hash)
 
 
 def session_usage(event: EndEvent) -> Usage:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import secrets
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from outrider.cloud.engine.parked import ParkedPrefix, ParkedPrefixes
 from outrider.cloud.engine.pool import BlockPool, chain_hash
@@ -19,17 +21,26 @@ class SequenceCache:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, max_parked: int, share_prefixes: bool, share_between_owners: bool
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        max_parked: int,
+        share_prefixes: bool,
+        share_between_owners: bool,
+        max_parked_s: float = math.inf,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
-        self._parked = ParkedPrefixes(self.pool, max_parked)
+        self._parked = ParkedPrefixes(self.pool, max_parked, max_parked_s, clock)
+        self._clock = clock
         self._share_prefixes = share_prefixes
         self._share_between_owners = share_between_owners
         self._salt = secrets.token_bytes(16)
 
     @property
     def num_parked(self) -> int:
-        """Prefixes kept for the /v1/verify call that continues them."""
+        """Prefixes kept for the /v1/verify call or the session that continues them."""
         return len(self._parked)
 
     @property
@@ -130,7 +141,7 @@ class SequenceCache:
         self.drop(sequence)
 
     def park(self, sequence: SequenceState) -> str:
-        """Keeps a finished sequence's blocks for the call that continues it; returns the name for that call."""
+        """Keeps a finished sequence's blocks for the request that continues it; returns the name for that request."""
         owner, size = sequence.request.owner, self.pool.block_size
         full = len(sequence.tokens) // size
         chain = self._chain(sequence, full)
@@ -138,7 +149,7 @@ class SequenceCache:
         rest = [-1, *sequence.tokens[full * size :]]
         name = chain_hash(chain[-1] if chain else self._root(owner), rest).hex()
         tokens, blocks, hashes = array("i", sequence.tokens), tuple(sequence.blocks), tuple(sequence.hashes)
-        self._parked.park(ParkedPrefix(owner, name, tokens, blocks, sequence.computed, hashes))
+        self._parked.park(ParkedPrefix(owner, name, tokens, blocks, sequence.computed, hashes, self._clock()))
         return name
 
     def take_parked(self, owner: bytes, name: str) -> ParkedPrefix | None:
@@ -148,6 +159,10 @@ class SequenceCache:
     def park_again(self, prefix: ParkedPrefix) -> None:
         """Undoes `take_parked`."""
         self._parked.park(prefix)
+
+    def release_old(self) -> None:
+        """Releases the parked prefixes that are too old."""
+        self._parked.evict_old()
 
     def release_parked(self) -> None:
         """Releases every parked prefix."""

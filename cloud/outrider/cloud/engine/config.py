@@ -27,7 +27,8 @@ class EngineConfig:
       chunks that fit; None: room for some drafts of each sequence, at least 256.
     max_queue: sequences that may wait for a place; beyond it, owners with more than their share of them are refused.
     max_draft: drafted tokens verified per sequence and step.
-    max_parked: sequences per owner whose cache is kept for the next /v1/verify call; as many as one call can have.
+    max_parked: sequences per owner whose cache is kept for the /v1/verify call or the session that continues them; as
+      many as one call can have. max_parked_s: for how long.
     looks_up: guess by prompt lookup where a device has sent nothing.
     form: auto verifies trees where the runtime is right with them; tree requires such a runtime.
     share_prefixes: reuse KV blocks by hash. share_between_owners: also those of other owners' prompts.
@@ -38,6 +39,7 @@ class EngineConfig:
     max_queue: int = 1024
     max_draft: int = 32
     max_parked: int = MAX_VERIFY_ITEMS
+    max_parked_s: float = 600.0
     looks_up: bool = False
     share_prefixes: bool = True
     share_between_owners: bool = False

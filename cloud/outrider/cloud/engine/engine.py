@@ -72,6 +72,8 @@ class Engine:
             self._runtime.num_blocks,
             self._runtime.block_size,
             max_parked=self._config.max_parked,
+            max_parked_s=self._config.max_parked_s,
+            clock=self._clock,
             share_prefixes=self._config.share_prefixes,
             share_between_owners=self._config.share_between_owners,
         )
@@ -234,6 +236,7 @@ class Engine:
         """Runs one step. Returns 0 when there may be more to do, else seconds until a wait ends, or None when idle."""
         started = self._clock()
         self._read_inbox()
+        self._cache.release_old()
         self._probe_if_due()
         self._scheduler.admit()
         shares = self._scheduler.gather(started)
@@ -408,7 +411,7 @@ class Engine:
         name = None
         if error is not None:
             self._cache.discard(sequence)
-        elif sequence.request.once and reason in ("once", "length"):
+        elif reason in _parked_after(sequence.request):
             name = self._cache.park(sequence)
         else:
             self._cache.drop(sequence)
@@ -476,6 +479,13 @@ class Engine:
                 self._drafting.stepped(StepSize.of(n, context), self._runner.time(n, context, blocks, n), False)
         finally:
             self._cache.pool.release(blocks)
+
+
+def _parked_after(request: GenerateRequest) -> tuple[SequenceEndReason, ...]:
+    """Ends after which the cache is kept for what continues the sequence."""
+    if request.once:
+        return ("once", "length")
+    return ("stop", "length") if request.keep else ()
 
 
 def verifies_trees(runtime: BatchRuntime, form: TreeForm) -> bool:

@@ -1,14 +1,17 @@
-"""Keeps the caches of finished /v1/verify passes, by the hash of their tokens, for the call that continues them.
+"""Keeps the caches of finished /v1/verify passes and sessions, by the hash of their tokens, for what continues them.
 
 Each owner has its own: nobody can use what another client's calls left, or push it out by leaving more. Where sequences
-need the blocks, the owner that holds most prefixes loses its oldest first.
+need the blocks, the owner that holds most prefixes loses its oldest first. None is used when it is older than `max_s`.
 """
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from array import array
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,7 +25,7 @@ _OWNERS_AT_MOST: Final = 8
 class ParkedPrefix:
     """Tokens, the blocks that hold their keys and values, how many of them are computed, and their block hashes.
 
-    name: what the call that continues it sends.
+    name: what the request that continues it sends. since: when it was parked.
     """
 
     owner: bytes
@@ -31,17 +34,27 @@ class ParkedPrefix:
     blocks: tuple[int, ...]
     computed: int
     hashes: tuple[bytes, ...]
+    since: float = 0.0
 
 
 class ParkedPrefixes:
-    """Prefixes kept, at most `max_each` of an owner, evicted oldest first.
+    """Prefixes kept, at most `max_each` of an owner for `max_s` seconds each, evicted oldest first.
 
     Any thread may call `take`; the engine's thread releases blocks.
     """
 
-    def __init__(self, pool: BlockPool, max_each: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        max_each: int,
+        max_s: float = math.inf,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._pool = pool
         self._max_each = max_each
+        self._max_s = max_s
+        self._clock = clock
+        self._due = math.inf  # when the oldest is too old
         self._of_owner: dict[bytes, OrderedDict[str, ParkedPrefix]] = {}
         self._uses: Counter[int] = Counter()  # of each block, by the prefixes
         self._num = 0
@@ -65,6 +78,7 @@ class ParkedPrefixes:
                 held = self._of_owner.setdefault(prefix.owner, OrderedDict())
             held[prefix.name] = prefix
             self._num += 1
+            self._due = min(self._due, prefix.since + self._max_s)
             self._uses.update(prefix.blocks)
             while len(held) > self._max_each:
                 spare.append(self._pop(prefix.owner, next(iter(held))))
@@ -74,9 +88,24 @@ class ParkedPrefixes:
             self._pool.release(entry.blocks)
 
     def take(self, owner: bytes, name: str) -> ParkedPrefix | None:
-        """Hands an owner's prefix over with its references; None when it is not held."""
+        """Hands an owner's prefix over with its references; None when it is not held, or too old."""
         with self._lock:
-            return self._pop(owner, name) if name in self._of_owner.get(owner, ()) else None
+            held = self._of_owner.get(owner)
+            if held is None or name not in held or self._is_old(held[name]):  # the engine's thread releases old ones
+                return None
+            return self._pop(owner, name)
+
+    def evict_old(self) -> None:
+        """Releases those that are too old. Engine's thread only."""
+        if self._clock() < self._due:
+            return
+        with self._lock:
+            entries = [entry for held in self._of_owner.values() for entry in held.values()]
+            old = [self._pop(entry.owner, entry.name) for entry in entries if self._is_old(entry)]
+            left = (entry.since for held in self._of_owner.values() for entry in held.values())
+            self._due = min(left, default=math.inf) + self._max_s
+        for entry in old:
+            self._pool.release(entry.blocks)
 
     def evict_one(self) -> bool:
         """Releases the oldest of the owner that holds most; False when there is none. Engine's thread only."""
@@ -86,6 +115,9 @@ class ParkedPrefixes:
             entry = self._pop_oldest()
         self._pool.release(entry.blocks)
         return True
+
+    def _is_old(self, entry: ParkedPrefix) -> bool:
+        return self._clock() - entry.since >= self._max_s
 
     def _pop_oldest(self) -> ParkedPrefix:
         owner, held = max(self._of_owner.items(), key=lambda item: len(item[1]))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import click
 from rich.console import Console
 
+from outrider.edge.cli.chat_options import ChatOptions
 from outrider.edge.cli.cloud_flags import keys_in_use
 from outrider.edge.cli.config_screen import config_app
 from outrider.edge.cli.configured import ConfiguredGroup
@@ -32,7 +33,7 @@ app = make_app(
 @app.command()
 @takes_options(RunOptions)
 def run(options: RunOptions) -> None:
-    """Generate a text: accepted drafted tokens are green, the target's own plain.
+    """Generate a text: accepted drafted tokens are green, accepted alternatives cyan, the target's own plain.
 
     The text goes to standard output: as it is into a file or a pipe, and on a terminal after the prompt, with control
     characters shown. Everything else goes to standard error.
@@ -41,6 +42,19 @@ def run(options: RunOptions) -> None:
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.run import run_once
     run_once(options, Console(), Console(stderr=True), keys_in_use(options.api_key, options.key_file))
+
+
+@app.command()
+@takes_options(ChatOptions)
+def chat(options: ChatOptions) -> None:
+    """Chat with the target: accepted drafted tokens are green, accepted alternatives cyan, the target's own plain.
+
+    Ctrl-C ends an answer and not the chat; /help lists the commands. From a pipe every line is a message, and only the
+    answers go to standard output.
+    """
+    with importing(WHAT, EXTRA):
+        from outrider.edge.cli.chat import chat_here
+    chat_here(options, Console(), Console(stderr=True), keys_in_use(options.api_key, options.key_file))
 
 
 @app.command()

@@ -7,17 +7,20 @@ exactly.
 from __future__ import annotations
 
 import json
+from itertools import groupby
 
 from rich.console import Console
 from rich.highlighter import JSONHighlighter
 from rich.text import Text
 
-from outrider.edge.results import TokenBatch
+from outrider.edge.results import Origin, TokenBatch
 from outrider.models.detokenizer import StreamingDetokenizer
 from outrider.models.visible import visible
 
 DRAFT_STYLE = "green"
-"""Accepted drafted tokens; the target's own have no style."""
+ALTERNATIVE_STYLE = "cyan"
+STYLES = {Origin.PICK: DRAFT_STYLE, Origin.ALTERNATIVE: ALTERNATIVE_STYLE, Origin.TARGET: ""}
+"""By who guessed a token: the draft, the draft as an alternative, nobody before the target."""
 PROMPT_STYLE = "dim"
 
 
@@ -36,8 +39,8 @@ class TokenPrinter:
     def __call__(self, batch: TokenBatch) -> None:
         self._print(self._prompt, PROMPT_STYLE)
         self._prompt = ""
-        self._print(self._detokenizer.push(list(batch.tokens[: batch.num_accepted])), DRAFT_STYLE)
-        self._print(self._detokenizer.push(list(batch.tokens[batch.num_accepted :])), "")
+        for origin, run in groupby(range(len(batch.tokens)), batch.origin):
+            self._print(self._detokenizer.push([batch.tokens[index] for index in run]), STYLES[origin])
 
     def finish(self) -> None:
         """Prints what is left and ends the line."""

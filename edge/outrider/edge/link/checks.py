@@ -36,6 +36,8 @@ class SessionCheck:
             self._take_commit(event, self._open.vocab_size)
         elif not math.isfinite(event.usage.waited_ms):
             raise ProtocolBroken(self._url, f"waited_ms is {event.usage.waited_ms}; expected a number")
+        else:
+            _check_hash(self._url, event.prefix_hash)
 
     def _take_open(self, event: SessionOpen) -> None:
         if self._open is not None:
@@ -79,8 +81,7 @@ def check_result(url: str, item: VerifyItem, result: VerifyResult) -> None:
         raise ProtocolBroken(
             url, f"{_shown(result.accepted)} of {len(item.draft)} drafted tokens were accepted in {num_tokens} tokens"
         )
-    if len(result.prefix_hash or "") > MAX_HASH_CHARS:
-        raise ProtocolBroken(url, f"prefix_hash has more than {MAX_HASH_CHARS} characters")
+    _check_hash(url, result.prefix_hash)
     _check_tokens(url, result.tokens, None)
 
 
@@ -89,6 +90,11 @@ def check_rendered(url: str, answer: RenderAnswer) -> None:
     if not answer.tokens:
         raise ProtocolBroken(url, "0 tokens render a conversation; expected at least 1")
     _check_tokens(url, answer.tokens, None)
+
+
+def _check_hash(url: str, prefix_hash: str | None) -> None:
+    if len(prefix_hash or "") > MAX_HASH_CHARS:
+        raise ProtocolBroken(url, f"prefix_hash has more than {MAX_HASH_CHARS} characters")
 
 
 def _check_tokens(url: str, tokens: Sequence[int], vocab_size: int | None) -> None:

@@ -86,12 +86,16 @@ class Endpoints:
         return sum((client.wire for client in self._clients), ByteCounts())
 
     async def session_events(
-        self, next_request: Callable[[str], SessionRequest | None], text: TextOrigin | None = None
+        self,
+        next_request: Callable[[str], SessionRequest | None],
+        text: TextOrigin | None = None,
+        can_ask_again: Callable[[str, RequestError], bool] = lambda url, error: False,
     ) -> AsyncGenerator[Arrival, None]:
         """Events of a session and, where it is cut, of those that go on with it, until the SessionEnd.
 
         next_request: what to open now at the endpoint with this URL, given everything committed so far; None when
-        nothing is left to generate. text: given where it is known which target must serve it.
+        nothing is left to generate. text: given where it is known which target must serve it. can_ask_again: whether
+        `next_request` gives another request after this refusal by the endpoint with this URL.
         Raises CloudError when no endpoint is left (TargetMismatch, ProtocolBroken where that is the only reason),
         RequestError and TokenizerMismatch as the client does.
         """
@@ -121,6 +125,9 @@ class Endpoints:
                 raise EndpointLost(f"{client.url}: the stream ended early")
             except EndpointLost as e:
                 await self._move_on(e, text)
+            except RequestError as e:
+                if not can_ask_again(client.url, e):
+                    raise
 
     async def call(self, ask: Callable[[CloudClient], Awaitable[Answer]], text: TextOrigin | None = None) -> Answer:
         """Asks one endpoint after the other until one answers; raises CloudError when none is left.

@@ -6,7 +6,16 @@ import time
 from collections.abc import Callable
 
 from outrider.edge import tracing
-from outrider.edge.results import ByteCounts, GenerationRequest, GenerationResult, Mode, OnTokens, Source, TokenBatch
+from outrider.edge.results import (
+    ByteCounts,
+    GenerationRequest,
+    GenerationResult,
+    HeldPrefix,
+    Mode,
+    OnTokens,
+    Source,
+    TokenBatch,
+)
 
 Clock = Callable[[], float]
 
@@ -36,12 +45,22 @@ class Recorder:
         self.num_sessions = 0
         self.waited_ms = 0.0
         self.cached_prompt_tokens = 0
+        self.num_prompt_sent = 0
+        self.held: HeldPrefix | None = None
 
-    def commit(self, tokens: tuple[int, ...], accepted: int, proposed: int, *, may_reject: bool = True) -> None:
+    def commit(
+        self,
+        tokens: tuple[int, ...],
+        accepted: int,
+        proposed: int,
+        *,
+        may_reject: bool = True,
+        alternatives: frozenset[int] = frozenset(),
+    ) -> None:
         """Records one target pass and passes on its tokens.
 
-        may_reject: False where what it ran beyond the accepted ones were other branches of a tree, and its own pick
-        after them contradicts no first guess.
+        alternatives: as in `TokenBatch`. may_reject: False where what it ran beyond the accepted ones were other
+        branches of a tree, and its own pick after them contradicts no first guess.
         """
         at_s = self._clock() - self._started
         accepted = min(accepted, len(tokens))
@@ -54,7 +73,7 @@ class Recorder:
         # A pass that commits only accepted drafts ended at a stop token or the length: it rejected nothing.
         self._num_tested += accepted + (may_reject and accepted < proposed and accepted < len(tokens))
         if self._on_tokens is not None and tokens:
-            self._on_tokens(TokenBatch(tokens, accepted, at_s, proposed))
+            self._on_tokens(TokenBatch(tokens, accepted, at_s, proposed, alternatives))
 
     def depth(self, depth: int) -> None:
         """Records the depth from the next token on."""
@@ -81,6 +100,8 @@ class Recorder:
             num_sessions=max(1, self.num_sessions),
             waited_ms=self.waited_ms,
             cached_prompt_tokens=self.cached_prompt_tokens,
+            num_prompt_sent=self.num_prompt_sent,
+            held=self.held,
             wire=wire,
             draft_error=self.draft_error,
             depths=tuple(self._depths),

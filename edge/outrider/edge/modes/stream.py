@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from outrider.edge import tracing
 from outrider.edge.drafting.ahead import DraftAhead
+from outrider.edge.drafting.calibration import LOOKUP_RANK
 from outrider.edge.drafting.depth import DepthController, Effort, FixedDepth
 from outrider.edge.drafting.drafter import Drafter
 from outrider.edge.drafting.estimates import Estimates
@@ -26,7 +27,8 @@ from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.origin import TextOrigin
 from outrider.edge.link.sender import DraftMessage, DraftSender, Posts
 from outrider.edge.modes.recorder import Recorder, trace_result
-from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
+from outrider.edge.results import GenerationRequest, GenerationResult, HeldPrefix, Mode, OnTokens
+from outrider.models.errors import RequestError
 from outrider.models.protocol import (
     MAX_PATH_TOKENS,
     TREES_SINCE,
@@ -81,6 +83,7 @@ class StreamAgent:
         self.wrap_posts = wrap_posts or (lambda client: client)
         self.clock = clock
         self.scheduler = scheduler or DraftScheduler(clock)
+        self.without_prefixes: set[str] = set()  # servers that refuse the fields of held prefixes: older ones
 
     async def generate(
         self, request: GenerationRequest, on_tokens: OnTokens | None = None, origin: TextOrigin | None = None
@@ -134,20 +137,23 @@ class _Generation:
         self._stop_ids: frozenset[int] | None = None
         self._max_positions: int | None = None
         self._opening_at = self._last_commit_at = 0.0
+        self._held = request.held
+        self._asked: SessionRequest | None = None
 
     async def run(self) -> GenerationResult:
         wire_before = self._agent.endpoints.wire
         reason: str | None = None
         try:
             self._ahead.pump()  # the draft reads the prompt while the target does
-            async with aclosing(self._agent.endpoints.session_events(self._next_request, self._origin)) as events:
+            stream = self._agent.endpoints.session_events(self._next_request, self._origin, self._can_ask_again)
+            async with aclosing(stream) as events:
                 async for item in events:
                     if isinstance(item.event, SessionOpen):
                         self._on_open(item.event, item.client)
                     elif isinstance(item.event, Commit):
                         self._on_commit(item.event)
                     else:
-                        reason = self._on_end(item.event)
+                        reason = self._on_end(item.event, item.client)
                     self._ahead.pump()
         finally:
             self._ahead.close()
@@ -161,7 +167,10 @@ class _Generation:
         return recorder.finish(reason, self._agent.endpoints.wire - wire_before)
 
     def _next_request(self, url: str) -> SessionRequest | None:
-        """The next session to open: all committed tokens are part of its prompt, so positions stay the same."""
+        """The next session to open: all committed tokens are part of its prompt, so positions stay the same.
+
+        A held prefix stands for the prompt's beginning until the first commit: the server takes its hash once.
+        """
         known, request = self._ahead.known, self._request
         if self._over() is not None:
             return None
@@ -170,14 +179,30 @@ class _Generation:
         self._sender.drop()
         self._agent.estimates.use(url)
         self._opening_at = self._agent.clock()
-        return SessionRequest(
-            prompt=[*request.prompt, *known],
+        held = self._held if not known and self._held is not None and self._held.url == url else None
+        self._asked = SessionRequest(
+            prompt=[*request.prompt[held.length if held else 0 :], *known],
             max_tokens=request.max_tokens - len(known),
             patience_ms=request.patience_ms if self._agent.drafter else 0.0,
             draft_lag_ms=self._agent.estimates.lag_ms if self._agent.drafter else None,
             tokenizer=request.tokenizer,
+            prefix_hash=held.name if held else None,
+            keep_prefix=request.keeps_prefix and url not in self._agent.without_prefixes,
             **request.wire_fields(),
         )
+        return self._asked
+
+    def _can_ask_again(self, url: str, error: RequestError) -> bool:
+        """Whether the refusal is of what stands for the prompt's beginning: then all tokens are sent."""
+        assert self._asked is not None
+        if error.code == "prefix_not_held" and self._asked.prefix_hash is not None:
+            self._held = None
+            return True
+        if error.code == "invalid_parameter" and (self._asked.prefix_hash is not None or self._asked.keep_prefix):
+            self._held = None
+            self._agent.without_prefixes.add(url)
+            return True
+        return False
 
     def _over(self) -> str | None:
         """Why nothing is left to generate, in the server's words; None if something is."""
@@ -191,6 +216,9 @@ class _Generation:
 
     def _on_open(self, event: SessionOpen, client: CloudClient) -> None:
         self._recorder.num_sessions += 1
+        if self._recorder.num_sessions == 1 and self._asked is not None:
+            self._recorder.num_prompt_sent = len(self._asked.prompt)
+        self._held = None  # the server has taken it
         if not self._ahead.known:  # later sessions go on with the same target
             self._stop_ids, self._max_positions = frozenset(event.stop_ids), event.max_positions
         self._posts, self._session = self._agent.wrap_posts(client), event.session
@@ -209,12 +237,18 @@ class _Generation:
         if outcome.tokens:
             self._recorder.depth(self._ahead.plan.depth)
             may_reject = outcome.contradicts_at(commit.accepted)
-            self._recorder.commit(outcome.tokens, commit.accepted, commit.proposed, may_reject=may_reject)
+            others = frozenset(i for i, node in enumerate(outcome.hits) if 0 < node.rank < LOOKUP_RANK)
+            self._recorder.commit(
+                outcome.tokens, commit.accepted, commit.proposed, may_reject=may_reject, alternatives=others
+            )
 
-    def _on_end(self, end: SessionEnd) -> str:
+    def _on_end(self, end: SessionEnd, client: CloudClient) -> str:
         self._recorder.waited_ms += end.usage.waited_ms
         if self._recorder.num_sessions == 1:
             self._recorder.cached_prompt_tokens = end.usage.cached_prompt_tokens
+        if end.prefix_hash is not None and self._request.keeps_prefix:
+            length = len(self._request.prompt) + len(self._ahead.known)
+            self._recorder.held = HeldPrefix(client.url, end.prefix_hash, length)
         return end.reason
 
     def _on_free(self) -> None:

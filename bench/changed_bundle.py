@@ -1,0 +1,39 @@
+"""Copies a bundle with a chat template, or for another role: measurements and tests need pairs that nobody ships."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Final
+
+from outrider.models.bundle import Bundle
+from outrider.models.bundle_writer import BundleWriter
+from outrider.models.manifest import Role
+
+TURNS: Final = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""A template for models that were trained without one: the end token ends each turn."""
+
+
+def change_bundle(source: Path, place: Path, *, template: str | None = None, role: Role | None = None) -> Bundle:
+    """Writes the copy to `place`, with hard links to large files where the disk allows them. Its report stays the
+    source's. template: of chats; None keeps the source's. role: None keeps it.
+    """
+    bundle = Bundle.open(source)
+    with BundleWriter(place) as writer:
+        for entry in bundle.manifest.files:
+            path = writer.directory / entry.path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(source / entry.path, path)
+            except OSError:  # another file system
+                shutil.copyfile(source / entry.path, path)
+        if template is not None:
+            path = writer.directory / "chat_template.jinja"
+            path.unlink(missing_ok=True)
+            path.write_text(template, encoding="utf-8")
+        changes = {"files": writer.list_files(), "role": role or bundle.manifest.role}
+        return writer.commit(bundle.manifest.model_copy(update=changes))

@@ -1,0 +1,97 @@
+"""Holds the messages of a conversation, and saves and loads them as JSON."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from outrider.models.errors import ConfigError
+
+SYSTEM: Final = "system"
+USER: Final = "user"
+ASSISTANT: Final = "assistant"
+MAX_FILE_BYTES: Final = 16 << 20
+MAX_MESSAGES: Final = 2000
+"""A server takes 2,048."""
+_FORMAT: Final = "outrider-chat"
+
+
+class Message(BaseModel):
+    """One message. role: as chat templates name it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class SavedChat(BaseModel):
+    """The file of a saved conversation. model: which target wrote it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal["outrider-chat"] = _FORMAT
+    version: Literal[1] = 1
+    model: str = ""
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)]
+
+
+def turns_of(messages: Sequence[Message]) -> list[list[Message]]:
+    """The messages after the system's, by turns: each begins with a user's message."""
+    turns: list[list[Message]] = []
+    for message in messages:
+        if message.role == SYSTEM:
+            continue
+        if message.role == USER or not turns:
+            turns.append([])
+        turns[-1].append(message)
+    return turns
+
+
+def save_chat(path: Path, messages: Sequence[Message], model: str) -> None:
+    """Writes the conversation, for its owner's eyes only; replaces a saved one. ConfigError for any other file."""
+    if path.exists():
+        try:
+            load_chat(path)
+        except ConfigError:
+            raise ConfigError(f"{path} exists and is no saved chat; choose another name") from None
+    text = SavedChat(model=model, messages=list(messages)).model_dump_json(indent=2) + "\n"
+    try:
+        # A new file that only its owner can read, renamed last: what was saved before stays until then.
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ConfigError(f"the chat cannot be saved to {path}: {error.strerror}; choose another place") from None
+
+
+def load_chat(path: Path) -> SavedChat:
+    """Reads a saved conversation. Raises ConfigError for anything else."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; name a chat that /save wrote") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} has more than {MAX_FILE_BYTES >> 20} MiB; name a chat that /save wrote")
+    try:
+        saved = SavedChat.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigError(f"{path} is no saved chat: {place}: {first['msg']}; name a chat that /save wrote") from None
+    if any(message.role == SYSTEM for message in saved.messages[1:]):
+        raise ConfigError(
+            f"{path} is no saved chat: a system message stands after others; name a chat that /save wrote"
+        )
+    return saved

@@ -1,0 +1,332 @@
+"""Chats in the terminal: `outrider chat`.
+
+Answers go to standard output, everything else to standard error. Ctrl-C ends an answer; what it has said stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, closing, contextmanager, nullcontext
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from rich.console import Console
+
+from outrider.edge.chat.conversation import Conversation, read_facts
+from outrider.edge.chat.messages import SYSTEM, Message, load_chat, save_chat, turns_of
+from outrider.edge.cli.chat_options import ChatOptions
+from outrider.edge.cli.chat_stats import stats_lines
+from outrider.edge.cli.draft_source import Clouds, clouds_of, find_draft
+from outrider.edge.cli.line_editor import PipeReader, Reader, TerminalReader
+from outrider.edge.cli.terminal import TokenPrinter
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.assemble import make_agent, make_depth, make_options, open_draft_bundle, open_draft_model
+from outrider.edge.modes.stream import StreamAgent
+from outrider.edge.results import Mode, OnTokens
+from outrider.edge.setup.endpoints import Keys
+from outrider.models.bundle import Bundle
+from outrider.models.command_line import print_line
+from outrider.models.errors import ConfigError, OutriderError, TokenizerMismatch
+from outrider.models.protocol import ModelFacts
+from outrider.models.sampling import MAX_SEED
+
+COMMANDS: Final = {
+    "/help": "this list",
+    "/save FILE": "save the conversation; without a name, where it was saved or loaded last",
+    "/load FILE": "go on with a saved conversation",
+    "/system TEXT": "set the system message; without a text, show it; - removes it",
+    "/seed N": "set the seed; without a number, show it; new draws one",
+    "/stats": "tokens, times, caches, acceptance",
+    "/clear": "begin again; the system message stays",
+    "/quit": "end the chat, as Ctrl-D does",
+}
+_HINT: Final = "Ctrl-D or /quit ends the chat."
+
+
+def chat_here(
+    options: ChatOptions, out: Console, about: Console, keys: Keys | None = None, reader: Reader | None = None
+) -> None:
+    """Chats until the input ends; raises OutriderError. out: the answers. about: everything else.
+
+    keys: which key goes to which cloud; by default, the options' key goes to all of them. reader: by default, the
+    terminal, or what is piped in.
+    """
+    make_depth(options.depth, Estimates())  # a wrong option is found before a model is loaded
+    make_options(options.width)
+    clouds = clouds_of(options.cloud, keys or Keys(options.api_key))
+    messages = load_chat(options.load.expanduser()).messages if options.load is not None else []
+    if reader is None:
+        names = [name.partition(" ")[0] for name in COMMANDS]
+        is_terminal = sys.stdin.isatty() and out.is_terminal
+        history = options.history.expanduser() if options.history is not None else None
+        reader = TerminalReader(history, names) if is_terminal else PipeReader()
+    facts = asyncio.run(_look(clouds, about))
+    bundle = open_draft_bundle(find_draft(options.draft, options.choice, clouds, about))
+    _require_same_tokenizer(bundle, facts)
+    drafter, drafted_by = _open_drafter(options, bundle, about)
+    with closing(drafter) if drafter is not None else nullcontext():
+        asyncio.run(_chat(options, clouds, bundle, facts, drafter, drafted_by, messages, out, about, reader))
+
+
+async def _look(clouds: Clouds, about: Console) -> ModelFacts:
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds]
+        endpoints = Endpoints(clients, on_trouble=lambda words: print_line(about, words, "yellow"))
+        await endpoints.compare_targets()
+        return await read_facts(endpoints)
+
+
+def _require_same_tokenizer(bundle: Bundle, facts: ModelFacts) -> None:
+    own = bundle.manifest.tokenizer_fingerprint
+    if own != facts.tokenizer:
+        raise TokenizerMismatch(
+            f"the draft's tokenizer is {own[:12]}, that of {facts.name[:100]} is {facts.tokenizer[:12]}: token ids "
+            "would mean different text; use a draft made for this target"
+        )
+
+
+def _open_drafter(options: ChatOptions, bundle: Bundle, about: Console) -> tuple[Drafter | None, str | None]:
+    """What drafts, and its name for people."""
+    if not options.drafts:
+        return None, None
+    model = open_draft_model(bundle, options.choice, options.threads, max_positions=options.draft_context)
+    for note in model.placement.notes:
+        print_line(about, f"note: {note}", "yellow")
+    drafter = NgramDrafter() if model.runtime is None else ModelDrafter(model.runtime, model.num_ids)
+    return drafter, model.placement.words
+
+
+async def _chat(
+    options: ChatOptions,
+    clouds: Clouds,
+    bundle: Bundle,
+    facts: ModelFacts,
+    drafter: Drafter | None,
+    drafted_by: str | None,
+    messages: list[Message],
+    out: Console,
+    about: Console,
+    reader: Reader,
+) -> None:
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds]
+        screen = ChatScreen(options, drafted_by, out, about, reader)
+        endpoints = Endpoints(clients, on_trouble=screen.note)
+        tree = make_options(options.width, options.effort, options.draft_bytes, options.lookup is not False)
+        agent = make_agent(Mode.STREAM, endpoints, drafter, options.depth, tree)
+        assert isinstance(agent, StreamAgent)
+        conversation = Conversation(
+            agent,
+            facts,
+            bundle.tokenizer(),
+            bundle.manifest.tokenizer_fingerprint,
+            screen.note,
+            messages,
+            patience_ms=options.patience_ms,
+        )
+        await screen.run(conversation)
+
+
+class ChatScreen:
+    """Reads messages and commands, shows answers. Belongs to the event loop on which `run` is awaited."""
+
+    def __init__(
+        self, options: ChatOptions, drafted_by: str | None, out: Console, about: Console, reader: Reader
+    ) -> None:
+        self._params = options.params
+        self._max_tokens = options.max_tokens
+        self._system = options.system
+        self._file = options.load
+        self._drafted_by = drafted_by
+        self._out = out
+        self._about = about
+        self._reader = reader
+        self._printer: TokenPrinter | None = None
+        self._answer: asyncio.Task[None] | None = None
+
+    async def run(self, conversation: Conversation) -> None:
+        """Chats until the input ends, or /quit."""
+        if self._system:
+            conversation.set_system(self._system)
+        if self._reader.is_typed:
+            self._greet(conversation)
+        with _interrupts(self._on_interrupt):
+            while True:
+                try:
+                    typed = await self._reader.read()
+                except KeyboardInterrupt:
+                    if not self._reader.is_typed:
+                        raise
+                    self.note(_HINT)
+                    continue
+                except ConfigError as error:
+                    self._show_error(error)
+                    continue
+                if typed is None or typed.strip() == "/quit":
+                    return
+                typed = typed.rstrip().lstrip("\r\n")
+                if typed.startswith("/") and not typed.startswith("//"):
+                    try:
+                        self._command(conversation, typed)
+                    except OutriderError as error:
+                        self._show_error(error)
+                elif typed:
+                    await self._ask(conversation, typed[1:] if typed.startswith("//") else typed)
+
+    def note(self, words: str) -> None:
+        """A line that is no answer."""
+        if self._printer is not None:
+            self._printer.break_line()
+        print_line(self._about, words, "yellow")
+
+    def _greet(self, conversation: Conversation) -> None:
+        drafted = f", drafted by {self._drafted_by}" if self._drafted_by is not None else ""
+        print_line(self._about, f"{conversation.model}, {conversation.facts.max_positions} tokens{drafted}", "dim")
+        print_line(self._about, "Enter sends, Alt-Enter begins a new line, /help lists the commands.", "dim")
+        if conversation.messages:
+            print_line(self._about, f"goes on after {_turns(conversation.messages)}", "dim")
+
+    async def _ask(self, conversation: Conversation, question: str) -> None:
+        self._answer = asyncio.get_running_loop().create_task(self._show_answer(conversation, question))
+        try:
+            await self._answer
+        except asyncio.CancelledError:
+            if not self._answer.cancelled():
+                raise  # the whole chat is cancelled
+            self.note("(stopped)")
+        except OutriderError as error:
+            self._show_error(error)
+        finally:
+            self._answer = None
+
+    async def _show_answer(self, conversation: Conversation, question: str) -> None:
+        def show(prompt: Sequence[int]) -> OnTokens:
+            self._printer = TokenPrinter(self._out, conversation.tokenizer.detokenizer(context=prompt))
+            return self._printer
+
+        try:
+            turn = await conversation.answer(question, self._params, self._max_tokens, show)
+        finally:
+            if self._printer is not None:
+                self._printer.finish()
+                self._printer = None
+        if turn.result.draft_error is not None:
+            self.note(f"Drafting ended early: {turn.result.draft_error}.")
+        if turn.result.finish_reason != "stop":
+            why = "--max-tokens" if turn.result.finish_reason == "length" else "the context"
+            self.note(f"(ended by {why})")
+
+    def _on_interrupt(self) -> bool:
+        """Ends the answer; returns whether there is one."""
+        if self._answer is None:
+            return False
+        self._answer.get_loop().call_soon_threadsafe(self._answer.cancel)
+        return True
+
+    def _show_error(self, error: OutriderError) -> None:
+        if not self._reader.is_typed:
+            raise error  # a script must notice
+        print_line(self._about, f"error: {error}", "red")
+
+    # -- commands ----------------------------------------------------------------------------------------------------
+
+    def _command(self, conversation: Conversation, typed: str) -> None:
+        name, _, rest = typed.partition(" ")
+        rest = rest.strip()
+        known: dict[str, Callable[[Conversation, str], None]] = {
+            "/help": self._help,
+            "/save": self._save,
+            "/load": self._load,
+            "/system": self._set_system,
+            "/seed": self._set_seed,
+            "/stats": self._stats,
+            "/clear": self._clear,
+        }
+        if name not in known:
+            closest = get_close_matches(name, [*known, "/quit"], n=1)
+            advice = f"did you mean {closest[0]}?" if closest else "/help lists them; // begins a message with a slash"
+            raise ConfigError(f"no such command {name}; {advice}")
+        known[name](conversation, rest)
+
+    def _help(self, conversation: Conversation, rest: str) -> None:
+        for name, what in COMMANDS.items():
+            self._tell(f"{name:<14}{what}")
+        self._tell(
+            "Enter sends; Alt-Enter, Ctrl-J, or a backslash before Enter begins a new line. Ctrl-C ends an answer."
+        )
+
+    def _save(self, conversation: Conversation, rest: str) -> None:
+        path = Path(rest).expanduser() if rest else self._file
+        if path is None:
+            raise ConfigError("/save needs a name: /save FILE")
+        save_chat(path, conversation.messages, conversation.model)
+        self._file = path
+        self._tell(f"saved to {path}")
+
+    def _load(self, conversation: Conversation, rest: str) -> None:
+        if not rest:
+            raise ConfigError("/load needs a name: /load FILE")
+        path = Path(rest).expanduser()
+        saved, self._file = load_chat(path), path
+        conversation.replace(list(saved.messages), "another conversation was loaded")
+        self._tell(f"{_turns(saved.messages)}, with {saved.model or 'a target without a name'}")
+        for message in saved.messages:
+            self._tell(f"{message.role}: {message.content}")
+
+    def _set_system(self, conversation: Conversation, rest: str) -> None:
+        if rest:
+            conversation.set_system("" if rest == "-" else rest)
+        now = next((message.content for message in conversation.messages if message.role == SYSTEM), None)
+        self._tell(f"system: {now}" if now is not None else "no system message")
+
+    def _set_seed(self, conversation: Conversation, rest: str) -> None:
+        if rest == "new":
+            self._params = replace(self._params, seed=secrets.randbits(32))
+        elif rest:
+            if not (rest.isascii() and rest.isdecimal() and len(rest) < 40 and int(rest) <= MAX_SEED):
+                raise ConfigError(f"the seed is {rest[:40]!r}; expected a number, 0 to {MAX_SEED}, or new")
+            self._params = replace(self._params, seed=int(rest))
+        self._tell(f"seed {self._params.seed}")
+
+    def _stats(self, conversation: Conversation, rest: str) -> None:
+        for line in stats_lines(conversation, self._params, self._drafted_by):
+            self._tell(line)
+
+    def _clear(self, conversation: Conversation, rest: str) -> None:
+        kept = [message for message in conversation.messages if message.role == SYSTEM]
+        conversation.replace(kept, "the conversation was cleared")
+        self._file = None  # a /save without a name would replace what was saved
+        self._tell("cleared")
+
+    def _tell(self, line: str) -> None:
+        print_line(self._about, line, "dim")
+
+
+def _turns(messages: Sequence[Message]) -> str:
+    number = len(turns_of(messages))
+    return f"{number} turn{'' if number == 1 else 's'}"
+
+
+@contextmanager
+def _interrupts(take: Callable[[], bool]) -> Iterator[None]:
+    """Calls `take` on Ctrl-C; raises KeyboardInterrupt where that returns False."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not take():
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

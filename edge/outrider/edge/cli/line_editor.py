@@ -1,0 +1,111 @@
+"""Reads messages: with an editor on a terminal, line by line from a pipe."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol, TextIO
+
+from outrider.models.command_line import require_utf8
+from outrider.models.errors import ConfigError
+
+PROMPT: Final = "> "
+CONTINUED: Final = "  "
+CONTINUES: Final = "\\"
+"""At the end of a line: the message goes on in the next."""
+
+
+class Reader(Protocol):
+    """Where messages come from. is_typed: somebody sits there, and sees what is asked and noted."""
+
+    is_typed: bool
+
+    async def read(self) -> str | None:
+        """The next message; None at the end. Raises KeyboardInterrupt on Ctrl-C, ConfigError for bytes of no text."""
+        ...
+
+
+class PipeReader:
+    """Reads a line for a message from a file or a pipe; a line that ends in a backslash goes on in the next."""
+
+    is_typed = False
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdin
+
+    async def read(self) -> str | None:
+        """The next message. Blocks the event loop: nothing else runs between two answers."""
+        lines: list[str] = []
+        while line := self._stream.readline():
+            lines.append(line.rstrip("\r\n"))
+            if not lines[-1].endswith(CONTINUES):
+                break
+            lines[-1] = lines[-1].removesuffix(CONTINUES)
+        return require_utf8("\n".join(lines), "a message") if lines else None
+
+
+class TerminalReader:
+    """Reads with an editor: Enter sends, Alt-Enter or a backslash before Enter begins a new line, arrows go back.
+
+    history: file that keeps what was typed; None keeps it for this chat only. commands: completed after a slash.
+    more: options of prompt_toolkit's session, such as a test's input and output.
+    """
+
+    is_typed = True
+
+    def __init__(self, history: Path | None, commands: Sequence[str], **more: Any) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.filters import Condition
+        from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+        self._session: PromptSession[str] = PromptSession(
+            multiline=True,
+            history=FileHistory(str(_own_file(history))) if history is not None else InMemoryHistory(),
+            completer=WordCompleter(list(commands), sentence=True),
+            complete_while_typing=Condition(lambda: self._session.default_buffer.text.startswith("/")),
+            prompt_continuation=CONTINUED,
+            key_bindings=_keys(),
+            enable_open_in_editor=False,
+            **more,
+        )
+
+    async def read(self) -> str | None:
+        """The next message."""
+        try:
+            return require_utf8(await self._session.prompt_async(PROMPT), "the message")
+        except EOFError:
+            return None
+
+
+def _keys() -> Any:
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def _(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        if buffer.document.text_before_cursor.endswith(CONTINUES):
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    @keys.add("c-j")
+    def _(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return keys
+
+
+def _own_file(path: Path) -> Path:
+    """The history's file, which only its owner can read. Raises ConfigError where it cannot be written."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+    except OSError as error:
+        raise ConfigError(f"--history {path} cannot be written: {error.strerror}; name another file") from None
+    return path
