@@ -36,11 +36,19 @@ class Recorder:
         self.waited_ms = 0.0
         self.cached_prompt_tokens = 0
 
-    def commit(self, tokens: tuple[int, ...], accepted: int, proposed: int, *, may_reject: bool = True) -> None:
+    def commit(
+        self,
+        tokens: tuple[int, ...],
+        accepted: int,
+        proposed: int,
+        *,
+        may_reject: bool = True,
+        ranks: tuple[int, ...] = (),
+    ) -> None:
         """Records one target pass and passes on its tokens.
 
         may_reject: False where what it ran beyond the accepted ones were other branches of a tree, and its own pick
-        after them contradicts no first guess.
+        after them contradicts no first guess. ranks: of the device's guesses of the first tokens.
         """
         at_s = self._clock() - self._started
         accepted = min(accepted, len(tokens))
@@ -51,9 +59,10 @@ class Recorder:
         self._num_accepted += accepted
         self._num_proposed += proposed
         # A pass that commits only accepted drafts ended at a stop token or the length: it rejected nothing.
-        self._num_tested += accepted + (may_reject and accepted < proposed and accepted < len(tokens))
+        tested = accepted + (may_reject and accepted < proposed and accepted < len(tokens))
+        self._num_tested += tested
         if self._on_tokens is not None and tokens:
-            self._on_tokens(TokenBatch(tokens, accepted, at_s, proposed))
+            self._on_tokens(TokenBatch(tokens, accepted, at_s, proposed, tested, ranks))
 
     def depth(self, depth: int) -> None:
         """Records the depth from the next token on."""

@@ -19,7 +19,7 @@ from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.price import BYTES_PER_TOKEN, SendPrice
 from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.tree import Node
-from outrider.edge.drafting.worker import TreeLimits
+from outrider.edge.drafting.worker import OnCall, TreeLimits
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.origin import TextOrigin
@@ -57,7 +57,8 @@ class StreamAgent:
     """Generates in stream mode, one text at a time; its measurements are kept for the next.
 
     drafter: None is cloud-only streaming. depth: shares `estimates` if it uses any. wrap_posts: wraps the client that
-    drafts are posted to, to inject faults. scheduler: its thread drafts; agents of one draft model share it. Belongs to
+    drafts are posted to, to inject faults. scheduler: its thread drafts; agents of one draft model share it. on_begin,
+    on_call: set them to watch a text; the first is called when it begins, the other as `DraftWorker` does. Belongs to
     one event loop at a time.
     """
 
@@ -80,6 +81,8 @@ class StreamAgent:
         self.wrap_posts = wrap_posts or (lambda client: client)
         self.clock = clock
         self.scheduler = scheduler or DraftScheduler(clock)
+        self.on_begin: Callable[[DraftAhead], None] = lambda ahead: None
+        self.on_call: OnCall | None = None
 
     async def generate(
         self, request: GenerationRequest, on_tokens: OnTokens | None = None, origin: TextOrigin | None = None
@@ -118,7 +121,9 @@ class _Generation:
             SendPrice(options.bytes_per_token, is_path=options.tree.width == 1),
             agent.clock,
             agent.scheduler,
+            agent.on_call,
         )
+        agent.on_begin(self._ahead)
         self._posts: Posts | None = None  # None until the first session is open
         self._session = ""
         self._session_start = 0  # tokens known when the session was opened
@@ -205,7 +210,8 @@ class _Generation:
         if outcome.tokens:
             self._recorder.depth(self._ahead.plan.depth)
             may_reject = outcome.contradicts_at(commit.accepted)
-            self._recorder.commit(outcome.tokens, commit.accepted, commit.proposed, may_reject=may_reject)
+            ranks = tuple(node.rank for node in outcome.hits)
+            self._recorder.commit(outcome.tokens, commit.accepted, commit.proposed, may_reject=may_reject, ranks=ranks)
 
     def _on_end(self, end: SessionEnd) -> str:
         self._recorder.waited_ms += end.usage.waited_ms

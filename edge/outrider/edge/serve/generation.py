@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
 from outrider.edge.link.client import CloudClient
+from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.sender import Posts
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
+from outrider.edge.serve.drafts import Loan
 from outrider.edge.serve.faults import as_request_error, shutting_down
 from outrider.edge.serve.inbox import Inbox
 from outrider.edge.serve.state import LocalCore
@@ -94,10 +97,10 @@ class LocalTexts:
             core.upstream.served(client.url)
             return client
 
-        with core.drafts.lend(self.owner, request.prompt) as loan:
+        with self._lend(request) as loan:
             agent = make_agent(
                 Mode.STREAM,
-                core.upstream.endpoints(),
+                self._endpoints(),
                 loan.drafter,
                 settings.depth,
                 settings.options,
@@ -106,6 +109,7 @@ class LocalTexts:
             )
             assert isinstance(agent, StreamAgent)
             agent.wrap_posts = on_session
+            self._watch(agent)
             try:
                 result = await agent.generate(request, on_tokens, core.upstream.origin(facts))
                 loan.has_failed = result.draft_error is not None
@@ -118,6 +122,17 @@ class LocalTexts:
                 self.reader.put((index, as_request_error(error, shows_details=settings.shows_details)))
             finally:
                 loan.text = [*request.prompt, *tokens]
+
+    # What a text of the page does otherwise.
+
+    def _lend(self, request: GenerationRequest) -> AbstractContextManager[Loan]:
+        return self.core.drafts.lend(self.owner, request.prompt)
+
+    def _endpoints(self) -> Endpoints:
+        return self.core.upstream.endpoints()
+
+    def _watch(self, agent: StreamAgent) -> None:
+        pass
 
     @property
     def is_abandoned(self) -> bool:

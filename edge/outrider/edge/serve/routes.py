@@ -26,7 +26,9 @@ from outrider.models.http.requests import owner_of, read_body, sampling_of
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
 from outrider.models.protocol import ModelFacts
 
-_PATHS = "this server has /v1/chat/completions, /v1/completions, /v1/models, /health/live and /health/ready"
+_PATHS = (
+    "this server has /v1/chat/completions, /v1/completions, /v1/models, /health/live, /health/ready and a page at /"
+)
 
 
 class LocalReadiness(BaseModel):
