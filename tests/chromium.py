@@ -1,6 +1,7 @@
 """Drives Debian's Chromium, headless, by its DevTools protocol over a pipe: no driver, no package, no port.
 
-with open_browser() as browser, browser.page(url) as page:
+with open_browser() as browser, browser.page() as page:
+    page.open(url)
     page.wait("document.title === 'Outrider'")
 """
 
@@ -94,14 +95,13 @@ class Browser:
             return [e["params"] for e in self.events if e.get("sessionId") == session and e["method"] in methods]
 
     @contextmanager
-    def page(self, url: str, width: int = 1280, height: int = 900) -> Iterator[Page]:
-        """A new tab, in a context of its own."""
+    def page(self, width: int = 1280, height: int = 900) -> Iterator[Page]:
+        """A new, empty tab, in a context of its own."""
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = Page(self, session)
         page.resize(width, height)
-        page.open(url)
         try:
             yield page
         finally:
@@ -150,7 +150,7 @@ class Page:
     def open(self, url: str) -> None:
         """Navigates, and waits until the page's scripts have run."""
         self.call("Page.navigate", url=url)
-        self.wait("document.readyState === 'complete' && location.href !== 'about:blank'")
+        self.wait(f"document.readyState === 'complete' && location.href.startsWith({json.dumps(url)})")
 
     def js(self, expression: str) -> Any:
         """The value of an expression; of its promise, if it is one."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Self
 
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
@@ -52,7 +53,7 @@ class LocalTexts:
     _num_places: int = 0
 
     @classmethod
-    def reserve(cls, core: LocalCore, owner: bytes, num_choices: int) -> LocalTexts:
+    def reserve(cls, core: LocalCore, owner: bytes, num_choices: int) -> Self:
         """A call with places for its texts, none of them begun. Raises RequestError 429 or 503."""
         if core.is_draining:
             raise shutting_down()

@@ -17,8 +17,9 @@ MAX_ROUND_TRIP_MS: Final = 500.0
 """Longest artificial round trip: a text with it takes that much longer to use its place."""
 
 Origin = Literal["draft", "alternative", "lookup", "target"]
-"""Who produced a token first: the draft's own pick, another of its guesses, a copy of an earlier passage (made here or
-by the server), or the target."""
+"""Who produced a token first. draft: the draft's first guess, accepted. alternative: another of its guesses, accepted
+or picked by the target itself; what was drafted after it stays. lookup: a copy of an earlier passage, made here or by
+the server, accepted. target: the target."""
 
 Spans = list[tuple[float, float, int]]
 
@@ -105,7 +106,7 @@ class StateEvent(BaseModel):
 
 
 class EndEvent(BaseModel):
-    """The finished text. text: what was held back. guessed: tokens that the device had guessed, also too late."""
+    """The finished text. text: what was held back."""
 
     type: Literal["end"] = "end"
     at_ms: float
@@ -117,7 +118,6 @@ class EndEvent(BaseModel):
     passes: int
     accepted: int
     tested: int
-    guessed: int
     ttft_ms: float | None = None
     tokens_per_s: float | None = None
     draft_error: str | None = None
@@ -132,11 +132,11 @@ class ErrorEvent(BaseModel):
 
 def origin_of(index: int, num_accepted: int, rank: int | None) -> Origin:
     """Of the token at `index` of a commit. rank: of the device's guess, if it had one."""
+    if rank is not None and 0 < rank < LOOKUP_RANK:
+        return "alternative"
     if index >= num_accepted:
         return "target"
-    if rank is None or rank >= LOOKUP_RANK:
-        return "lookup"
-    return "alternative" if rank else "draft"
+    return "draft" if rank == 0 else "lookup"
 
 
 def finite(value: float) -> float | None:

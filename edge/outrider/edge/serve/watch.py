@@ -41,6 +41,7 @@ class Watch:
     passes: deque[Span] = field(default_factory=_spans)
     _ahead: DraftAhead | None = None
     _began_s: float = field(init=False)
+    _passed_ms: float = 0.0  # the end of the last pass
 
     def __post_init__(self) -> None:
         self._began_s = self.clock()
@@ -60,7 +61,9 @@ class Watch:
         """
         ended_ms = self.now_ms - self.estimates.round_trip_ms / 2
         took_ms = self.estimates.step_ms + self.estimates.extra_ms * batch.num_proposed
-        self.passes.append((max(0.0, ended_ms - took_ms), max(0.0, ended_ms), len(batch.tokens)))
+        began_ms = max(self._passed_ms, ended_ms - took_ms)
+        self._passed_ms = max(began_ms, ended_ms)
+        self.passes.append((began_ms, self._passed_ms, len(batch.tokens)))
 
     def around(self, posts: Posts) -> Posts:
         """The same destination, watched."""

@@ -66,12 +66,12 @@ class WatchedText(LocalTexts):
         loop = asyncio.get_running_loop()
         due_s = loop.time()
 
-        def tick() -> None:
-            nonlocal timer
-            self.reader.poke()
-            timer = loop.call_later(STATE_S, tick)
+        async def tick() -> None:
+            while True:
+                await asyncio.sleep(STATE_S)
+                self.reader.poke()
 
-        timer = loop.call_later(STATE_S, tick)
+        ticks = loop.create_task(tick())
         try:
             while not self._choices[0].is_over:
                 arrived = await self.reader.take()
@@ -86,7 +86,7 @@ class WatchedText(LocalTexts):
         except RequestError as error:
             yield sse.encode(ErrorEvent(error=error_body(error)))
         finally:
-            timer.cancel()
+            ticks.cancel()
 
     def _event_of(self, event: TokenBatch | GenerationResult | RequestError) -> bytes:
         if isinstance(event, RequestError):
@@ -148,7 +148,6 @@ class WatchedText(LocalTexts):
             passes=result.num_passes,
             accepted=result.num_accepted,
             tested=result.num_tested,
-            guessed=sum(result.hits.values()),
             ttft_ms=finite(result.ttft_ms),
             tokens_per_s=finite(result.tokens_per_s),
             draft_error=result.draft_error if self.core.settings.shows_details else None,

@@ -17,7 +17,7 @@ class Shown {
     this.into = into;
     this.text = "";
     this.counts = { draft: 0, alternative: 0, lookup: 0, target: 0 };
-    this.accepted = this.tested = this.passes = this.numTokens = this.numLater = 0;
+    this.accepted = this.tested = this.passes = this.numTokens = this.numLater = this.late = 0;
     this.firstMs = this.lastMs = null;
     this.caret = document.createElement("span");
     this.caret.className = "caret";
@@ -41,6 +41,7 @@ class Shown {
     for (const token of commit.tokens) {
       this.numTokens += 1;
       this.counts[token.origin] += 1;
+      if (token.origin === "target" && token.rank !== undefined) this.late += 1;
       this.add(token.text, `origin-${token.origin}`);
     }
     follow();
@@ -184,10 +185,9 @@ async function one(request, signal) {
 function summary(shown, end, seed) {
   const reasons = { stop: "the model ended it", length: "the limit was reached", context: "the context is full" };
   const rate = end.tokens_per_s === undefined ? "" : `, ${number(end.tokens_per_s, 1)} tokens/s`;
-  const late = Math.max(0, end.guessed - end.accepted);
   return [
     `${end.num_tokens} tokens in ${number(end.at_ms / 1000, 1)} s${rate}; ${reasons[end.finish_reason] || "it has ended"}.`,
-    late ? `${late} more were guessed here, too late for a pass.` : "",
+    shown.late ? `${shown.late} of the target’s own were guessed here too, but not verified in time.` : "",
     end.draft_error ? `Drafting ended early: ${visible(end.draft_error)}.` : "",
     `Seed ${seed}.`,
   ].filter(Boolean).join(" ");
@@ -284,10 +284,9 @@ function showComparison({ cloud, drafted }) {
 
 function verdict(cloud, drafted) {
   const factor = cloud.end.at_ms / drafted.end.at_ms;
-  const pace = factor >= 1 ? `${factor.toFixed(2)}× as fast` : `${(1 / factor).toFixed(2)}× as slow`;
   const length = Array.from(cloud.shown.text).length;
   const same = cloud.shown.text === drafted.shown.text ? `The texts are equal: ${length} characters.` : "The texts differ.";
-  return `${same} Drafted, the text was ${pace}.`;
+  return `${same} Drafted, the text took ${(drafted.end.at_ms / 1000).toFixed(1)} s in place of ${(cloud.end.at_ms / 1000).toFixed(1)} s: ${factor.toFixed(2)}× the speed.`;
 }
 
 function drawBars(cloud, drafted) {
@@ -314,6 +313,7 @@ async function look() {
     at("no-chat").hidden = facts.has_chat_template;
     complain("");
     at("key-form").hidden = true;
+    at("key").value = "";
   } catch (error) {
     if (error.status === 401) askForKey();
     if (error.status !== 401 || at("key").value) complain(error.message);

@@ -36,26 +36,28 @@ export class Timeline {
     const width = this.picture.clientWidth;
     const scale = (width - LEFT) / SHOWN_MS;
     const start = this.now - SHOWN_MS;
-    const at = (ms) => LEFT + Math.max(0, ms - start) * scale;
-    const parts = [];
+    const at = (ms) => LEFT + Math.min(SHOWN_MS, Math.max(0, ms - start)) * scale;
+    const bottom = LANES.length * LANE + 2;
+    const lanes = [];
+    const ticks = [];
+    const bars = [];
+    const bar = (name, y, x, long) => bars.push(svg("rect", { class: name, x: Math.min(x, width - 1.5), y, width: long, height: 16 }));
     LANES.forEach(({ name, key, fill }, index) => {
       const y = index * LANE + 2;
-      parts.push(svg("text", { x: 0, y: y + 16 }, name));
-      parts.push(svg("rect", { class: "lane", x: LEFT, y, width: Math.max(0, width - LEFT), height: 22, rx: 3 }));
-      for (const [from, to] of merged(this.spans[key])) {
-        const x = at(from);
-        const long = Math.max(1.5, at(to) - x - 0.5);
-        parts.push(svg("rect", { class: fill, x, y: y + 3, width: Math.min(long, width - x), height: 16, rx: 1 }));
-      }
+      lanes.push(svg("text", { x: 0, y: y + 16 }, name));
+      lanes.push(svg("rect", { class: "lane", x: LEFT, y, width: Math.max(0, width - LEFT), height: 22, rx: 3 }));
+      for (const [from, to] of merged(this.spans[key])) bar(fill, y + 3, at(from), Math.max(1.5, at(to) - at(from) - 0.5));
+      if (key !== "posts") return;
+      for (const [from] of this.spans.posts) if (from >= start) bar("begin", y + 3, at(from), 1.5);
     });
-    const bottom = LANES.length * LANE + 2;
     for (let second = 0; second <= SHOWN_MS / 1000; second += 1) {
       const x = LEFT + second * 1000 * scale;
       const anchor = second === 0 ? "start" : second === SHOWN_MS / 1000 ? "end" : "middle";
       const text = second === SHOWN_MS / 1000 ? "now" : `−${SHOWN_MS / 1000 - second} s`;
-      parts.push(svg("line", { x1: x, x2: x, y1: 0, y2: bottom }));
-      parts.push(svg("text", { x, y: bottom + 15, "text-anchor": anchor }, text));
+      ticks.push(svg("line", { x1: x, x2: x, y1: 0, y2: bottom }));
+      ticks.push(svg("text", { x, y: bottom + 15, "text-anchor": anchor }, text));
     }
+    const parts = [...lanes, ...ticks, ...bars];
     this.picture.replaceChildren(...parts);
     this.picture.setAttribute("aria-label", this.describe());
   }

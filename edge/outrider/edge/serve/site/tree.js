@@ -17,6 +17,7 @@ export function drawTree(picture, guesses) {
   for (const node of nodes) parts.push(edge(node, width));
   parts.push(svg("rect", { class: "cursor", x: 0, y: 4, width: 3, height: 20, rx: 1 }));
   for (const node of nodes) parts.push(...box(node, width));
+  if (!nodes.length) parts.push(svg("text", { x: LEFT, y: 19 }, "None now."));
   picture.replaceChildren(...parts);
   picture.setAttribute("aria-label", describe(nodes));
 }
@@ -73,7 +74,7 @@ function box(node, width) {
   const x = LEFT + node.depth * width;
   const y = node.row * ROW + 3;
   const inner = width - 10;
-  const share = `${Math.round(node.reach * 100)}%`;
+  const share = node.reach < 0.01 ? "<1%" : `${Math.round(node.reach * 100)}%`;
   const most = Math.floor((inner - 16 - share.length * 7) / 7.6);
   const stroke = `stroke-${kind(node.rank)}${node.is_sent ? "" : " unsent"}`;
   return [
