@@ -242,6 +242,19 @@ def test_requests_of_the_page_are_bounded_and_guarded(local: LocalEndpoint) -> N
     assert code_of(httpx.get(f"{local.url}{GENERATE}")) == "method_not_allowed"
 
 
+def test_the_page_gets_a_strict_policy(local: LocalEndpoint) -> None:
+    """On every file: nothing of others, nothing inline."""
+    page = httpx.get(f"{local.url}/")
+    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?! type=\"module\" src)|https?:", page.text)
+    files = [page, *(httpx.get(local.url + path) for path in re.findall(r"/page/[\w.]+", page.text))]
+    assert len(files) == 4
+    for file in files:
+        policy = file.headers["content-security-policy"]
+        assert file.status_code == 200 and "default-src 'none'" in policy and "frame-ancestors 'none'" in policy
+        assert "unsafe" not in policy and "http" not in policy and "*" not in policy
+        assert file.headers["x-content-type-options"] == "nosniff" and file.headers["referrer-policy"] == "no-referrer"
+
+
 def test_prompts_are_not_logged(local: LocalEndpoint, caplog: pytest.LogCaptureFixture) -> None:
     """Neither those that work nor those that are refused."""
     secret = "zip(zip(zip("
@@ -306,7 +319,7 @@ def test_the_page_by_keyboard_alone(local: LocalEndpoint, browser: Browser) -> N
 def test_a_comparison_shows_equal_texts(local: LocalEndpoint, browser: Browser) -> None:
     """Both times, and that the texts are equal; the slider works by keys and says its value."""
     with opened(browser, local.url) as page:
-        fill(page, max_tokens=24, prompt=PROMPT)
+        fill(page, max_tokens=12, prompt=PROMPT)
         page.js("document.getElementById('delay').focus()")
         for _ in range(5):
             page.press("ArrowRight")
@@ -355,7 +368,7 @@ STATE = {
     "tree": [
         {"text": HOSTILE, "parent": -1, "chance": 0.5, "reach": 0.5, "rank": 0, "is_sent": True},
         {"text": " b", "parent": 0, "chance": 0.5, "reach": 0.25, "rank": 1, "is_sent": False},
-        {"text": "\n", "parent": -1, "chance": 0.1, "reach": 0.004, "rank": 8, "is_sent": False},
+        {"text": "\n", "parent": -1, "chance": 0.1, "reach": 0.04, "rank": 8, "is_sent": False},
     ],
     "num_ahead": 3,
     "depth": 4,
@@ -372,10 +385,10 @@ def scene(local: LocalEndpoint, browser: Browser) -> Iterator[Page]:
     failure = {"type": "error", "error": {"code": "x", "message": HOSTILE, "type": "server_error"}}
     with opened(browser, local.url, script=scripted(COMMIT, STATE, failure)) as page:
         fill(page, prompt=HOSTILE, seed=1)
-        for name in ("comparison", "key-form", "new"):
-            page.js(f"document.getElementById({name!r}).hidden = false")
         page.js("document.getElementById('go').click()")
         page.wait("document.body.dataset.runs === '1'")
+        for name in ("comparison", "key-form", "new"):
+            page.js(f"document.getElementById({name!r}).hidden = false")
         yield page
 
 
@@ -414,12 +427,7 @@ def test_hostile_text_is_inert(scene: Page) -> None:
 
 
 def test_the_policy_stops_what_the_page_does_not_do(local: LocalEndpoint, browser: Browser) -> None:
-    """Markup from text, inline scripts and styles, and requests elsewhere are refused by the browser itself."""
-    answer = httpx.get(f"{local.url}/")
-    policy = answer.headers["content-security-policy"]
-    assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
-    assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["referrer-policy"] == "no-referrer"
-    assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?! type=\"module\" src)|https?:", answer.text)
+    """Markup from text, inline styles and requests elsewhere are refused by the browser itself."""
     with opened(browser, local.url, complaints=None) as page:
         assert page.js("try { document.body.innerHTML = '<b>x</b>'; false } catch (e) { true }")
         page.js("const s = document.createElement('style'); s.textContent = '*{color:red}'; document.head.append(s)")

@@ -10,6 +10,7 @@ const timeline = new Timeline(at("timeline"));
 let conversation = [];
 let running = null;
 let lastTree = [];
+let otherMode = ""; // what is written for the mode that is not chosen
 
 /** One text as it is shown; `into` is emptied by the caller. */
 class Shown {
@@ -94,7 +95,7 @@ class Shown {
     at("f-rtt").textContent = number(state.round_trip_ms, 0, " ms");
     at("f-pass").textContent = number(this.passes ? this.numTokens / this.passes : null, 1);
     at("f-step").textContent = number(state.step_ms, 0, " ms");
-    at("f-call").textContent = number(state.draft_ms, 1, " ms");
+    at("f-call").textContent = number(state.draft_ms, state.draft_ms < 10 ? 1 : 0, " ms");
   }
 }
 
@@ -224,7 +225,7 @@ async function run(work) {
 }
 
 function generateNow() {
-  if (!at("form").reportValidity()) return;
+  if (running || !at("form").reportValidity()) return;
   at("comparison").hidden = true;
   const text = at("prompt").value;
   const chosen = options();
@@ -325,9 +326,7 @@ function showMode() {
   const chat = isChat();
   at("prompt-label").textContent = chat ? "Message" : "Prompt";
   at("new").hidden = !chat;
-  at("prompt").value = "";
-  const [first] = at("keys").querySelectorAll("kbd");
-  first.hidden = false;
+  [at("prompt").value, otherMode] = [otherMode, at("prompt").value];
 }
 
 at("form").addEventListener("submit", (event) => {

@@ -6,6 +6,7 @@ const ROW = 28;
 const COLUMN = 112;
 const LEFT = 14;
 const MOST_ROWS = 7;
+const LEAST = 0.01; // less is noise
 
 /** guesses: as the server lists them, the likeliest first, parents before their children. */
 export function drawTree(picture, guesses) {
@@ -33,6 +34,7 @@ function choose(guesses, columns) {
   let rows = 0;
   guesses.forEach((guess, index) => {
     const parent = guess.parent < 0 ? null : chosen.get(guess.parent);
+    if (guess.reach < LEAST) return;
     if (parent === undefined || (parent ? parent.depth + 1 : 0) >= columns) return;
     const isNewRow = parent ? parent.children.length > 0 : true;
     if (isNewRow && rows === MOST_ROWS) return;
@@ -74,7 +76,7 @@ function box(node, width) {
   const x = LEFT + node.depth * width;
   const y = node.row * ROW + 3;
   const inner = width - 10;
-  const share = node.reach < 0.01 ? "<1%" : `${Math.round(node.reach * 100)}%`;
+  const share = `${Math.round(node.reach * 100)}%`;
   const most = Math.floor((inner - 16 - share.length * 7) / 7.6);
   const stroke = `stroke-${kind(node.rank)}${node.is_sent ? "" : " unsent"}`;
   return [
