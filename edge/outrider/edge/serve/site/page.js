@@ -1,7 +1,7 @@
 // The page of the local endpoint: takes a request, shows the text as it comes and how it was drafted.
 
 import { Refused, generate, info, useKey } from "./server.js";
-import { number, svg, visible } from "./shown.js";
+import { duration, number, svg, visible } from "./shown.js";
 import { Timeline } from "./timeline.js";
 import { drawTree } from "./tree.js";
 
@@ -92,10 +92,10 @@ class Shown {
     const rate = this.lastMs > this.firstMs ? this.numLater / ((this.lastMs - this.firstMs) / 1000) : null;
     at("f-acceptance").textContent = number(this.tested ? (100 * this.accepted) / this.tested : null, 0, " %");
     at("f-rate").textContent = number(rate, 1);
-    at("f-rtt").textContent = number(state.round_trip_ms, 0, " ms");
+    at("f-rtt").textContent = duration(state.round_trip_ms);
     at("f-pass").textContent = number(this.passes ? this.numTokens / this.passes : null, 1);
-    at("f-step").textContent = number(state.step_ms, 0, " ms");
-    at("f-call").textContent = number(state.draft_ms, state.draft_ms < 10 ? 1 : 0, " ms");
+    at("f-step").textContent = duration(state.step_ms);
+    at("f-call").textContent = duration(state.draft_ms);
   }
 }
 

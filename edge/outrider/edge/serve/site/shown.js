@@ -28,3 +28,8 @@ export function svg(name, attributes, text) {
 export function number(value, decimals = 0, unit = "") {
   return value === undefined || value === null || !Number.isFinite(value) ? "–" : value.toFixed(decimals) + unit;
 }
+
+/** Milliseconds. */
+export function duration(ms) {
+  return number(ms, ms < 10 ? 1 : 0, " ms");
+}
