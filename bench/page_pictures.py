@@ -57,7 +57,9 @@ def take(browser: Browser, url: str) -> None:
         finish(page, 4)
         save(page, "comparison")
         print(page.js("document.getElementById('verdict').textContent"))
-    with browser.page(390, 844) as page:
+    with browser.page() as page:
+        page.resize(390, 844, is_mobile=True)
+        page.call("Emulation.setTouchEmulationEnabled", enabled=True)
         begin(page, url)
         page.wait(IN_FULL_SWING)
         save(page, "phone")

@@ -133,6 +133,7 @@ def test_the_events_add_up_to_the_text_of_the_api(local: LocalEndpoint) -> None:
     end = events[-1]
     assert end["type"] == "end" and end["num_tokens"] == len(tokens) == 40
     assert "".join(token["text"] for token in tokens) + end["text"] == completion(local)
+    assert fake_tokenizer().decode([token["id"] for token in tokens]) == completion(local)
     states = [event for event in events if event["type"] == "state"]
     assert states and all(len(state["tree"]) <= MAX_GUESSES for state in states)
     assert all(-1 <= guess["parent"] < place for s in states for place, guess in enumerate(s["tree"]))
@@ -345,7 +346,7 @@ def scripted(*events: dict[str, Any]) -> str:
 
 
 def token(text: str, origin: str, rank: int | None = None) -> dict[str, Any]:
-    return {"text": text, "origin": origin} | ({} if rank is None else {"rank": rank})
+    return {"id": len(text), "text": text, "origin": origin} | ({} if rank is None else {"rank": rank})
 
 
 COMMIT = {
@@ -367,9 +368,9 @@ STATE = {
     "type": "state",
     "at_ms": 11.0,
     "tree": [
-        {"text": HOSTILE, "parent": -1, "chance": 0.5, "reach": 0.5, "rank": 0, "is_sent": True},
-        {"text": " b", "parent": 0, "chance": 0.5, "reach": 0.25, "rank": 1, "is_sent": False},
-        {"text": "\n", "parent": -1, "chance": 0.1, "reach": 0.04, "rank": 8, "is_sent": False},
+        {"id": 1, "text": HOSTILE, "parent": -1, "chance": 0.5, "reach": 0.5, "rank": 0, "is_sent": True},
+        {"id": 2, "text": " b", "parent": 0, "chance": 0.5, "reach": 0.25, "rank": 1, "is_sent": False},
+        {"id": 3, "text": "\n", "parent": -1, "chance": 0.1, "reach": 0.04, "rank": 8, "is_sent": False},
     ],
     "num_ahead": 3,
     "depth": 4,
@@ -417,6 +418,15 @@ def test_colours_say_who_produced_a_token(scene: Page) -> None:
     nodes = scene.js("[...document.querySelectorAll('#tree rect:not(.cursor)')].map((n) => n.getAttribute('class'))")
     assert nodes == ["stroke-draft", "stroke-alternative unsent", "stroke-lookup unsent"]
     assert scene.js("document.querySelectorAll('#timeline rect:not(.lane)').length") == 4
+
+
+def test_a_commit_moves_the_tree(scene: Page) -> None:
+    """What hangs below the committed tokens stays, with its chances from there; else nothing."""
+    found = scene.js(
+        f"""import("/page/tree.js").then(({{advance}}) => [[1], [1, 2], [3], [9], []].map((ids) =>
+        advance({json.dumps(STATE["tree"])}, ids).map((guess) => [guess.id, guess.parent, guess.reach])))"""
+    )
+    assert found == [[[2, -1, 0.5]], [], [], [], [[1, -1, 0.5], [2, 0, 0.25], [3, -1, 0.04]]]
 
 
 def test_hostile_text_is_inert(scene: Page) -> None:

@@ -62,6 +62,7 @@ class PageInfo(BaseModel):
 class ShownToken(BaseModel):
     """text: what the token adds; may be empty. rank: of the device's guess; none: it had not guessed the token."""
 
+    id: int
     text: str
     origin: Origin
     rank: int | None = None
@@ -81,6 +82,7 @@ class CommitEvent(BaseModel):
 class ShownGuess(BaseModel):
     """A node of the tree. parent: its place in the list; -1: it follows the cursor. chance: after its parent."""
 
+    id: int
     text: str
     parent: int
     chance: float

@@ -39,6 +39,7 @@ class WatchedText(LocalTexts):
     is_drafted: bool = True
     delay_s: float = 0.0
     watch: Watch = field(default_factory=Watch)
+    _ticks: asyncio.Task[None] | None = None
 
     def _lend(self, request: GenerationRequest) -> AbstractContextManager[Loan]:
         return self._lend_own(request) if self.is_drafted else nullcontext(Loan(None, self.watch.estimates))
@@ -65,40 +66,43 @@ class WatchedText(LocalTexts):
         """The event stream. Ends with the text, or when the client has left."""
         loop = asyncio.get_running_loop()
         due_s = loop.time()
-
-        async def tick() -> None:
-            while True:
-                await asyncio.sleep(STATE_S)
-                self.reader.poke()
-
-        ticks = loop.create_task(tick())
+        self._ticks = loop.create_task(self._tick())
         try:
             while not self._choices[0].is_over:
                 arrived = await self.reader.take()
                 if not arrived and self.reader.is_closed:
                     return
-                parts = [self._event_of(event) for _, event in arrived]
+                parts: list[bytes] = []
+                for _, event in arrived:
+                    if isinstance(event, RequestError):
+                        yield b"".join([*parts, sse.encode(ErrorEvent(error=error_body(event)))])
+                        return
+                    parts.append(sse.encode(self._commit(event) if isinstance(event, TokenBatch) else self._end(event)))
                 if loop.time() >= due_s or self._choices[0].is_over:
                     due_s = loop.time() + STATE_S
                     parts.insert(-1 if self._choices[0].is_over else len(parts), sse.encode(self._state()))
                 if parts:
                     yield b"".join(parts)
-        except RequestError as error:
-            yield sse.encode(ErrorEvent(error=error_body(error)))
         finally:
-            ticks.cancel()
+            self._ticks.cancel()
 
-    def _event_of(self, event: TokenBatch | GenerationResult | RequestError) -> bytes:
-        if isinstance(event, RequestError):
-            raise event
-        return sse.encode(self._commit(event) if isinstance(event, TokenBatch) else self._end(event))
+    def close(self) -> None:
+        """As `LocalTexts.close`."""
+        if self._ticks is not None:
+            self._ticks.cancel()
+        LocalTexts.close(self)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(STATE_S)
+            self.reader.poke()
 
     def _commit(self, batch: TokenBatch) -> CommitEvent:
         self.watch.committed(batch)
         push = self._choices[0].assembler.push
         ranks = [*batch.ranks, *[None] * (len(batch.tokens) - len(batch.ranks))]
         tokens = [
-            ShownToken(text=push([token]), origin=origin_of(index, batch.num_accepted, rank), rank=rank)
+            ShownToken(id=token, text=push([token]), origin=origin_of(index, batch.num_accepted, rank), rank=rank)
             for index, (token, rank) in enumerate(zip(batch.tokens, ranks, strict=True))
         ]
         return CommitEvent(
@@ -113,6 +117,7 @@ class WatchedText(LocalTexts):
         watch, estimates, decode = self.watch, self.watch.estimates, self.core.tokenizer.decode
         tree = [
             ShownGuess(
+                id=guess.token,
                 text=decode([guess.token], skip_special_tokens=False),
                 parent=guess.parent,
                 chance=round(guess.chance, 3),

@@ -3,13 +3,13 @@
 import { Refused, generate, info, useKey } from "./server.js";
 import { duration, number, svg, visible } from "./shown.js";
 import { Timeline } from "./timeline.js";
-import { drawTree } from "./tree.js";
+import { advance, drawTree } from "./tree.js";
 
 const at = (id) => document.getElementById(id);
 const timeline = new Timeline(at("timeline"));
 let conversation = [];
 let running = null;
-let lastTree = [];
+let tree = [];
 let otherMode = ""; // what is written for the mode that is not chosen
 
 /** One text as it is shown; `into` is emptied by the caller. */
@@ -47,6 +47,7 @@ class Shown {
     }
     follow();
     this.showCounts();
+    showTree(advance(tree, commit.tokens.map((token) => token.id)));
   }
 
   /** Neighbours of one class share an element. */
@@ -64,16 +65,14 @@ class Shown {
   }
 
   takeState(state) {
-    lastTree = state.tree;
-    drawTree(at("tree"), lastTree);
+    showTree(state.tree);
     timeline.take(state);
     this.showFigures(state);
   }
 
   takeEnd(end) {
     this.add(end.text, "origin-target");
-    lastTree = [];
-    drawTree(at("tree"), lastTree);
+    showTree([]);
     if (end.tokens_per_s !== undefined) at("f-rate").textContent = number(end.tokens_per_s, 1);
   }
 
@@ -97,6 +96,11 @@ class Shown {
     at("f-step").textContent = duration(state.step_ms);
     at("f-call").textContent = duration(state.draft_ms);
   }
+}
+
+function showTree(guesses) {
+  tree = guesses;
+  drawTree(at("tree"), tree);
 }
 
 /** Keeps the end of the text in view, unless the reader has scrolled up. */
@@ -366,7 +370,7 @@ document.addEventListener("keydown", (event) => {
 });
 new ResizeObserver(() => {
   timeline.draw();
-  drawTree(at("tree"), lastTree);
+  showTree(tree);
 }).observe(at("timeline"));
 
 look();

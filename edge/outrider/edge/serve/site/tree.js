@@ -23,6 +23,24 @@ export function drawTree(picture, guesses) {
   picture.setAttribute("aria-label", describe(nodes));
 }
 
+/** The guesses that are left once the tokens with these ids are committed: a state is older than the newest commit. */
+export function advance(guesses, ids) {
+  let left = guesses;
+  for (const id of ids) {
+    const root = left.findIndex((guess) => guess.parent < 0 && guess.id === id);
+    if (root < 0) return [];
+    const places = new Map([[root, -1]]);
+    const below = [];
+    left.forEach((guess, index) => {
+      if (guess.parent < 0 || !places.has(guess.parent)) return;
+      places.set(index, below.length);
+      below.push({ ...guess, parent: places.get(guess.parent), reach: Math.min(1, guess.reach / left[root].reach) });
+    });
+    left = below;
+  }
+  return left;
+}
+
 /** Kind of a guess, as of the token that it would become. */
 function kind(rank) {
   return rank === 0 ? "draft" : rank < 8 ? "alternative" : "lookup";
