@@ -8,6 +8,7 @@ agent have a core each; the pictures show what is measured then, on this machine
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from tests.chromium import CTRL, Browser, Page, open_browser
@@ -25,7 +26,7 @@ TEMPERATURE = 0.5
 NUM_TOKENS = 120
 ROUND_TRIP_MS = 50
 IN_FULL_SWING = (
-    "document.querySelectorAll('#tree .token').length > 6 && document.querySelectorAll('#timeline .begin').length > 8"
+    "document.querySelectorAll('#tree .token').length > 3 && document.querySelectorAll('#timeline .begin').length > 8"
     " && document.getElementById('text').textContent.length > 250"
 )
 
@@ -49,20 +50,19 @@ def take(browser: Browser, url: str) -> None:
         for number, scheme in enumerate(("light", "dark"), 2):
             page.prefer(scheme)
             page.press("Enter", CTRL)
-            page.wait(IN_FULL_SWING)
-            save(page, scheme)
+            save_running(page, scheme)
             finish(page, number)
         page.prefer("light")
+        page.resize(1280, 930)
         page.js("document.getElementById('compare').click()")
         finish(page, 4)
-        save(page, "comparison")
+        save(page, "comparison", is_whole=False)
         print(page.js("document.getElementById('verdict').textContent"))
     with browser.page() as page:
         page.resize(390, 844, is_mobile=True)
         page.call("Emulation.setTouchEmulationEnabled", enabled=True)
         begin(page, url)
-        page.wait(IN_FULL_SWING)
-        save(page, "phone")
+        save_running(page, "phone")
         finish(page, 1)
 
 
@@ -86,14 +86,24 @@ def begin(page: Page, url: str) -> None:
 
 def finish(page: Page, count: int) -> None:
     """Waits until so many texts, or comparisons, have ended."""
-    page.wait(f"document.body.dataset.runs === '{count}'")
+    while page.js("document.body.dataset.runs") != str(count):
+        time.sleep(0.5)
     print(page.js("document.getElementById('status').textContent"))
 
 
-def save(page: Page, name: str) -> None:
-    """Saves the whole page."""
+def save_running(page: Page, name: str) -> None:
+    """Saves a moment in which there are guesses: the picture is taken a little later than asked for."""
+    is_shown = False
+    while not is_shown:
+        page.wait(IN_FULL_SWING)
+        save(page, name)
+        is_shown = page.js(IN_FULL_SWING)
+
+
+def save(page: Page, name: str, *, is_whole: bool = True) -> None:
+    """Saves the whole page, or what is in the window."""
     path = PICTURES / f"page-{name}.png"
-    page.screenshot(path, is_whole=True)
+    page.screenshot(path, is_whole=is_whole)
     print(f"wrote {path.name}, {path.stat().st_size / 1e3:.0f} KB")
 
 

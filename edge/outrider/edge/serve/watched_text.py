@@ -28,8 +28,10 @@ from outrider.models.errors import RequestError
 from outrider.models.http import sse
 from outrider.models.http.errors import error_body
 
-STATE_S: Final = 0.2
-"""Between two states, at least."""
+STATE_S: Final = 0.1
+"""Between two states, at least; the tree changes with each commit."""
+TICK_S: Final = 0.2
+"""Between two states, where nothing is committed."""
 
 
 @dataclass(slots=True)
@@ -94,7 +96,7 @@ class WatchedText(LocalTexts):
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(STATE_S)
+            await asyncio.sleep(TICK_S)
             self.reader.poke()
 
     def _commit(self, batch: TokenBatch) -> CommitEvent:
