@@ -654,7 +654,7 @@ def test_the_editor_takes_several_lines_and_keeps_a_history(tmp_path: Path) -> N
 
 def test_tokens_are_coloured_by_origin() -> None:
     """Accepted picks, accepted alternatives and the target's own: three styles on a terminal."""
-    batch = TokenBatch((1, 2, 3, 4), 3, 0.0, 4, frozenset({1, 3}))
+    batch = TokenBatch((1, 2, 3, 4), 3, 0.0, 4, alternatives=frozenset({1, 3}))
     assert [batch.origin(index) for index in range(4)] == [
         Origin.PICK,
         Origin.ALTERNATIVE,
@@ -664,7 +664,7 @@ def test_tokens_are_coloured_by_origin() -> None:
     tokenizer = fake_tokenizer()
     out = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=80)
     TokenPrinter(out, tokenizer.detokenizer())(
-        TokenBatch(tuple(tokenizer.encode("abcd")[:4]), 3, 0.0, 4, frozenset({1}))
+        TokenBatch(tuple(tokenizer.encode("abcd")[:4]), 3, 0.0, 4, alternatives=frozenset({1}))
     )
     assert isinstance(out.file, io.StringIO) and ALTERNATIVE_STYLE == "cyan"
     assert out.file.getvalue() == "\x1b[32ma\x1b[0m\x1b[36mb\x1b[0m\x1b[32mc\x1b[0md"

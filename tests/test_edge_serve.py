@@ -17,7 +17,6 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 from tests.local_endpoint import LocalEndpoint, fake_draft, local_core, serve_local
 from tests.serving import FakeServer, StepGate, fake_tokenizer, save_fake_tokenizer, serve_fake, target_tokens
@@ -30,7 +29,6 @@ from outrider.edge.link.checks import check_rendered
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.errors import ProtocolBroken
 from outrider.edge.results import ByteCounts
-from outrider.edge.serve.app import create_local_app
 from outrider.edge.serve.neighbours import OwnUser
 from outrider.edge.serve.server import LocalServer
 from outrider.edge.serve.state import LocalSettings
@@ -438,20 +436,6 @@ def test_the_next_turn_takes_over_the_drafts_cache(cloud: FakeServer) -> None:
         assert turn(long + "y", KEY) < num_tokens // 4
         assert turn(long + "y", KEY + "-2") >= num_tokens // 4
     assert runtime.opened == []
-
-
-def test_a_page_gets_a_strict_policy(local: LocalEndpoint) -> None:
-    """What is served beside the API may load nothing of others."""
-
-    async def ask() -> httpx.Response:
-        app = create_local_app(local.core, PlainTextResponse("the page"))
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-            assert (await client.get("/health/live")).json() == {"status": "live"}
-            return await client.get("/")
-
-    answer = asyncio.run(ask())
-    assert answer.text == "the page"
-    assert "default-src 'none'" in answer.headers["content-security-policy"]
 
 
 def test_a_server_that_ends_says_so() -> None:

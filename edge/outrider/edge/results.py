@@ -91,14 +91,17 @@ class GenerationRequest:
 class TokenBatch:
     """Tokens committed together: the first `num_accepted` were drafted. at_s: seconds since the request.
 
-    num_proposed: drafted tokens that the target ran for them. alternatives: indices of accepted tokens that were not
-    the draft's own pick.
+    num_proposed: drafted tokens that the target ran for them. num_tested: those that it compared with its own choice.
+    ranks: of the device's guesses of the first tokens (0: the draft's own pick; 8: prompt lookup's); it had not guessed
+    the others. alternatives: indices of accepted tokens that were not the draft's own pick.
     """
 
     tokens: tuple[int, ...]
     num_accepted: int
     at_s: float
     num_proposed: int = 0
+    num_tested: int = 0
+    ranks: tuple[int, ...] = ()
     alternatives: frozenset[int] = frozenset()
 
     def origin(self, index: int) -> Origin:

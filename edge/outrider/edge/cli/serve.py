@@ -120,6 +120,6 @@ def _announce(url: str, core: LocalCore) -> None:
     drafting, num_texts = core.placement, core.drafts.max_sequences
     if num_texts:
         drafting += f", for {num_texts} text{'s' if num_texts > 1 else ''} at a time"
-    lines = [f"{READY_PREFIX}{url}", f"draft: {drafting}", f"Point an OpenAI client at {url}/v1"]
+    lines = [f"{READY_PREFIX}{url}", f"draft: {drafting}", f"Point an OpenAI client at {url}/v1, a browser at {url}/"]
     sys.stdout.write(visible("\n".join(lines)) + "\n")
     sys.stdout.flush()

@@ -19,7 +19,8 @@ from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.price import SendPrice
 from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.tree import Node
-from outrider.edge.drafting.worker import DraftWorker, TreeLimits
+from outrider.edge.drafting.view import SeenGuess, look
+from outrider.edge.drafting.worker import DraftWorker, OnCall, TreeLimits
 from outrider.edge.results import GenerationRequest
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ class DraftAhead:
     """The drafting side of one generation. Make it inside a running event loop; `aclose` it there.
 
     drafter: None never drafts; then only the known tokens are kept. is_free: whether `send` would send now. scheduler:
-    its thread drafts; None: a thread of this text's own.
+    its thread drafts; None: a thread of this text's own. on_call: as for `DraftWorker`.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class DraftAhead:
         price: SendPrice,
         clock: Callable[[], float] = time.perf_counter,
         scheduler: DraftScheduler | None = None,
+        on_call: OnCall | None = None,
     ) -> None:
         self._request = request
         self._depth = depth
@@ -72,6 +74,7 @@ class DraftAhead:
                 limits,
                 clock,
                 scheduler,
+                on_call,
             )
             if drafter is not None
             else None
@@ -135,6 +138,11 @@ class DraftAhead:
     def path(self) -> list[int]:
         """The likeliest path, for a server that takes no trees."""
         return [node.token for node in self._belief.tree.likeliest()]
+
+    def look(self, most: int) -> list[SeenGuess]:
+        """The likeliest guesses of what follows the known tokens."""
+        with self._lock:
+            return look(self._belief.tree, most)
 
     def pump(self) -> None:
         """Sends what is worth it and is not sent yet, and goes on drafting."""

@@ -7,6 +7,7 @@ draft does is measured once, what an endpoint and the way to it do for each endp
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 
 from outrider.edge.drafting.belief import CommitOutcome
@@ -76,6 +77,12 @@ class Estimates:
         if not self._endpoints:
             self._endpoints[url] = self._endpoint
         self._endpoint = self._endpoints.setdefault(url, _EndpointTimes())
+
+    def for_other_link(self) -> Estimates:
+        """A copy that knows the draft, and no endpoint yet."""
+        other = copy.deepcopy(self)
+        other._endpoint, other._endpoints = _EndpointTimes(), {}
+        return other
 
     def on_open(self, took_ms: float, step_ms: float | None, draft_token_ms: float | None) -> None:
         """Takes the opening of a session, with the times that the server measured, or None."""

@@ -26,6 +26,9 @@ from outrider.models.sampling import SamplingParams
 _CLEARLY = 1.2  # how much better another number of nodes per call must be
 _MAX_CHAIN = 16  # tokens that a source without a model may add at once
 
+OnCall = Callable[[float, float, int], None]
+"""Called with when a call of the drafter began and ended, and the nodes that it expanded."""
+
 
 @dataclass(frozen=True, slots=True)
 class TreeLimits:
@@ -44,6 +47,7 @@ class DraftWorker:
 
     belief: shared with the loop; both hold `lock` to touch it. plan: what to draft now (thread-safe). room: tokens that
     the rest of the text can use. wake: called on the loop when guesses should be sent. scheduler: its thread drafts.
+    on_call: called there after each call.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class DraftWorker:
         limits: TreeLimits,
         clock: Callable[[], float] = time.perf_counter,
         scheduler: DraftScheduler | None = None,
+        on_call: OnCall | None = None,
     ) -> None:
         self.lock = threading.Lock()
         self.num_drafted = 0  # nodes that the drafter had guesses of what follows
@@ -73,6 +78,7 @@ class DraftWorker:
         self._wake = wake
         self._limits = limits
         self._clock = clock
+        self._on_call = on_call
         self._loop = asyncio.get_running_loop()
         self._scheduler = scheduler or DraftScheduler(clock)
         self._scheduler.enter()
@@ -128,6 +134,8 @@ class DraftWorker:
         """Takes a call's guesses."""
         if self._is_closed:
             return  # the estimates are another text's by now
+        if self._on_call is not None:
+            self._on_call(before, now, len(call.nodes))
         with self.lock:
             for node, guesses in zip(call.nodes, found, strict=True):
                 self._belief.tree.expand(node, guesses)

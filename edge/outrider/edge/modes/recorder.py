@@ -55,12 +55,13 @@ class Recorder:
         proposed: int,
         *,
         may_reject: bool = True,
+        ranks: tuple[int, ...] = (),
         alternatives: frozenset[int] = frozenset(),
     ) -> None:
         """Records one target pass and passes on its tokens.
 
-        alternatives: as in `TokenBatch`. may_reject: False where what it ran beyond the accepted ones were other
-        branches of a tree, and its own pick after them contradicts no first guess.
+        may_reject: False where what it ran beyond the accepted ones were other branches of a tree, and its own pick
+        after them contradicts no first guess. ranks, alternatives: as in `TokenBatch`.
         """
         at_s = self._clock() - self._started
         accepted = min(accepted, len(tokens))
@@ -71,9 +72,10 @@ class Recorder:
         self._num_accepted += accepted
         self._num_proposed += proposed
         # A pass that commits only accepted drafts ended at a stop token or the length: it rejected nothing.
-        self._num_tested += accepted + (may_reject and accepted < proposed and accepted < len(tokens))
+        tested = accepted + (may_reject and accepted < proposed and accepted < len(tokens))
+        self._num_tested += tested
         if self._on_tokens is not None and tokens:
-            self._on_tokens(TokenBatch(tokens, accepted, at_s, proposed, alternatives))
+            self._on_tokens(TokenBatch(tokens, accepted, at_s, proposed, tested, ranks, alternatives))
 
     def depth(self, depth: int) -> None:
         """Records the depth from the next token on."""

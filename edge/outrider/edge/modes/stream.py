@@ -21,7 +21,7 @@ from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.price import BYTES_PER_TOKEN, SendPrice
 from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.tree import Node
-from outrider.edge.drafting.worker import TreeLimits
+from outrider.edge.drafting.worker import OnCall, TreeLimits
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.origin import TextOrigin
@@ -60,7 +60,8 @@ class StreamAgent:
     """Generates in stream mode, one text at a time; its measurements are kept for the next.
 
     drafter: None is cloud-only streaming. depth: shares `estimates` if it uses any. wrap_posts: wraps the client that
-    drafts are posted to, to inject faults. scheduler: its thread drafts; agents of one draft model share it. Belongs to
+    drafts are posted to, to inject faults. scheduler: its thread drafts; agents of one draft model share it. on_begin,
+    on_call: set them to watch a text; the first is called when it begins, the other as `DraftWorker` does. Belongs to
     one event loop at a time.
     """
 
@@ -84,6 +85,8 @@ class StreamAgent:
         self.clock = clock
         self.scheduler = scheduler or DraftScheduler(clock)
         self.without_prefixes: set[str] = set()  # servers that refuse the fields of held prefixes: older ones
+        self.on_begin: Callable[[DraftAhead], None] = lambda ahead: None
+        self.on_call: OnCall | None = None
 
     async def generate(
         self, request: GenerationRequest, on_tokens: OnTokens | None = None, origin: TextOrigin | None = None
@@ -125,7 +128,9 @@ class _Generation:
             SendPrice(options.bytes_per_token, is_path=options.tree.width == 1),
             agent.clock,
             agent.scheduler,
+            agent.on_call,
         )
+        agent.on_begin(self._ahead)
         self._posts: Posts | None = None  # None until the first session is open
         self._session = ""
         self._session_start = 0  # tokens known when the session was opened
@@ -237,9 +242,15 @@ class _Generation:
         if outcome.tokens:
             self._recorder.depth(self._ahead.plan.depth)
             may_reject = outcome.contradicts_at(commit.accepted)
-            others = frozenset(i for i, node in enumerate(outcome.hits) if 0 < node.rank < LOOKUP_RANK)
+            ranks = tuple(node.rank for node in outcome.hits)
+            others = frozenset(index for index, rank in enumerate(ranks) if 0 < rank < LOOKUP_RANK)
             self._recorder.commit(
-                outcome.tokens, commit.accepted, commit.proposed, may_reject=may_reject, alternatives=others
+                outcome.tokens,
+                commit.accepted,
+                commit.proposed,
+                may_reject=may_reject,
+                ranks=ranks,
+                alternatives=others,
             )
 
     def _on_end(self, end: SessionEnd, client: CloudClient) -> str:

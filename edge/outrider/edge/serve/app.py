@@ -12,13 +12,12 @@ from typing import Final
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.routing import Mount
-from starlette.types import ASGIApp
 
 from outrider.edge.serve.metrics import CountedRequests
 from outrider.edge.serve.neighbours import OwnUser
-from outrider.edge.serve.page import PageHeaders
-from outrider.edge.serve.routes import PATHS, local_routes
+from outrider.edge.serve.page import page_paths, page_routes
+from outrider.edge.serve.page_routes import GENERATE, watching_routes
+from outrider.edge.serve.routes import PATHS_ARE, local_routes
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.traces import TracedRequests
 from outrider.models.http.errors import ErrorBoundary
@@ -28,13 +27,13 @@ from outrider.models.http.security import Gate, PagePolicy
 
 PROBE_PATHS: Final = ("/health/live", "/health/ready")
 """Answered without a key, under any host name."""
-COSTLY_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
+COSTLY_PATHS: Final = ("/v1/completions", "/v1/chat/completions", GENERATE)
 """Counted against a client's rate."""
 
 
-def create_local_app(core: LocalCore, page: ASGIApp | None = None) -> Starlette:
-    """The application. page: serves everything that is no route of the API; it gets a strict content policy."""
-    settings = core.settings
+def create_local_app(core: LocalCore) -> Starlette:
+    """The application: the API and the page."""
+    settings, page = core.settings, page_routes()
     layers = [
         Middleware(CountedRequests, metrics=core.metrics),
         Middleware(TracedRequests),
@@ -45,7 +44,7 @@ def create_local_app(core: LocalCore, page: ASGIApp | None = None) -> Starlette:
             keys=settings.keys,
             limiter=RateLimiter(settings.rate_per_s),
             pages=settings.pages or PagePolicy(is_keyless=not len(settings.keys)),
-            open_paths=(),
+            open_paths=page_paths(page),
             probe_paths=PROBE_PATHS,
             costly_paths=COSTLY_PATHS,
         ),
@@ -60,7 +59,6 @@ def create_local_app(core: LocalCore, page: ASGIApp | None = None) -> Starlette:
             allow_headers=["Authorization", "Content-Type"],
         )
         layers.insert(0, cors)  # outside, so that a page can read errors too
-    routes = [*local_routes(core), *([Mount("/", app=PageHeaders(page))] if page is not None else [])]
-    app = Starlette(routes=routes, middleware=layers)
-    install_error_handlers(app, PATHS)
+    app = Starlette(routes=[*local_routes(core), *watching_routes(core), *page], middleware=layers)
+    install_error_handlers(app, PATHS_ARE)
     return app

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Self
 
 from outrider.edge.link.client import CloudClient
+from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.sender import Posts
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
+from outrider.edge.serve.drafts import Loan
 from outrider.edge.serve.faults import as_request_error, shutting_down
 from outrider.edge.serve.inbox import Inbox
 from outrider.edge.serve.state import LocalCore
@@ -51,7 +55,7 @@ class LocalTexts:
     _quoted: Sequence[Sequence[QuotedText]] = ()
 
     @classmethod
-    def reserve(cls, core: LocalCore, owner: bytes, num_choices: int) -> LocalTexts:
+    def reserve(cls, core: LocalCore, owner: bytes, num_choices: int) -> Self:
         """A call with places for its texts, none of them begun. Raises RequestError 429 or 503."""
         if core.is_draining:
             raise shutting_down()
@@ -105,10 +109,10 @@ class LocalTexts:
             core.upstream.served(client.url)
             return client
 
-        with core.drafts.lend(self.owner, request.prompt) as loan:
+        with self._lend(request) as loan:
             agent = make_agent(
                 Mode.STREAM,
-                core.upstream.endpoints(),
+                self._endpoints(),
                 loan.drafter,
                 settings.depth,
                 settings.options,
@@ -118,6 +122,7 @@ class LocalTexts:
             )
             assert isinstance(agent, StreamAgent)
             agent.wrap_posts = on_session
+            self._watch(agent)
             try:
                 result = await agent.generate(request, on_tokens, core.upstream.origin(facts))
                 loan.has_failed = result.draft_error is not None
@@ -136,6 +141,17 @@ class LocalTexts:
                 loan.text = [*request.prompt, *tokens]
                 if not ended:  # a stop string, or the client has left
                     metrics.texts["cancelled"] += 1
+
+    # What a text of the page does otherwise.
+
+    def _lend(self, request: GenerationRequest) -> AbstractContextManager[Loan]:
+        return self.core.drafts.lend(self.owner, request.prompt)
+
+    def _endpoints(self) -> Endpoints:
+        return self.core.upstream.endpoints()
+
+    def _watch(self, agent: StreamAgent) -> None:
+        pass
 
     @property
     def is_abandoned(self) -> bool:

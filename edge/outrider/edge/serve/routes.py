@@ -39,7 +39,9 @@ from outrider.models.http.requests import owner_of, read_body, sampling_of
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
 from outrider.models.protocol import ModelFacts
 
-PATHS: Final = "this server has /v1/chat/completions, /v1/completions, /v1/models, /health/live and /health/ready"
+PATHS_ARE: Final = (
+    "this server has /v1/chat/completions, /v1/completions, /v1/models, /health/live, /health/ready and a page at /"
+)
 """What an answer 404 says."""
 
 

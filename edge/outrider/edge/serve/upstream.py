@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
 from outrider.edge.link.client import CloudClient
+from outrider.edge.link.delayed import DelayedClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.origin import Served, TextOrigin
 from outrider.models.errors import OutriderError, TokenizerMismatch
@@ -50,9 +51,10 @@ class Upstream:
         for client in self._clients:
             await client.aclose()
 
-    def endpoints(self) -> Endpoints:
-        """The endpoints for one text, the one that served last first."""
-        return Endpoints([client.for_one_text() for client in self._clients], self._retry, on_trouble=_note)
+    def endpoints(self, delay_s: float = 0.0) -> Endpoints:
+        """The endpoints for one text, the one that served last first. delay_s: added to their round trips."""
+        own = [DelayedClient(client, delay_s) if delay_s else client.for_one_text() for client in self._clients]
+        return Endpoints(own, self._retry, on_trouble=_note)
 
     def served(self, url: str) -> None:
         """Records that a text is served there: the next begins there too."""

@@ -1,0 +1,70 @@
+"""Delays what an endpoint sends and gets, on the device's side of the link, to show a longer round trip."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from outrider.edge.link.client import CloudClient
+from outrider.models.protocol import SessionEvent, SessionRequest
+
+
+class DelayedClient(CloudClient):
+    """For one text, as `CloudClient.for_one_text`: every message takes half of `delay_s` longer each way.
+
+    Messages do not wait for each other: each is late by its own delay, as on a long line.
+    """
+
+    def __init__(self, client: CloudClient, delay_s: float) -> None:
+        vars(self).update(vars(client.for_one_text()))
+        self._half_s = delay_s / 2
+
+    async def _exchange(self, *args: Any, **kwargs: Any) -> bytes:
+        await asyncio.sleep(self._half_s)
+        body = await super()._exchange(*args, **kwargs)
+        await asyncio.sleep(self._half_s)
+        return body
+
+    @asynccontextmanager
+    async def open_session(self, request: SessionRequest) -> AsyncIterator[AsyncGenerator[SessionEvent, None]]:
+        """As `CloudClient.open_session`."""
+        await asyncio.sleep(self._half_s)
+        async with super().open_session(request) as events, aclosing(self._late(events)) as late:
+            yield late
+
+    async def _late(self, events: AsyncGenerator[SessionEvent, None]) -> AsyncGenerator[SessionEvent, None]:
+        now = asyncio.get_running_loop().time
+        line: deque[tuple[float, SessionEvent | Exception | None]] = deque()
+        arrived = asyncio.Event()
+
+        async def read() -> None:
+            last: Exception | None = None
+            try:
+                async with aclosing(events):
+                    async for event in events:
+                        line.append((now() + self._half_s, event))
+                        arrived.set()
+            except Exception as error:
+                last = error
+            line.append((now() + self._half_s, last))
+            arrived.set()
+
+        reader = asyncio.create_task(read())
+        try:
+            while True:
+                while not line:
+                    arrived.clear()
+                    await arrived.wait()
+                due, item = line.popleft()
+                await asyncio.sleep(max(0.0, due - now()))
+                if item is None:
+                    return
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            reader.cancel()
+            await asyncio.wait({reader})

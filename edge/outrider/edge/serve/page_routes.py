@@ -1,0 +1,91 @@
+"""Answers the requests of the page: what runs here, and texts with everything that the page shows of them.
+
+The prompt is treated as that of the other routes: bounded, never logged.
+"""
+
+from __future__ import annotations
+
+import json
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from outrider.edge.results import GenerationRequest
+from outrider.edge.serve.faults import as_request_error
+from outrider.edge.serve.page_events import PageInfo, PageRequest
+from outrider.edge.serve.state import LocalCore
+from outrider.edge.serve.watched_text import WatchedText
+from outrider.models.errors import CloudError, OutriderError
+from outrider.models.http import sse
+from outrider.models.http.encoding import check_length, encode_prompts, no_chat_template
+from outrider.models.http.requests import owner_of, read_body, sampling_of
+from outrider.models.protocol import ModelFacts
+
+GENERATE: str = "/v1/outrider/generate"
+INFO: str = "/v1/outrider/info"
+
+
+def watching_routes(core: LocalCore) -> list[Route]:
+    """What the page asks."""
+
+    async def info(_: Request) -> Response:
+        facts = await _facts(core)
+        message = PageInfo(
+            model=facts.name,
+            has_chat_template=facts.has_chat_template,
+            max_positions=facts.max_positions,
+            draft=core.placement,
+        )
+        return Response(message.model_dump_json(), media_type="application/json", headers={"cache-control": "no-store"})
+
+    async def generate(request: Request) -> Response:
+        owner = owner_of(request)
+        body = await core.bodies.parse(owner, PageRequest, await read_body(request.receive))
+        params = sampling_of(body.params)
+        facts = await _facts(core)
+        text = WatchedText.reserve(core, owner, 1)
+        try:
+            text.is_drafted, text.delay_s = body.is_drafted, body.round_trip_ms / 1e3
+            prompt = await _prompt_ids(core, owner, body, facts)
+            stop_ids = frozenset(facts.eos_token_ids)
+            wanted = GenerationRequest(
+                tuple(prompt),
+                params,
+                body.max_tokens,
+                patience_ms=core.settings.patience_ms,
+                tokenizer=core.fingerprint,
+            )
+            text.begin([wanted], (), stop_ids, facts)
+        except OutriderError as error:
+            text.close()
+            if isinstance(error, CloudError):
+                core.upstream.forget_facts()
+            raise as_request_error(error, shows_details=core.settings.shows_details) from None
+        except BaseException:
+            text.close()
+            raise
+        return sse.EventStream(text.events(), text.reader, text.close, keep_alive_s=core.settings.keep_alive_s)
+
+    return [Route(INFO, info, methods=["GET"]), Route(GENERATE, generate, methods=["POST"])]
+
+
+async def _prompt_ids(core: LocalCore, owner: bytes, body: PageRequest, facts: ModelFacts) -> list[int]:
+    if body.prompt is not None:
+        check_length(core.tokenizer, facts.max_positions - 1, body.prompt)
+        return (await core.workers.run(owner, encode_prompts, core.tokenizer, [body.prompt]))[0]
+    if not facts.has_chat_template:
+        raise no_chat_template(facts.name)
+    assert body.messages is not None
+    conversation = {
+        "messages": [message.model_dump(exclude_unset=True) for message in body.messages],
+        "tokenizer": core.fingerprint,
+    }
+    return (await core.upstream.render(json.dumps(conversation).encode(), facts)).tokens
+
+
+async def _facts(core: LocalCore) -> ModelFacts:
+    try:
+        return await core.upstream.facts()
+    except OutriderError as error:
+        raise as_request_error(error, shows_details=core.settings.shows_details) from None

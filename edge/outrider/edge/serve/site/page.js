@@ -1,0 +1,376 @@
+// The page of the local endpoint: takes a request, shows the text as it comes and how it was drafted.
+
+import { Refused, generate, info, useKey } from "./server.js";
+import { duration, number, svg, visible } from "./shown.js";
+import { Timeline } from "./timeline.js";
+import { advance, drawTree } from "./tree.js";
+
+const at = (id) => document.getElementById(id);
+const timeline = new Timeline(at("timeline"));
+let conversation = [];
+let running = null;
+let tree = [];
+let otherMode = ""; // what is written for the mode that is not chosen
+
+/** One text as it is shown; `into` is emptied by the caller. */
+class Shown {
+  constructor(into) {
+    this.into = into;
+    this.text = "";
+    this.counts = { draft: 0, alternative: 0, lookup: 0, target: 0 };
+    this.accepted = this.tested = this.passes = this.numTokens = this.numLater = this.late = 0;
+    this.firstMs = this.lastMs = null;
+    this.caret = document.createElement("span");
+    this.caret.className = "caret";
+    into.append(this.caret);
+    this.showFigures({});
+  }
+
+  take(event) {
+    if (event.type === "commit") this.takeCommit(event);
+    else if (event.type === "state") this.takeState(event);
+    else if (event.type === "end") this.takeEnd(event);
+  }
+
+  takeCommit(commit) {
+    this.passes += 1;
+    this.accepted += commit.accepted;
+    this.tested += commit.tested;
+    if (this.firstMs === null) this.firstMs = commit.at_ms;
+    else this.numLater += commit.tokens.length;
+    this.lastMs = commit.at_ms;
+    for (const token of commit.tokens) {
+      this.numTokens += 1;
+      this.counts[token.origin] += 1;
+      if (token.origin === "target" && token.rank !== undefined) this.late += 1;
+      this.add(token.text, `origin-${token.origin}`);
+    }
+    follow();
+    this.showCounts();
+    showTree(advance(tree, commit.tokens.map((token) => token.id)));
+  }
+
+  /** Neighbours of one class share an element. */
+  add(text, name) {
+    if (!text) return;
+    this.text += text;
+    const last = this.caret.previousSibling;
+    if (last && last.className === name) last.firstChild.appendData(visible(text));
+    else {
+      const span = document.createElement("span");
+      span.className = name;
+      span.textContent = visible(text);
+      this.caret.before(span);
+    }
+  }
+
+  takeState(state) {
+    showTree(state.tree);
+    timeline.take(state);
+    this.showFigures(state);
+  }
+
+  takeEnd(end) {
+    this.add(end.text, "origin-target");
+    showTree([]);
+    if (end.tokens_per_s !== undefined) at("f-rate").textContent = number(end.tokens_per_s, 1);
+  }
+
+  close() {
+    this.caret.remove();
+  }
+
+  showCounts() {
+    for (const [origin, count] of Object.entries(this.counts)) {
+      document.querySelector(`[data-count="${origin}"]`).textContent = count;
+    }
+  }
+
+  showFigures(state) {
+    this.showCounts();
+    const rate = this.lastMs > this.firstMs ? this.numLater / ((this.lastMs - this.firstMs) / 1000) : null;
+    at("f-acceptance").textContent = number(this.tested ? (100 * this.accepted) / this.tested : null, 0, " %");
+    at("f-rate").textContent = number(rate, 1);
+    at("f-rtt").textContent = duration(state.round_trip_ms);
+    at("f-pass").textContent = number(this.passes ? this.numTokens / this.passes : null, 1);
+    at("f-step").textContent = duration(state.step_ms);
+    at("f-call").textContent = duration(state.draft_ms);
+  }
+}
+
+function showTree(guesses) {
+  tree = guesses;
+  drawTree(at("tree"), tree);
+}
+
+/** Keeps the end of the text in view, unless the reader has scrolled up. */
+function follow() {
+  const box = at("text");
+  if (box.dataset.left !== "yes") box.scrollTop = box.scrollHeight;
+}
+
+function isChat() {
+  return at("chat").checked;
+}
+
+function status(words) {
+  at("status").textContent = words;
+}
+
+function complain(words) {
+  at("error").textContent = visible(words);
+  at("error").hidden = !words;
+}
+
+function randomSeed() {
+  return crypto.getRandomValues(new Uint32Array(1))[0];
+}
+
+/** The fields of a request but its prompt. The seed is shown, so that the same text can be had again. */
+function options() {
+  const seed = at("seed").value === "" ? randomSeed() : at("seed").valueAsNumber;
+  return {
+    max_tokens: at("max-tokens").valueAsNumber,
+    temperature: at("temperature").valueAsNumber,
+    seed,
+    round_trip_ms: at("delay").valueAsNumber,
+  };
+}
+
+function turn(who, text, name) {
+  const box = document.createElement("div");
+  box.className = "turn";
+  const speaker = document.createElement("div");
+  speaker.className = "who";
+  speaker.textContent = who;
+  const words = document.createElement("div");
+  const span = document.createElement("span");
+  span.className = name;
+  span.textContent = visible(text);
+  words.append(span);
+  box.append(speaker, words);
+  return [box, words];
+}
+
+/** Shows the prompt or the conversation, and returns where its text goes. */
+function stage(prompt, messages) {
+  const box = at("text");
+  box.dataset.left = "no";
+  if (!messages) {
+    const span = document.createElement("span");
+    span.className = "prompt";
+    span.textContent = visible(prompt);
+    box.replaceChildren(span);
+    return box;
+  }
+  const turns = messages.map((message) => turn(message.role === "user" ? "You" : "Model", message.content, message.role === "user" ? "prompt" : "origin-target")[0]);
+  const [last, words] = turn("Model", "", "origin-target");
+  words.replaceChildren();
+  box.replaceChildren(...turns, last);
+  return words;
+}
+
+/** Generates one text into the stage. */
+async function one(request, signal) {
+  const into = stage(request.prompt, request.messages);
+  timeline.clear();
+  const shown = new Shown(into);
+  follow();
+  try {
+    const end = await generate(request, signal, (event) => shown.take(event));
+    return { shown, end };
+  } catch (error) {
+    error.shown = shown;
+    throw error;
+  } finally {
+    shown.close();
+  }
+}
+
+function summary(shown, end, seed) {
+  const reasons = { stop: "the model ended it", length: "the limit was reached", context: "the context is full" };
+  const rate = end.tokens_per_s === undefined ? "" : `, ${number(end.tokens_per_s, 1)} tokens/s`;
+  return [
+    `${end.num_tokens} tokens in ${number(end.at_ms / 1000, 1)} s${rate}; ${reasons[end.finish_reason] || "it has ended"}.`,
+    shown.late ? `${shown.late} of the target’s own were guessed here too, but not verified in time.` : "",
+    end.draft_error ? `Drafting ended early: ${visible(end.draft_error)}.` : "",
+    `Seed ${seed}.`,
+  ].filter(Boolean).join(" ");
+}
+
+/** Runs `work` unless something runs; buttons, errors and the end are handled here. */
+async function run(work) {
+  if (running) return;
+  running = new AbortController();
+  at("go").textContent = "Stop";
+  at("compare").setAttribute("aria-disabled", "true");
+  at("new").setAttribute("aria-disabled", "true");
+  complain("");
+  try {
+    await work(running.signal);
+  } catch (error) {
+    if (error.name === "AbortError") status("Stopped.");
+    else if (error instanceof Refused) {
+      status("");
+      complain(error.message);
+      if (error.status === 401) askForKey();
+    } else {
+      status("");
+      complain("The page failed. Reload it.");
+      console.error(error);
+    }
+  } finally {
+    running = null;
+    at("go").textContent = "Generate";
+    at("compare").removeAttribute("aria-disabled");
+    at("new").removeAttribute("aria-disabled");
+    document.body.dataset.runs = String(Number(document.body.dataset.runs || 0) + 1);
+  }
+}
+
+function generateNow() {
+  if (running || !at("form").reportValidity()) return;
+  at("comparison").hidden = true;
+  const text = at("prompt").value;
+  const chosen = options();
+  run(async (signal) => {
+    status("Generating…");
+    if (!isChat()) {
+      const { shown, end } = await one({ ...chosen, prompt: text }, signal);
+      status(summary(shown, end, chosen.seed));
+      return;
+    }
+    const messages = [...conversation, { role: "user", content: text }];
+    at("prompt").value = "";
+    try {
+      const { shown, end } = await one({ ...chosen, messages }, signal);
+      conversation = [...messages, { role: "assistant", content: shown.text }];
+      status(summary(shown, end, chosen.seed));
+    } catch (error) {
+      if (error.name === "AbortError" && error.shown.text) {
+        conversation = [...messages, { role: "assistant", content: error.shown.text }];
+      } else at("prompt").value = text; // nothing was said
+      throw error;
+    }
+  });
+}
+
+function compareNow() {
+  if (running || !at("form").reportValidity()) return;
+  const text = at("prompt").value;
+  const content = isChat() ? { messages: [...conversation, { role: "user", content: text }] } : { prompt: text };
+  const request = { ...options(), ...content };
+  showComparison({});
+  run(async (signal) => {
+    // Both then find the prompt in the cloud's cache.
+    status("Comparing: the cloud reads the prompt…");
+    await generate({ ...request, max_tokens: 1, is_drafted: false, round_trip_ms: 0 }, signal, () => {});
+    status("Comparing: the cloud alone…");
+    const cloud = await one({ ...request, is_drafted: false }, signal);
+    showComparison({ cloud });
+    status("Comparing: drafted here…");
+    const drafted = await one({ ...request, is_drafted: true }, signal);
+    showComparison({ cloud, drafted });
+    status(summary(drafted.shown, drafted.end, request.seed));
+  });
+}
+
+function showComparison({ cloud, drafted }) {
+  at("comparison").hidden = false;
+  for (const [id, found] of [["run-cloud", cloud], ["run-draft", drafted]]) {
+    const [time, first, rate] = at(id).querySelectorAll("td");
+    time.textContent = found ? number(found.end.at_ms / 1000, 2, " s") : "–";
+    first.textContent = found ? number(found.end.ttft_ms, 0, " ms") : "–";
+    rate.textContent = found ? number(found.end.tokens_per_s, 1) : "–";
+  }
+  drawBars(cloud, drafted);
+  at("verdict").textContent = cloud && drafted ? verdict(cloud, drafted) : "";
+}
+
+function verdict(cloud, drafted) {
+  const factor = cloud.end.at_ms / drafted.end.at_ms;
+  const length = Array.from(cloud.shown.text).length;
+  const same = cloud.shown.text === drafted.shown.text ? `The texts are equal: ${length} characters.` : "The texts differ.";
+  return `${same} Drafted, the text took ${(drafted.end.at_ms / 1000).toFixed(1)} s in place of ${(cloud.end.at_ms / 1000).toFixed(1)} s: ${factor.toFixed(2)}× the speed.`;
+}
+
+function drawBars(cloud, drafted) {
+  const picture = at("bars");
+  const longest = Math.max(cloud?.end.at_ms || 0, drafted?.end.at_ms || 0) || 1;
+  const bar = (name, y, found) =>
+    svg("rect", { class: name, x: 0, y, height: 14, rx: 2, width: found ? (found.end.at_ms / longest) * picture.clientWidth : 0 });
+  picture.replaceChildren(bar("cloud", 0, cloud), bar("drafted", 19, drafted));
+}
+
+function askForKey() {
+  at("key-form").hidden = false;
+  at("key").focus();
+}
+
+async function look() {
+  try {
+    const facts = await info();
+    at("model").textContent = visible(facts.model);
+    at("draft").textContent = visible(facts.draft);
+    at("max-tokens").max = Math.min(facts.max_tokens, facts.max_positions);
+    at("delay").max = facts.max_round_trip_ms;
+    at("chat").disabled = !facts.has_chat_template;
+    at("no-chat").hidden = facts.has_chat_template;
+    complain("");
+    at("key-form").hidden = true;
+    at("key").value = "";
+  } catch (error) {
+    if (error.status === 401) askForKey();
+    if (error.status !== 401 || at("key").value) complain(error.message);
+  }
+  document.body.dataset.looked = "yes";
+}
+
+function showMode() {
+  const chat = isChat();
+  at("prompt-label").textContent = chat ? "Message" : "Prompt";
+  at("new").hidden = !chat;
+  [at("prompt").value, otherMode] = [otherMode, at("prompt").value];
+}
+
+at("form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (running) running.abort();
+  else generateNow();
+});
+at("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  useKey(at("key").value.trim());
+  look();
+});
+at("compare").addEventListener("click", compareNow);
+at("new").addEventListener("click", () => {
+  if (running) return;
+  conversation = [];
+  at("text").replaceChildren();
+  status("A new conversation.");
+  at("prompt").focus();
+});
+for (const radio of document.querySelectorAll('[name="mode"]')) radio.addEventListener("change", showMode);
+at("delay").addEventListener("input", () => {
+  const shown = `+ ${at("delay").value} ms`;
+  at("delay-shown").textContent = shown;
+  at("delay").setAttribute("aria-valuetext", shown);
+});
+at("text").addEventListener("scroll", () => {
+  const box = at("text");
+  box.dataset.left = box.scrollHeight - box.scrollTop - box.clientHeight > 40 ? "yes" : "no";
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && running) running.abort();
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.target === at("prompt")) {
+    event.preventDefault();
+    generateNow();
+  }
+});
+new ResizeObserver(() => {
+  timeline.draw();
+  showTree(tree);
+}).observe(at("timeline"));
+
+look();

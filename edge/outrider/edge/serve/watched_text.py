@@ -1,0 +1,168 @@
+"""Generates one text for the page and shows how: tokens with their origin, the tree of guesses, times."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Final
+
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.stream import StreamAgent
+from outrider.edge.results import GenerationRequest, GenerationResult, TokenBatch
+from outrider.edge.serve.drafts import Loan
+from outrider.edge.serve.generation import LocalTexts
+from outrider.edge.serve.page_events import (
+    CommitEvent,
+    EndEvent,
+    ErrorEvent,
+    ShownGuess,
+    ShownToken,
+    StateEvent,
+    finite,
+    origin_of,
+)
+from outrider.edge.serve.watch import Watch, take
+from outrider.models.errors import RequestError
+from outrider.models.http import sse
+from outrider.models.http.errors import error_body
+
+STATE_S: Final = 0.1
+"""Between two states, at least; the tree changes with each commit."""
+TICK_S: Final = 0.2
+"""Between two states, where nothing is committed."""
+
+
+@dataclass(slots=True)
+class WatchedText(LocalTexts):
+    """One text. is_drafted: false lets the cloud write alone. delay_s: added to each round trip of this text."""
+
+    is_drafted: bool = True
+    delay_s: float = 0.0
+    watch: Watch = field(default_factory=Watch)
+    _ticks: asyncio.Task[None] | None = None
+
+    def _lend(self, request: GenerationRequest) -> AbstractContextManager[Loan]:
+        return self._lend_own(request) if self.is_drafted else nullcontext(Loan(None, self.watch.estimates))
+
+    @contextmanager
+    def _lend_own(self, request: GenerationRequest) -> Iterator[Loan]:
+        with self.core.drafts.lend(self.owner, request.prompt) as loan:
+            if self.delay_s:  # other texts must not learn these times
+                loan.estimates = loan.estimates.for_other_link()
+            self.watch.estimates = loan.estimates
+            yield loan
+
+    def _endpoints(self) -> Endpoints:
+        return self.core.upstream.endpoints(self.delay_s)
+
+    def _watch(self, agent: StreamAgent) -> None:
+        if not self.is_drafted:
+            agent.estimates = self.watch.estimates
+        wrap = agent.wrap_posts
+        agent.wrap_posts = lambda client: self.watch.around(wrap(client))
+        agent.on_begin, agent.on_call = self.watch.began, self.watch.drafted
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The event stream. Ends with the text, or when the client has left."""
+        loop = asyncio.get_running_loop()
+        due_s = loop.time()
+        self._ticks = loop.create_task(self._tick())
+        try:
+            while not self._choices[0].is_over:
+                arrived = await self.reader.take()
+                if not arrived and self.reader.is_closed:
+                    return
+                parts: list[bytes] = []
+                for _, event in arrived:
+                    if isinstance(event, RequestError):
+                        yield b"".join([*parts, sse.encode(ErrorEvent(error=error_body(event)))])
+                        return
+                    parts.append(sse.encode(self._commit(event) if isinstance(event, TokenBatch) else self._end(event)))
+                if loop.time() >= due_s or self._choices[0].is_over:
+                    due_s = loop.time() + STATE_S
+                    parts.insert(-1 if self._choices[0].is_over else len(parts), sse.encode(self._state()))
+                if parts:
+                    yield b"".join(parts)
+        finally:
+            self._ticks.cancel()
+
+    def close(self) -> None:
+        """As `LocalTexts.close`."""
+        if self._ticks is not None:
+            self._ticks.cancel()
+        LocalTexts.close(self)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.reader.poke()
+
+    def _commit(self, batch: TokenBatch) -> CommitEvent:
+        self.watch.committed(batch)
+        push = self._choices[0].assembler.push
+        ranks = [*batch.ranks, *[None] * (len(batch.tokens) - len(batch.ranks))]
+        tokens = [
+            ShownToken(id=token, text=push([token]), origin=origin_of(index, batch.num_accepted, rank), rank=rank)
+            for index, (token, rank) in enumerate(zip(batch.tokens, ranks, strict=True))
+        ]
+        return CommitEvent(
+            at_ms=self._now_ms(),
+            tokens=tokens,
+            accepted=batch.num_accepted,
+            proposed=batch.num_proposed,
+            tested=batch.num_tested,
+        )
+
+    def _state(self) -> StateEvent:
+        watch, estimates, decode = self.watch, self.watch.estimates, self.core.tokenizer.decode
+        tree = [
+            ShownGuess(
+                id=guess.token,
+                text=decode([guess.token], skip_special_tokens=False),
+                parent=guess.parent,
+                chance=round(guess.chance, 3),
+                reach=round(guess.reach, 3),
+                rank=guess.rank,
+                is_sent=guess.is_sent,
+            )
+            for guess in watch.guesses()
+        ]
+        return StateEvent(
+            at_ms=self._now_ms(),
+            tree=tree,
+            num_ahead=watch.num_ahead,
+            depth=watch.depth,
+            drafts=_short(take(watch.drafts)),
+            posts=_short(take(watch.posts)),
+            passes=_short(take(watch.passes)),
+            round_trip_ms=finite(estimates.round_trip_ms) or None,
+            step_ms=finite(estimates.step_ms),
+            draft_ms=finite(estimates.draft_ms) if self.is_drafted else None,
+        )
+
+    def _end(self, result: GenerationResult) -> EndEvent:
+        choice = self._choices[0]
+        choice.is_over = True
+        return EndEvent(
+            at_ms=self._now_ms(),
+            text=choice.assembler.finish(),
+            finish_reason=result.finish_reason,
+            num_tokens=len(result.tokens),
+            num_prompt=choice.num_prompt,
+            cached_prompt_tokens=result.cached_prompt_tokens,
+            passes=result.num_passes,
+            accepted=result.num_accepted,
+            tested=result.num_tested,
+            ttft_ms=finite(result.ttft_ms),
+            tokens_per_s=finite(result.tokens_per_s),
+            draft_error=result.draft_error if self.core.settings.shows_details else None,
+        )
+
+    def _now_ms(self) -> float:
+        return round(self.watch.now_ms, 1)
+
+
+def _short(spans: list[tuple[float, float, int]]) -> list[tuple[float, float, int]]:
+    return [(round(began, 1), round(ended, 1), count) for began, ended, count in spans]
