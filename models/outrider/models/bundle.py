@@ -89,7 +89,7 @@ def hash_file(path: Path) -> str:
 
 
 def is_finder_file(path: Path) -> bool:
-    """Whether macOS left the file beside others, as it does on foreign disks: nobody reads it, whatever its suffix."""
+    """Whether macOS made the file by itself, as it does on disks of other systems. It is never read."""
     return path.name == _FINDER_FILE or path.name.startswith(_FINDER_PREFIX)
 
 

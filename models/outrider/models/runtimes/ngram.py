@@ -90,7 +90,7 @@ class QuotedText:
     """
 
     def __init__(self, tokens: Sequence[int], *, max_n: int = 4, min_n: int = 2) -> None:
-        """Suffixes of `max_n` down to `min_n` tokens are looked up; longer ones are told apart by comparing."""
+        """Suffixes of `max_n` down to `min_n` tokens are looked up; of longer matches the tokens are compared."""
         self._tokens = list(tokens)
         self._sizes = range(max_n, min_n - 1, -1)
         self._ends: dict[tuple[int, ...], list[int]] = {}
