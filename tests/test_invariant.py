@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from tests.serving import EOS_ID, FakeServer, fake_tokenizer, serve_fake
 
+from outrider.cloud.engine.config import EngineConfig
+from outrider.cloud.pending.policy import Policy
 from outrider.edge.devices.placement import EMULATED_NPU, DraftChoice
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter
 from outrider.edge.lab.laboratory import open_lab
@@ -32,36 +34,36 @@ from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
 
-NUM_TEXTS = 6
 NUM_WORKERS = 3
+NUM_TEXTS = {Policy.AUTO: 6, Policy.VERIFY: 3}
 MAX_TOKENS = 40
-NUM_TOKENS = len(SAMPLINGS) * NUM_TEXTS * MAX_TOKENS
 HOT = "temperature 0.8"
-STEP_S = 0.002  # long enough that drafts arrive between steps
-PAID_STEP_S = 0.005  # long enough that drafts pay, by the cost model
+CASES = [
+    *((mode, Policy.AUTO) for mode in MODES),
+    # Waits for drafts, so that many are verified however fast the machine is. The other policy weighs measured times.
+    *((mode, Policy.VERIFY) for mode in ("stream", PATH, MIXED, FAULTY, CUT)),
+]
+STEP_S = {Policy.AUTO: 0.002, Policy.VERIFY: 0.02}
+"""The first lets drafts arrive between steps. The second is long beside a draft's way, so it is worth a wait."""
 
 
-class Steps:
-    """Makes each step take `step_s`."""
-
-    step_s = STEP_S
-
-    def __call__(self, batch: Sequence[SequenceSlice]) -> None:
-        time.sleep(self.step_s)
-
-
-@pytest.fixture(scope="module")
-def steps() -> Steps:
-    """Of the verifier of all modes."""
-    return Steps()
+def _sleeping(step_s: float) -> Callable[[Sequence[SequenceSlice]], None]:
+    return lambda batch: time.sleep(step_s)
 
 
 @pytest.fixture(scope="module")
-def server(steps: Steps) -> Iterator[FakeServer]:
-    """One verifier for all modes: no state of one may reach another."""
-    runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size, on_step=steps)
-    with serve_fake(runtime=runtime) as server:
-        yield server
+def servers() -> Iterator[dict[Policy, FakeServer]]:
+    """One verifier of each policy for all modes: no state of one mode may reach another."""
+    with ExitStack() as stack:
+        yield {
+            policy: stack.enter_context(
+                serve_fake(
+                    config=EngineConfig(policy=policy),
+                    runtime=FakeBatchRuntime(vocab_size=fake_tokenizer().size, on_step=_sleeping(step_s)),
+                )
+            )
+            for policy, step_s in STEP_S.items()
+        }
 
 
 class Swapping(FakeSequenceRuntime):
@@ -93,23 +95,24 @@ def _requests(sampling: SamplingParams) -> list[GenerationRequest]:
             max_tokens=MAX_TOKENS,
             stop_ids=frozenset({EOS_ID}),
         )
-        for seed in range(NUM_TEXTS)
+        for seed in range(6)
     ]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "policy"), CASES)
 def test_every_mode_gives_the_targets_own_text(
-    server: FakeServer, steps: Steps, drafters: list[Drafter], mode: str
+    servers: dict[Policy, FakeServer], drafters: list[Drafter], mode: str, policy: Policy
 ) -> None:
     """Bit for bit, greedy and sampled; no session stays open."""
-    steps.step_s = PAID_STEP_S if mode in ("stream", PATH, MIXED) else STEP_S
+    server = servers[policy]
     results: list[GenerationResult] = []
     for sampling in SAMPLINGS.values():
-        requests = _requests(sampling)
+        requests = _requests(sampling)[: NUM_TEXTS[policy]]
         expected = plain_texts(FakeBatchRuntime(vocab_size=fake_tokenizer().size), requests)
         generated = asyncio.run(generate_all(mode, server.url, drafters, fake_tokenizer().size, requests))
         assert [result.tokens for result in generated] == expected
         results += generated
+    num_tokens = sum(len(result.tokens) for result in results)
     num_tested = sum(result.num_tested for result in results)
     num_accepted = sum(result.num_accepted for result in results)
     # The mode did what it is for; otherwise equal texts would prove nothing.
@@ -122,11 +125,12 @@ def test_every_mode_gives_the_targets_own_text(
     elif mode == WRONG_TREE:
         # A tree that the server may have stopped to verify, but that was sent and was not the text.
         assert sum(result.num_sent for result in results) > 0
-        assert sum(num for result in results for num in result.hits.values()) < 0.02 * NUM_TOKENS
-    elif mode in ("stream", PATH, MIXED, "stop-and-wait"):
-        assert 0 < num_accepted < num_tested
+        assert sum(num for result in results for num in result.hits.values()) < 0.02 * num_tokens
+    if policy is Policy.VERIFY or mode == "stop-and-wait":
+        assert 0.2 * num_tokens < num_accepted < num_tested
         ranks = {rank for result in results for rank in result.hits}
-        assert (ranks == {0}) == (mode in (PATH, "stop-and-wait"))
+        assert mode not in (PATH, "stop-and-wait") or ranks == {0}
+        assert mode != "stream" or len(ranks) > 1  # alternatives, too
     server.wait_until(lambda: server.core.engine.stats().running == len(server.core.sessions) == 0)
 
 
