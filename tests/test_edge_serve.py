@@ -181,7 +181,7 @@ def test_four_texts_at_a_time_are_drafted_and_the_targets_own() -> None:
         completions = drafted(cloud, local, gate, [body(24, prompt=prompt) for prompt in prompts])
         assert [each["choices"][0]["text"] for each in completions] == [expected(each, 24) for each in prompts]
         assert num_accepted(completions) > 0
-        assert local.core.drafts.scheduler.num_shared > 0 and len(local.core.drafts._opened) == 4
+        assert local.core.drafts.scheduler.num_shared > 0 and local.core.drafts.num_opened == 4
         cloud.wait_until(cloud.is_empty)
         local.wait_until(local.is_at_rest)
 
@@ -390,7 +390,7 @@ def test_a_text_goes_on_where_the_first_verifier_fails(cloud: FakeServer) -> Non
             got += list(lines)
         events = [json.loads(line[6:]) for line in got if line.startswith("data: {")]
         assert "".join(event["choices"][0]["text"] for event in events) == expected()
-        assert local.core.upstream._clients[0].url == cloud.url
+        assert local.core.upstream.fleet.ranked()[0].url == cloud.url
 
 
 def test_a_draft_that_breaks_costs_only_the_draft(cloud: FakeServer) -> None:

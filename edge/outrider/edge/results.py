@@ -22,10 +22,11 @@ class Mode(StrEnum):
 
 
 class Source(StrEnum):
-    """Who produced a token first. In both cases it is the target's own choice."""
+    """Who produced a token first. All but the unverified are the target's own choice."""
 
     DRAFT = "draft"  # drafted on the device, accepted by the target
     TARGET = "target"
+    UNVERIFIED = "unverified"  # the draft's alone, while no cloud answered: only with --offline-ok
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,15 @@ class GenerationRequest:
 class TokenBatch:
     """Tokens committed together: the first `num_accepted` were drafted. at_s: seconds since the request.
 
-    num_proposed: drafted tokens that the target ran for them.
+    num_proposed: drafted tokens that the target ran for them. is_unverified: the draft wrote them alone; no target has
+    seen them.
     """
 
     tokens: tuple[int, ...]
     num_accepted: int
     at_s: float
     num_proposed: int = 0
+    is_unverified: bool = False
 
 
 OnTokens = Callable[[TokenBatch], None]

@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from outrider.edge.link.client import CloudClient
-from outrider.edge.link.sender import Posts
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
@@ -90,10 +88,6 @@ class LocalTexts:
             tokens.extend(batch.tokens)
             self.reader.put((index, batch))
 
-        def on_session(client: CloudClient) -> Posts:
-            core.upstream.served(client.url)
-            return client
-
         with core.drafts.lend(self.owner, request.prompt) as loan:
             agent = make_agent(
                 Mode.STREAM,
@@ -105,7 +99,6 @@ class LocalTexts:
                 loan.estimates,
             )
             assert isinstance(agent, StreamAgent)
-            agent.wrap_posts = on_session
             try:
                 result = await agent.generate(request, on_tokens, core.upstream.origin(facts))
                 loan.has_failed = result.draft_error is not None
