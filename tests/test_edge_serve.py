@@ -404,7 +404,7 @@ def test_a_draft_that_breaks_costs_only_the_draft(cloud: FakeServer) -> None:
             raise ModelFault("the draft's logits are not finite")
 
     runtime = FakeSequenceRuntime(vocab_size=fake_tokenizer().size, agreement=0.8, on_step=step)
-    with serve_local(cloud.url, DRAFTS, runtime=runtime) as local:
+    with serve_local(cloud.url, DRAFTS, runtime=runtime, draft_pause_s=0.0) as local:
         fails.set()
         for _ in range(2):
             calls.clear()

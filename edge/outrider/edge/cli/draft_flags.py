@@ -27,7 +27,7 @@ _DRAFT_HELP: Final = (
 Draft = Annotated[str, typer.Option(envvar="OUTRIDER_DRAFT", help=_DRAFT_HELP)]
 
 
-class DraftPath(click.ParamType):
+class DraftPath(click.types.StringParamType):
     """A bundle's path, or a word for one. In a variable, several are separated as in PATH."""
 
     name = "text"

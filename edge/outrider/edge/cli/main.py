@@ -40,7 +40,12 @@ def run(options: RunOptions) -> None:
     options = replace(options, prompt=_prompt(options.prompt), seed=options.params.seed)
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.run import run_once
-    run_once(options, Console(), Console(stderr=True), keys_in_use(options.api_key, options.key_file, allow_http=options.allow_http))
+    run_once(
+        options,
+        Console(),
+        Console(stderr=True),
+        keys_in_use(options.api_key, options.key_file, allow_http=options.allow_http),
+    )
 
 
 @app.command()
@@ -53,7 +58,12 @@ def pull(options: PullOptions) -> None:
     """
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.pull import pull_once
-    pull_once(options, Console(), Console(stderr=True), keys_in_use(options.api_key, options.key_file, allow_http=options.allow_http))
+    pull_once(
+        options,
+        Console(),
+        Console(stderr=True),
+        keys_in_use(options.api_key, options.key_file, allow_http=options.allow_http),
+    )
 
 
 def _prompt(given: str | None) -> str:

@@ -116,9 +116,7 @@ def key_of(candidate: Candidate, num_threads: int, found: FoundRuntime) -> Profi
     how = f"{placement.open_on}{', emulated' if placement.is_emulated else ''}, {num_threads} threads"
     what = f"{device.full_name}, {device.driver}" if device is not None else ""
     version = importlib.metadata.version("outrider")
-    return ProfileKey(
-        candidate.bundle.manifest.digest, placement.runtime, found.version or "", how, what, version
-    )
+    return ProfileKey(candidate.bundle.manifest.digest, placement.runtime, found.version or "", how, what, version)
 
 
 def acceptance_of(bundle: Bundle) -> float | None:

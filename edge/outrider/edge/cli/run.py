@@ -198,6 +198,7 @@ async def _generate_offline_ok(
     warn: Callable[[str], None],
 ) -> OfflineText:
     assert agent.drafter is not None
+    is_alone = False
 
     async def find_cloud() -> bool:
         return bool(await fleet.look(COMPARE_TIMEOUT_S))
@@ -215,7 +216,6 @@ async def _generate_offline_ok(
         if printer is not None:
             printer(batch)
 
-    is_alone = False
     writer = OfflineWriter(
         agent,
         agent.drafter,
@@ -235,8 +235,8 @@ def offline_line(text: OfflineText) -> str:
     """What the draft wrote alone, for people."""
     if text.local:
         return (
-            f"UNVERIFIED: the draft wrote the last {len(text.local)} of {len(text.tokens)} tokens alone, since no cloud "
-            f"answered: {text.error}"
+            f"UNVERIFIED: the draft wrote the last {len(text.local)} of {len(text.tokens)} tokens alone, since no "
+            f"cloud answered: {text.error}"
         )
     return (
         f"verified: of {text.num_local} tokens that the draft wrote alone, the target confirmed {text.num_confirmed} "

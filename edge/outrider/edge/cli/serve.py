@@ -92,9 +92,7 @@ def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -
     num_sequences = min(options.max_drafting, options.max_requests)
     model, others = open_first(
         candidates,
-        lambda each: open_draft_model(
-            each.bundle, each.choice, options.threads, num_sequences, options.draft_context
-        ),
+        lambda each: open_draft_model(each.bundle, each.choice, options.threads, num_sequences, options.draft_context),
         lambda words: print_line(about, words, "yellow"),
         is_asked=len(candidates) == 1 or options.choice.wanted_device is not None,
     )

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -113,7 +113,7 @@ def processor_load(
     return Load(min(1.0, percent(0.1) / 100.0), queue)
 
 
-def node_ms(profile: Profile, load: Load = Load(), link: Link = Link()) -> float:  # noqa: B008 - frozen
+def node_ms(profile: Profile, load: Load = Load(), link: Link = Link()) -> float:
     """Expected time of a drafted node, ms.
 
     On a short link the target waits for the first guesses, which are drafted one after the other. The longer the link,
@@ -129,8 +129,8 @@ def node_ms(profile: Profile, load: Load = Load(), link: Link = Link()) -> float
 def text_token_ms(
     profile: Profile,
     acceptance: float | None = None,
-    load: Load = Load(),  # noqa: B008
-    link: Link = Link(),  # noqa: B008
+    load: Load = Load(),
+    link: Link = Link(),
 ) -> float:
     """Expected time of a token of the text with this draft, ms: a target's step and the wait for four drafted tokens,
     over the tokens that a pass then commits. The score of a placement: the smallest is the best.
@@ -138,5 +138,3 @@ def text_token_ms(
     alpha = min(0.99, ACCEPTANCE if acceptance is None else acceptance)
     step = link.step_ms or STEP_MS
     return (step + DRAFTED * node_ms(profile, load, link)) / tokens_per_pass(alpha, DRAFTED)
-
-

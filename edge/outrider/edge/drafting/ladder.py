@@ -1,7 +1,7 @@
 """Drafts with the best drafter that works: steps down when one fails, and tries it again later.
 
-A driver may crash in mid-text, a device may be unplugged or run out of memory. The text is the target's whatever drafts,
-so it goes on with the next drafter, which reads the text so far.
+A driver may crash in mid-text, a device may be unplugged or run out of memory. The text is the target's whatever
+drafts, so it goes on with the next drafter, which reads the text so far.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from outrider.edge.breaker import Breaker
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.errors import EndpointLost, EndpointUnfit
 from outrider.edge.link.origin import Served
-from outrider.models.errors import OutriderError, RequestError
+from outrider.models.errors import OutriderError
 from outrider.models.protocol import ReadyAnswer
 
 Sleep = Callable[[float], Awaitable[None]]
@@ -160,13 +160,13 @@ class Fleet:
 
     async def _ask(self, member: _Member) -> Served | None:
         """Asks a cloud for its readiness, twice at first: the first answer's time has the connection's in it."""
+        took_ms = 0.0
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 for _ in range(1 if member.round_trips else 2):
                     asked_at = self._clock()
-                    member.ready = await member.client.ready()
+                    ready = await member.client.ready()
                     took_ms = (self._clock() - asked_at) * 1e3
-                member.round_trips.append(took_ms)
         except TimeoutError:
             self.failed(member.client.url, EndpointLost(f"{member.client.url}: no answer in {LOOK_TIMEOUT_S:g} s"))
             return None
@@ -175,11 +175,13 @@ class Fleet:
                 return None
             self.failed(member.client.url, error)
             return None
-        except (RequestError, OutriderError):
+        except OutriderError:  # a gateway may refuse what is not below /v1
             return None
         finally:
             member.looked_at = self._clock()
-        return Served(member.client.url, member.ready.model, member.ready.target)
+        member.ready = ready
+        member.round_trips.append(took_ms)
+        return Served(member.client.url, ready.model, ready.target)
 
     async def _mend(self, member: _Member) -> None:
         """Tries a cloud that is left out after each pause, until it answers: never with a user's text."""

@@ -22,7 +22,6 @@ DEVICE_ORDER: Final[tuple[Device, ...]] = ("npu", "gpu", "cpu")
 """Where a draft goes when its device fails."""
 
 
-
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A draft and a place where it may run. choice: opens it there."""
@@ -89,13 +88,9 @@ def candidates_of(
     return found
 
 
-def lazy_model(
-    candidate: Candidate, num_threads: int = 0, num_sequences: int = 1, max_positions: int = 0
-) -> LazyModel:
+def lazy_model(candidate: Candidate, num_threads: int = 0, num_sequences: int = 1, max_positions: int = 0) -> LazyModel:
     """The candidate's model, not yet loaded."""
-    open_it = partial(
-        open_draft_model, candidate.bundle, candidate.choice, num_threads, num_sequences, max_positions
-    )
+    open_it = partial(open_draft_model, candidate.bundle, candidate.choice, num_threads, num_sequences, max_positions)
     return LazyModel(candidate.words, open_it)
 
 

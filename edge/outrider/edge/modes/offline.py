@@ -1,7 +1,7 @@
 """Goes on without a cloud: the draft model writes alone, its tokens are marked, and a cloud checks them later.
 
-Only with `--offline-ok`. The target's noise is shared, so the draft's own pick is its best guess of the target's. Once a
-cloud answers, the target generates from the last verified token: local tokens that equal its own are confirmed, the
+Only with `--offline-ok`. The target's noise is shared, so the draft's own pick is its best guess of the target's. Once
+a cloud answers, the target generates from the last verified token: local tokens that equal its own are confirmed, the
 first one that differs and all after it are replaced. The verified text is that of a run that never lost the cloud.
 """
 
@@ -12,7 +12,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar, cast
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK
 from outrider.edge.drafting.drafter import Drafter
@@ -21,6 +22,8 @@ from outrider.edge.link.origin import TextOrigin
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens, Source, TokenBatch
 from outrider.models.errors import CloudError
+
+Found = TypeVar("Found")
 
 FIRST_LOOK_S: Final = 1.0
 MOST_LOOK_S: Final = 10.0
@@ -145,30 +148,57 @@ class OfflineWriter:
         self, text: OfflineText, request: GenerationRequest, on_tokens: OnTokens, started: float
     ) -> tuple[bool, bool]:
         """Writes locally until the text is over or a cloud is back: whether it is over, whether one is back."""
-        await asyncio.to_thread(self.agent.scheduler.join)  # the draft is still in the last text's call
+        scheduler = self.agent.scheduler
+        scheduler.enter()  # its thread stays, and only it touches the draft
         watch = asyncio.create_task(self._watch()) if self.find_cloud is not None else None
         try:
-            await asyncio.to_thread(self._begin, text, request)
+            await self._in_thread(partial(self._begin, text, request))
             while (reason := self._over(text, request)) is None:
                 if watch is not None and watch.done():
                     return False, True
-                token = await asyncio.to_thread(self._next)
+                token = await self._in_thread(self._next)
                 if token is None:
                     if not text.local and not text.verified:
                         raise CloudError(f"{text.error or 'no cloud answers'}; the draft cannot write alone either")
                     text.reason = "context"
                     return True, False
-                await asyncio.to_thread(self.drafter.extend, [token])
+                await self._in_thread(partial(self.drafter.extend, [token]))
                 text.local.append(token)
                 text.num_local += 1
                 on_tokens(TokenBatch((token,), 0, time.perf_counter() - started, is_unverified=True))
             text.reason = reason
             return True, watch is not None and watch.done()
         finally:
+            scheduler.leave()
             if watch is not None:
                 watch.cancel()
                 with suppress(asyncio.CancelledError):
                     await watch
+
+    async def _in_thread(self, call: Callable[[], Found]) -> Found:
+        """What `call` returns in the drafting thread."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Found] = loop.create_future()
+
+        def settle(found: Found | None, error: Exception | None) -> None:
+            if done.done():
+                return
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(cast(Found, found))
+
+        def errand() -> None:
+            found, failure = None, None
+            try:
+                found = call()
+            except Exception as error:
+                failure = error
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(settle, found, failure)
+
+        self.agent.scheduler.do(errand)
+        return await done
 
     def _begin(self, text: OfflineText, request: GenerationRequest) -> None:
         self.drafter.begin([*request.prompt, *text.tokens], request.params)

@@ -26,7 +26,7 @@ from outrider.models.http.security import Gate, PagePolicy
 
 PROBE_PATHS: Final = ("/health/live", "/health/ready")
 """Answered without a key, under any host name."""
-COSTLY_PATHS: Final = ("/v1/completions", "/v1/chat/completions")
+COSTLY_PATHS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/outrider/verify")
 """Counted against a client's rate."""
 
 

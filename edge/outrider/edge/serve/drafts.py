@@ -53,7 +53,7 @@ class DraftSequences:
     """The sequences of draft models, opened as they are needed. Lives on one event loop, and in the drafting thread.
 
     max_sequences: of a model, at most; 1 where its runtime holds one only. is_looked_up: texts beyond that draft by
-    n-gram lookup. others: models for texts whose draft has failed, the best first; they are loaded when they are needed.
+    n-gram lookup. others: models for texts whose draft has failed, the best first; loaded when they are needed.
     first_pause_s: before a model that failed is tried again; doubles.
     """
 
