@@ -16,6 +16,7 @@ from tests.serving import FakeServer, StepGate, serve_fake
 from tests.test_edge_config import KEY, key_file
 from tests.test_edge_serve import DRAFTS, PROMPT, SURE, body, expected, run_main
 
+from outrider.cloud.api.state import ServerSettings
 from outrider.edge.breaker import Breaker
 from outrider.edge.lab.proxy import DelayProxy
 from outrider.edge.link.client import CloudClient
@@ -111,18 +112,19 @@ class Pauses:
     """A `sleep` that the test ends, pause by pause."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._waiting = clock, asyncio.Queue[asyncio.Future[float]]()
+        self._clock, self._waiting = clock, asyncio.Queue[asyncio.Future[None]]()
         self.lengths: list[float] = []
 
     async def __call__(self, pause_s: float) -> None:
-        over: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lengths.append(pause_s)
         self._waiting.put_nowait(over)
-        self._clock.now += await over
+        await over
+        self._clock.now += pause_s + 1e-6
 
-    async def end_next(self) -> None:
-        over = await self._waiting.get()
-        over.set_result(self.lengths[-1])
+    async def next(self) -> asyncio.Future[None]:
+        """The next pause, once it has begun; set its result to end it."""
+        return await self._waiting.get()
 
 
 def fleet_of(clock: Clock, sleep: Any = asyncio.sleep, words: list[str] | None = None, **clouds: Cloud) -> Fleet:
@@ -158,7 +160,7 @@ def test_the_preferred_cloud_gives_way_only_to_one_that_is_clearly_faster() -> N
         assert [(each.state, each.queue_depth) for each in fleet.states()] == [("up", 0), ("up", 0)]
         await fleet.aclose()
 
-    asyncio.run(check())
+    asyncio.run(asyncio.wait_for(check(), 20.0))
 
 
 def test_a_cloud_that_failed_is_left_out_until_a_look_finds_it_back() -> None:
@@ -174,10 +176,11 @@ def test_a_cloud_that_failed_is_left_out_until_a_look_finds_it_back() -> None:
         fleet.failed(A, EndpointLost(f"{A}: gone"))
         fleet.failed(A, EndpointLost(f"{A}: gone"))  # another text, the same outage
         assert order(fleet) == [B, A] and fleet.is_down(A)
-        await pauses.end_next()  # the first trial finds nothing
+        (await pauses.next()).set_result(None)  # the first trial finds nothing
+        second = await pauses.next()
         back, a.state = asyncio.Event(), {"status": "ready", "model": "m"}
         fleet._on_change = lambda said: (words.append(said), back.set())  # type: ignore[assignment, func-returns-value]
-        await pauses.end_next()
+        second.set_result(None)
         await back.wait()
         assert order(fleet) == [A, B] and not fleet.is_down(A)
         assert len(words) == 2 and "left out" in words[0] and "is back" in words[1]
@@ -186,7 +189,7 @@ def test_a_cloud_that_failed_is_left_out_until_a_look_finds_it_back() -> None:
         assert not fleet.is_down(B)
         await fleet.aclose()
 
-    asyncio.run(check())
+    asyncio.run(asyncio.wait_for(check(), 20.0))
 
 
 def test_a_general_key_goes_over_plain_http_only_where_that_is_allowed(tmp_path: Path) -> None:
@@ -219,8 +222,8 @@ def test_the_command_refuses_to_send_a_key_in_the_clear(
 
 @contextmanager
 def replicas(gate: StepGate) -> Iterator[tuple[FakeServer, FakeServer]]:
-    """Two servers of one target; the first steps as the gate allows."""
-    with serve_fake(config=SURE, gate=gate) as first, serve_fake(config=SURE) as second:
+    """Two servers of one target; the first steps as the gate allows, and says often that it lives."""
+    with serve_fake(ServerSettings(keep_alive_s=0.1), config=SURE, gate=gate) as first, serve_fake(config=SURE) as second:
         yield first, second
 
 
@@ -248,15 +251,15 @@ def test_concurrent_texts_go_on_at_the_next_cloud_and_later_ones_begin_there(cap
         first, second = stack.enter_context(replicas(gate))
         address = httpx.URL(first.url)
         assert address.port is not None
-        proxy = DelayProxy(address.host, address.port)
-        with proxy:
+        with ExitStack() as link:
+            proxy = link.enter_context(DelayProxy(address.host, address.port))
             local = stack.enter_context(serve_local([proxy.url, second.url], DRAFTS))
             fleet = local.core.upstream.fleet
             port = proxy.port
 
             def break_it() -> None:
                 gate.open()
-                proxy.__exit__(None, None, None)
+                link.close()
 
             concurrent(local, first, break_it)
             assert fleet.is_down(proxy.url) and second.runtime.num_steps > 0
@@ -302,15 +305,9 @@ def test_a_silent_cloud_is_left_within_seconds_by_all_its_texts() -> None:
     gate = StepGate()
     gate.allow(8)
     with replicas(gate) as (first, second):
-        first.core.settings  # noqa: B018 - the server's own keep-alive counts
         address = httpx.URL(first.url)
         assert address.port is not None
         with DelayProxy(address.host, address.port) as proxy, serve_local([proxy.url, second.url], DRAFTS) as local:
-            concurrent(local, first, lambda: stall(proxy))
+            concurrent(local, first, proxy.hold)
             assert local.core.upstream.fleet.is_down(proxy.url)
             gate.open()
-
-
-def stall(proxy: DelayProxy) -> None:
-    """From now on nothing comes through, and no connection is closed."""
-    proxy.hold()
