@@ -74,9 +74,7 @@ def local_core(
     options = ClientOptions(api_key=api_key, max_connections=100)
     upstream = Upstream([CloudClient(url, options) for url in urls], fingerprint, RETRY)
     model = OpenModel(runtime or fake_draft(), None, Placement("openvino"))
-    drafts = DraftSequences(
-        model, max_sequences, is_looked_up=True, others=others, first_pause_s=draft_pause_s
-    )
+    drafts = DraftSequences(model, max_sequences, is_looked_up=True, others=others, first_pause_s=draft_pause_s)
     settings = settings or LocalSettings()
     return LocalCore(tokenizer, fingerprint, upstream, drafts, settings, "a fake draft", offline=offline)
 

@@ -223,7 +223,10 @@ def test_the_command_refuses_to_send_a_key_in_the_clear(
 @contextmanager
 def replicas(gate: StepGate) -> Iterator[tuple[FakeServer, FakeServer]]:
     """Two servers of one target; the first steps as the gate allows, and says often that it lives."""
-    with serve_fake(ServerSettings(keep_alive_s=0.1), config=SURE, gate=gate) as first, serve_fake(config=SURE) as second:
+    with (
+        serve_fake(ServerSettings(keep_alive_s=0.1), config=SURE, gate=gate) as first,
+        serve_fake(config=SURE) as second,
+    ):
         yield first, second
 
 
