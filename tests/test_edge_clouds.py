@@ -163,6 +163,20 @@ def test_the_preferred_cloud_gives_way_only_to_one_that_is_clearly_faster() -> N
     asyncio.run(asyncio.wait_for(check(), 20.0))
 
 
+def test_speed_never_chooses_another_model() -> None:
+    """Where targets differ, the order of the configuration decides, however slow the first is."""
+
+    async def check() -> None:
+        clock = Clock()
+        a, b, c = Cloud(clock, 0.5), Cloud(clock, 0.001, target="another"), Cloud(clock, 0.2)
+        fleet = fleet_of(clock, a=a, b=b, c=c)
+        await fleet.look(9.0)
+        assert order(fleet) == [C, A, B]
+        await fleet.aclose()
+
+    asyncio.run(asyncio.wait_for(check(), 20.0))
+
+
 def test_a_cloud_that_failed_is_left_out_until_a_look_finds_it_back() -> None:
     """Trials are looks and never texts; then the preferred one is preferred again."""
 
@@ -220,6 +234,12 @@ def test_the_command_refuses_to_send_a_key_in_the_clear(
     assert "without encryption" not in capsys.readouterr().err
 
 
+@pytest.fixture
+def by_preference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of this machine do not choose: the first cloud that is up is taken."""
+    monkeypatch.setattr("outrider.edge.link.fleet.CLEARLY", 1e9)
+
+
 @contextmanager
 def replicas(gate: StepGate) -> Iterator[tuple[FakeServer, FakeServer]]:
     """Two servers of one target; the first steps as the gate allows, and says often that it lives."""
@@ -246,6 +266,7 @@ def concurrent(local: LocalEndpoint, first: FakeServer, break_it: Callable[[], o
         assert [text.result(60.0) for text in texts] == [expected(prompt) for prompt in prompts]
 
 
+@pytest.mark.usefixtures("by_preference")
 def test_concurrent_texts_go_on_at_the_next_cloud_and_later_ones_begin_there(caplog: pytest.LogCaptureFixture) -> None:
     """The first cloud ends in mid-text of four. Once it is back, the next text begins there again."""
     gate = StepGate()
@@ -303,6 +324,7 @@ def test_of_several_clouds_one_with_another_model_is_refused() -> None:
         assert other.num_steps == 0
 
 
+@pytest.mark.usefixtures("by_preference")
 def test_a_silent_cloud_is_left_within_seconds_by_all_its_texts() -> None:
     """Its link swallows everything; the texts go on elsewhere, unchanged."""
     gate = StepGate()

@@ -373,8 +373,9 @@ def test_a_draft_for_another_target_is_refused_at_the_start(cloud: FakeServer) -
         asyncio.run(LocalServer(core, drain_s=0.0).startup([sock]))
 
 
-def test_a_text_goes_on_where_the_first_verifier_fails(cloud: FakeServer) -> None:
+def test_a_text_goes_on_where_the_first_verifier_fails(cloud: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one finishes it; the text after that begins there."""
+    monkeypatch.setattr("outrider.edge.link.fleet.CLEARLY", 1e9)  # times of this machine do not choose
     gate = StepGate()
     with (
         serve_fake(config=SURE, gate=gate) as first,
@@ -557,7 +558,9 @@ def test_a_mistake_shows_before_the_draft_is_loaded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     """One clear line, and exit code 2."""
-    monkeypatch.setattr("outrider.edge.cli.serve.default_draft", lambda choice: pytest.fail("a draft was exported"))
+    monkeypatch.setattr(
+        "outrider.edge.cli.draft_source.default_draft", lambda choice: pytest.fail("a draft was exported")
+    )
     monkeypatch.setattr("outrider.edge.cli.serve.configure_logging", lambda format_: None)
     assert run_main(monkeypatch, "serve", "--port", "0", *options) == 2
     shown = capsys.readouterr()
@@ -593,8 +596,8 @@ def test_a_text_is_written_by_the_target_that_its_answer_names(cloud: FakeServer
         chat = {"messages": MESSAGES, "max_tokens": 4}
         with httpx.Client(base_url=local.url, timeout=30.0) as client:
             assert client.post("/v1/chat/completions", json=chat).json()["model"] == "fake"
-            local.core.upstream._clients.reverse()  # the first one is gone, and the second answers
-            local.core.upstream._clients.pop()
+            local.core.upstream.fleet._clients.reverse()  # the first one is gone, and the second answers
+            local.core.upstream.fleet._clients.pop()
             for path, asked in (("/v1/completions", body()), ("/v1/chat/completions", chat)):
                 refused = client.post(path, json=asked)
                 assert refused.status_code == 503 and error_of(refused)["code"] == "no_verifier"

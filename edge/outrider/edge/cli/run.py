@@ -155,8 +155,8 @@ async def _generate(
     draft: OpenDraft | None,
     printer: TokenPrinter | None,
     about: Console,
-    tokenizer: Tokenizer,
-    eased_by: str | None,
+    tokenizer: Tokenizer | None = None,
+    eased_by: str | None = None,
 ) -> Ran:
     def warn(words: str) -> None:
         if printer is not None:
@@ -175,7 +175,7 @@ async def _generate(
         tree = make_options(options.width, options.effort, options.draft_bytes, options.lookup is not False)
         agent = make_agent(options.mode, endpoints, drafter, options.depth, tree if eased_by is None else eased(tree))
         offline: OfflineText | None = None
-        if options.offline_ok and isinstance(agent, StreamAgent) and draft is not None:
+        if options.offline_ok and isinstance(agent, StreamAgent) and draft is not None and tokenizer is not None:
             offline = await _generate_offline_ok(agent, draft, request, fleet, printer, tokenizer, warn)
             result = whole_result(offline)
         else:

@@ -90,7 +90,8 @@ class Fleet:
     def ranked(self) -> list[CloudClient]:
         """All clouds, in the order in which the next text tries them. Starts looks at those whose figures are old.
 
-        First the preferred one of those that cost about the least, then the others by cost, then those that are down.
+        First the preferred one of those that cost about the least, then the others by cost, then those that are known
+        to serve another target than the first that is up, then those that are down.
         """
         if len(self._clients) == 1:
             return list(self._clients)
@@ -102,11 +103,19 @@ class Fleet:
         costs = self._costs()
         up = [client for client in self._clients if client.url in costs]
         down = [client for client in self._clients if client.url not in costs]
-        if up:
-            least = min(costs.values())
-            first = next(client for client in up if costs[client.url] <= CLEARLY * least)
-            up.sort(key=lambda client: (client is not first, costs[client.url]))
-        return up + down
+        # Speed chooses among replicas. Which model answers is the user's choice, by the order.
+        replicas = [client for client in up if self._may_replace(up[0].url, client.url)]
+        others = [client for client in up if client not in replicas]
+        if replicas:
+            least = min(costs[client.url] for client in replicas)
+            first = next(client for client in replicas if costs[client.url] <= CLEARLY * least)
+            replicas.sort(key=lambda client: (client is not first, costs[client.url]))
+        return replicas + others + down
+
+    def _may_replace(self, url: str, other: str) -> bool:
+        """Whether the other is not known to serve another target."""
+        mine, its = self._members[url].ready, self._members[other].ready
+        return mine is None or its is None or mine.target == its.target
 
     def is_down(self, url: str) -> bool:
         """Whether this cloud is left out now."""
