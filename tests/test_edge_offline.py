@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,10 +15,22 @@ import pytest
 from rich.console import Console
 from tests.local_endpoint import fake_draft, serve_local
 from tests.serving import StepGate, fake_tokenizer, serve_fake, target_tokens
-from tests.test_edge_serve import DRAFTS, MESSAGES, PROMPT, SAMPLED, SURE, body, chunks_of, expected
+from tests.test_edge_serve import (
+    DRAFTS,
+    MESSAGES,
+    PROMPT,
+    SAMPLED,
+    SURE,
+    body,
+    chunks_of,
+    expected,
+    fake_bundle,
+    run_main,
+)
 
 from outrider.edge.cli.run import offline_line
 from outrider.edge.cli.terminal import TokenPrinter
+from outrider.edge.devices.power import OnBattery, PowerWatch
 from outrider.edge.drafting.drafter import ModelDrafter, NgramDrafter
 from outrider.edge.lab.proxy import DelayProxy
 from outrider.edge.link.client import CloudClient
@@ -29,6 +42,8 @@ from outrider.edge.results import GenerationRequest, Mode, Source, TokenBatch
 from outrider.edge.serve.state import OfflineSettings
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.sampling import SamplingParams
+
+__all__ = ["fake_bundle"]  # a fixture
 
 PARAMS = SamplingParams(0.8, seed=3)
 TOKENS = [7, 8, 9, 10]
@@ -222,6 +237,28 @@ def test_serve_marks_what_no_cloud_has_seen_and_has_it_verified_later() -> None:
                 online = client.post("/v1/completions", json=body()).json()
                 assert online["choices"][0]["text"] == expected() and "outrider" not in online["choices"][0]
                 local.wait_until(local.is_at_rest)
+
+
+def test_run_writes_and_marks_a_text_without_a_cloud(
+    fake_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command: text to standard output, the mark to standard error; as JSON too; on battery with half the work."""
+    monkeypatch.setattr("outrider.edge.modes.assemble.open_sequence_runtime", lambda *given: fake_draft(1.0))
+    monkeypatch.setattr(PowerWatch.__init__, "__defaults__", (OnBattery.HALF, lambda: "on battery, 40 %", float))
+    command = ["run", PROMPT, "--draft", str(fake_bundle), "--cloud", "http://127.0.0.1:9", "--max-tokens", "48"]
+    sampled = ["--temperature", "0.8", "--top-p", "0.95", "--seed", "5", "--ignore-eos", "--offline-ok"]
+    monkeypatch.setattr("outrider.edge.cli.run.OFFLINE_RETRY", QUICK)
+    assert run_main(monkeypatch, *command, *sampled) == 0
+    shown = capsys.readouterr()
+    assert shown.out.removesuffix("\n") == expected()
+    said = " ".join(shown.err.split())
+    assert "UNVERIFIED: the draft wrote the last 48 of 48 tokens alone" in said and "on battery, 40 %" in said
+    assert run_main(monkeypatch, *command, *sampled, "--on-battery", "full", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["offline"]["num_unverified"] == 48 and document["offline"]["verified"] is False
+    assert set(document["sources"]) == {"unverified"} and document["eased_by"] is None
+    assert run_main(monkeypatch, *command, "--offline-ok", "--mode", "cloud-only") == 2
+    assert "--offline-ok needs a draft that streams" in capsys.readouterr().err
 
 
 def test_without_the_option_a_missing_cloud_is_an_error() -> None:
