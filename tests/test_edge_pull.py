@@ -556,6 +556,7 @@ def test_the_last_draft_pulled_for_a_target_is_found(shelf: Shelf, monkeypatch: 
     all_for_b = find_all_pulled(facts().tokenizer, "b", AS_BUNDLED, shelf)
     assert [each.bundle.path for each in all_for_b] == [newer_for_b, twin_for_b]  # these compete; the latest first
     assert len(find_all_pulled(facts().tokenizer, "other", AS_BUNDLED, shelf)) == 1
+    shutil.rmtree(twin_for_b)
     for_npu = put(b"3", {"a": 3.0}, device="npu", static_shapes=StaticShapes())
     assert for_npu != found(facts("a")) == for_a
     assert found(facts("a"), DraftChoice(emulate_npu=True)) == for_npu
