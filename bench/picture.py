@@ -31,7 +31,7 @@ def main() -> None:
     console = Console(record=True, width=WIDTH, force_terminal=True, color_system="truecolor", file=io.StringIO())
     with cloud_process(pair.target, cores.cloud) as url, running_on(cores.agent):
         options = RunOptions(
-            prompt=PROMPT, draft=str(pair.draft), cloud=[url], temperature=0.5, seed=7, max_tokens=100, threads=1
+            prompt=PROMPT, draft=[str(pair.draft)], cloud=[url], temperature=0.5, seed=7, max_tokens=100, threads=1
         )
         run_once(options, Console(file=io.StringIO()), Console(file=io.StringIO()))  # warms everything up
         console.print(f'$ outrider run "{PROMPT}" --temperature 0.5 --seed 7', style="bold", highlight=False)

@@ -18,9 +18,10 @@ from outrider.edge.devices.placement import Placement
 from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.modes.assemble import OpenModel
+from outrider.edge.modes.ladder import LazyModel
 from outrider.edge.serve.drafts import DraftSequences
 from outrider.edge.serve.server import LocalServer
-from outrider.edge.serve.state import LocalCore, LocalSettings
+from outrider.edge.serve.state import LocalCore, LocalSettings, OfflineSettings
 from outrider.edge.serve.upstream import Upstream
 from outrider.models.ingress.sockets import open_socket, url_of
 from outrider.models.runtimes.base import SequenceRuntime
@@ -62,16 +63,20 @@ def local_core(
     max_sequences: int = 4,
     api_key: str | None = None,
     fingerprint: str | None = None,
+    others: Sequence[LazyModel] = (),
+    draft_pause_s: float = 1.0,
+    offline: OfflineSettings | None = None,
 ) -> LocalCore:
-    """What an endpoint serves. fingerprint: None is the right one."""
+    """What an endpoint serves. fingerprint: None is the right one. others, draft_pause_s: see DraftSequences."""
     urls = [cloud] if isinstance(cloud, str) else list(cloud)
     tokenizer = fake_tokenizer()
     fingerprint = fingerprint or tokenizer.fingerprint
     options = ClientOptions(api_key=api_key, max_connections=100)
     upstream = Upstream([CloudClient(url, options) for url in urls], fingerprint, RETRY)
     model = OpenModel(runtime or fake_draft(), None, Placement("openvino"))
-    drafts = DraftSequences(model, max_sequences, is_looked_up=True)
-    return LocalCore(tokenizer, fingerprint, upstream, drafts, settings or LocalSettings(), "a fake draft")
+    drafts = DraftSequences(model, max_sequences, is_looked_up=True, others=others, first_pause_s=draft_pause_s)
+    settings = settings or LocalSettings()
+    return LocalCore(tokenizer, fingerprint, upstream, drafts, settings, "a fake draft", offline=offline)
 
 
 @contextmanager
@@ -83,9 +88,21 @@ def serve_local(
     max_sequences: int = 4,
     drain_s: float = 0.0,
     api_key: str | None = None,
+    others: Sequence[LazyModel] = (),
+    draft_pause_s: float = 1.0,
+    offline: OfflineSettings | None = None,
 ) -> Iterator[LocalEndpoint]:
     """Serves drafts of `runtime` for the verifiers at `cloud`."""
-    core = local_core(cloud, settings, runtime, max_sequences, api_key)
+    core = local_core(
+        cloud,
+        settings,
+        runtime,
+        max_sequences,
+        api_key,
+        others=others,
+        draft_pause_s=draft_pause_s,
+        offline=offline,
+    )
     server = LocalServer(core, drain_s=drain_s)
     sock = open_socket("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([sock],), name="outrider-test-endpoint")

@@ -682,7 +682,7 @@ def test_a_chat_with_a_real_pair(tmp_path: Path) -> None:
     with cloud_process(pair.target, plan_cores().cloud, ("--policy", "verify")) as url:
         for more in ({"depth": "8"}, {"drafts": False}):
             out, about = Console(file=io.StringIO(), width=200), Console(file=io.StringIO(), width=200)
-            options = ChatOptions(draft=str(pair.draft), cloud=[url], max_tokens=24, **more)
+            options = ChatOptions(draft=[str(pair.draft)], cloud=[url], max_tokens=24, **more)
             chat_here(options, out, about, reader=PipeReader(io.StringIO(script)))
             assert isinstance(out.file, io.StringIO) and isinstance(about.file, io.StringIO)
             shown.append((out.file.getvalue(), about.file.getvalue()))

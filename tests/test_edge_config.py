@@ -118,7 +118,7 @@ def test_commands_run_with_what_config_shows(config: Path, monkeypatch: pytest.M
     ((options, _, _, keys),) = called
     assert (options.effort, options.lookup, options.depth, options.top_p) == ("low", False, "3", 1.0)
     assert (options.ignore_eos, options.seed, options.temperature) == (True, 7, 0.0)
-    assert options.cloud == ["http://a", "http://b"] and options.draft == str(Path.home() / "drafts" / "x")
+    assert options.cloud == ["http://a", "http://b"] and options.draft == [str(Path.home() / "drafts" / "x")]
     assert keys == Keys(KEY, is_asked=False)
     values = shown(monkeypatch, capsys, "run", "--temperature", "0")
     for name in ("effort", "lookup", "depth", "top_p", "ignore_eos", "seed", "temperature", "cloud", "draft"):

@@ -44,7 +44,7 @@ from outrider.models.protocol import PROTOCOL_VERSION
 __all__ = ["bundle", "config"]  # fixtures
 
 CPU = FoundDevice("CPU", "Some Processor", "cpu")
-PROFILE = Profile("int8, OpenVINO on the CPU", 0.5, 10.0, 2.0, 3.0)
+PROFILE = Profile("int8, OpenVINO on the CPU", 0.5, 10.0, 2.0, 3.0, 8.0)
 NGRAM = DraftChoice("ngram")
 Capture = pytest.CaptureFixture[str]
 
@@ -378,7 +378,7 @@ def test_what_is_slow_is_named(
     token_ms: float, step_ms: float | None, round_trip_ms: float, status: str, found: str
 ) -> None:
     """Draft, target or network, with all three times."""
-    profile = Profile("int8", 0.5, 10.0, token_ms, token_ms)
+    profile = Profile("int8", 0.5, 10.0, token_ms, token_ms, 4 * token_ms)
     finding = examination.judge_speed(profile, step_ms, round_trip_ms)
     assert finding.status == status and found in finding.found and bool(finding.advice) == (found[:10] != "the target")
 

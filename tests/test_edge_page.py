@@ -20,13 +20,14 @@ from outrider.cloud.engine import EngineConfig, Policy
 from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess
 from outrider.edge.drafting.tree import GuessTree
 from outrider.edge.drafting.view import look
+from outrider.edge.lab.proxy import DelayProxy
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.delayed import DelayedClient
 from outrider.edge.link.errors import EndpointLost
 from outrider.edge.serve.app import COSTLY_PATHS
 from outrider.edge.serve.page_events import MAX_ROUND_TRIP_MS, origin_of
 from outrider.edge.serve.page_routes import GENERATE
-from outrider.edge.serve.state import LocalSettings
+from outrider.edge.serve.state import LocalSettings, OfflineSettings
 from outrider.edge.serve.watch import MAX_GUESSES
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import Commit, SessionEnd, SessionOpen, SessionRequest
@@ -39,6 +40,7 @@ HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked =
 SHOWN = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>\\u202egpj.exe\\x1b]0;x\\x07"
 INFO = {
     "model": HOSTILE,
+    "is_up": True,
     "has_chat_template": True,
     "max_positions": 512,
     "draft": HOSTILE,
@@ -318,6 +320,42 @@ def test_the_page_by_keyboard_alone(local: LocalEndpoint, browser: Browser) -> N
     local.wait_until(local.is_at_rest)
 
 
+def test_text_without_a_cloud_is_marked_and_checked(cloud: FakeServer, browser: Browser) -> None:
+    """With --offline-ok. Once a cloud answers, a button has the target check the text, in a chat too."""
+    address = httpx.URL(cloud.url)
+    assert address.port is not None
+    with DelayProxy(address.host, address.port) as away:
+        port = away.port
+    draft = OfflineSettings("a-draft", 4096)
+    with (
+        serve_local(f"http://127.0.0.1:{port}", LocalSettings(depth="8"), offline=draft) as own,
+        opened(browser, own.url, complaints=None) as page,
+    ):
+        assert text_of(page, "model") == "a-draft, no cloud"
+        page.js("document.getElementById('chat').click()")
+        fill(page, max_tokens=24, seed=5, prompt=PROMPT)
+        page.js("document.getElementById('go').click()")
+        runs(page, 1)
+        assert "24 tokens are unverified." in text_of(page, "status")
+        assert page.js("document.querySelectorAll('.origin-unverified').length") > 1  # the legend has one
+        assert page.js("document.getElementById('unverified').checkVisibility()")
+        page.js("document.getElementById('verify').click()")
+        page.wait("document.body.dataset.runs === '2'")
+        assert text_of(page, "error") and page.js("document.getElementById('unverified').checkVisibility()")
+        with DelayProxy(address.host, address.port, listen_port=port):
+            page.js("document.getElementById('verify').click()")
+            runs(page, 3)
+            assert not page.js("document.getElementById('unverified').checkVisibility()")
+            messages = [{"role": "user", "content": PROMPT}]
+            expected = events_of(ask(own, prompt=None, messages=messages, max_tokens=24))
+            shown = "".join(
+                token["text"] for event in expected if event["type"] == "commit" for token in event["tokens"]
+            )
+            assert text_of(page, "text").endswith(visible(shown + expected[-1]["text"]))
+            assert "the same" in text_of(page, "status") or "were replaced" in text_of(page, "status")
+        own.wait_until(own.is_at_rest)
+
+
 def test_a_comparison_shows_equal_texts(local: LocalEndpoint, browser: Browser) -> None:
     """Both times, and that the texts are equal; the slider works by keys and says its value."""
     with opened(browser, local.url) as page:
@@ -362,6 +400,7 @@ COMMIT = {
         token("four", "lookup"),
         token(LONG, "target"),
         token(HOSTILE, "target", 0),
+        token("five", "unverified"),
     ],
 }
 STATE = {
@@ -389,7 +428,7 @@ def scene(local: LocalEndpoint, browser: Browser) -> Iterator[Page]:
         fill(page, prompt=HOSTILE, seed=1)
         page.js("document.getElementById('go').click()")
         page.wait("document.body.dataset.runs === '1'")
-        for name in ("comparison", "key-form", "new"):
+        for name in ("comparison", "key-form", "new", "unverified"):
             page.js(f"document.getElementById({name!r}).hidden = false")
         yield page
 
@@ -403,17 +442,18 @@ def test_colours_say_who_produced_a_token(scene: Page) -> None:
         ["origin-alternative", "three"],
         ["origin-lookup", "four"],
         ["origin-target", LONG + SHOWN],
+        ["origin-unverified", "five"],
     ]
     colours = scene.js(
-        "['prompt', 'draft', 'alternative', 'lookup', 'target'].map((name) => getComputedStyle("
+        "['prompt', 'draft', 'alternative', 'lookup', 'target', 'unverified'].map((name) => getComputedStyle("
         "document.querySelector(`#text .origin-${name}, #text .${name}`)).color)"
     )
-    assert len(set(colours)) == 5
+    assert len(set(colours)) == 6
     lines = scene.js(
-        "['draft', 'alternative', 'lookup', 'target'].map((name) => getComputedStyle("
+        "['draft', 'alternative', 'lookup', 'target', 'unverified'].map((name) => getComputedStyle("
         "document.querySelector(`#text .origin-${name}`)).textDecorationStyle)"
     )
-    assert lines == ["solid", "dotted", "dashed", "solid"]
+    assert lines == ["solid", "dotted", "dashed", "solid", "wavy"]
     assert text_of(scene, "f-acceptance") == "75 %" and text_of(scene, "f-rtt") == "12 ms"
     nodes = scene.js("[...document.querySelectorAll('#tree rect:not(.cursor)')].map((n) => n.getAttribute('class'))")
     assert nodes == ["stroke-draft", "stroke-alternative unsent", "stroke-lookup unsent"]

@@ -22,7 +22,7 @@ from tests.test_edge_cli import run_main
 
 from outrider.cloud.api.download_places import DownloadLimits
 from outrider.cloud.api.state import ServerSettings
-from outrider.edge.cli.draft_source import clouds_of, find_draft
+from outrider.edge.cli.draft_source import clouds_of, find_drafts
 from outrider.edge.cli.pull import show_offered
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRuntime
@@ -38,7 +38,7 @@ from outrider.edge.store.choice import Chosen, Wishes, choose, judge
 from outrider.edge.store.fetch import Progress
 from outrider.edge.store.fitting import find_for_server
 from outrider.edge.store.pull import PullResult, list_offered, pull_draft
-from outrider.edge.store.shelf import Pulled, PulledFor, Shelf, find_pulled
+from outrider.edge.store.shelf import Pulled, PulledFor, Shelf, find_all_pulled, find_pulled
 from outrider.models.bundle import Bundle, hash_file
 from outrider.models.errors import BundleError, CloudError, OutriderError, RequestError
 from outrider.models.manifest import StaticShapes
@@ -556,6 +556,11 @@ def test_the_last_draft_pulled_for_a_target_is_found(shelf: Shelf, monkeypatch: 
     assert found(facts("a")) == found(facts("other")) == for_a
     newer_for_b = put(b"2", {"b": 2.0})
     assert found(facts("a")) == for_a and found(facts("b")) == found(facts("other")) == newer_for_b
+    twin_for_b = put(b"4", {"b": 1.5})
+    all_for_b = find_all_pulled(facts().tokenizer, "b", AS_BUNDLED, shelf)
+    assert [each.bundle.path for each in all_for_b] == [newer_for_b, twin_for_b]  # these compete; the latest first
+    assert len(find_all_pulled(facts().tokenizer, "other", AS_BUNDLED, shelf)) == 1
+    shutil.rmtree(twin_for_b)
     for_npu = put(b"3", {"a": 3.0}, device="npu", static_shapes=StaticShapes())
     assert for_npu != found(facts("a")) == for_a
     assert found(facts("a"), DraftChoice(emulate_npu=True)) == for_npu
@@ -572,7 +577,7 @@ def test_the_last_draft_pulled_for_a_target_is_found(shelf: Shelf, monkeypatch: 
 def test_nobody_is_asked_where_nothing_was_pulled(shelf: Shelf) -> None:
     """A run without pulled drafts costs no request; a server that does not say what it serves has no draft here."""
 
-    async def run(answer: httpx.Response) -> Pulled | None:
+    async def run(answer: httpx.Response) -> list[Pulled]:
         def handle(request: httpx.Request) -> httpx.Response:
             asked.append(request.url.path)
             return answer
@@ -581,14 +586,14 @@ def test_nobody_is_asked_where_nothing_was_pulled(shelf: Shelf) -> None:
             return await find_for_server(Endpoints([client]))
 
     asked: list[str] = []
-    assert asyncio.run(run(httpx.Response(500))) is None and asked == []
+    assert asyncio.run(run(httpx.Response(500))) == [] and not asked
     make_draft(shelf.place(SHA))
     facts_of_another = facts(tokenizer="1" * 64).model_dump_json().encode()
     for answer in (httpx.Response(404), httpx.Response(403), httpx.Response(200, content=facts_of_another)):
-        assert asyncio.run(run(answer)) is None
+        assert asyncio.run(run(answer)) == []
     assert asked == ["/v1/model"] * 3
-    found = asyncio.run(run(httpx.Response(200, content=facts().model_dump_json().encode())))
-    assert found is not None and found.bundle.path == shelf.place(SHA)
+    (found,) = asyncio.run(run(httpx.Response(200, content=facts().model_dump_json().encode())))
+    assert found.bundle.path == shelf.place(SHA)
     with pytest.raises(RequestError, match="requires an API key"):
         asyncio.run(run(httpx.Response(401)))
 
@@ -638,9 +643,10 @@ def test_without_a_pulled_draft_a_run_takes_the_reference(
     about = Console(file=io.StringIO())
 
     def found(draft: str, url: str = server.url, choice: DraftChoice = AS_BUNDLED) -> str | Path:
-        return find_draft(draft, choice, clouds_of([url], Keys()), about)
+        (path,) = find_drafts([draft], choice, clouds_of([url], Keys()), about)
+        return path
 
-    assert RunOptions("x").draft == AUTO
+    assert RunOptions("x").draft == [AUTO]
     assert found(AUTO) == found("reference") == reference and found("named") == "named"
     pulled = pull(server.url)[0].path
     assert found(AUTO) == pulled and found("reference") == reference

@@ -178,7 +178,7 @@ def test_four_texts_at_a_time_are_drafted_and_the_targets_own() -> None:
         completions = drafted(cloud, local, gate, [body(24, prompt=prompt) for prompt in prompts])
         assert [each["choices"][0]["text"] for each in completions] == [expected(each, 24) for each in prompts]
         assert num_accepted(completions) > 0
-        assert local.core.drafts.scheduler.num_shared > 0 and len(local.core.drafts._opened) == 4
+        assert local.core.drafts.scheduler.num_shared > 0 and local.core.drafts.num_opened == 4
         cloud.wait_until(cloud.is_empty)
         local.wait_until(local.is_at_rest)
 
@@ -370,8 +370,9 @@ def test_a_draft_for_another_target_is_refused_at_the_start(cloud: FakeServer) -
         asyncio.run(LocalServer(core, drain_s=0.0).startup([sock]))
 
 
-def test_a_text_goes_on_where_the_first_verifier_fails(cloud: FakeServer) -> None:
+def test_a_text_goes_on_where_the_first_verifier_fails(cloud: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one finishes it; the text after that begins there."""
+    monkeypatch.setattr("outrider.edge.link.fleet.CLEARLY", 1e9)  # times of this machine do not choose
     gate = StepGate()
     with (
         serve_fake(config=SURE, gate=gate) as first,
@@ -387,7 +388,7 @@ def test_a_text_goes_on_where_the_first_verifier_fails(cloud: FakeServer) -> Non
             got += list(lines)
         events = [json.loads(line[6:]) for line in got if line.startswith("data: {")]
         assert "".join(event["choices"][0]["text"] for event in events) == expected()
-        assert local.core.upstream._clients[0].url == cloud.url
+        assert local.core.upstream.fleet.ranked()[0].url == cloud.url
 
 
 def test_a_draft_that_breaks_costs_only_the_draft(cloud: FakeServer) -> None:
@@ -401,7 +402,7 @@ def test_a_draft_that_breaks_costs_only_the_draft(cloud: FakeServer) -> None:
             raise ModelFault("the draft's logits are not finite")
 
     runtime = FakeSequenceRuntime(vocab_size=fake_tokenizer().size, agreement=0.8, on_step=step)
-    with serve_local(cloud.url, DRAFTS, runtime=runtime) as local:
+    with serve_local(cloud.url, DRAFTS, runtime=runtime, draft_pause_s=0.0) as local:
         fails.set()
         for _ in range(2):
             calls.clear()
@@ -578,8 +579,8 @@ def test_a_text_is_written_by_the_target_that_its_answer_names(cloud: FakeServer
         chat = {"messages": MESSAGES, "max_tokens": 4}
         with httpx.Client(base_url=local.url, timeout=30.0) as client:
             assert client.post("/v1/chat/completions", json=chat).json()["model"] == "fake"
-            local.core.upstream._clients.reverse()  # the first one is gone, and the second answers
-            local.core.upstream._clients.pop()
+            local.core.upstream.fleet._clients.reverse()  # the first one is gone, and the second answers
+            local.core.upstream.fleet._clients.pop()
             for path, asked in (("/v1/completions", body()), ("/v1/chat/completions", chat)):
                 refused = client.post(path, json=asked)
                 assert refused.status_code == 503 and error_of(refused)["code"] == "no_verifier"

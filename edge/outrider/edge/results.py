@@ -22,10 +22,11 @@ class Mode(StrEnum):
 
 
 class Source(StrEnum):
-    """Who produced a token first. In both cases it is the target's own choice."""
+    """Who produced a token first. All but the unverified are the target's own choice."""
 
     DRAFT = "draft"  # drafted on the device, accepted by the target
     TARGET = "target"
+    UNVERIFIED = "unverified"  # the draft's alone, while no cloud answered: only with --offline-ok
 
 
 class Origin(StrEnum):
@@ -94,6 +95,7 @@ class TokenBatch:
     num_proposed: drafted tokens that the target ran for them. num_tested: those that it compared with its own choice.
     ranks: of the device's guesses of the first tokens (0: the draft's own pick; 8: prompt lookup's); it had not guessed
     the others. alternatives: indices of accepted tokens that were not the draft's own pick.
+    is_unverified: the draft wrote them alone; no target has seen them.
     """
 
     tokens: tuple[int, ...]
@@ -103,6 +105,7 @@ class TokenBatch:
     num_tested: int = 0
     ranks: tuple[int, ...] = ()
     alternatives: frozenset[int] = frozenset()
+    is_unverified: bool = False
 
     def origin(self, index: int) -> Origin:
         """Who guessed the token."""

@@ -23,14 +23,17 @@ from outrider.edge.chat.conversation import Conversation, read_facts
 from outrider.edge.chat.messages import SYSTEM, Message, load_chat, save_chat, turns_of
 from outrider.edge.cli.chat_options import ChatOptions
 from outrider.edge.cli.chat_stats import stats_lines
-from outrider.edge.cli.draft_source import Clouds, clouds_of, find_draft
+from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts
 from outrider.edge.cli.line_editor import PipeReader, Reader, TerminalReader
 from outrider.edge.cli.terminal import TokenPrinter
-from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
+from outrider.edge.devices.power import PowerWatch
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.client import CloudClient
-from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.modes.assemble import make_agent, make_depth, make_options, open_draft_bundle, open_draft_model
+from outrider.edge.link.endpoints import COMPARE_TIMEOUT_S, Endpoints
+from outrider.edge.link.fleet import Fleet
+from outrider.edge.link.origin import mixed_targets
+from outrider.edge.modes.assemble import OpenDraft, eased, make_agent, make_depth, make_options, open_draft_bundle
+from outrider.edge.modes.ladder import open_ladder
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import Mode, OnTokens
 from outrider.edge.setup.endpoints import Keys
@@ -71,18 +74,22 @@ def chat_here(
         history = options.history.expanduser() if options.history is not None else None
         reader = TerminalReader(history, names) if is_terminal else PipeReader()
     facts = asyncio.run(_look(clouds, about))
-    bundle = open_draft_bundle(find_draft(options.draft, options.choice, clouds, about))
-    _require_same_tokenizer(bundle, facts)
-    drafter, drafted_by = _open_drafter(options, bundle, about)
-    with closing(drafter) if drafter is not None else nullcontext():
-        asyncio.run(_chat(options, clouds, bundle, facts, drafter, drafted_by, messages, out, about, reader))
+    bundles = [open_draft_bundle(path) for path in find_drafts(options.draft, options.choice, clouds, about)]
+    for each in bundles:
+        _require_same_tokenizer(each, facts)
+    draft = _open_draft(options, bundles, clouds, about) if options.drafts else None
+    with closing(draft.drafter) if draft is not None else nullcontext():
+        asyncio.run(_chat(options, clouds, bundles[0], facts, draft, messages, out, about, reader))
 
 
 async def _look(clouds: Clouds, about: Console) -> ModelFacts:
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds]
-        endpoints = Endpoints(clients, on_trouble=lambda words: print_line(about, words, "yellow"))
-        await endpoints.compare_targets()
+        fleet = Fleet(clients)
+        stack.push_async_callback(fleet.aclose)
+        endpoints = Endpoints(clients, on_trouble=lambda words: print_line(about, words, "yellow"), fleet=fleet)
+        if len(clients) > 1 and (mixed := mixed_targets(await fleet.look(COMPARE_TIMEOUT_S))) is not None:
+            print_line(about, mixed, "yellow")
         return await read_facts(endpoints)
 
 
@@ -95,15 +102,19 @@ def _require_same_tokenizer(bundle: Bundle, facts: ModelFacts) -> None:
         )
 
 
-def _open_drafter(options: ChatOptions, bundle: Bundle, about: Console) -> tuple[Drafter | None, str | None]:
-    """What drafts, and its name for people."""
-    if not options.drafts:
-        return None, None
-    model = open_draft_model(bundle, options.choice, options.threads, max_positions=options.draft_context)
-    for note in model.placement.notes:
+def _open_draft(options: ChatOptions, bundles: Sequence[Bundle], clouds: Clouds, about: Console) -> OpenDraft:
+    candidates = place_drafts(bundles, options.choice, options.threads, clouds, about)
+    draft = open_ladder(
+        candidates,
+        options.threads,
+        lambda words: print_line(about, words, "yellow"),
+        is_asked=len(candidates) == 1 or options.choice.wanted_device is not None,
+        is_looked_up=options.lookup is not False,
+        max_positions=options.draft_context,
+    )
+    for note in draft.placement.notes:
         print_line(about, f"note: {note}", "yellow")
-    drafter = NgramDrafter() if model.runtime is None else ModelDrafter(model.runtime, model.num_ids)
-    return drafter, model.placement.words
+    return draft
 
 
 async def _chat(
@@ -111,8 +122,7 @@ async def _chat(
     clouds: Clouds,
     bundle: Bundle,
     facts: ModelFacts,
-    drafter: Drafter | None,
-    drafted_by: str | None,
+    draft: OpenDraft | None,
     messages: list[Message],
     out: Console,
     about: Console,
@@ -120,10 +130,15 @@ async def _chat(
 ) -> None:
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds]
-        screen = ChatScreen(options, drafted_by, out, about, reader)
-        endpoints = Endpoints(clients, on_trouble=screen.note)
+        fleet = Fleet(clients)
+        stack.push_async_callback(fleet.aclose)
+        screen = ChatScreen(options, draft.placement.words if draft is not None else None, out, about, reader)
+        endpoints = Endpoints(clients, on_trouble=screen.note, fleet=fleet)
         tree = make_options(options.width, options.effort, options.draft_bytes, options.lookup is not False)
-        agent = make_agent(Mode.STREAM, endpoints, drafter, options.depth, tree)
+        if draft is not None and (eased_by := PowerWatch(options.on_battery).reason) is not None:
+            tree = eased(tree)
+            screen.note(f"Drafts with half the work: {eased_by} (--on-battery full drafts all).")
+        agent = make_agent(Mode.STREAM, endpoints, draft.drafter if draft is not None else None, options.depth, tree)
         assert isinstance(agent, StreamAgent)
         conversation = Conversation(
             agent,
@@ -214,6 +229,7 @@ class ChatScreen:
             self._printer = TokenPrinter(self._out, conversation.tokenizer.detokenizer(context=prompt))
             return self._printer
 
+        conversation.agent.endpoints.choose_again()
         try:
             turn = await conversation.answer(question, self._params, self._max_tokens, show)
         finally:

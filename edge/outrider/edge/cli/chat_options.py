@@ -9,12 +9,13 @@ from typing import Annotated
 
 import typer
 
-from outrider.edge.cli.cloud_flags import ApiKey, Clouds, KeyFile
+from outrider.edge.cli.cloud_flags import AllowHttp, ApiKey, Clouds, KeyFile
 from outrider.edge.cli.draft_flags import (
     LOOKUP,
-    Draft,
+    BatteryWork,
     DraftBytes,
     DraftDevice,
+    Drafts,
     EmulateNpu,
     HowMuch,
     Lookup,
@@ -27,6 +28,7 @@ from outrider.edge.cli.draft_flags import (
     refuse_idle_tree,
 )
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
+from outrider.edge.devices.power import OnBattery
 from outrider.edge.drafting.depth import Effort
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.store.auto import AUTO
@@ -38,10 +40,11 @@ from outrider.models.sampling import SamplingParams
 class ChatOptions:
     """The command line. Raises ConfigError for options that contradict each other, SamplingError for their values."""
 
-    draft: Draft = AUTO
+    draft: Drafts = field(default_factory=lambda: [AUTO])
     cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
     api_key: ApiKey = None
     key_file: KeyFile = None
+    allow_http: AllowHttp = False
     system: Annotated[str, typer.Option(help="The system message.")] = ""
     load: Annotated[Path | None, typer.Option(help="Go on with a chat that /save wrote.")] = None
     history: Annotated[
@@ -61,6 +64,7 @@ class ChatOptions:
     depth: Annotated[str, typer.Option(help="How far to draft ahead: auto, threshold or a number, 0 to 64.")] = "auto"
     width: Width = "auto"
     effort: HowMuch = Effort.NORMAL
+    on_battery: BatteryWork = OnBattery.HALF
     draft_bytes: DraftBytes = BYTES_PER_TOKEN
     lookup: Lookup = None
     patience_ms: Annotated[
@@ -89,6 +93,7 @@ class ChatOptions:
                 "--draft-bytes": self.draft_bytes != BYTES_PER_TOKEN,
                 LOOKUP: self.lookup is not None,
                 "--patience-ms": self.patience_ms is not None,
+                "--on-battery": self.on_battery is not OnBattery.HALF,
                 "--depth": self.depth != "auto",
                 "--effort": self.effort is not Effort.NORMAL,
                 "--threads": self.threads != 0,

@@ -22,9 +22,12 @@ ApiKey = Annotated[
     typer.Option(envvar="OUTRIDER_API_KEY", help="Key for the verifier; better in OUTRIDER_API_KEY or --key-file."),
 ]
 KeyFile = Annotated[Path | None, typer.Option(help="File that holds the verifier's key; only you may read it.")]
+AllowHttp = Annotated[
+    bool, typer.Option("--allow-http", help="Send the key over http:// beyond this machine, readable on the way.")
+]
 
 
-def keys_in_use(api_key: str | None, key_file: Path | None) -> Keys:
+def keys_in_use(api_key: str | None, key_file: Path | None, *, allow_http: bool = False) -> Keys:
     """The keys for the command that runs now: its options' values, and the endpoints of the configuration file.
 
     Raises ConfigError where a key and a key file come from the same place, or the file cannot be used.
@@ -41,8 +44,8 @@ def keys_in_use(api_key: str | None, key_file: Path | None) -> Keys:
     if len(set(sources.values())) < len(sources):
         raise ConfigError("both a key and a key file are given (--api-key, --key-file); leave one of them out")
     if not sources:
-        return Keys(endpoints=endpoints)
+        return Keys(endpoints=endpoints, is_http_allowed=allow_http)
     chosen = min(sources, key=lambda name: sources[name].value)
     key = read_key_file(key_file.expanduser()) if chosen == "key_file" and key_file is not None else api_key
     is_asked = sources[chosen] in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
-    return Keys(key, is_asked, endpoints)
+    return Keys(key, is_asked, endpoints, allow_http)

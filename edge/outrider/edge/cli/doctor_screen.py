@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from outrider.edge.cli.cloud_flags import ApiKey, Clouds, KeyFile, keys_in_use
-from outrider.edge.cli.draft_flags import Draft, DraftDevice, EmulateNpu, Provider, Runtime, draft_choice
+from outrider.edge.cli.cloud_flags import AllowHttp, ApiKey, Clouds, KeyFile, keys_in_use
+from outrider.edge.cli.draft_flags import DraftDevice, Drafts, EmulateNpu, Provider, Runtime, draft_choice
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.doctor.findings import Finding, Status, fault, ok, warning
 from outrider.edge.setup.config_file import read_config
@@ -34,7 +34,7 @@ class DoctorOptions:
     """The command line. Raises ConfigError for options that contradict each other."""
 
     cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
-    draft: Draft = AUTO
+    draft: Drafts = field(default_factory=lambda: [AUTO])
     draft_device: DraftDevice = None
     runtime: Runtime = None
     emulate_npu: EmulateNpu = False
@@ -43,6 +43,7 @@ class DoctorOptions:
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False
     api_key: ApiKey = None
     key_file: KeyFile = None
+    allow_http: AllowHttp = False
     choice: DraftChoice = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,12 +62,12 @@ def doctor(options: DoctorOptions) -> None:
 
     configuration = list(check_configuration())
     try:
-        keys = keys_in_use(options.api_key, options.key_file)
+        keys = keys_in_use(options.api_key, options.key_file, allow_http=options.allow_http)
     except ConfigError as error:
         configuration.append(_from_error("key file", error))
         keys = Keys()
     patient = Patient(
-        options.cloud, options.draft, default_cache_dir(), keys, options.choice, options.threads, configuration
+        options.cloud, options.draft[0], default_cache_dir(), keys, options.choice, options.threads, configuration
     )
     console, found = Console(), []
     for finding in examine(patient):

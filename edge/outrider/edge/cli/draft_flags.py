@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Final
 
@@ -10,6 +11,7 @@ import typer
 from click.core import ParameterSource
 
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, DraftRuntime
+from outrider.edge.devices.power import OnBattery
 from outrider.edge.drafting.depth import Effort
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.store.auto import AUTO
@@ -18,13 +20,32 @@ from outrider.models.reference_export import REFERENCE
 
 LOOKUP: Final = "--lookup or --no-lookup"
 
-Draft = Annotated[
-    str,
+_DRAFT_HELP: Final = (
+    f"Draft bundle; '{REFERENCE}': the reference draft; '{AUTO}': the pulled draft that fits the verifier's target, or "
+    f"else '{REFERENCE}'."
+)
+Draft = Annotated[str, typer.Option(envvar="OUTRIDER_DRAFT", help=_DRAFT_HELP)]
+
+
+class DraftPath(click.types.StringParamType):
+    """A bundle's path, or a word for one. In a variable, several are separated as in PATH."""
+
+    name = "text"
+    envvar_list_splitter = os.pathsep
+
+
+Drafts = Annotated[
+    list[str],
     typer.Option(
+        "--draft",
         envvar="OUTRIDER_DRAFT",
-        help=f"Draft bundle; '{REFERENCE}': the reference draft; '{AUTO}': the pulled draft that fits the "
-        f"verifier's target, or else '{REFERENCE}'.",
+        click_type=DraftPath(),
+        help=f"{_DRAFT_HELP} Repeat it for drafts to choose from: the fastest here is taken.",
     ),
+]
+BatteryWork = Annotated[
+    OnBattery,
+    typer.Option("--on-battery", help="What is drafted on battery, or when the processor is hot: half or all of it."),
 ]
 DraftDevice = Annotated[
     str | None,
@@ -48,6 +69,12 @@ DraftBytes = Annotated[float, typer.Option(min=1.0, help="Bytes of drafts sent p
 Lookup = Annotated[
     bool | None,
     typer.Option("--lookup/--no-lookup", help="Also copy earlier passages of the text.", show_default="lookup"),
+]
+
+
+OfflineOk = Annotated[
+    bool,
+    typer.Option("--offline-ok", help="Where no cloud answers, let the draft write alone, marked as unverified."),
 ]
 
 

@@ -1,4 +1,7 @@
-"""Finds the draft to use: the named one, else the one pulled for the verifier's target, else the reference draft."""
+"""Finds the drafts to use, and where they run.
+
+The named ones, else those pulled for the verifier's target, else the reference draft.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,11 @@ from typing import Final
 from rich.console import Console
 
 from outrider.edge.cli.exporter import default_draft
+from outrider.edge.cli.placing import measured_link, placed_words, rank
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.link.client import ClientOptions, CloudClient, verifier_url
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
+from outrider.edge.modes.ladder import Candidate, candidates_of
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
 from outrider.edge.store.fitting import find_for_server
@@ -37,37 +42,67 @@ def clouds_of(urls: Sequence[str], keys: Keys) -> Clouds:
     return [(url, ClientOptions(api_key=keys.for_url(url, urls))) for url in urls]
 
 
-def find_draft(
-    draft: str, choice: DraftChoice, clouds: Clouds, about: Console, *, needs_server: bool = True
-) -> str | Path:
-    """Where the draft's bundle is. Raises as `find_for_server` and `default_draft` do.
+def find_drafts(
+    drafts: Sequence[str], choice: DraftChoice, clouds: Clouds, about: Console, *, needs_server: bool = True
+) -> list[str | Path]:
+    """Where the drafts' bundles are, at least one. Raises as `find_for_server` and `default_draft` do.
 
-    draft: the option's value. needs_server: where no server answers, False takes what was last pulled from one.
+    drafts: the option's values. needs_server: where no server answers, False takes what was last pulled from one.
     """
-    if draft not in (AUTO, REFERENCE):
-        return draft
-    if draft == AUTO:
-        note = partial(print_line, about, style="yellow")
-        retry = None if needs_server else RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S)
-        try:
-            found = asyncio.run(_find_pulled(choice, clouds, note, retry))
-        except CloudError as error:
-            if needs_server:
-                raise
-            note(f"{error}.")
-            found = find_pulled_from([url for url, _ in clouds], choice)
-        if found is not None:
-            print_line(about, f"draft: {found.words}", "dim")
-            return _checked(found.bundle.path)
-    return default_draft(choice)
+    found: list[str | Path] = []
+    for draft in dict.fromkeys(drafts):
+        if draft in (AUTO, REFERENCE):
+            pulled = _pulled(choice, clouds, about, needs_server=needs_server) if draft == AUTO else []
+            found += pulled or [default_draft(choice)]
+        else:
+            found.append(draft)
+    return found
+
+
+def _pulled(choice: DraftChoice, clouds: Clouds, about: Console, *, needs_server: bool) -> list[str | Path]:
+    note = partial(print_line, about, style="yellow")
+    retry = None if needs_server else RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S)
+    try:
+        found = asyncio.run(_find_pulled(choice, clouds, note, retry))
+    except CloudError as error:
+        if needs_server:
+            raise
+        note(f"{error}.")
+        last = find_pulled_from([url for url, _ in clouds], choice)
+        found = [last] if last is not None else []
+    for each in found:
+        print_line(about, f"draft: {each.words}", "dim")
+    return [_checked(each.bundle.path) for each in found]
 
 
 async def _find_pulled(
     choice: DraftChoice, clouds: Clouds, note: Callable[[str], None], retry: RetryPolicy | None
-) -> Pulled | None:
+) -> list[Pulled]:
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds]
         return await find_for_server(Endpoints(clients, retry, on_trouble=note), choice)
+
+
+def place_drafts(
+    bundles: Sequence[Bundle], choice: DraftChoice, num_threads: int, clouds: Clouds, about: Console
+) -> list[Candidate]:
+    """Where these drafts may run, the best first. Profiles them where there is a choice. Raises as `candidates_of`."""
+    candidates = candidates_of(bundles, choice)
+    asked = [each for each in candidates if each.choice == choice]
+    if choice.wanted_device is not None or choice.provider:
+        # The named device comes first; others only follow where it fails.
+        rest = [each for each in candidates if each not in asked]
+        return [*_ranked(asked, num_threads, clouds, about), *rest]
+    return _ranked(candidates, num_threads, clouds, about)
+
+
+def _ranked(candidates: list[Candidate], num_threads: int, clouds: Clouds, about: Console) -> list[Candidate]:
+    if len(candidates) < 2 or candidates[0].placement.runtime == "ngram":
+        return candidates
+    with about.status("comparing the drafts on this machine", refresh_per_second=1):
+        ranked = rank(candidates, num_threads, measured_link(clouds))
+    print_line(about, f"placed: {placed_words(ranked)}", "dim")
+    return [each.candidate for each in ranked]
 
 
 def _checked(pulled: Path) -> Path:

@@ -41,7 +41,12 @@ def run(options: RunOptions) -> None:
     options = replace(options, prompt=_prompt(options.prompt), seed=options.params.seed)
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.run import run_once
-    run_once(options, Console(), Console(stderr=True), keys_in_use(options.api_key, options.key_file))
+    run_once(
+        options,
+        Console(),
+        Console(stderr=True),
+        keys_in_use(options.api_key, options.key_file, allow_http=options.allow_http),
+    )
 
 
 @app.command()
@@ -54,7 +59,12 @@ def chat(options: ChatOptions) -> None:
     """
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.chat import chat_here
-    chat_here(options, Console(), Console(stderr=True), keys_in_use(options.api_key, options.key_file))
+    chat_here(
+        options,
+        Console(),
+        Console(stderr=True),
+        keys_in_use(options.api_key, options.key_file, allow_http=options.allow_http),
+    )
 
 
 @app.command()
@@ -67,7 +77,12 @@ def pull(options: PullOptions) -> None:
     """
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.pull import pull_once
-    pull_once(options, Console(), Console(stderr=True), keys_in_use(options.api_key, options.key_file))
+    pull_once(
+        options,
+        Console(),
+        Console(stderr=True),
+        keys_in_use(options.api_key, options.key_file, allow_http=options.allow_http),
+    )
 
 
 def _prompt(given: str | None) -> str:
@@ -89,7 +104,7 @@ def serve(options: ServeOptions) -> None:
     """
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.serve import serve_local
-    serve_local(options, keys_in_use(options.api_key, options.key_file))
+    serve_local(options, keys_in_use(options.api_key, options.key_file, allow_http=options.allow_http))
 
 
 app.command()(demo)

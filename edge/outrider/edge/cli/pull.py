@@ -35,7 +35,9 @@ def pull_once(options: PullOptions, out: Console, about: Console, keys: Keys | N
 
     keys: which key goes to which cloud; by default, the options' key.
     """
-    ((url, client_options),) = clouds_of([options.cloud], keys or Keys(options.api_key))
+    ((url, client_options),) = clouds_of(
+        [options.cloud], keys or Keys(options.api_key, is_http_allowed=options.allow_http)
+    )
     asyncio.run(_pull(DraftClient(url, client_options), options, out, about))
 
 

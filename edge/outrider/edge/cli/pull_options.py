@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.edge.cli.cloud_flags import ApiKey, KeyFile
+from outrider.edge.cli.cloud_flags import AllowHttp, ApiKey, KeyFile
 from outrider.edge.devices.discovery import ModelRuntime
 from outrider.models.errors import ConfigError
 from outrider.models.manifest import Device, Precision
@@ -39,6 +39,7 @@ class PullOptions:
     is_listing: Annotated[bool, typer.Option("--list", help="Show the server's drafts and take none.")] = False
     api_key: ApiKey = None
     key_file: KeyFile = None
+    allow_http: AllowHttp = False
 
     def __post_init__(self) -> None:
         # OUTRIDER_CLOUD is for all commands and may hold several addresses: the first is the preferred one.

@@ -6,31 +6,39 @@ The text goes to standard output, statistics and messages to standard error.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, closing, nullcontext
 from dataclasses import dataclass
+from typing import Final
 
 from rich.console import Console
 
 from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison, compare_modes
 from outrider.edge.cli.docs import open_library
-from outrider.edge.cli.draft_source import Clouds, clouds_of, find_draft
+from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import draft_lines, result_as_json, summary_lines
 from outrider.edge.cli.terminal import TokenPrinter, print_document
 from outrider.edge.cli.undrafted import why_undrafted
+from outrider.edge.devices.power import PowerWatch
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.client import CloudClient
-from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.link.endpoints import COMPARE_TIMEOUT_S, Endpoints, RetryPolicy
+from outrider.edge.link.fleet import Fleet
+from outrider.edge.link.origin import mixed_targets
 from outrider.edge.modes.assemble import (
     Agent,
     OpenDraft,
+    eased,
     make_agent,
     make_depth,
     make_options,
     open_draft_bundle,
-    open_drafter,
 )
-from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.edge.modes.ladder import open_ladder
+from outrider.edge.modes.offline import OfflineText, OfflineWriter, whole_result
+from outrider.edge.modes.stream import StreamAgent
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
 from outrider.edge.retrieval.grounding import Grounding
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
@@ -40,6 +48,9 @@ from outrider.models.detokenizer import StreamingDetokenizer
 from outrider.models.errors import ConfigError
 from outrider.models.reference_export import REFERENCE
 from outrider.models.tokenizer import Tokenizer
+
+OFFLINE_RETRY: Final = RetryPolicy(max_failures=2, max_outage_s=3.0, max_loading_s=1.0)
+"""With --offline-ok a cloud is given up soon: text comes in the meantime, and the cloud is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +65,7 @@ class Ran:
     result: GenerationResult
     undrafted: str | None
     comparison: Comparison | None
+    offline: OfflineText | None = None
 
 
 def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | None = None) -> None:
@@ -61,41 +73,64 @@ def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | Non
 
     keys: which key goes to which cloud; by default, the options' key goes to all of them.
     """
-    keys = keys or Keys(options.api_key)
+    keys = keys or Keys(options.api_key, is_http_allowed=options.allow_http)
     make_depth(options.depth, Estimates())  # a wrong option is found before a model is loaded
     make_options(options.width)
     clouds = clouds_of(options.cloud, keys)
-    if options.draft in (AUTO, REFERENCE) and not options.prompt:
+    if not {AUTO, REFERENCE}.isdisjoint(options.draft) and not options.prompt:
         raise ConfigError("the prompt is empty; expected a text to continue")  # before an export of minutes
-    bundle = open_draft_bundle(find_draft(options.draft, options.choice, clouds, about))
+    is_drafted = options.mode is not Mode.CLOUD_ONLY
+    bundles = [open_draft_bundle(path) for path in find_drafts(options.draft, options.choice, clouds, about)]
+    steps: list[str] = []
+    draft: OpenDraft | None = None
+    bundle = bundles[0]
+    if is_drafted:
+        candidates = place_drafts(bundles, options.choice, options.threads, clouds, about)
+        bundle = candidates[0].bundle
     tokenizer = bundle.tokenizer()
     grounding = None
     if options.docs is not None and options.prompt is not None:
         library = open_library(options.docs, options.docs_tokens, tokenizer, about)
         grounding = library.ground(options.prompt)
     request = make_request(options, tokenizer, bundle.manifest.tokenizer_fingerprint, grounding)
-    is_drafted = options.mode is not Mode.CLOUD_ONLY
-    draft = open_drafter(bundle, options.choice, options.threads) if is_drafted else None
+    if is_drafted:
+        draft = open_ladder(
+            candidates,
+            options.threads,
+            steps.append,
+            is_asked=len(candidates) == 1 or options.choice.wanted_device is not None,
+            is_looked_up=options.lookup is not False,
+        )
     printer = None if options.as_json else _printer(out, options, tokenizer.detokenizer(context=request.prompt))
+    eased_by = PowerWatch(options.on_battery).reason if is_drafted else None
     with closing(draft.drafter) if draft is not None else nullcontext():
         if draft is not None:
             for note in draft.placement.notes:
                 print_line(about, f"note: {note}", "yellow")
         end_tracing = start_tracing(lambda words: print_line(about, words, "yellow"))
         try:
-            ran = asyncio.run(_generate(options, clouds, request, draft, printer, about, grounding))
+            ran = asyncio.run(
+                _generate(options, clouds, request, draft, printer, about, tokenizer, eased_by, grounding)
+            )
         finally:
             end_tracing()
             if printer is not None:
                 printer.break_line()  # an error or Ctrl-C may have interrupted the text
     if options.as_json:
         document = _document(options, ran, draft, tokenizer)
+        document |= {"eased_by": eased_by, "draft_steps": steps}
         if grounding is not None:
             document |= {"passages": grounding.as_json(), "passage_tokens": grounding.num_tokens}
         print_document(out, document)
         return
     for line in [*_lines(options, request, ran, draft), *_passage_lines(options, grounding)]:
         print_line(about, line, "dim")
+    if eased_by is not None:
+        print_line(about, f"drafted with half the work: {eased_by} (--on-battery full drafts all)", "yellow")
+    for line in steps:
+        print_line(about, line, "yellow")
+    if ran.offline is not None and ran.offline.num_local:
+        print_line(about, offline_line(ran.offline), "bold yellow" if ran.offline.local else "yellow")
     if ran.undrafted is not None:
         print_line(about, ran.undrafted, "yellow")
     if ran.comparison is not None:
@@ -136,6 +171,8 @@ async def _generate(
     draft: OpenDraft | None,
     printer: TokenPrinter | None,
     about: Console,
+    tokenizer: Tokenizer | None = None,
+    eased_by: str | None = None,
     grounding: Grounding | None = None,
 ) -> Ran:
     def warn(words: str) -> None:
@@ -145,19 +182,85 @@ async def _generate(
 
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds]
-        endpoints = Endpoints(clients, on_trouble=warn)
-        await endpoints.compare_targets()
+        fleet = Fleet(clients)
+        stack.push_async_callback(fleet.aclose)
+        if len(clients) > 1 and (mixed := mixed_targets(await fleet.look(COMPARE_TIMEOUT_S))) is not None:
+            warn(mixed)
+        retry = OFFLINE_RETRY if options.offline_ok else None
+        endpoints = Endpoints(fleet.ranked(), retry, on_trouble=warn, fleet=fleet)
         drafter = draft.drafter if draft is not None else None
         tree = make_options(options.width, options.effort, options.draft_bytes, options.lookup is not False)
         quoted = grounding.quoted if grounding is not None else ()
+        tree = tree if eased_by is None else eased(tree)
         agent = make_agent(options.mode, endpoints, drafter, options.depth, tree, quoted=quoted)
-        result = await agent.generate(request, printer)
+        offline: OfflineText | None = None
+        if options.offline_ok and isinstance(agent, StreamAgent) and draft is not None and tokenizer is not None:
+            offline = await _generate_offline_ok(agent, draft, request, fleet, printer, tokenizer, warn)
+            result = whole_result(offline)
+        else:
+            result = await agent.generate(request, printer)
         if printer is not None:
             printer.finish()
         comparison = await _compare(options, request, agent, endpoints, about) if options.compare else None
         counted = comparison.typical[DRAFTED] if comparison is not None else result
         longest = draft.placement.max_positions if draft is not None else None
-        return Ran(result, counted, why_undrafted(counted, agent, longest, len(request.prompt)), comparison)
+        return Ran(result, counted, why_undrafted(counted, agent, longest, len(request.prompt)), comparison, offline)
+
+
+async def _generate_offline_ok(
+    agent: StreamAgent,
+    draft: OpenDraft,
+    request: GenerationRequest,
+    fleet: Fleet,
+    printer: TokenPrinter | None,
+    tokenizer: Tokenizer,
+    warn: Callable[[str], None],
+) -> OfflineText:
+    assert agent.drafter is not None
+    is_alone = False
+
+    async def find_cloud() -> bool:
+        return bool(await fleet.look(COMPARE_TIMEOUT_S))
+
+    def on_replaced(verified: Sequence[int]) -> None:
+        warn("The target goes on in place of the unverified text:")
+        if printer is not None:
+            printer.replace_unverified(tokenizer.detokenizer(context=[*request.prompt, *verified]))
+
+    def on_tokens(batch: TokenBatch) -> None:
+        nonlocal is_alone
+        if batch.is_unverified and not is_alone:
+            warn("No cloud answers: the draft goes on alone, unverified.")
+        is_alone = batch.is_unverified
+        if printer is not None:
+            printer(batch)
+
+    writer = OfflineWriter(
+        agent,
+        agent.drafter,
+        frozenset(tokenizer.eos_token_ids),
+        find_cloud,
+        printer.confirm_unverified if printer is not None else lambda num: None,
+        on_replaced,
+        max_positions=draft.placement.max_positions,
+    )
+    text = await writer.generate(request, on_tokens)
+    if printer is not None:
+        printer.confirm_unverified(len(text.local))
+    return text
+
+
+def offline_line(text: OfflineText) -> str:
+    """What the draft wrote alone, for people."""
+    if text.local:
+        return (
+            f"UNVERIFIED: the draft wrote the last {len(text.local)} of {len(text.tokens)} tokens alone, since no "
+            f"cloud answered: {text.error}"
+        )
+    return (
+        f"verified: of {text.num_local} tokens that the draft wrote alone, the target confirmed {text.num_confirmed} "
+        f"and replaced {text.num_replaced}"
+    )
 
 
 async def _compare(
@@ -201,6 +304,8 @@ def _document(options: RunOptions, ran: Ran, draft: OpenDraft | None, tokenizer:
     result = ran.result
     document = result_as_json(result, tokenizer.decode(result.tokens)) | {"seed": options.params.seed}
     document |= {"draft": draft.placement.as_json() if draft is not None else None, "undrafted": ran.undrafted}
+    if ran.offline is not None:
+        document["offline"] = ran.offline.as_json()
     if (found := ran.comparison) is not None:
         baseline = found.typical[CLOUD_ONLY]
         document |= {

@@ -8,16 +8,18 @@ from typing import Annotated
 
 import typer
 
-from outrider.edge.cli.cloud_flags import ApiKey, Clouds, KeyFile
+from outrider.edge.cli.cloud_flags import AllowHttp, ApiKey, Clouds, KeyFile
 from outrider.edge.cli.docs_flags import Docs, DocsTokens
 from outrider.edge.cli.draft_flags import (
     LOOKUP,
-    Draft,
+    BatteryWork,
     DraftBytes,
     DraftDevice,
+    Drafts,
     EmulateNpu,
     HowMuch,
     Lookup,
+    OfflineOk,
     Provider,
     Runtime,
     Width,
@@ -28,6 +30,7 @@ from outrider.edge.cli.draft_flags import (
     refuse_idle_tree,
 )
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
+from outrider.edge.devices.power import OnBattery
 from outrider.edge.drafting.depth import Effort
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.results import Mode
@@ -48,7 +51,7 @@ class RunOptions:
             help="The text to continue; read from standard input where it is - or missing.", show_default=False
         ),
     ] = None
-    draft: Draft = AUTO
+    draft: Drafts = field(default_factory=lambda: [AUTO])
     cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
     mode: Annotated[Mode, typer.Option(help="How device and cloud share the work.")] = Mode.STREAM
     draft_device: DraftDevice = None
@@ -58,6 +61,7 @@ class RunOptions:
     depth: Annotated[str, typer.Option(help="How far to draft ahead: auto, threshold or a number, 0 to 64.")] = "auto"
     width: Width = "auto"
     effort: HowMuch = Effort.NORMAL
+    on_battery: BatteryWork = OnBattery.HALF
     draft_bytes: DraftBytes = BYTES_PER_TOKEN
     lookup: Lookup = None
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest text, in tokens.")] = 128
@@ -74,6 +78,7 @@ class RunOptions:
     docs_tokens: DocsTokens = DOCS_TOKENS
     threads: Annotated[int, typer.Option(min=0, help="Threads of the draft; 0 leaves it to the runtime.")] = 0
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the draft bundle's chat template.")] = False
+    offline_ok: OfflineOk = False
     compare: Annotated[
         bool, typer.Option("--compare", help="Then measure this mode and cloud-only in turn; print the speed-up.")
     ] = False
@@ -84,6 +89,7 @@ class RunOptions:
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False
     api_key: ApiKey = None
     key_file: KeyFile = None
+    allow_http: AllowHttp = False
     choice: DraftChoice = field(init=False)
     params: SamplingParams = field(init=False)
 
@@ -115,7 +121,12 @@ class RunOptions:
             LOOKUP: self.lookup is not None,
             "--patience-ms": self.patience_ms is not None,
         }
+        if self.offline_ok and self.mode is not Mode.STREAM and is_typed("offline_ok"):
+            raise ConfigError("--offline-ok needs a draft that streams; leave out --mode, or --offline-ok")
+        if self.offline_ok and self.compare and is_typed("compare"):
+            raise ConfigError("--compare measures the cloud, and --offline-ok does without; leave one of them out")
         pace = {
+            "--on-battery": self.on_battery is not OnBattery.HALF,
             "--depth": self.depth != "auto",
             "--effort": self.effort is not Effort.NORMAL,
             "--threads": self.threads != 0,

@@ -14,14 +14,16 @@ from typing import Final
 from rich.console import Console
 
 from outrider.edge.cli.docs import open_library
-from outrider.edge.cli.draft_source import Clouds, clouds_of, find_draft
+from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts
 from outrider.edge.cli.serve_options import ServeOptions
+from outrider.edge.devices.power import PowerWatch
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.client import CloudClient
 from outrider.edge.modes.assemble import make_depth, make_options, open_draft_bundle, open_draft_model
+from outrider.edge.modes.ladder import lazy_model, open_first
 from outrider.edge.serve.drafts import DraftSequences
 from outrider.edge.serve.server import LocalServer
-from outrider.edge.serve.state import LocalCore, LocalSettings
+from outrider.edge.serve.state import LocalCore, LocalSettings, OfflineSettings
 from outrider.edge.serve.upstream import Upstream
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.tracing import start_tracing
@@ -53,7 +55,7 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
     tls = tls_files(options.tls_cert, options.tls_key)
     make_depth(options.depth, Estimates())
     agent_options = make_options(options.width, options.effort, options.draft_bytes, options.is_looked_up)
-    clouds = clouds_of(options.cloud, cloud_keys or Keys(options.api_key))
+    clouds = clouds_of(options.cloud, cloud_keys or Keys(options.api_key, is_http_allowed=options.allow_http))
     with open_socket(options.host, options.port) as sock:
         settings = LocalSettings(
             keys=keys,
@@ -95,11 +97,19 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
 
 def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -> LocalCore:
     about = Console(stderr=True)
-    bundle = open_draft_bundle(find_draft(options.draft, options.choice, clouds, about, needs_server=False))
+    paths = find_drafts(options.draft, options.choice, clouds, about, needs_server=False)
+    bundles = [open_draft_bundle(path) for path in paths]
+    candidates = place_drafts(bundles, options.choice, options.threads, clouds, about)
+    bundle = candidates[0].bundle
     num_sequences = min(options.max_drafting, options.max_requests)
     tokenizer = bundle.tokenizer()
     library = open_library(options.docs, options.docs_tokens, tokenizer, about) if options.docs is not None else None
-    model = open_draft_model(bundle, options.choice, options.threads, num_sequences, options.draft_context)
+    model, others = open_first(
+        candidates,
+        lambda each: open_draft_model(each.bundle, each.choice, options.threads, num_sequences, options.draft_context),
+        lambda words: print_line(about, words, "yellow"),
+        is_asked=len(candidates) == 1 or options.choice.wanted_device is not None,
+    )
     for note in model.placement.notes:
         print_line(about, f"note: {note}", "yellow")
     max_connections = _CONNECTIONS_PER_TEXT * options.max_requests
@@ -109,10 +119,17 @@ def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -
         tokenizer=tokenizer,
         fingerprint=fingerprint,
         upstream=Upstream(clients, fingerprint),
-        drafts=DraftSequences(model, num_sequences, is_looked_up=options.is_looked_up),
+        drafts=DraftSequences(
+            model,
+            num_sequences,
+            is_looked_up=options.is_looked_up,
+            others=[lazy_model(each, options.threads, num_sequences, options.draft_context) for each in others],
+        ),
         settings=settings,
         placement=model.placement.words,
         library=library,
+        power=PowerWatch(options.on_battery),
+        offline=OfflineSettings(bundle.manifest.name, model.placement.max_positions) if options.offline_ok else None,
     )
 
 

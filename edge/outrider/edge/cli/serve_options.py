@@ -8,15 +8,17 @@ from typing import Annotated
 
 import typer
 
-from outrider.edge.cli.cloud_flags import ApiKey, Clouds, KeyFile
+from outrider.edge.cli.cloud_flags import AllowHttp, ApiKey, Clouds, KeyFile
 from outrider.edge.cli.docs_flags import Docs, DocsTokens
 from outrider.edge.cli.draft_flags import (
-    Draft,
+    BatteryWork,
     DraftBytes,
     DraftDevice,
+    Drafts,
     EmulateNpu,
     HowMuch,
     Lookup,
+    OfflineOk,
     Provider,
     Runtime,
     Width,
@@ -25,6 +27,7 @@ from outrider.edge.cli.draft_flags import (
     refuse_idle_tree,
 )
 from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.devices.power import OnBattery
 from outrider.edge.drafting.depth import Effort
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.retrieval.documents import DOCS_TOKENS
@@ -36,10 +39,11 @@ from outrider.models.reference_export import DEFAULT_VERIFIER_URL
 class ServeOptions:
     """The command line. Raises ConfigError for options that contradict each other."""
 
-    draft: Draft = AUTO
+    draft: Drafts = field(default_factory=lambda: [AUTO])
     cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
     api_key: ApiKey = None
     key_file: KeyFile = None
+    allow_http: AllowHttp = False
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 8077
     api_key_file: Annotated[
@@ -88,6 +92,7 @@ class ServeOptions:
     depth: Annotated[str, typer.Option(help="How far to draft ahead: auto, threshold or a number, 0 to 64.")] = "auto"
     width: Width = "auto"
     effort: HowMuch = Effort.NORMAL
+    on_battery: BatteryWork = OnBattery.HALF
     draft_bytes: DraftBytes = BYTES_PER_TOKEN
     lookup: Lookup = None
     patience_ms: Annotated[
@@ -95,6 +100,7 @@ class ServeOptions:
     ] = None
     docs: Docs = None
     docs_tokens: DocsTokens = DOCS_TOKENS
+    offline_ok: OfflineOk = False
     threads: Annotated[int, typer.Option(min=0, help="Threads of the draft; 0 leaves it to the runtime.")] = 0
     metrics: Annotated[bool, typer.Option("--metrics", help="Offer Prometheus metrics at /metrics.")] = False
     choice: DraftChoice = field(init=False)

@@ -22,6 +22,8 @@ ALTERNATIVE_STYLE = "cyan"
 STYLES = {Origin.PICK: DRAFT_STYLE, Origin.ALTERNATIVE: ALTERNATIVE_STYLE, Origin.TARGET: ""}
 """By who guessed a token: the draft, the draft as an alternative, nobody before the target."""
 PROMPT_STYLE = "dim"
+UNVERIFIED_STYLE = "yellow"
+"""Tokens that the draft wrote alone."""
 
 
 class TokenPrinter:
@@ -35,12 +37,34 @@ class TokenPrinter:
         self._detokenizer = detokenizer
         self._prompt = prompt
         self._is_in_line = False
+        self._held: list[int] = []
 
     def __call__(self, batch: TokenBatch) -> None:
         self._print(self._prompt, PROMPT_STYLE)
         self._prompt = ""
+        if batch.is_unverified:
+            self._print_unverified(batch)
+            return
         for origin, run in groupby(range(len(batch.tokens)), batch.origin):
             self._print(self._detokenizer.push([batch.tokens[index] for index in run]), STYLES[origin])
+
+    def replace_unverified(self, detokenizer: StreamingDetokenizer) -> None:
+        """The tokens that follow replace unverified ones. detokenizer: one that has the verified text as context."""
+        self._held = []
+        if self._console.is_terminal:  # elsewhere they were not printed
+            self.break_line()
+            self._detokenizer = detokenizer
+
+    def _print_unverified(self, batch: TokenBatch) -> None:
+        if self._console.is_terminal:
+            self._print(self._detokenizer.push(list(batch.tokens)), UNVERIFIED_STYLE)
+        else:
+            self._held += batch.tokens  # what is written to a file cannot be taken back
+
+    def confirm_unverified(self, num_tokens: int) -> None:
+        """The first of the unverified tokens are the target's, or are all that there will be."""
+        confirmed, self._held = self._held[:num_tokens], self._held[num_tokens:]
+        self._print(self._detokenizer.push(confirmed), "")
 
     def finish(self) -> None:
         """Prints what is left and ends the line."""

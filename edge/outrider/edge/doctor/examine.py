@@ -83,7 +83,7 @@ def _examine_cloud(
         return
     endpoint = next((each for each in patient.keys.endpoints if each.url == address), None)
     try:
-        key = patient.keys.for_url(address, patient.urls)
+        key = patient.keys.key_of(address, patient.urls)
     except ConfigError as error:
         problem, _, advice = str(error).rpartition("; ")
         yield fault("key file", problem, advice)
@@ -91,7 +91,7 @@ def _examine_cloud(
     if key is not None:
         secrets.add(key)
     label = _label(address, endpoint) if len(patient.urls) > 1 else ""
-    report = CloudReport(Cloud(address, key, label, endpoint is not None and endpoint.allow_http))
+    report = CloudReport(Cloud(address, key, label, patient.keys.allows_http(address)))
     reports.append(report)
     yield from report.findings()
     if report.facts is not None:

@@ -27,6 +27,7 @@ from outrider.models.errors import OutriderError
 PROMPT_TOKENS: Final = 16
 NUM_WARM: Final = 3
 NUM_TIMED: Final = 9
+NUM_NODES: Final = 8
 TIMEOUT_S: Final = 120.0
 _ANSWER: Final = "OUTRIDER_PROBE "
 
@@ -37,13 +38,17 @@ class ProbeFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A draft on this machine. words: what runs it. token_ms: median time of one token, without branches."""
+    """A draft on this machine. words: what runs it. token_ms: median time of one token, without branches.
+
+    eight_ms: median time of eight nodes of a tree.
+    """
 
     words: str
     open_s: float
     prompt_ms: float
     token_ms: float
     worst_ms: float
+    eight_ms: float
 
 
 def ask_runtime(runtime: ModelRuntime) -> FoundRuntime:
@@ -127,12 +132,15 @@ def _profile(bundle: str, choice: DraftChoice, num_threads: int) -> dict[str, An
         drafter.begin(range(1, 1 + PROMPT_TOKENS), SamplingParams())
         guesses = drafter.guess([()], 1)[0]
         prompt_ms = 1e3 * (time.perf_counter() - opened)
-        times = []
+        times, eights = [], []
         for _ in range(NUM_WARM + NUM_TIMED):
             drafter.extend([guesses[0].token if guesses else 1])
             start = time.perf_counter()
             guesses = drafter.guess([()], 1)[0]
             times.append(1e3 * (time.perf_counter() - start))
+            start = time.perf_counter()
+            drafter.guess([(1 + index,) for index in range(NUM_NODES)], 2)
+            eights.append(1e3 * (time.perf_counter() - start))
     finally:
         drafter.close()
     timed = times[NUM_WARM:]
@@ -142,6 +150,7 @@ def _profile(bundle: str, choice: DraftChoice, num_threads: int) -> dict[str, An
         "prompt_ms": prompt_ms,
         "token_ms": median(timed),
         "worst_ms": max(timed),
+        "eight_ms": median(eights[NUM_WARM:]),
     }
 
 

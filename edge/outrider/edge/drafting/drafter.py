@@ -104,10 +104,12 @@ class ModelDrafter:
         runtime: SequenceRuntime,
         num_ids: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        model: object = None,
     ) -> None:
         """num_ids: ids that the tokenizer knows; logits beyond are padding, which the target may not have, and are
-        never proposed. None: all.
+        never proposed. None: all. model: the same for drafters whose runtimes are sequences of one model.
         """
+        self.model = model
         self._runtime = runtime
         self._prompts = runtime if isinstance(runtime, PromptRuntime) else None
         self._clock = clock

@@ -159,7 +159,7 @@ class DraftScheduler:
         for run in others if model is not None else ():
             if num_left < 1:
                 break
-            if _model(run.job) is None or run.job.width != first.job.width or run.job.drafter.is_behind:
+            if _model(run.job) != model or run.job.width != first.job.width or run.job.drafter.is_behind:
                 continue
             share = min(num_left, _share(run, len(runs)))
             if (call := self._prepare(run, len(runs), share)) is not None:
@@ -247,6 +247,6 @@ def _share(run: _Run, num_runs: int) -> int:
 def _model(job: DraftJob) -> object | None:
     """What texts must have in common to share a call; None for one that runs alone."""
     drafter = job.drafter
-    if job.width < 2 or not isinstance(drafter, JoiningDrafter):
+    if job.width < 2 or not isinstance(drafter, JoiningDrafter) or drafter.model_drafter is None:
         return None
-    return drafter.model_drafter
+    return (drafter.model_drafter.model,)

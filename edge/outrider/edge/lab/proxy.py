@@ -65,6 +65,7 @@ class DelayProxy:
         self.bytes_down = 0
         self.num_connections = 0
         self.num_cuts = 0
+        self._is_held = False
 
     @property
     def url(self) -> str:
@@ -85,6 +86,10 @@ class DelayProxy:
     def cut(self) -> None:
         """Closes every open connection both ways; what was under way is lost. New ones are served as before."""
         self._loop.call_soon_threadsafe(self._cut_all)
+
+    def hold(self) -> None:
+        """From now on nothing comes through, either way, and no connection is closed: a link that is dead."""
+        self._is_held = True
 
     def _serve(self) -> None:
         try:
@@ -156,6 +161,8 @@ class DelayProxy:
                     if self._options.cut_chance and self._random.random() < self._options.cut_chance:
                         self.num_cuts += 1
                         raise ConnectionResetError("cut on purpose")
+                if self._is_held:
+                    continue
                 late.append((self._loop.time() + self._options.rtt_ms / 2e3, data))
                 arrived.set()
             late.append((self._loop.time() + self._options.rtt_ms / 2e3, b""))

@@ -314,6 +314,11 @@ class CloudClient:
             raise silent(self.url, self._silence_s) from e
         except httpx.TransportError as e:
             raise lost(self.url, e) from e
+        except AttributeError as e:
+            # anyio asks a connection for its peer that was reset while it was being opened.
+            if "getpeername" not in str(e):
+                raise
+            raise EndpointLost(f"{self.url}: the connection was reset") from e
 
     async def _require_success(self, response: httpx.Response) -> None:
         """Raises the error that the answer reports, and ProtocolBroken for a redirect or a compressed body."""

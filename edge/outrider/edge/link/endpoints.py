@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.errors import EndpointLost, EndpointUnfit, refusal_error
+from outrider.edge.link.fleet import Fleet
 from outrider.edge.link.origin import Served, TextOrigin, mixed_targets
 from outrider.edge.results import ByteCounts
 from outrider.models.errors import CloudError, ConfigError, OutriderError, RequestError
@@ -57,7 +58,8 @@ class Endpoints:
     """At least one endpoint; the first that works is kept until it fails.
 
     clock counts seconds, as `sleep` does. on_trouble: called with a sentence before the first new attempt of an outage,
-    and again when every one of several endpoints has failed.
+    and again when every one of several endpoints has failed. fleet: what all texts know of these endpoints; gets this
+    text's failures and successes, and says which are down.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class Endpoints:
         sleep: Sleep = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
         on_trouble: Callable[[str], None] = lambda words: None,
+        fleet: Fleet | None = None,
     ) -> None:
         if not clients:
             raise ConfigError("no cloud endpoint is given; expected at least one URL")
@@ -75,6 +78,7 @@ class Endpoints:
         self._sleep = sleep
         self._clock = clock
         self._on_trouble = on_trouble
+        self._fleet = fleet
         self._current = 0
         self._has_answered = False
         self._failures: list[str] = []
@@ -84,6 +88,11 @@ class Endpoints:
     def wire(self) -> ByteCounts:
         """Bytes to and from all endpoints so far."""
         return sum((client.wire for client in self._clients), ByteCounts())
+
+    def choose_again(self) -> None:
+        """Begins the next text where the fleet would: the preferred endpoint may be back."""
+        if self._fleet is not None:
+            self._clients, self._current = tuple(self._fleet.ranked()), 0
 
     async def session_events(
         self,
@@ -117,6 +126,7 @@ class Endpoints:
                             assert served is not None, "the client checks that `open` comes first"
                             text.took_tokens(served)
                             self._failures.clear()
+                            self._report_success(client)
                         elif event.reason in ("shutdown", "cancelled", "error"):
                             raise _end_error(client, event)
                         yield Arrival(event, client)
@@ -145,6 +155,7 @@ class Endpoints:
                 await self._move_on(e, text)
             else:
                 self._has_answered = True
+                self._report_success(client)
                 return answer
 
     async def compare_targets(self) -> None:
@@ -173,6 +184,8 @@ class Endpoints:
             self._outage_began_at = now
         self._failures.append(str(error))
         failed = self._clients[self._current].url
+        if self._fleet is not None:
+            self._fleet.failed(failed, error)
         if isinstance(error, EndpointUnfit):
             text.unfit[failed] = error
         num_fit = sum(client.url not in text.unfit for client in self._clients)
@@ -185,7 +198,7 @@ class Endpoints:
             raise CloudError(
                 f"{left} after {num_failures} attempts in {outage_s:.1f} s: {'; '.join(causes)}"
             ) from error
-        self._current = (self._current + 1) % len(self._clients)
+        self._current = self._next(text)
         following = self._choose(text).url
         if isinstance(error, EndpointUnfit):
             self._on_trouble(f"{error}. Trying {following}.")
@@ -198,6 +211,21 @@ class Endpoints:
         if num_tried == 0:
             doublings = min(num_rounds - 1, 32)  # a float holds no more than 1023
             await self._sleep(min(retry.max_pause_s, retry.first_pause_s * 2**doublings))
+
+    def _next(self, text: TextOrigin) -> int:
+        """The endpoint after the current one; one that is down only where all that are fit are."""
+        num = len(self._clients)
+        after = [(self._current + steps) % num for steps in range(1, num + 1)]
+        if self._fleet is not None:
+            for index in after:
+                url = self._clients[index].url
+                if url not in text.unfit and not self._fleet.is_down(url):
+                    return index
+        return after[0]
+
+    def _report_success(self, client: CloudClient) -> None:
+        if self._fleet is not None:
+            self._fleet.served(client.url)
 
     def _max_outage_s(self, error: EndpointLost) -> float:
         """Failures that ended with `error` are not given up before they have gone on for this long."""

@@ -31,6 +31,11 @@ class TextOrigin:
         self._began: Served | None = None
         self._last_url = ""
 
+    @property
+    def began(self) -> Served | None:
+        """The target of the text's first token, as far as it is known."""
+        return self._began
+
     def needs_probe(self, url: str) -> bool:
         """Whether to look at the endpoint's readiness before the text goes on there: it is another than the last."""
         return self._began is not None and self._began.target is not None and url != self._last_url

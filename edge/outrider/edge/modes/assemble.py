@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from outrider.edge.drafting.depth import (
 )
 from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.ladder import LadderDrafter
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.drafting.worker import TreeLimits
@@ -68,6 +69,12 @@ def make_options(
     return AgentOptions(limits, bytes_per_token, effort=effort, is_looked_up=is_looked_up)
 
 
+def eased(options: AgentOptions) -> AgentOptions:
+    """The same with half the work: low effort, half the nodes, half the bytes."""
+    tree = replace(options.tree, max_nodes=max(1, options.tree.max_nodes // 2))
+    return replace(options, tree=tree, bytes_per_token=options.bytes_per_token / 2.0, effort=Effort.LOW)
+
+
 def make_agent(
     mode: Mode,
     endpoints: Endpoints,
@@ -92,6 +99,8 @@ def make_agent(
         drafter = MixedDrafter(drafter, quoted)
     elif quoted and options.is_looked_up and isinstance(drafter, NgramDrafter):
         drafter = NgramDrafter(quoted)
+    elif options.is_looked_up and options.tree.width > 1 and isinstance(drafter, LadderDrafter):
+        drafter.look_up_too(quoted)
     controller = make_depth(depth, estimates, options.effort)
     return StreamAgent(endpoints, drafter, controller, estimates, options, scheduler=scheduler)
 

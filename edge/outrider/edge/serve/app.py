@@ -27,7 +27,7 @@ from outrider.models.http.security import Gate, PagePolicy
 
 PROBE_PATHS: Final = ("/health/live", "/health/ready")
 """Answered without a key, under any host name."""
-COSTLY_PATHS: Final = ("/v1/completions", "/v1/chat/completions", GENERATE)
+COSTLY_PATHS: Final = ("/v1/completions", "/v1/chat/completions", "/v1/outrider/verify", GENERATE)
 """Counted against a client's rate."""
 
 

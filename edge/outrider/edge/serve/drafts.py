@@ -1,4 +1,4 @@
-"""Lends the sequences of one draft model to the texts that are being generated.
+"""Lends the sequences of the draft models to the texts that are being generated.
 
 A sequence keeps its cache when its text ends: the next turn of a conversation begins with the same tokens. So the
 memory is bounded by the number of sequences and their longest text. What one client's text left there is forgotten
@@ -8,16 +8,22 @@ before another client gets the sequence: times would show what it was.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
+from outrider.edge.breaker import Breaker
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.ladder import LadderDrafter, Rung
 from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.modes.assemble import OpenModel
+from outrider.edge.modes.ladder import LOOKUP_WORDS, LazyModel
 from outrider.models.errors import OutriderError
 from outrider.models.runtimes.base import SequenceRuntime, ShareableRuntime
+from outrider.models.visible import visible
 
 _log = logging.getLogger("outrider.serve")
 
@@ -44,90 +50,209 @@ class Loan:
 
 
 class DraftSequences:
-    """The sequences of a draft model, opened as they are needed. Lives on one event loop.
+    """The sequences of draft models, opened as they are needed. Lives on one event loop, and in the drafting thread.
 
-    max_sequences: at most; 1 where the runtime holds one only. is_looked_up: texts beyond that draft by n-gram lookup.
+    max_sequences: of a model, at most; 1 where its runtime holds one only. is_looked_up: texts beyond that draft by
+    n-gram lookup. others: models for texts whose draft has failed, the best first; loaded when they are needed.
+    first_pause_s: before a model that failed is tried again; doubles.
     """
 
-    def __init__(self, model: OpenModel, max_sequences: int, *, is_looked_up: bool) -> None:
+    def __init__(
+        self,
+        model: OpenModel,
+        max_sequences: int,
+        *,
+        is_looked_up: bool,
+        others: Sequence[LazyModel] = (),
+        first_pause_s: float = 1.0,
+    ) -> None:
         self.scheduler = DraftScheduler()
-        self.max_sequences = 0
-        if model.runtime is not None:
-            self.max_sequences = max_sequences if isinstance(model.runtime, ShareableRuntime) else 1
-        self._model = model
         self._is_looked_up = is_looked_up or model.runtime is None
-        self._opened: list[_Sequence] = []
-        self._idle: list[_Sequence] = []  # the one used longest ago first
+        self._lock = threading.Lock()
+        words = model.placement.words
+        models = [LazyModel(words, lambda: model), *others] if model.runtime is not None else []
+        self._pools = [_Pool(each, max_sequences, self._lock, self.scheduler, first_pause_s) for each in models]
+        if self._pools:
+            self._pools[0].load()
+        self._lookup = Breaker()
         self._experience: list[Estimates] = []
+
+    @property
+    def max_sequences(self) -> int:
+        """Texts that the first model drafts for at a time."""
+        return self._pools[0].max_sequences if self._pools else 0
+
+    @property
+    def num_opened(self) -> int:
+        """Sequences of all models."""
+        return sum(len(pool.opened) for pool in self._pools)
 
     @property
     def num_lent(self) -> int:
         """Sequences that texts have now."""
-        return len(self._opened) - len(self._idle)
+        return sum(len(pool.opened) - len(pool.idle) for pool in self._pools)
+
+    @property
+    def failed(self) -> list[str]:
+        """Models that have failed and are not tried now, in words."""
+        return [pool.words for pool in self._pools if pool.breaker.is_open]
 
     @contextmanager
     def lend(self, owner: bytes, prompt: Sequence[int]) -> Iterator[Loan]:
         """A drafter for one text of `owner`, and what earlier texts have measured."""
-        sequence = self._take(owner, prompt)
-        drafter: Drafter | None = sequence.drafter if sequence is not None else None
-        if drafter is None and self._is_looked_up:
-            drafter = NgramDrafter()
+        taken: dict[int, _Sequence] = {}
+        # The first is taken now and not when drafting begins: texts get sequences in the order in which they came.
+        first = next((index for index, pool in enumerate(self._pools) if not pool.breaker.pause_s), None)
+        if first is not None and (sequence := self._pools[first].take(owner, prompt, in_thread=False)) is not None:
+            taken[first] = sequence
+        has_model = bool(taken)
+        rungs = [
+            Rung(pool.words, partial(self._open, taken, index, owner, prompt), pool.breaker)
+            for index, pool in enumerate(self._pools)
+        ]
+        if self._is_looked_up:
+            rungs.append(Rung(LOOKUP_WORDS, NgramDrafter, self._lookup))
+        is_any = has_model or self._is_looked_up or bool(self.failed)
+        drafter = LadderDrafter(rungs, on_step=_note) if is_any else None
         # Nobody else uses these while they are lent: texts that run at the same time would spoil each other's figures.
-        estimates = self._experience.pop() if self._experience and sequence is not None else Estimates()
+        estimates = self._experience.pop() if self._experience and has_model else Estimates()
         loan = Loan(drafter, estimates)
         try:
             yield loan
         finally:
-            if sequence is not None:
+            if has_model:
                 self._experience.append(estimates)
-                self._take_back(sequence, loan)
+            failed = drafter.failed if drafter is not None else set[int]()
+            with self._lock:
+                for index, sequence in taken.items():
+                    is_lost = loan.has_failed or index in failed or not loan.text
+                    self._pools[index].take_back(sequence, () if is_lost else loan.text)
+                taken.clear()
 
     def close(self) -> None:
-        """Releases the model, after the call in progress; nothing may be lent."""
+        """Releases the models, after the call in progress; nothing may be lent."""
         self.scheduler.join()
-        for sequence in reversed(self._opened):  # the model's own comes last
-            sequence.drafter.close()
-        if self._model.runtime is not None:
-            self._model.runtime.close()
-        self._opened, self._idle = [], []
+        for pool in self._pools:
+            pool.close()
 
-    def _take(self, owner: bytes, prompt: Sequence[int]) -> _Sequence | None:
-        own = [sequence for sequence in self._idle if sequence.owner == owner]
+    def _open(self, taken: dict[int, _Sequence], index: int, owner: bytes, prompt: Sequence[int]) -> Drafter | None:
+        """For the drafting thread."""
+        if index in taken:
+            return taken[index].drafter
+        pool = self._pools[index]
+        # Loaded in place of one that failed, not to draft for more texts: memory was planned for one model.
+        if not pool.is_loaded and not any(better.breaker.is_open for better in self._pools[:index]):
+            return None
+        sequence = pool.take(owner, prompt, in_thread=True)
+        if sequence is None:
+            return None
+        taken[index] = sequence
+        return sequence.drafter
+
+
+class _Pool:
+    """One model's sequences."""
+
+    def __init__(
+        self,
+        lazy: LazyModel,
+        max_sequences: int,
+        lock: threading.Lock,
+        scheduler: DraftScheduler,
+        first_pause_s: float,
+    ) -> None:
+        self.words = lazy.words
+        self.breaker = Breaker(first_pause_s)
+        self.max_sequences = max_sequences
+        self.opened: list[_Sequence] = []
+        self.idle: list[_Sequence] = []  # the one used longest ago first
+        self._lazy = lazy
+        self._model: OpenModel | None = None
+        self._lock = lock
+        self._scheduler = scheduler
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model is in memory."""
+        return self._model is not None
+
+    def load(self) -> OpenModel:
+        """The model. Raises what its runtime raises."""
+        if self._model is None:
+            self._model = self._lazy.open()
+            self.words = self._model.placement.words
+            if not isinstance(self._model.runtime, ShareableRuntime):
+                self.max_sequences = 1
+        return self._model
+
+    def take(self, owner: bytes, prompt: Sequence[int], *, in_thread: bool) -> _Sequence | None:
+        """A sequence for a text; None where all are lent. in_thread: this is the drafting thread."""
+        if in_thread:
+            self.load()  # takes long, so without the lock; only this thread loads
+        with self._lock:
+            found = self._find(owner, prompt)
+            if found is None:
+                return None
+            if found in self.idle:
+                self.idle.remove(found)
+            is_others, found.owner = found.owner != owner, owner
+        if is_others and in_thread:
+            _forget(found)
+        elif is_others:
+            self._scheduler.do(partial(_forget, found))
+        return found
+
+    def take_back(self, sequence: _Sequence, text: Sequence[int]) -> None:
+        """Takes a sequence back that holds a beginning of `text`. Call it with the lock held."""
+        sequence.text = text
+        if not text:
+            self._scheduler.do(partial(_forget, sequence))
+        self.idle.append(sequence)
+
+    def close(self) -> None:
+        """Releases the model."""
+        for sequence in reversed(self.opened):  # the model's own comes last
+            sequence.drafter.close()
+        if self._model is not None and self._model.runtime is not None:
+            self._model.runtime.close()
+        self.opened, self.idle = [], []
+
+    def _find(self, owner: bytes, prompt: Sequence[int]) -> _Sequence | None:
+        own = [sequence for sequence in self.idle if sequence.owner == owner]
         found = max(own, key=lambda sequence: _num_shared(sequence.text, prompt), default=None)
         if found is None or 2 * _num_shared(found.text, prompt) < max(1, len(found.text)):  # another conversation's
-            found = self._open() or (self._idle[0] if self._idle else None)
-        if found is None:
-            return None
-        if found in self._idle:
-            self._idle.remove(found)
-        if found.owner != owner:
-            self.scheduler.do(found.drafter.forget)
-            found.owner = owner
+            found = self._open() or (self.idle[0] if self.idle else None)
         return found
 
     def _open(self) -> _Sequence | None:
         """A new sequence; None where the model holds no more, or has no room for it."""
-        if len(self._opened) >= self.max_sequences:
+        if len(self.opened) >= self.max_sequences:
             return None
-        runtime = self._model.runtime
+        model = self.load()
+        runtime = model.runtime
         assert runtime is not None
-        if self._opened:
+        if self.opened:
             assert isinstance(runtime, ShareableRuntime)
             try:
                 runtime = runtime.open_sequence()
             except OutriderError as error:  # the cache does not fit
-                _log.warning("%d texts at a time have drafts, no more: %s", len(self._opened), error)
-                self.max_sequences = len(self._opened)
+                _log.warning("%d texts at a time have drafts, no more: %s", len(self.opened), error)
+                self.max_sequences = len(self.opened)
                 return None
-        self._opened.append(_Sequence(runtime, ModelDrafter(runtime, self._model.num_ids)))
-        return self._opened[-1]
+        self.opened.append(_Sequence(runtime, ModelDrafter(runtime, model.num_ids, model=self)))
+        return self.opened[-1]
 
-    def _take_back(self, sequence: _Sequence, loan: Loan) -> None:
-        sequence.text = loan.text
-        if loan.has_failed or not loan.text:
-            sequence.text = ()
-            self.scheduler.do(sequence.drafter.forget)
-        self._idle.append(sequence)
+
+def _forget(sequence: _Sequence) -> None:
+    """Forgets a sequence's text. Raises nothing: a device that has failed may fail at this too, and is tried later."""
+    try:
+        sequence.drafter.forget()
+    except Exception as error:
+        _log.warning("a sequence of the draft cannot be emptied: %s", error)
+
+
+def _note(words: str) -> None:
+    _log.warning("%s", visible(words))
 
 
 def _num_shared(text: Sequence[int], prompt: Sequence[int]) -> int:

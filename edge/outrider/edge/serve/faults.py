@@ -11,6 +11,7 @@ from outrider.models.visible import visible
 
 _log = logging.getLogger("outrider.serve")
 
+NO_VERIFIER: Final = "no_verifier"
 _OWN_KEY: Final = frozenset({401, 403})
 """What a verifier answers because of the device's own key or address: the client cannot put it right."""
 
@@ -26,7 +27,7 @@ def as_request_error(error: Exception, *, shows_details: bool) -> RequestError:
     elif isinstance(error, RequestError):
         code, status, words = "verifier_refused", 502, "the verifier refuses this device"
     elif isinstance(error, CloudError):
-        code, status, words = "no_verifier", 503, "no verifier can answer now"
+        code, status, words = NO_VERIFIER, 503, "no verifier can answer now"
     else:
         code, status, words = "device_failed", 500, "the device failed on this request"
     _log.warning("%s: %s", code, visible(str(error)))

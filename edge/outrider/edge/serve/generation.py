@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
-from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.link.sender import Posts
-from outrider.edge.modes.assemble import make_agent
+from outrider.edge.modes.assemble import eased, make_agent
+from outrider.edge.modes.offline import OfflineWriter, whole_result
 from outrider.edge.modes.stream import StreamAgent
-from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens, TokenBatch
 from outrider.edge.serve.drafts import Loan
 from outrider.edge.serve.faults import as_request_error, shutting_down
 from outrider.edge.serve.inbox import Inbox
 from outrider.edge.serve.state import LocalCore
+from outrider.edge.serve.unverified import KeptText
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.faults import log_fault
 from outrider.models.http.answers import usage_of
@@ -27,6 +28,8 @@ from outrider.models.http.shapes import Delta
 from outrider.models.http.text import TextAssembler
 from outrider.models.protocol import ModelFacts
 from outrider.models.runtimes.ngram import QuotedText
+
+_log = logging.getLogger("outrider.serve")
 
 
 @dataclass(slots=True)
@@ -38,6 +41,7 @@ class _Choice:
     num_accepted: int = 0
     num_proposed: int = 0
     num_cached: int = 0
+    num_unverified: int = 0
 
 
 _Event = TokenBatch | GenerationResult | RequestError
@@ -50,9 +54,12 @@ class LocalTexts:
     core: LocalCore
     owner: bytes
     reader: Inbox[tuple[int, _Event]] = field(default_factory=Inbox)
+    answer_id: str = ""
     _choices: list[_Choice] = field(default_factory=list)
     _num_places: int = 0
     _quoted: Sequence[Sequence[QuotedText]] = ()
+    _stops: tuple[str, ...] = ()
+    _stop_ids: frozenset[int] = frozenset()
 
     @classmethod
     def reserve(cls, core: LocalCore, owner: bytes, num_choices: int) -> Self:
@@ -71,17 +78,20 @@ class LocalTexts:
         stop_ids: frozenset[int],
         facts: ModelFacts,
         quoted: Sequence[Sequence[QuotedText]] = (),
+        *,
+        is_up: bool = True,
     ) -> None:
         """Begins a text for each request. stop_ids: ids that end a text and are no part of it. facts: its target's.
 
-        quoted: for each request, documents that its text may quote.
+        quoted: for each request, documents that its text may quote. is_up: False has the draft write alone.
         """
         self._quoted = quoted
+        self._stops, self._stop_ids = tuple(stop_strings), stop_ids
         for index, request in enumerate(requests):
             detokenizer = self.core.tokenizer.detokenizer(context=request.prompt)
             choice = _Choice(TextAssembler(detokenizer, stop_strings, stop_ids), len(request.prompt))
             self._choices.append(choice)
-            choice.task = asyncio.get_running_loop().create_task(self._generate(index, request, facts))
+            choice.task = asyncio.get_running_loop().create_task(self._generate(index, request, facts, is_up=is_up))
             self._num_places -= 1  # the task's own from here
             self.core.tasks.add(choice.task)
             choice.task.add_done_callback(partial(self._on_done, index))
@@ -93,7 +103,7 @@ class LocalTexts:
         if task.cancelled() and self.core.is_draining:
             self.reader.put((index, shutting_down()))
 
-    async def _generate(self, index: int, request: GenerationRequest, facts: ModelFacts) -> None:
+    async def _generate(self, index: int, request: GenerationRequest, facts: ModelFacts, *, is_up: bool) -> None:
         core, settings = self.core, self.core.settings
         tokens: list[int] = []
 
@@ -105,26 +115,24 @@ class LocalTexts:
             metrics.committed(batch)
             self.reader.put((index, batch))
 
-        def on_session(client: CloudClient) -> Posts:
-            core.upstream.served(client.url)
-            return client
-
         with self._lend(request) as loan:
             agent = make_agent(
                 Mode.STREAM,
                 self._endpoints(),
                 loan.drafter,
                 settings.depth,
-                settings.options,
+                settings.options if core.power.reason is None else eased(settings.options),
                 core.drafts.scheduler,
                 loan.estimates,
                 self._quoted[index] if self._quoted else (),
             )
             assert isinstance(agent, StreamAgent)
-            agent.wrap_posts = on_session
             self._watch(agent)
             try:
-                result = await agent.generate(request, on_tokens, core.upstream.origin(facts))
+                if core.offline is not None and agent.drafter is not None:
+                    result = await self._generate_offline_ok(index, agent, request, on_tokens, facts, is_up=is_up)
+                else:
+                    result = await agent.generate(request, on_tokens, core.upstream.origin(facts))
                 loan.has_failed = result.draft_error is not None
                 ended = True
                 metrics.ended(result)
@@ -152,6 +160,30 @@ class LocalTexts:
 
     def _watch(self, agent: StreamAgent) -> None:
         pass
+
+    async def _generate_offline_ok(
+        self,
+        index: int,
+        agent: StreamAgent,
+        request: GenerationRequest,
+        on_tokens: OnTokens,
+        facts: ModelFacts,
+        *,
+        is_up: bool,
+    ) -> GenerationResult:
+        core = self.core
+        assert core.offline is not None and agent.drafter is not None
+        writer = OfflineWriter(
+            agent, agent.drafter, frozenset(facts.eos_token_ids), max_positions=core.offline.max_positions
+        )
+        origin = core.upstream.origin(facts) if is_up else None
+        text = await writer.generate(request, on_tokens, origin, is_up=is_up)
+        if text.local:
+            _log.warning("a text of %d tokens has %d unverified ones", len(text.tokens), len(text.local))
+            began = origin.began if origin is not None and text.verified else None
+            kept = KeptText(request, tuple(text.verified), tuple(text.local), began, self._stops, self._stop_ids)
+            core.unverified.keep(self.answer_id, self.owner, index, kept)
+        return whole_result(text)
 
     @property
     def is_abandoned(self) -> bool:
@@ -192,12 +224,14 @@ class LocalTexts:
             choice.num_accepted += event.num_accepted
             choice.num_proposed += event.num_proposed
             text = choice.assembler.push(event.tokens)
+            num_new = len(event.tokens) if event.is_unverified else 0
+            choice.num_unverified += num_new
             if choice.assembler.is_stopped:
                 choice.is_over = True
                 assert choice.task is not None
                 choice.task.cancel()
-                return [Delta(index, text, "stop")]
-            return [Delta(index, text)] if text else []
+                return [Delta(index, text, "stop", num_new)]
+            return [Delta(index, text, num_unverified=num_new)] if text or num_new else []
         choice.is_over = True
         choice.num_cached = event.cached_prompt_tokens
         text = choice.assembler.finish()

@@ -92,6 +92,11 @@ class GroundedShape:
             for note in each.as_json()
         ]
 
+    @property
+    def id(self) -> str:
+        """The answer's."""
+        return self._inner.id
+
     def whole(
         self, texts: list[str], reasons: list[Any], usage: openai.CompletionUsage
     ) -> openai.Completion | openai.ChatCompletion:

@@ -16,10 +16,10 @@ MAX_TOKENS: Final = 4096
 MAX_ROUND_TRIP_MS: Final = 500.0
 """Longest artificial round trip: a text with it takes that much longer to use its place."""
 
-Origin = Literal["draft", "alternative", "lookup", "target"]
+Origin = Literal["draft", "alternative", "lookup", "target", "unverified"]
 """Who produced a token first. draft: the draft's first guess, accepted. alternative: another of its guesses, accepted
 or picked by the target itself; what was drafted after it stays. lookup: a copy of an earlier passage, made here or by
-the server, accepted. target: the target."""
+the server, accepted. target: the target. unverified: the draft alone, while no cloud answered."""
 
 Spans = list[tuple[float, float, int]]
 
@@ -49,9 +49,13 @@ class PageRequest(BaseModel):
 
 
 class PageInfo(BaseModel):
-    """GET /v1/outrider/info: what the page shows before the first text."""
+    """GET /v1/outrider/info: what the page shows before the first text. is_up: whether a cloud answers.
+
+    model: the draft's name where none does.
+    """
 
     model: str
+    is_up: bool = True
     has_chat_template: bool
     max_positions: int
     draft: str
@@ -108,7 +112,10 @@ class StateEvent(BaseModel):
 
 
 class EndEvent(BaseModel):
-    """The finished text. text: what was held back."""
+    """The finished text. text: what was held back. id: for POST /v1/outrider/verify, where tokens are unverified.
+
+    eased_by: why half was drafted. failed_drafts: drafts that have failed and are left out for now.
+    """
 
     type: Literal["end"] = "end"
     at_ms: float
@@ -123,6 +130,10 @@ class EndEvent(BaseModel):
     ttft_ms: float | None = None
     tokens_per_s: float | None = None
     draft_error: str | None = None
+    id: str | None = None
+    num_unverified: int = 0
+    eased_by: str | None = None
+    failed_drafts: list[str] = []
 
 
 class ErrorEvent(BaseModel):

@@ -6,19 +6,22 @@ The prompt is treated as that of the other routes: bounded, never logged.
 from __future__ import annotations
 
 import json
+import secrets
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from outrider.edge.results import GenerationRequest
+from outrider.edge.serve.facts import facts_or_draft
 from outrider.edge.serve.faults import as_request_error
 from outrider.edge.serve.page_events import PageInfo, PageRequest
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.watched_text import WatchedText
 from outrider.models.errors import CloudError, OutriderError
 from outrider.models.http import sse
-from outrider.models.http.encoding import check_length, encode_prompts, no_chat_template
+from outrider.models.http.encoding import check_length, encode_chat, encode_prompts, no_chat_template
+from outrider.models.http.openai import RenderRequest
 from outrider.models.http.requests import owner_of, read_body, sampling_of
 from outrider.models.protocol import ModelFacts
 
@@ -30,9 +33,10 @@ def watching_routes(core: LocalCore) -> list[Route]:
     """What the page asks."""
 
     async def info(_: Request) -> Response:
-        facts = await _facts(core)
+        facts, is_up = await facts_or_draft(core)
         message = PageInfo(
             model=facts.name,
+            is_up=is_up,
             has_chat_template=facts.has_chat_template,
             max_positions=facts.max_positions,
             draft=core.placement,
@@ -43,11 +47,12 @@ def watching_routes(core: LocalCore) -> list[Route]:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, PageRequest, await read_body(request.receive))
         params = sampling_of(body.params)
-        facts = await _facts(core)
+        facts, is_up = await facts_or_draft(core)
         text = WatchedText.reserve(core, owner, 1)
         try:
             text.is_drafted, text.delay_s = body.is_drafted, body.round_trip_ms / 1e3
-            prompt = await _prompt_ids(core, owner, body, facts)
+            text.answer_id = f"page-{secrets.token_urlsafe(12)}"
+            prompt = await _prompt_ids(core, owner, body, facts, is_up=is_up)
             stop_ids = frozenset(facts.eos_token_ids)
             wanted = GenerationRequest(
                 tuple(prompt),
@@ -56,7 +61,7 @@ def watching_routes(core: LocalCore) -> list[Route]:
                 patience_ms=core.settings.patience_ms,
                 tokenizer=core.fingerprint,
             )
-            text.begin([wanted], (), stop_ids, facts)
+            text.begin([wanted], (), stop_ids, facts, is_up=is_up)
         except OutriderError as error:
             text.close()
             if isinstance(error, CloudError):
@@ -70,22 +75,18 @@ def watching_routes(core: LocalCore) -> list[Route]:
     return [Route(INFO, info, methods=["GET"]), Route(GENERATE, generate, methods=["POST"])]
 
 
-async def _prompt_ids(core: LocalCore, owner: bytes, body: PageRequest, facts: ModelFacts) -> list[int]:
+async def _prompt_ids(core: LocalCore, owner: bytes, body: PageRequest, facts: ModelFacts, *, is_up: bool) -> list[int]:
     if body.prompt is not None:
         check_length(core.tokenizer, facts.max_positions - 1, body.prompt)
         return (await core.workers.run(owner, encode_prompts, core.tokenizer, [body.prompt]))[0]
     if not facts.has_chat_template:
         raise no_chat_template(facts.name)
     assert body.messages is not None
-    conversation = {
+    if not is_up:  # the draft bundle's own template
+        conversation = RenderRequest(messages=body.messages)
+        return await core.workers.run(owner, encode_chat, core.tokenizer, facts.max_positions - 1, conversation)
+    document = {
         "messages": [message.model_dump(exclude_unset=True) for message in body.messages],
         "tokenizer": core.fingerprint,
     }
-    return (await core.upstream.render(json.dumps(conversation).encode(), facts)).tokens
-
-
-async def _facts(core: LocalCore) -> ModelFacts:
-    try:
-        return await core.upstream.facts()
-    except OutriderError as error:
-        raise as_request_error(error, shows_details=core.settings.shows_details) from None
+    return (await core.upstream.render(json.dumps(document).encode(), facts)).tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Final
 
 from pydantic import BaseModel
@@ -18,6 +19,7 @@ from starlette.types import Scope
 
 from outrider.edge.results import GenerationRequest
 from outrider.edge.retrieval.grounding import Grounding
+from outrider.edge.serve.facts import facts_or_draft, target_facts
 from outrider.edge.serve.faults import as_request_error
 from outrider.edge.serve.generation import LocalTexts
 from outrider.edge.serve.grounding import (
@@ -30,17 +32,20 @@ from outrider.edge.serve.grounding import (
 )
 from outrider.edge.serve.metrics import ROUTE
 from outrider.edge.serve.state import LocalCore
+from outrider.edge.serve.unverified import VerifyAnswerRequest
+from outrider.edge.serve.verify import verify_answer
 from outrider.models.errors import CloudError, OutriderError
 from outrider.models.http import openai
 from outrider.models.http.answers import answer, require_model
-from outrider.models.http.encoding import check_length, encode_prompts, no_chat_template
+from outrider.models.http.encoding import check_length, encode_chat, encode_prompts, no_chat_template
 from outrider.models.http.errors import FieldError
 from outrider.models.http.requests import owner_of, read_body, sampling_of
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
 from outrider.models.protocol import ModelFacts
 
 PATHS_ARE: Final = (
-    "this server has /v1/chat/completions, /v1/completions, /v1/models, /health/live, /health/ready and a page at /"
+    "this server has /v1/chat/completions, /v1/completions, /v1/models, /v1/outrider/verify, /health/live, "
+    "/health/ready and a page at /"
 )
 """What an answer 404 says."""
 
@@ -49,8 +54,23 @@ Encoded = tuple[list[list[int]], list[Grounding] | None]
 """Prompts as token ids, and what each is grounded in; None where a call has no documents."""
 
 
+class CloudReadiness(BaseModel):
+    """One cloud, as far as it is known."""
+
+    state: str
+    model: str | None = None
+    target: str | None = None
+    round_trip_ms: float | None = None
+    queue_depth: int | None = None
+    free_block_share: float | None = None
+
+
 class LocalReadiness(BaseModel):
-    """GET /health/ready of the local endpoint. drafting: texts that have a sequence of the draft model."""
+    """GET /health/ready of the local endpoint. drafting: texts that have a sequence of the draft model.
+
+    failed_drafts: models that are not tried now. eased_by: why texts are drafted with half the work. clouds: in the
+    order of preference, without their addresses.
+    """
 
     status: str
     model: str | None = None
@@ -58,6 +78,9 @@ class LocalReadiness(BaseModel):
     drafting: int = 0
     draft_sequences: int = 0
     draft: str = ""
+    failed_drafts: list[str] = []
+    eased_by: str | None = None
+    clouds: list[CloudReadiness] = []
 
 
 class LabelledRoute(Route):
@@ -75,7 +98,7 @@ def local_routes(core: LocalCore) -> list[Route]:
     async def complete(request: Request) -> Response:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, LocalCompletionRequest, await read_body(request.receive))
-        facts = await _facts(core, body)
+        facts, is_up = await facts_or_draft(core, body.model)
         prompts = body.prompts()
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -93,12 +116,12 @@ def local_routes(core: LocalCore) -> list[Route]:
                 return await core.workers.run(owner, encode_prompts, core.tokenizer, prompts), None
             return await core.workers.run(owner, ground_prompts, sources, prompts, facts, max_tokens)
 
-        return await _answer(core, request, body, facts, len(prompts), encode, max_tokens, CompletionShape)
+        return await _answer(core, request, body, facts, len(prompts), encode, max_tokens, CompletionShape, is_up)
 
     async def chat(request: Request) -> Response:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, LocalChatRequest, await read_body(request.receive))
-        facts = await _facts(core, body)
+        facts, is_up = await facts_or_draft(core, body.model)
         if not facts.has_chat_template:
             raise no_chat_template(facts.name)
 
@@ -112,6 +135,11 @@ def local_routes(core: LocalCore) -> list[Route]:
                     owner, ground_messages, sources, body.messages, facts, max_tokens
                 )
                 groundings = [found]
+            if not is_up:  # the draft bundle's own template: no server is there to use the target's
+                known = [openai.ChatMessage.model_validate(each) for each in messages]
+                local = body.model_copy(update={"messages": known})
+                prompt = await core.workers.run(owner, encode_chat, core.tokenizer, facts.max_positions - 1, local)
+                return [prompt], groundings
             conversation = {
                 "messages": messages,
                 "chat_template_kwargs": body.chat_template_kwargs,
@@ -119,13 +147,24 @@ def local_routes(core: LocalCore) -> list[Route]:
             }
             return [(await core.upstream.render(json.dumps(conversation).encode(), facts)).tokens], groundings
 
-        return await _answer(core, request, body, facts, 1, encode, max_tokens or facts.max_positions, ChatShape)
+        return await _answer(core, request, body, facts, 1, encode, max_tokens or facts.max_positions, ChatShape, is_up)
+
+    async def verify(request: Request) -> Response:
+        owner = owner_of(request)
+        body = await core.bodies.parse(owner, VerifyAnswerRequest, await read_body(request.receive))
+        kept = core.unverified.find(body.id, owner)
+        try:
+            verified = await verify_answer(core, owner, body.id, kept)
+        except OutriderError as error:
+            raise as_request_error(error, shows_details=core.settings.shows_details) from None
+        core.unverified.forget(body.id)
+        return _json(verified)
 
     async def list_models(_: Request) -> Response:
-        return _json(openai.ModelList(data=[_card(await _facts(core))]))
+        return _json(openai.ModelList(data=[_card(await target_facts(core))]))
 
     async def retrieve_model(request: Request) -> Response:
-        facts = await _facts(core)
+        facts = await target_facts(core)
         require_model(facts.name, request.path_params["model"])
         return _json(_card(facts))
 
@@ -139,12 +178,18 @@ def local_routes(core: LocalCore) -> list[Route]:
             drafting=core.drafts.num_lent,
             draft_sequences=core.drafts.max_sequences,
             draft=core.placement,
+            failed_drafts=core.drafts.failed,
+            eased_by=core.power.reason,
         )
         try:
             upstream = await core.upstream.ready()
             readiness.model = upstream.model
         except OutriderError:
             readiness.status = "no_verifier"
+        if core.upstream.has_choice:
+            known = CloudReadiness.model_fields
+            states = [asdict(state) for state in core.upstream.fleet.states()]
+            readiness.clouds = [CloudReadiness(**{name: state[name] for name in known}) for state in states]
         return _json(readiness, 200 if readiness.status == "ready" else 503)
 
     async def metrics(request: Request) -> Response:
@@ -155,24 +200,12 @@ def local_routes(core: LocalCore) -> list[Route]:
         *([LabelledRoute("/metrics", metrics)] if core.settings.shows_metrics else []),
         LabelledRoute("/v1/completions", complete, methods=["POST"]),
         LabelledRoute("/v1/chat/completions", chat, methods=["POST"]),
+        LabelledRoute("/v1/outrider/verify", verify, methods=["POST"]),
         LabelledRoute("/v1/models", list_models),
         LabelledRoute("/v1/models/{model:path}", retrieve_model),  # a name may hold slashes
         LabelledRoute("/health/live", live),
         LabelledRoute("/health/ready", ready),
     ]
-
-
-async def _facts(core: LocalCore, body: openai.GenerationRequest | None = None) -> ModelFacts:
-    """The target's facts. Raises RequestError, also where the body asks for another model."""
-    try:
-        facts = await core.upstream.facts()
-        if body is not None and body.model and body.model != facts.name:
-            facts = await core.upstream.facts(is_fresh=True)
-    except OutriderError as error:
-        raise as_request_error(error, shows_details=core.settings.shows_details) from None
-    if body is not None and body.model:
-        require_model(facts.name, body.model)
-    return facts
 
 
 async def _answer(
@@ -184,6 +217,7 @@ async def _answer(
     encode: Callable[[], Awaitable[Encoded]],
     max_tokens: int,
     shape_type: type[CompletionShape | ChatShape],
+    is_up: bool,
 ) -> Response:
     params = sampling_of(body.sampling)
     own_stops = frozenset(facts.eos_token_ids)
@@ -205,7 +239,12 @@ async def _answer(
             for prompt in prompts
         ]
         cut = stop_ids - own_stops if body.ignore_eos else stop_ids
-        texts.begin(requests, body.stop_strings, cut, facts, [each.quoted for each in groundings or ()])
+        shape: Shape = shape_type(facts.name, params.seed)
+        texts.answer_id = shape.id
+        if groundings is not None:
+            shape = GroundedShape(shape, groundings)
+        quoted = [each.quoted for each in groundings or ()]
+        texts.begin(requests, body.stop_strings, cut, facts, quoted, is_up=is_up)
     except OutriderError as error:
         texts.close()
         if isinstance(error, CloudError):
@@ -216,9 +255,6 @@ async def _answer(
         raise
     core.metrics.counts["prompt_tokens"] += sum(len(request.prompt) for request in requests)
     core.metrics.counts["passage_tokens"] += sum(each.num_tokens for each in groundings or ())
-    shape: Shape = shape_type(facts.name, params.seed)
-    if groundings is not None:
-        shape = GroundedShape(shape, groundings)
     return await answer(texts, num_prompts, shape, body, request, core.settings.keep_alive_s)
 
 

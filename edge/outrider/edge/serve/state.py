@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from outrider.edge.devices.power import PowerWatch
 from outrider.edge.modes.stream import AgentOptions
 from outrider.edge.retrieval.documents import DOCS_TOKENS
 from outrider.edge.retrieval.grounding import Library
 from outrider.edge.serve.drafts import DraftSequences
 from outrider.edge.serve.metrics import LocalMetrics
+from outrider.edge.serve.unverified import UnverifiedAnswers
 from outrider.edge.serve.upstream import Upstream
 from outrider.models.errors import RequestError
 from outrider.models.http.encoding import Workers
 from outrider.models.http.requests import Bodies
 from outrider.models.http.security import KeyRing, PagePolicy
+from outrider.models.protocol import ModelFacts
 from outrider.models.tokenizer import Tokenizer
+
+_ANY_POSITIONS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +89,20 @@ class Places:
             del self._taken[owner]
 
 
+@dataclass(frozen=True, slots=True)
+class OfflineSettings:
+    """What writes where no cloud answers. name: the draft's. max_positions: its longest text."""
+
+    name: str
+    max_positions: int | None = None
+
+
 @dataclass(slots=True)
 class LocalCore:
     """What the routes share. is_draining: the server is ending and takes no new work. tasks: the running texts.
 
     library: documents whose passages go before every prompt; None: only documents that a request brings.
+    power: says when texts are drafted with half the work. offline: None: a text without a cloud is an error.
     """
 
     tokenizer: Tokenizer
@@ -98,12 +112,28 @@ class LocalCore:
     settings: LocalSettings = field(default_factory=LocalSettings)
     placement: str = ""
     library: Library | None = None
+    power: PowerWatch = field(default_factory=PowerWatch)
+    offline: OfflineSettings | None = None
+    unverified: UnverifiedAnswers = field(default_factory=UnverifiedAnswers)
     is_draining: bool = False
     metrics: LocalMetrics = field(default_factory=LocalMetrics)
     workers: Workers = field(default_factory=Workers)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     places: Places = field(init=False)
     bodies: Bodies = field(init=False)
+
+    @property
+    def offline_facts(self) -> ModelFacts:
+        """What serves while no cloud answers: the draft itself."""
+        assert self.offline is not None
+        return ModelFacts(
+            name=self.offline.name,
+            tokenizer=self.fingerprint,
+            vocab_size=self.tokenizer.size,
+            max_positions=self.offline.max_positions or _ANY_POSITIONS,
+            eos_token_ids=sorted(self.tokenizer.eos_token_ids),
+            has_chat_template=self.tokenizer.has_chat_template,
+        )
 
     def __post_init__(self) -> None:
         self.places = Places(self.settings.max_requests, self.settings.max_own)

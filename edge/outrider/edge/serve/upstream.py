@@ -12,8 +12,9 @@ from typing import Final, TypeVar
 
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.delayed import DelayedClient
-from outrider.edge.link.endpoints import Endpoints, RetryPolicy
-from outrider.edge.link.origin import Served, TextOrigin
+from outrider.edge.link.endpoints import COMPARE_TIMEOUT_S, Endpoints, RetryPolicy
+from outrider.edge.link.fleet import Fleet
+from outrider.edge.link.origin import Served, TextOrigin, mixed_targets
 from outrider.models.errors import OutriderError, TokenizerMismatch
 from outrider.models.protocol import ModelFacts, ReadyAnswer, RenderAnswer
 from outrider.models.visible import visible
@@ -45,21 +46,25 @@ class Upstream:
         self._facts: tuple[float, ModelFacts] | None = None
         self._facts_url = ""
         self._ready: tuple[float, ReadyAnswer] | None = None
+        self.fleet = Fleet(self._clients, on_change=_note)
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether there are several verifiers."""
+        return len(self._clients) > 1
 
     async def aclose(self) -> None:
         """Closes every connection."""
+        await self.fleet.aclose()
         for client in self._clients:
             await client.aclose()
 
     def endpoints(self, delay_s: float = 0.0) -> Endpoints:
-        """The endpoints for one text, the one that served last first. delay_s: added to their round trips."""
-        own = [DelayedClient(client, delay_s) if delay_s else client.for_one_text() for client in self._clients]
-        return Endpoints(own, self._retry, on_trouble=_note)
-
-    def served(self, url: str) -> None:
-        """Records that a text is served there: the next begins there too."""
-        if self._clients[0].url != url:
-            self._clients.sort(key=lambda client: client.url != url)
+        """The endpoints for one text, in the order in which it tries them. delay_s: added to their round trips."""
+        clients = [
+            DelayedClient(client, delay_s) if delay_s else client.for_one_text() for client in self.fleet.ranked()
+        ]
+        return Endpoints(clients, self._retry, on_trouble=_note, fleet=self.fleet)
 
     async def facts(self, *, is_fresh: bool = False) -> ModelFacts:
         """The target's facts. is_fresh: asks again. Raises CloudError, and TokenizerMismatch for another tokenizer."""
@@ -106,10 +111,10 @@ class Upstream:
         return self._ready[1]
 
     async def _ask(self, ask: Callable[[CloudClient], Awaitable[Answer]]) -> Answer:
-        clients = [client.for_one_text() for client in self._clients]
+        clients = [client.for_one_text() for client in self.fleet.ranked()]
         # A client waits for this before its text begins: each verifier is asked once, an only one twice.
         quick = RetryPolicy(max_failures=max(2, len(clients)), max_outage_s=0.0, max_loading_s=0.0)
-        return await Endpoints(clients, quick).call(ask)
+        return await Endpoints(clients, quick, fleet=self.fleet).call(ask)
 
 
 async def _facts_of(client: CloudClient) -> tuple[str, ModelFacts]:
@@ -117,7 +122,9 @@ async def _facts_of(client: CloudClient) -> tuple[str, ModelFacts]:
 
 
 async def look_at(upstream: Upstream) -> None:
-    """Logs, at the start, whether the verifier answers and fits the draft. Raises TokenizerMismatch."""
+    """Logs, at the start, whether the verifiers answer and fit the draft. Raises TokenizerMismatch."""
+    if upstream.has_choice and (mixed := mixed_targets(await upstream.fleet.look(COMPARE_TIMEOUT_S))) is not None:
+        _note(mixed)
     try:
         facts = await upstream.facts()
     except TokenizerMismatch:

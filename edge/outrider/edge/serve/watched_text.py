@@ -10,7 +10,7 @@ from typing import Final
 
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stream import StreamAgent
-from outrider.edge.results import GenerationRequest, GenerationResult, TokenBatch
+from outrider.edge.results import GenerationRequest, GenerationResult, Source, TokenBatch
 from outrider.edge.serve.drafts import Loan
 from outrider.edge.serve.generation import LocalTexts
 from outrider.edge.serve.page_events import (
@@ -104,7 +104,12 @@ class WatchedText(LocalTexts):
         push = self._choices[0].assembler.push
         ranks = [*batch.ranks, *[None] * (len(batch.tokens) - len(batch.ranks))]
         tokens = [
-            ShownToken(id=token, text=push([token]), origin=origin_of(index, batch.num_accepted, rank), rank=rank)
+            ShownToken(
+                id=token,
+                text=push([token]),
+                origin="unverified" if batch.is_unverified else origin_of(index, batch.num_accepted, rank),
+                rank=rank,
+            )
             for index, (token, rank) in enumerate(zip(batch.tokens, ranks, strict=True))
         ]
         return CommitEvent(
@@ -145,6 +150,8 @@ class WatchedText(LocalTexts):
     def _end(self, result: GenerationResult) -> EndEvent:
         choice = self._choices[0]
         choice.is_over = True
+        num_unverified = result.sources.count(Source.UNVERIFIED)
+        shows_details = self.core.settings.shows_details
         return EndEvent(
             at_ms=self._now_ms(),
             text=choice.assembler.finish(),
@@ -157,7 +164,11 @@ class WatchedText(LocalTexts):
             tested=result.num_tested,
             ttft_ms=finite(result.ttft_ms),
             tokens_per_s=finite(result.tokens_per_s),
-            draft_error=result.draft_error if self.core.settings.shows_details else None,
+            draft_error=result.draft_error if shows_details else None,
+            id=self.answer_id if num_unverified else None,
+            num_unverified=num_unverified,
+            eased_by=self.core.power.reason if self.is_drafted else None,
+            failed_drafts=self.core.drafts.failed if shows_details else [],
         )
 
     def _now_ms(self) -> float:

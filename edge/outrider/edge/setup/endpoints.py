@@ -98,13 +98,25 @@ class Keys:
     """Which key goes to which address. general: from --api-key, OUTRIDER_API_KEY or key_file.
 
     is_asked: the general key comes from a flag or the environment, so it is meant for the one address in use.
+    is_http_allowed: it may go over http:// beyond this machine (--allow-http).
     """
 
     general: str | None = None
     is_asked: bool = False
     endpoints: tuple[Endpoint, ...] = ()
+    is_http_allowed: bool = False
 
     def for_url(self, url: str, urls: Sequence[str]) -> str | None:
+        """The key to send to `url`. Raises as `key_of`, and ConfigError where the key would go without encryption."""
+        key = self.key_of(url, urls)
+        if key is not None and is_plain_http(verifier_url(url)) and not self.allows_http(url):
+            raise ConfigError(
+                f"the key would go to {without_password(verifier_url(url))} without encryption, where everyone on the "
+                "way can read it; use https, or allow it with --allow-http"
+            )
+        return key
+
+    def key_of(self, url: str, urls: Sequence[str]) -> str | None:
         """The key for `url`, one of `urls` in use; None: none.
 
         An endpoint's own key goes nowhere else, and several configured endpoints never get the general key. Raises
@@ -112,7 +124,15 @@ class Keys:
         """
         if self.general is not None and self.is_asked and len(urls) == 1:
             return self.general
-        own = next((each for each in self.endpoints if each.url == verifier_url(url)), None)
+        own = self._endpoint_of(url)
         if own is not None and own.key_file is not None:
             return read_key_file(Path(own.key_file))
         return None if own is not None and len(self.endpoints) > 1 else self.general
+
+    def allows_http(self, url: str) -> bool:
+        """Whether a key may go to this address without encryption."""
+        own = self._endpoint_of(url)
+        return self.is_http_allowed or (own is not None and own.allow_http)
+
+    def _endpoint_of(self, url: str) -> Endpoint | None:
+        return next((each for each in self.endpoints if each.url == verifier_url(url)), None)

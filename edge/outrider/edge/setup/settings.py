@@ -32,6 +32,8 @@ SECRETS: Final = frozenset({"api_key"})
 """Options whose values are never shown, and never in the file."""
 CLOUDS: Final = frozenset({"cloud", "server"})
 """Options that take the addresses of the `[[endpoint]]` tables."""
+SEVERAL: Final = CLOUDS | {"draft"}
+"""Options whose value in the file may be one or a list."""
 
 Path_ = tuple[str, ...]
 SourceName = Literal["flag", "environment", "file", "default"]
@@ -181,7 +183,7 @@ class Settings:
         value: Any = self.config.document
         for part in where:
             value = value[part]
-        if where[-1] in CLOUDS and isinstance(value, list) != option.multiple:
+        if where[-1] in SEVERAL and isinstance(value, list) != option.multiple:
             value = [value] if option.multiple else next(iter(value), "")
         if where[-1] in SECRETS:
             raise self.config.error(
@@ -277,8 +279,8 @@ def _common_names(commands: Any) -> frozenset[str]:
     for command in commands:
         for option in _options(command):
             for name in long_names(option):
-                # The addresses of clouds are one or several.
-                kinds.setdefault(name, set()).add(f"{_kind(option)}{option.multiple and name not in CLOUDS}")
+                # Clouds and drafts are one or several.
+                kinds.setdefault(name, set()).add(f"{_kind(option)}{option.multiple and name not in SEVERAL}")
     return frozenset(name for name, found in kinds.items() if len(found) == 1)
 
 

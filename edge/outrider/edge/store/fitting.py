@@ -6,24 +6,24 @@ from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.errors import EndpointLost
-from outrider.edge.store.shelf import Pulled, Shelf, find_pulled
+from outrider.edge.store.shelf import Pulled, Shelf, find_all_pulled
 from outrider.models.errors import RequestError
 from outrider.models.protocol import ModelFacts
 
 
 async def find_for_server(
     endpoints: Endpoints, choice: DraftChoice = AS_BUNDLED, shelf: Shelf | None = None
-) -> Pulled | None:
-    """The pulled draft for the target of the first endpoint that answers; see `find_pulled`.
+) -> list[Pulled]:
+    """The pulled drafts for the target of the first endpoint that answers; see `find_all_pulled`.
 
     Asks no endpoint where nothing was pulled. Its files are not yet checked: `open_draft_bundle` does. Raises
     CloudError where no endpoint answers, RequestError where it wants another key.
     """
     shelf = shelf or Shelf()
     if next(shelf.drafts(), None) is None:
-        return None
+        return []
     served = await endpoints.call(_facts)
-    return None if served is None else find_pulled(served.tokenizer, served.target, choice, shelf)
+    return [] if served is None else find_all_pulled(served.tokenizer, served.target, choice, shelf)
 
 
 async def _facts(client: CloudClient) -> ModelFacts | None:

@@ -114,12 +114,20 @@ def find_pulled(
     The last one pulled for this target; else the last one pulled for another target with this tokenizer. Asks the
     runtimes of candidates for their devices; no file is checked.
     """
+    return next(iter(find_all_pulled(tokenizer, target, choice, shelf)), None)
+
+
+def find_all_pulled(
+    tokenizer: str, target: str | None, choice: DraftChoice = AS_BUNDLED, shelf: Shelf | None = None
+) -> list[Pulled]:
+    """As `find_pulled`: all that were pulled for this target, the latest first; else the latest with its tokenizer."""
     fitting = [
         each
         for each in (shelf or Shelf()).drafts()
         if each.bundle.manifest.tokenizer_fingerprint == tokenizer and _can_run(each.bundle, choice)
     ]
-    return max(fitting, key=lambda each: each.latest_s(target), default=None)
+    fitting.sort(key=lambda each: each.latest_s(target), reverse=True)
+    return [each for each in fitting if each.pulled_for(target) is not None] or fitting[:1]
 
 
 def find_pulled_from(

@@ -9,12 +9,12 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, Final, Protocol
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, sse
 from outrider.models.http.errors import FieldError, error_body
-from outrider.models.http.shapes import Delta, Shape
+from outrider.models.http.shapes import Delta, Shape, unverified_field
 from outrider.models.protocol import ErrorAnswer
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -59,18 +59,25 @@ async def answer(
         return sse.EventStream(chunks, texts.reader, texts.close, keep_alive_s=keep_alive_s)
     found = [""] * num_choices
     reasons: list[Any] = [None] * num_choices
+    unverified = [0] * num_choices
     try:
         async with sse.closed_on_disconnect(texts.reader, request.receive):
             async for deltas in texts.deltas():
                 for delta in deltas:
                     found[delta.index] += delta.text
+                    unverified[delta.index] += delta.num_unverified
                     reasons[delta.index] = delta.finish_reason or reasons[delta.index]
     finally:
         texts.close()
     if texts.is_abandoned:
         return Response(status_code=499)  # the client has left
     whole = shape.whole(found, reasons, texts.completion_usage())
-    return Response(whole.model_dump_json(), media_type="application/json")
+    if not any(unverified):
+        return Response(whole.model_dump_json(), media_type="application/json")
+    document = whole.model_dump()
+    for choice, num_unverified in zip(document["choices"], unverified, strict=True):
+        choice.update(unverified_field(num_unverified))
+    return JSONResponse(document)
 
 
 async def _stream(texts: Texts, shape: Shape, *, includes_usage: bool) -> AsyncGenerator[bytes, None]:

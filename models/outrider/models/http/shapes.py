@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from outrider.models.http import openai
@@ -13,17 +15,36 @@ from outrider.models.http import openai
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New text of choice `index`; finish_reason marks the last."""
+    """New text of choice `index`; finish_reason marks the last.
+
+    num_unverified: its tokens that no target has seen; only a device's endpoint sends any.
+    """
 
     index: int
     text: str
     finish_reason: str | None = None
+    num_unverified: int = 0
+
+    @property
+    def extension(self) -> dict[str, Any]:
+        """The extension field of its choice; none in a verified piece."""
+        return unverified_field(self.num_unverified)
+
+
+def unverified_field(num_unverified: int) -> dict[str, Any]:
+    """The extension field `outrider` of a choice with unverified tokens; nothing where all are verified."""
+    return {"outrider": {"verified": False, "unverified_tokens": num_unverified}} if num_unverified else {}
 
 
 class Shape(Protocol):
     """Builds the answer of one call."""
 
     def __init__(self, model: str, seed: int) -> None: ...
+
+    @property
+    def id(self) -> str:
+        """The answer's."""
+        ...
 
     def whole(
         self, texts: list[str], reasons: list[Any], usage: openai.CompletionUsage
@@ -58,6 +79,11 @@ class _Head:
             "seed": seed,
         }
 
+    @property
+    def id(self) -> str:
+        """The answer's."""
+        return str(self._head["id"])
+
     def _event(self, **rest: Any) -> bytes:
         message = {**self._head, "object": self._piece_object, **rest}
         return f"data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
@@ -90,7 +116,7 @@ class CompletionShape(_Head):
     def piece(self, delta: Delta) -> bytes:
         """New text."""
         choice = {"index": delta.index, "text": delta.text, "logprobs": None, "finish_reason": delta.finish_reason}
-        return self._event(choices=[choice])
+        return self._event(choices=[choice | delta.extension])
 
 
 class ChatShape(_Head):
@@ -112,7 +138,10 @@ class ChatShape(_Head):
 
     def piece(self, delta: Delta) -> bytes:
         """New text."""
-        return self._chunk({"content": delta.text} if delta.text else {}, delta.finish_reason)
+        return self._chunk({"content": delta.text} if delta.text else {}, delta.finish_reason, delta.extension)
 
-    def _chunk(self, delta: dict[str, str], finish_reason: str | None) -> bytes:
-        return self._event(choices=[{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}])
+    def _chunk(
+        self, delta: dict[str, str], finish_reason: str | None, extension: Mapping[str, Any] = MappingProxyType({})
+    ) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return self._event(choices=[choice | dict(extension)])

@@ -1,6 +1,6 @@
 // The page of the local endpoint: takes a request, shows the text as it comes and how it was drafted.
 
-import { Refused, generate, info, useKey } from "./server.js";
+import { Refused, generate, info, useKey, verify } from "./server.js";
 import { duration, number, svg, visible } from "./shown.js";
 import { Timeline } from "./timeline.js";
 import { advance, drawTree } from "./tree.js";
@@ -10,6 +10,7 @@ const timeline = new Timeline(at("timeline"));
 let conversation = [];
 let running = null;
 let tree = [];
+let unverified = null; // the answer that the target may check
 let otherMode = ""; // what is written for the mode that is not chosen
 
 /** One text as it is shown; `into` is emptied by the caller. */
@@ -17,7 +18,7 @@ class Shown {
   constructor(into) {
     this.into = into;
     this.text = "";
-    this.counts = { draft: 0, alternative: 0, lookup: 0, target: 0 };
+    this.counts = { draft: 0, alternative: 0, lookup: 0, target: 0, unverified: 0 };
     this.accepted = this.tested = this.passes = this.numTokens = this.numLater = this.late = 0;
     this.firstMs = this.lastMs = null;
     this.caret = document.createElement("span");
@@ -84,6 +85,7 @@ class Shown {
     for (const [origin, count] of Object.entries(this.counts)) {
       document.querySelector(`[data-count="${origin}"]`).textContent = count;
     }
+    at("legend-unverified").hidden = !this.counts.unverified;
   }
 
   showFigures(state) {
@@ -178,7 +180,7 @@ async function one(request, signal) {
   follow();
   try {
     const end = await generate(request, signal, (event) => shown.take(event));
-    return { shown, end };
+    return { shown, end: { ...end, request } };
   } catch (error) {
     error.shown = shown;
     throw error;
@@ -193,6 +195,9 @@ function summary(shown, end, seed) {
   return [
     `${end.num_tokens} tokens in ${number(end.at_ms / 1000, 1)} s${rate}; ${reasons[end.finish_reason] || "it has ended"}.`,
     shown.late ? `${shown.late} of the target’s own were guessed here too, but not verified in time.` : "",
+    end.num_unverified ? `${end.num_unverified} tokens are unverified.` : "",
+    end.eased_by ? `Drafted with half the work: ${visible(end.eased_by)}.` : "",
+    end.failed_drafts?.length ? `Left out for now, after a failure: ${visible(end.failed_drafts.join(", "))}.` : "",
     end.draft_error ? `Drafting ended early: ${visible(end.draft_error)}.` : "",
     `Seed ${seed}.`,
   ].filter(Boolean).join(" ");
@@ -206,6 +211,7 @@ async function run(work) {
   at("compare").setAttribute("aria-disabled", "true");
   at("new").setAttribute("aria-disabled", "true");
   complain("");
+  offerCheck(null);
   try {
     await work(running.signal);
   } catch (error) {
@@ -238,6 +244,7 @@ function generateNow() {
     if (!isChat()) {
       const { shown, end } = await one({ ...chosen, prompt: text }, signal);
       status(summary(shown, end, chosen.seed));
+      offerCheck(end);
       return;
     }
     const messages = [...conversation, { role: "user", content: text }];
@@ -246,12 +253,41 @@ function generateNow() {
       const { shown, end } = await one({ ...chosen, messages }, signal);
       conversation = [...messages, { role: "assistant", content: shown.text }];
       status(summary(shown, end, chosen.seed));
+      offerCheck(end);
     } catch (error) {
       if (error.name === "AbortError" && error.shown.text) {
         conversation = [...messages, { role: "assistant", content: error.shown.text }];
       } else at("prompt").value = text; // nothing was said
       throw error;
     }
+  });
+}
+
+/** Offers to have unverified text checked; null: there is none. */
+function offerCheck(end) {
+  unverified = end?.num_unverified ? { id: end.id, request: end.request } : null;
+  at("unverified").hidden = !unverified;
+}
+
+/** Shows the target's text in place of the draft's. */
+function checkNow() {
+  if (running || !unverified) return;
+  const { id, request } = unverified;
+  run(async (signal) => {
+    status("The target checks it…");
+    let choice;
+    try {
+      [choice] = (await verify(id, signal)).choices;
+    } catch (error) {
+      offerCheck({ num_unverified: 1, id, request });
+      throw error;
+    }
+    const shown = new Shown(stage(request.prompt, request.messages));
+    shown.add(choice.text, "origin-target");
+    shown.close();
+    if (request.messages) conversation = [...request.messages, { role: "assistant", content: choice.text }];
+    const replaced = `${choice.replaced_tokens} unverified tokens were replaced, ${choice.confirmed_tokens} confirmed.`;
+    status(choice.is_same ? "The target’s text is the same." : replaced);
   });
 }
 
@@ -310,7 +346,7 @@ function askForKey() {
 async function look() {
   try {
     const facts = await info();
-    at("model").textContent = visible(facts.model);
+    at("model").textContent = facts.is_up ? visible(facts.model) : `${visible(facts.model)}, no cloud`;
     at("draft").textContent = visible(facts.draft);
     at("max-tokens").max = Math.min(facts.max_tokens, facts.max_positions);
     at("delay").max = facts.max_round_trip_ms;
@@ -343,6 +379,7 @@ at("key-form").addEventListener("submit", (event) => {
   useKey(at("key").value.trim());
   look();
 });
+at("verify").addEventListener("click", checkNow);
 at("compare").addEventListener("click", compareNow);
 at("new").addEventListener("click", () => {
   if (running) return;

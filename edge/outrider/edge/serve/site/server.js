@@ -19,6 +19,12 @@ export async function info() {
   return (await call("/v1/outrider/info", {})).json();
 }
 
+/** Has the target check an answer with unverified text. */
+export async function verify(id, signal) {
+  const options = { method: "POST", body: JSON.stringify({ id }), headers: { "Content-Type": "application/json" }, signal };
+  return (await call("/v1/outrider/verify", options)).json();
+}
+
 /** Generates a text; calls `take` with each event, and returns the last. */
 export async function generate(request, signal, take) {
   const response = await call("/v1/outrider/generate", {

@@ -1,0 +1,156 @@
+"""Chooses where drafts run: profiles every place with its runtime, and takes the one with the smallest score."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Final, cast
+
+from outrider.edge.devices.discovery import FoundRuntime, ModelRuntime, find_runtime
+from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.devices.profiles import (
+    BUSY,
+    Link,
+    Load,
+    Profile,
+    ProfileKey,
+    Profiles,
+    node_ms,
+    processor_load,
+    text_token_ms,
+)
+from outrider.edge.doctor.probe import ProbeFailed, profile_draft
+from outrider.edge.link.client import ClientOptions, CloudClient
+from outrider.edge.link.fleet import Fleet
+from outrider.edge.modes.ladder import Candidate
+from outrider.models.bundle import Bundle
+
+LINK_TIMEOUT_S: Final = 2.0
+
+Measure = Callable[[str, DraftChoice, int], Profile]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A place with its figures, ms. score: of `text_token_ms`. error: why it has none. is_new: measured just now."""
+
+    candidate: Candidate
+    profile: Profile | None
+    load: Load
+    node_ms: float | None = None
+    score_ms: float | None = None
+    error: str | None = None
+    is_new: bool = False
+
+    def as_json(self) -> dict[str, object]:
+        """As plain data."""
+        placement, profile = self.candidate.placement, self.profile
+        return {
+            "draft": self.candidate.bundle.manifest.name,
+            "bundle": str(self.candidate.bundle.path),
+            "runtime": placement.runtime,
+            "device": placement.open_on or placement.device,
+            "precision": placement.precision,
+            "token_ms": profile and round(profile.token_ms, 3),
+            "eight_ms": profile and round(profile.eight_ms, 3),
+            "open_s": profile and round(profile.open_s, 2),
+            "acceptance": acceptance_of(self.candidate.bundle),
+            "utilisation": round(self.load.utilisation, 2),
+            "score_ms": self.score_ms and round(self.score_ms, 3),
+            "error": self.error,
+        }
+
+
+def rank(
+    candidates: Sequence[Candidate],
+    num_threads: int = 0,
+    link: Link | None = None,
+    profiles: Profiles | None = None,
+    measure: Measure | None = None,
+    load_now: Callable[[], Load] = processor_load,
+    find: Callable[[ModelRuntime], FoundRuntime] = find_runtime,
+) -> list[Ranked]:
+    """All candidates, the best first; those that cannot be profiled last. Measures what has no kept profile.
+
+    link: to the cloud, as far as it is known. measure: profiles one; by default in a process of its own, since drivers
+    crash.
+    """
+    profiles, measure, link = profiles or Profiles(), measure or _measure, link or Link()
+    load = load_now()
+    runtimes: dict[str, FoundRuntime] = {}
+    rates = [acceptance_of(each.bundle) for each in candidates]
+    is_rated = all(rate is not None for rate in rates)  # a rate against a missing one is no comparison
+    ranked = []
+    for candidate, rate in zip(candidates, rates, strict=True):
+        runtime = cast(ModelRuntime, candidate.placement.runtime)
+        if runtime not in runtimes:
+            runtimes[runtime] = find(runtime)
+        key = key_of(candidate, num_threads, runtimes[runtime])
+        own = load if candidate.placement.device in (None, "cpu") else Load()  # runtimes tell no load of others
+        profile, is_new = profiles.find(key), False
+        if profile is None:
+            try:
+                profile, is_new = measure(str(candidate.bundle.path), candidate.choice, num_threads), True
+            except ProbeFailed as failure:
+                ranked.append(Ranked(candidate, None, own, error=str(failure)))
+                continue
+            if own.utilisation < BUSY:
+                profiles.keep(key, profile)
+            else:
+                own = Load()  # its times have the load in them
+        score = text_token_ms(profile, rate if is_rated else None, own, link)
+        ranked.append(Ranked(candidate, profile, own, node_ms(profile, own, link), score, None, is_new))
+    return sorted(ranked, key=lambda each: each.score_ms if each.score_ms is not None else float("inf"))
+
+
+def key_of(candidate: Candidate, num_threads: int, found: FoundRuntime) -> ProfileKey:
+    """What a profile of this candidate is kept under."""
+    placement = candidate.placement
+    names = {placement.open_on, f"{placement.open_on}.0"}
+    device = next((each for each in found.devices if each.name in names), None) or next(
+        (each for each in found.devices if each.device == placement.device), None
+    )
+    how = f"{placement.open_on}{', emulated' if placement.is_emulated else ''}, {num_threads} threads"
+    what = f"{device.full_name}, {device.driver}" if device is not None else ""
+    version = importlib.metadata.version("outrider")
+    return ProfileKey(candidate.bundle.manifest.digest, placement.runtime, found.version or "", how, what, version)
+
+
+def acceptance_of(bundle: Bundle) -> float | None:
+    """The mean acceptance rate of the bundle's card; None where it has none."""
+    rates = [each.rate for each in bundle.manifest.report.acceptance]
+    return sum(rates) / len(rates) if rates else None
+
+
+def measured_link(clouds: Sequence[tuple[str, ClientOptions]]) -> Link:
+    """Round trip and step of the cloud that texts would begin at; unknown where none answers at once."""
+
+    async def look() -> Link:
+        async with AsyncExitStack() as stack:
+            clients = [await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds]
+            fleet = Fleet(clients)
+            stack.push_async_callback(fleet.aclose)
+            await fleet.look(LINK_TIMEOUT_S)
+            first = fleet.ranked()[0].url
+            state = next(each for each in fleet.states() if each.url == first)
+            return Link(state.round_trip_ms, state.step_ms)
+
+    return asyncio.run(look())
+
+
+def placed_words(ranked: Sequence[Ranked]) -> str:
+    """Why the first was taken, for people."""
+    first, *others = ranked
+    if first.score_ms is None:
+        return f"{first.candidate.words}; no profile: {first.error}"
+    parts = [f"{each.candidate.words} {each.node_ms:.2f} ms" for each in others if each.node_ms is not None]
+    beside = f", against {'; '.join(parts)}" if parts else ""
+    return f"{first.candidate.words}: {first.node_ms:.2f} ms per drafted token{beside}"
+
+
+def _measure(bundle: str, choice: DraftChoice, num_threads: int) -> Profile:
+    found = profile_draft(bundle, choice, num_threads)
+    return Profile(token_ms=found.token_ms, eight_ms=found.eight_ms, open_s=found.open_s)

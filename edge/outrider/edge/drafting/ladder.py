@@ -1,0 +1,203 @@
+"""Drafts with the best drafter that works: steps down when one fails, and tries it again later.
+
+A driver may crash in mid-text, a device may be unplugged or run out of memory. The text is the target's whatever
+drafts, so it goes on with the next drafter, which reads the text so far.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from outrider.edge.breaker import Breaker
+from outrider.edge.drafting.calibration import Guess
+from outrider.edge.drafting.drafter import Drafter, JoiningDrafter, MixedDrafter, ModelDrafter, NgramDrafter
+from outrider.models.runtimes.ngram import QuotedText
+from outrider.models.sampling import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A drafter that a text may use.
+
+    words: what drafts, for people. open: gives the drafter, once per text, or None where it has no room; may take long.
+    breaker: shared by all texts.
+    """
+
+    words: str
+    open: Callable[[], Drafter | None]
+    breaker: Breaker = field(default_factory=Breaker)
+
+
+class LadderDrafter:
+    """A Drafter made of several, the best first. Raises what the last one raises when none is left.
+
+    on_step: called in the drafting thread with a sentence at each change. failed: rungs that raised, by index.
+    """
+
+    def __init__(
+        self,
+        rungs: Sequence[Rung],
+        on_step: Callable[[str], None] = lambda words: None,
+        opened: Drafter | None = None,
+    ) -> None:
+        """opened: the first rung's drafter, where it is open already."""
+        self._rungs = rungs
+        self._on_step = on_step
+        self._is_looked_up = False
+        self._quoted: Sequence[QuotedText] = ()
+        self._is_closed = False
+        self._opened: dict[int, Drafter] = {} if opened is None else {0: opened}
+        self._used: dict[int, Drafter] = {}
+        self._full: set[int] = set()  # without room for this text
+        self._current: int | None = None
+        self._text: list[int] = []
+        self._params = SamplingParams()
+        self.failed: set[int] = set()
+
+    def look_up_too(self, quoted: Sequence[QuotedText] = ()) -> None:
+        """From the next text on, models also copy earlier passages, as MixedDrafter does. quoted: documents, too."""
+        self._is_looked_up, self._quoted = True, quoted
+        self._used.clear()
+
+    def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Starts a new text with the best drafter that works now."""
+        self._text, self._params = list(prompt), params
+        self._current = None
+        self._full.clear()
+        self._climb(None)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text."""
+        return len(self._text)
+
+    @property
+    def max_branches(self) -> int:
+        """The present drafter's."""
+        return self._used[self._current].max_branches if self._current is not None else 1
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends tokens. A better drafter that may be tried again takes over here."""
+        self._text.extend(tokens)
+        before = self._current
+        self._climb(None)
+        if self._current == before and before is not None:
+            self._do(lambda drafter: drafter.extend(tokens))
+
+    @property
+    def is_behind(self) -> bool:
+        """The present drafter's."""
+        return self._do(lambda drafter: drafter.is_behind)
+
+    def read_on(self) -> None:
+        """The present drafter reads a piece."""
+        drafter = self._used.get(self._current) if self._current is not None else None
+        # One that takes over in here may have nothing to read.
+        self._do(lambda present: present.read_on() if present is drafter or present.is_behind else None)
+
+    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
+        """The present drafter's guesses."""
+        found = self._do(lambda drafter: drafter.guess(branches, width))
+        self._note_success()
+        return found
+
+    def continuation(self, max_tokens: int) -> list[Guess]:
+        """The present drafter's."""
+        return self._do(lambda drafter: drafter.continuation(max_tokens))
+
+    @property
+    def model_drafter(self) -> ModelDrafter | None:
+        """The present drafter's."""
+        drafter = self._used[self._current] if self._current is not None else None
+        return drafter.model_drafter if isinstance(drafter, JoiningDrafter) else None
+
+    def complete(self, found: list[list[Guess]], branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
+        """The present drafter's."""
+        drafter = self._used[self._current] if self._current is not None else None
+        assert isinstance(drafter, JoiningDrafter), "this drafter guesses alone"
+        completed = drafter.complete(found, branches, width)
+        self._note_success()
+        return completed
+
+    def close(self) -> None:
+        """Releases all drafters; opens no more."""
+        self._is_closed = True
+        for drafter in self._opened.values():
+            drafter.close()
+
+    def _do(self, call: Callable[[Drafter], Found]) -> Found:
+        """The call's result by the best drafter that does not fail."""
+        while True:
+            if self._current is None:
+                self._climb(None)
+            index = self._current
+            assert index is not None, "a ladder without a rung that works raises"
+            try:
+                return call(self._used[index])
+            except Exception as error:  # each runtime has its own types
+                if self._is_closed:
+                    raise
+                self._fall(index, error)
+
+    def _fall(self, index: int, error: Exception) -> None:
+        self.failed.add(index)
+        self._rungs[index].breaker.failed()
+        self._current = None
+        logger.warning("drafting with %s failed: %s", self._rungs[index].words, error, exc_info=error)
+        self._climb(error, f"{self._rungs[index].words} failed ({type(error).__name__}: {error})")
+
+    def _climb(self, error: Exception | None, why: str = "") -> None:
+        """Goes to the best rung that may be used now, if it is not the present one. Raises where none is left."""
+        last = error
+        best = len(self._rungs) if self._current is None else self._current
+        for index in range(best):
+            rung = self._rungs[index]
+            if index in self._full or not rung.breaker.allows():
+                continue
+            try:
+                drafter = self._open(index)
+                if drafter is None:
+                    self._full.add(index)
+                    continue
+                drafter.begin(self._text, self._params)
+            except Exception as failure:
+                self.failed.add(index)
+                rung.breaker.failed()
+                logger.warning("drafting with %s failed: %s", rung.words, failure, exc_info=failure)
+                why, last = f"{rung.words} failed ({type(failure).__name__}: {failure})", failure
+                continue
+            is_change = self._current is not None or bool(why)
+            self._current = index
+            if is_change:
+                self._on_step(f"{why or f'{rung.words} is tried again'}; drafting goes on with {rung.words}")
+            return
+        if self._current is None:
+            if why:
+                self._on_step(f"{why}; this text goes on without drafts")
+            raise last or RuntimeError("every draft has failed a moment ago; the next text tries again")
+
+    def _open(self, index: int) -> Drafter | None:
+        if index not in self._opened:
+            drafter = self._rungs[index].open()
+            if drafter is None:
+                return None
+            self._opened[index] = drafter
+        if index not in self._used:
+            drafter = self._opened[index]
+            if self._is_looked_up and isinstance(drafter, ModelDrafter):
+                drafter = MixedDrafter(drafter, self._quoted)
+            elif self._quoted and isinstance(drafter, NgramDrafter):
+                drafter = NgramDrafter(self._quoted)
+            self._used[index] = drafter
+        return self._used[index]
+
+    def _note_success(self) -> None:
+        if self._current is not None:
+            self._rungs[self._current].breaker.succeeded()

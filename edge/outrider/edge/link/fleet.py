@@ -1,0 +1,268 @@
+"""Chooses among several clouds: measures their round trips and load, and leaves out those that fail.
+
+The order of the configuration is the user's preference. It gives way where another cloud is clearly faster, by the
+figures of `GET /health/ready`, and comes back when the preferred cloud does. A text stays where it is: what is chosen
+here is where the next one begins, and where a text goes on after a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+
+from outrider.edge.breaker import Breaker
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.errors import EndpointLost, EndpointUnfit
+from outrider.edge.link.origin import Served
+from outrider.models.errors import OutriderError
+from outrider.models.protocol import ReadyAnswer
+
+Sleep = Callable[[float], Awaitable[None]]
+
+FRESH_S: Final = 5.0
+"""How long a cloud's figures are believed."""
+LOOK_TIMEOUT_S: Final = 5.0
+CLEARLY: Final = 1.25
+"""A preferred cloud is passed over where its cost is more than this many times the lowest."""
+
+_TEXT_TOKENS: Final = 128
+"""Of a text, for comparing clouds."""
+_TRIPS: Final = 16
+"""Round trips that such a text waits for: its first token, and drafts after misses."""
+_STEP_MS: Final = 40.0
+"""A target's step, where no cloud has measured one."""
+_SCARCE: Final = 0.1
+"""Below this free share of the cache, sequences begin to wait for blocks."""
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    client: CloudClient
+    breaker: Breaker
+    round_trips: deque[float] = field(default_factory=lambda: deque(maxlen=5))
+    ready: ReadyAnswer | None = None
+    looked_at: float | None = None
+    error: str | None = None
+    look: asyncio.Task[Served | None] | None = None
+    mending: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CloudState:
+    """One cloud, for people and probes. state: "up", "down" (left out), or "unknown". target: the model's digest."""
+
+    url: str
+    state: str
+    model: str | None
+    target: str | None
+    round_trip_ms: float | None
+    queue_depth: int | None
+    free_block_share: float | None
+    step_ms: float | None
+    error: str | None
+
+
+class Fleet:
+    """The clouds, the preferred one first. Belongs to one event loop; `aclose` ends its looks, not the clients.
+
+    on_change: called with a sentence when a cloud is left out and when it is back.
+    """
+
+    def __init__(
+        self,
+        clients: Sequence[CloudClient],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Sleep = asyncio.sleep,
+        first_pause_s: float = 1.0,
+        on_change: Callable[[str], None] = lambda words: None,
+    ) -> None:
+        self._members = {client.url: _Member(client, Breaker(first_pause_s, clock=clock)) for client in clients}
+        self._clients = list(clients)
+        self._clock = clock
+        self._sleep = sleep
+        self._on_change = on_change
+
+    def ranked(self) -> list[CloudClient]:
+        """All clouds, in the order in which the next text tries them. Starts looks at those whose figures are old.
+
+        First the preferred one of those that cost about the least, then the others by cost, then those that are known
+        to serve another target than the first that is up, then those that are down.
+        """
+        if len(self._clients) == 1:
+            return list(self._clients)
+        now = self._clock()
+        for member in self._members.values():
+            is_old = member.looked_at is None or now - member.looked_at >= FRESH_S
+            if is_old and member.look is None and not member.breaker.is_open:
+                self._look(member)
+        costs = self._costs()
+        up = [client for client in self._clients if client.url in costs]
+        down = [client for client in self._clients if client.url not in costs]
+        # Speed chooses among replicas. Which model answers is the user's choice, by the order.
+        replicas = [client for client in up if self._may_replace(up[0].url, client.url)]
+        others = [client for client in up if client not in replicas]
+        if replicas:
+            least = min(costs[client.url] for client in replicas)
+            first = next(client for client in replicas if costs[client.url] <= CLEARLY * least)
+            replicas.sort(key=lambda client: (client is not first, costs[client.url]))
+        return replicas + others + down
+
+    def _may_replace(self, url: str, other: str) -> bool:
+        """Whether the other is not known to serve another target."""
+        mine, its = self._members[url].ready, self._members[other].ready
+        return mine is None or its is None or mine.target == its.target
+
+    def is_down(self, url: str) -> bool:
+        """Whether this cloud is left out now."""
+        return self._members[url].breaker.is_open
+
+    def failed(self, url: str, error: EndpointLost) -> None:
+        """Records that a cloud failed a text, or a question. One that is unfit for one text may suit others."""
+        member = self._members[url]
+        if isinstance(error, EndpointUnfit) or len(self._clients) == 1:
+            return
+        was_down = member.breaker.is_open
+        member.error = str(error)
+        if was_down and member.mending is not None:
+            return  # texts that still try it change nothing
+        member.breaker.failed()
+        if not was_down:
+            self._on_change(f"{error}. {url} is left out until it answers.")
+        member.mending = asyncio.get_running_loop().create_task(self._mend(member))
+        member.mending.add_done_callback(_forget)
+
+    def served(self, url: str) -> None:
+        """Records that a cloud has served tokens."""
+        member = self._members[url]
+        if member.mending is not None:
+            member.mending.cancel()
+            member.mending = None
+        member.error = None
+        member.breaker.succeeded()
+
+    async def look(self, timeout_s: float) -> list[Served]:
+        """Looks at all clouds at the same time; what they serve, of those that answer in time."""
+        looks = [member.look or self._look(member) for member in self._members.values()]
+        done, _ = await asyncio.wait(looks, timeout=timeout_s)
+        return [served for look in looks if look in done and (served := look.result()) is not None]
+
+    def states(self) -> list[CloudState]:
+        """Each cloud as it is known, in the order of preference."""
+        return [_state(member) for member in self._members.values()]
+
+    async def aclose(self) -> None:
+        """Ends looks and trials."""
+        tasks = [task for member in self._members.values() for task in (member.look, member.mending) if task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _look(self, member: _Member) -> asyncio.Task[Served | None]:
+        member.look = asyncio.get_running_loop().create_task(self._ask(member))
+        member.look.add_done_callback(partial(_looked, member))
+        return member.look
+
+    async def _ask(self, member: _Member) -> Served | None:
+        """Asks a cloud for its readiness, twice at first: the first answer's time has the connection's in it."""
+        took_ms = 0.0
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                for _ in range(1 if member.round_trips else 2):
+                    asked_at = self._clock()
+                    ready = await member.client.ready()
+                    took_ms = (self._clock() - asked_at) * 1e3
+        except TimeoutError:
+            self.failed(member.client.url, EndpointLost(f"{member.client.url}: no answer in {LOOK_TIMEOUT_S:g} s"))
+            return None
+        except EndpointLost as error:
+            if error.status == 404:  # a gateway; whether it works, texts will show
+                return None
+            self.failed(member.client.url, error)
+            return None
+        except OutriderError:  # a gateway may refuse what is not below /v1
+            return None
+        finally:
+            member.looked_at = self._clock()
+        member.ready = ready
+        member.round_trips.append(took_ms)
+        return Served(member.client.url, ready.model, ready.target)
+
+    async def _mend(self, member: _Member) -> None:
+        """Tries a cloud that is left out after each pause, until it answers: never with a user's text."""
+        while True:
+            await self._sleep(member.breaker.pause_s)
+            if not member.breaker.allows():
+                continue
+            try:
+                async with asyncio.timeout(LOOK_TIMEOUT_S):
+                    member.ready = await member.client.ready()
+            except (EndpointLost, TimeoutError) as error:
+                if not isinstance(error, EndpointLost) or error.status != 404:
+                    member.breaker.failed()
+                    continue
+            except OutriderError:
+                pass  # an answer
+            member.looked_at = self._clock()
+            member.error, member.mending = None, None
+            member.breaker.passed()
+            self._on_change(f"{member.client.url} is back.")
+            return
+
+    def _costs(self) -> dict[str, float]:
+        """What a text costs at each cloud that is up, ms. One whose figures are unknown counts as the cheapest."""
+        up = [member for member in self._members.values() if not member.breaker.is_open]
+        steps = [member.ready.step_ms for member in up if member.ready is not None and member.ready.step_ms]
+        typical = sorted(steps)[len(steps) // 2] if steps else _STEP_MS
+        known = {
+            member.client.url: text_ms(min(member.round_trips), member.ready, typical)
+            for member in up
+            if member.round_trips and member.ready is not None
+        }
+        least = min(known.values(), default=0.0)
+        return {member.client.url: known.get(member.client.url, least) for member in up}
+
+
+def text_ms(round_trip_ms: float, ready: ReadyAnswer, typical_step_ms: float = _STEP_MS) -> float:
+    """Expected time of a text of 128 tokens at a cloud, ms: its steps, round trips, queue and memory.
+
+    Each text before it in the queue ends after 128 steps, `ready.running` of them at the same time. Without free blocks
+    texts wait for one another, so the time grows to twice as much.
+    """
+    step_ms = ready.step_ms or typical_step_ms
+    texts_before = ready.queue_depth / max(1, ready.running)
+    whole_ms = _TEXT_TOKENS * step_ms * (1.0 + texts_before) + _TRIPS * round_trip_ms
+    missing = max(0.0, _SCARCE - ready.free_block_share) / _SCARCE
+    return whole_ms * (1.0 + min(1.0, missing))
+
+
+def _state(member: _Member) -> CloudState:
+    ready = member.ready
+    is_known = ready is not None or member.breaker.is_open
+    return CloudState(
+        url=member.client.url,
+        state="down" if member.breaker.is_open else "up" if is_known else "unknown",
+        model=ready.model if ready is not None else None,
+        target=ready.target if ready is not None else None,
+        round_trip_ms=round(min(member.round_trips), 1) if member.round_trips else None,
+        queue_depth=ready.queue_depth if ready is not None else None,
+        free_block_share=ready.free_block_share if ready is not None else None,
+        step_ms=ready.step_ms if ready is not None else None,
+        error=member.error,
+    )
+
+
+def _looked(member: _Member, look: asyncio.Task[Served | None]) -> None:
+    if member.look is look:
+        member.look = None
+    _forget(look)
+
+
+def _forget(task: asyncio.Task[object]) -> None:
+    """Takes a finished task's exception, which else is reported as never retrieved; a bug still is."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        task.get_loop().call_exception_handler({"message": "a look at a cloud failed", "exception": error})

@@ -1,0 +1,152 @@
+"""Lists where given drafts may run, and makes the ladder of them: the best first, n-gram lookup last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final
+
+from outrider.edge.breaker import Breaker
+from outrider.edge.devices.discovery import FoundRuntime, ModelRuntime, find_runtime
+from outrider.edge.devices.placement import DraftChoice, Placement, place_draft
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
+from outrider.edge.drafting.ladder import LadderDrafter, Rung
+from outrider.edge.modes.assemble import OpenDraft, OpenModel, open_draft_model
+from outrider.models.bundle import Bundle
+from outrider.models.errors import BundleError, ConfigError, OutriderError, RuntimeUnavailable
+from outrider.models.manifest import Device
+
+LOOKUP_WORDS: Final = "n-gram lookup"
+DEVICE_ORDER: Final[tuple[Device, ...]] = ("npu", "gpu", "cpu")
+"""Where a draft goes when its device fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A draft and a place where it may run. choice: opens it there."""
+
+    bundle: Bundle
+    choice: DraftChoice
+    placement: Placement
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        return f"{self.bundle.manifest.name} ({self.placement.words})"
+
+
+@dataclass(frozen=True, slots=True)
+class LazyModel:
+    """A model that is loaded when it is needed. words: what it is, for people."""
+
+    words: str
+    open: Callable[[], OpenModel]
+
+
+def candidates_of(
+    bundles: Sequence[Bundle],
+    choice: DraftChoice,
+    find: Callable[[ModelRuntime], FoundRuntime] = find_runtime,
+) -> list[Candidate]:
+    """Every place where one of these drafts may run: the chosen device, or the bundle's own, first.
+
+    A draft runs on the other devices of its runtime too, where its code allows it. Raises ConfigError for drafts of
+    different tokenizers, and, where none may run as chosen, what `place_draft` raises for the first.
+    """
+    if len({bundle.manifest.tokenizer_fingerprint for bundle in bundles}) > 1:
+        names = ", ".join(bundle.manifest.name for bundle in bundles)
+        raise ConfigError(f"the drafts {names} have different tokenizers; give --draft bundles made for one target")
+    found: list[Candidate] = []
+    reasons: list[OutriderError] = []
+    runtimes: dict[str, FoundRuntime] = {}
+    for bundle in bundles:
+        try:
+            found.append(Candidate(bundle, choice, place_draft(bundle.manifest, choice)))
+        except (ConfigError, RuntimeUnavailable, BundleError) as error:
+            reasons.append(error)
+            if len(bundles) == 1:
+                raise
+            if choice != DraftChoice():
+                continue  # it may not run as asked, so nowhere
+        if choice.runtime == "ngram" or choice.emulate_npu or choice.provider:
+            continue
+        runtime: ModelRuntime = "openvino" if bundle.manifest.runtime == "openvino" else "onnxruntime"
+        here = runtimes.setdefault(runtime, runtimes.get(runtime) or find(runtime))
+        for device in DEVICE_ORDER:
+            if any(each.bundle is bundle and each.placement.device == device for each in found):
+                continue
+            if not here.has(device):
+                continue
+            other = replace(choice, device=device)
+            try:
+                found.append(Candidate(bundle, other, place_draft(bundle.manifest, other, here)))
+            except (ConfigError, RuntimeUnavailable, BundleError):
+                continue
+    if not found:
+        raise reasons[0]
+    return found
+
+
+def lazy_model(candidate: Candidate, num_threads: int = 0, num_sequences: int = 1, max_positions: int = 0) -> LazyModel:
+    """The candidate's model, not yet loaded."""
+    open_it = partial(open_draft_model, candidate.bundle, candidate.choice, num_threads, num_sequences, max_positions)
+    return LazyModel(candidate.words, open_it)
+
+
+def open_first(
+    candidates: Sequence[Candidate],
+    open_it: Callable[[Candidate], OpenModel],
+    on_step: Callable[[str], None] = lambda words: None,
+    *,
+    is_asked: bool,
+) -> tuple[OpenModel, list[Candidate]]:
+    """The first candidate that opens, and those after it.
+
+    is_asked: the user named the device, so the first must open. Raises what the last one raises where none does.
+    """
+    for index, candidate in enumerate(candidates):
+        try:
+            return open_it(candidate), list(candidates[index + 1 :])
+        except OutriderError as error:
+            if is_asked or index + 1 == len(candidates):
+                raise
+            on_step(f"{candidate.words} does not open: {error}")
+    raise AssertionError("no candidate is given")
+
+
+def open_ladder(
+    candidates: Sequence[Candidate],
+    num_threads: int = 0,
+    on_step: Callable[[str], None] = lambda words: None,
+    *,
+    is_asked: bool = True,
+    is_looked_up: bool = True,
+    max_positions: int = 0,
+) -> OpenDraft:
+    """What drafts one text at a time, and steps down when it fails; the caller closes it. Raises as `open_first`.
+
+    max_positions: tokens of a text that a model holds; 0: as `open_draft_model` does.
+    """
+    model, others = open_first(
+        candidates,
+        lambda each: open_draft_model(each.bundle, each.choice, num_threads, max_positions=max_positions),
+        on_step,
+        is_asked=is_asked,
+    )
+    if model.runtime is None:
+        return OpenDraft(NgramDrafter(), model.placement)
+    first = ModelDrafter(model.runtime, model.num_ids)
+    rungs = [Rung(model.placement.words, lambda: first)]
+    rungs += [
+        Rung(each.words, partial(_open, lazy_model(each, num_threads, max_positions=max_positions))) for each in others
+    ]
+    if is_looked_up:
+        rungs.append(Rung(LOOKUP_WORDS, NgramDrafter, Breaker()))
+    return OpenDraft(LadderDrafter(rungs, on_step, first), model.placement)
+
+
+def _open(lazy: LazyModel) -> Drafter:
+    model = lazy.open()
+    assert model.runtime is not None
+    return ModelDrafter(model.runtime, model.num_ids)

@@ -1,0 +1,262 @@
+"""Goes on without a cloud: the draft model writes alone, its tokens are marked, and a cloud checks them later.
+
+Only with `--offline-ok`. The target's noise is shared, so the draft's own pick is its best guess of the target's. Once
+a cloud answers, the target generates from the last verified token: local tokens that equal its own are confirmed, the
+first one that differs and all after it are replaced. The verified text is that of a run that never lost the cloud.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Final, TypeVar, cast
+
+from outrider.edge.drafting.calibration import LOOKUP_RANK
+from outrider.edge.drafting.drafter import Drafter
+from outrider.edge.link.errors import EndpointUnfit
+from outrider.edge.link.origin import TextOrigin
+from outrider.edge.modes.stream import StreamAgent
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens, Source, TokenBatch
+from outrider.models.errors import CloudError
+
+Found = TypeVar("Found")
+
+FIRST_LOOK_S: Final = 1.0
+MOST_LOOK_S: Final = 10.0
+"""Pauses between looks for a cloud, while text is written locally."""
+
+
+@dataclass(slots=True)
+class OfflineText:
+    """A text that the cloud and, without it, the draft wrote.
+
+    verified: the target's tokens. local: the draft's, which follow them, not verified. num_local, num_confirmed,
+    num_replaced: tokens that the draft wrote alone, and what became of them. reason: why the text ended. error: what
+    the last cloud failed with. result: of the last part that a cloud wrote.
+    """
+
+    verified: list[int] = field(default_factory=list)
+    local: list[int] = field(default_factory=list)
+    num_local: int = 0
+    num_confirmed: int = 0
+    num_replaced: int = 0
+    reason: str = "length"
+    error: str | None = None
+    result: GenerationResult | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """The whole text."""
+        return [*self.verified, *self.local]
+
+    def as_json(self) -> dict[str, object]:
+        """What the draft wrote alone, as plain data."""
+        return {
+            "verified": not self.local,
+            "num_unverified": len(self.local),
+            "num_local": self.num_local,
+            "num_confirmed": self.num_confirmed,
+            "num_replaced": self.num_replaced,
+            "error": self.error,
+        }
+
+
+@dataclass(slots=True)
+class OfflineWriter:
+    """Generates one text, locally where no cloud answers.
+
+    agent, drafter: as in stream mode. stop_ids: end a local text; the target's own where they are known.
+    find_cloud: whether a cloud answers now; None: the text is not verified here. on_confirmed: called with the
+    number of local tokens that the target has confirmed just now. on_replaced: called with the verified tokens before
+    tokens come that replace local ones. max_positions: longest local text, prompt included.
+    """
+
+    agent: StreamAgent
+    drafter: Drafter
+    stop_ids: frozenset[int]
+    find_cloud: Callable[[], Awaitable[bool]] | None = None
+    on_confirmed: Callable[[int], None] = lambda num: None
+    on_replaced: Callable[[Sequence[int]], None] = lambda tokens: None
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    max_positions: int | None = None
+
+    async def generate(
+        self, request: GenerationRequest, on_tokens: OnTokens, origin: TextOrigin | None = None, *, is_up: bool = True
+    ) -> OfflineText:
+        """Generates one text. is_up: False begins locally. Raises as `StreamAgent.generate`, but not for clouds that
+        are away; CloudError where the draft cannot write either.
+        """
+        text, origin = OfflineText(), origin or TextOrigin()
+        started = time.perf_counter()
+        while True:
+            if is_up and await self._verify(text, request, on_tokens, origin):
+                return text
+            is_over, is_up = await self._write(text, request, on_tokens, started)
+            if is_over and not is_up:
+                is_up = self.find_cloud is not None and await self.find_cloud()
+                if not is_up:
+                    return text
+
+    async def _verify(
+        self, text: OfflineText, request: GenerationRequest, on_tokens: OnTokens, origin: TextOrigin
+    ) -> bool:
+        """Lets the target write from the last verified token; false where no cloud is left."""
+
+        def take(batch: TokenBatch) -> None:
+            tokens = batch.tokens
+            same = 0
+            while same < min(len(tokens), len(text.local)) and tokens[same] == text.local[same]:
+                same += 1
+            if same:
+                text.num_confirmed += same
+                text.verified += tokens[:same]
+                del text.local[:same]
+                self.on_confirmed(same)
+            if same == len(tokens):
+                return  # shown already
+            self._replace(text)
+            text.verified += tokens[same:]
+            on_tokens(replace(batch, tokens=tokens[same:], num_accepted=max(0, batch.num_accepted - same)))
+
+        rest = replace(
+            request,
+            prompt=(*request.prompt, *text.verified),
+            max_tokens=request.max_tokens - len(text.verified),
+        )
+        try:
+            text.result = await self.agent.generate(rest, take, origin)
+        except EndpointUnfit:
+            raise
+        except CloudError as error:
+            text.error = str(error)
+            return False
+        self._replace(text)  # the target's text ends before them
+        text.reason = text.result.finish_reason
+        return True
+
+    def _replace(self, text: OfflineText) -> None:
+        if text.local:
+            text.num_replaced += len(text.local)
+            text.local.clear()
+            self.on_replaced(text.verified)
+
+    async def _write(
+        self, text: OfflineText, request: GenerationRequest, on_tokens: OnTokens, started: float
+    ) -> tuple[bool, bool]:
+        """Writes locally until the text is over or a cloud is back: whether it is over, whether one is back."""
+        scheduler = self.agent.scheduler
+        scheduler.enter()  # its thread stays, and only it touches the draft
+        watch = asyncio.create_task(self._watch()) if self.find_cloud is not None else None
+        try:
+            await self._in_thread(partial(self._begin, text, request))
+            while (reason := self._over(text, request)) is None:
+                if watch is not None and watch.done():
+                    return False, True
+                token = await self._in_thread(self._next)
+                if token is None:
+                    if not text.local and not text.verified:
+                        raise CloudError(f"{text.error or 'no cloud answers'}; the draft cannot write alone either")
+                    text.reason = "context"
+                    return True, False
+                await self._in_thread(partial(self.drafter.extend, [token]))
+                text.local.append(token)
+                text.num_local += 1
+                on_tokens(TokenBatch((token,), 0, time.perf_counter() - started, is_unverified=True))
+            text.reason = reason
+            return True, watch is not None and watch.done()
+        finally:
+            scheduler.leave()
+            if watch is not None:
+                watch.cancel()
+                with suppress(asyncio.CancelledError):
+                    await watch
+
+    async def _in_thread(self, call: Callable[[], Found]) -> Found:
+        """What `call` returns in the drafting thread."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Found] = loop.create_future()
+
+        def settle(found: Found | None, error: Exception | None) -> None:
+            if done.done():
+                return
+            if error is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(cast(Found, found))
+
+        def errand() -> None:
+            found, failure = None, None
+            try:
+                found = call()
+            except Exception as error:
+                failure = error
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(settle, found, failure)
+
+        self.agent.scheduler.do(errand)
+        return await done
+
+    def _begin(self, text: OfflineText, request: GenerationRequest) -> None:
+        self.drafter.begin([*request.prompt, *text.tokens], request.params)
+        while self.drafter.is_behind:
+            self.drafter.read_on()
+
+    def _next(self) -> int | None:
+        """The draft's own pick; None where no model is left, or its context is full."""
+        (guesses,) = self.drafter.guess([[]], 1)
+        if not guesses or guesses[0].rank == LOOKUP_RANK:
+            return None
+        return guesses[0].token
+
+    def _over(self, text: OfflineText, request: GenerationRequest) -> str | None:
+        tokens = text.tokens
+        stop_ids = request.stop_ids if request.stop_ids is not None else self.stop_ids
+        if text.local and not request.ignore_eos and tokens[-1] in stop_ids:
+            return "stop"
+        if len(tokens) >= request.max_tokens:
+            return "length"
+        is_full = self.max_positions is not None and len(request.prompt) + len(tokens) >= self.max_positions
+        return "context" if is_full else None
+
+    async def _watch(self) -> None:
+        """Returns once a cloud answers."""
+        assert self.find_cloud is not None
+        pause_s = FIRST_LOOK_S
+        while not await self.find_cloud():
+            await self.sleep(pause_s)
+            pause_s = min(MOST_LOOK_S, 2.0 * pause_s)
+
+
+def whole_result(text: OfflineText) -> GenerationResult:
+    """The text as a result; its numbers are those of the last part that a cloud wrote."""
+    last = text.result
+    sources = [Source.TARGET] * len(text.verified)
+    if last is not None:
+        sources[len(text.verified) - len(last.sources) :] = last.sources
+    sources += [Source.UNVERIFIED] * len(text.local)
+    tokens = tuple(text.tokens)
+    if last is not None:
+        first = last.arrival_s[0] if last.arrival_s else 0.0
+        before = len(tokens) - len(last.arrival_s)
+        return replace(
+            last,
+            tokens=tokens,
+            sources=tuple(sources),
+            arrival_s=(*[first] * before, *last.arrival_s),
+            finish_reason=text.reason,
+        )
+    return GenerationResult(
+        mode=Mode.STREAM,
+        tokens=tokens,
+        sources=tuple(sources),
+        arrival_s=(),
+        finish_reason=text.reason,
+        num_passes=0,
+        num_accepted=0,
+        num_tested=0,
+        num_proposed=0,
+    )

@@ -1,0 +1,136 @@
+"""Keeps answers that the draft wrote alone, and has a cloud check them once one answers.
+
+A text that has been sent cannot be taken back, so a client asks for the check: `POST /v1/outrider/verify` with the
+answer's id. The target generates from the last token that it had written; the answer says how far both agree, and has
+the target's text.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from outrider.edge.link.origin import Served
+from outrider.edge.results import GenerationRequest
+from outrider.models.errors import RequestError
+
+MAX_KEPT: Final = 64
+"""Answers; the oldest give way."""
+MAX_KEPT_TOKENS: Final = 1 << 20
+"""Of all of them, prompts included."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptText:
+    """One choice of an answer. request: as it was. verified, local: its tokens. began: whose the verified ones are."""
+
+    request: GenerationRequest
+    verified: tuple[int, ...]
+    local: tuple[int, ...]
+    began: Served | None
+    stop_strings: tuple[str, ...]
+    stop_ids: frozenset[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are kept."""
+        return len(self.request.prompt) + len(self.verified) + len(self.local)
+
+    def rest(self, target: str | None) -> tuple[KeptText, GenerationRequest | None]:
+        """The text as this target must check it, and what to ask it for; None where nothing is left.
+
+        The tokens of another target prove nothing about this one's, so they are checked too.
+        """
+        kept = self
+        if self.began is None or self.began.target != target:
+            kept = replace(self, verified=(), local=(*self.verified, *self.local))
+        max_tokens = self.request.max_tokens - len(kept.verified)
+        if max_tokens < 1:
+            return kept, None
+        return kept, replace(self.request, prompt=(*self.request.prompt, *kept.verified), max_tokens=max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptAnswer:
+    """An answer with unverified choices. owner: who may ask for it. choices: by index."""
+
+    owner: bytes
+    choices: dict[int, KeptText]
+
+
+class UnverifiedAnswers:
+    """The latest answers that hold unverified text, by id; bounded in number and tokens. Lives on one event loop."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, KeptAnswer] = OrderedDict()
+        self._num_tokens = 0
+
+    def keep(self, answer: str, owner: bytes, index: int, text: KeptText) -> None:
+        """Keeps a choice of an answer."""
+        kept = self._kept.setdefault(answer, KeptAnswer(owner, {}))
+        kept.choices[index] = text
+        self._num_tokens += text.num_tokens
+        while self._kept and (len(self._kept) > MAX_KEPT or self._num_tokens > MAX_KEPT_TOKENS):
+            self.forget(next(iter(self._kept)))
+
+    def find(self, answer: str, owner: bytes) -> KeptAnswer:
+        """The answer with this id. Raises RequestError 404, also for one of another client."""
+        kept = self._kept.get(answer)
+        if kept is None or kept.owner != owner:
+            raise RequestError(
+                "unknown_answer",
+                f"no unverified answer has the id {answer!r}; it was verified, or is too old",
+                status=404,
+            )
+        return kept
+
+    def forget(self, answer: str) -> None:
+        """Forgets an answer."""
+        kept = self._kept.pop(answer, None)
+        if kept is not None:
+            self._num_tokens -= sum(text.num_tokens for text in kept.choices.values())
+
+
+class VerifyAnswerRequest(BaseModel):
+    """POST /v1/outrider/verify. id: of an answer with unverified text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: Annotated[str, Field(min_length=1, max_length=128)]
+
+
+class VerifiedChoice(BaseModel):
+    """One choice. text: the target's. confirmed_tokens: of the unverified ones, how many are the target's too.
+
+    replaced_tokens: the others. is_same: whether the text that was sent is the target's.
+    """
+
+    index: int
+    text: str
+    finish_reason: str
+    is_same: bool
+    confirmed_tokens: int
+    replaced_tokens: int
+
+
+class VerifiedAnswer(BaseModel):
+    """The answer of /v1/outrider/verify."""
+
+    id: str
+    object: Literal["outrider.verification"] = "outrider.verification"
+    model: str
+    choices: list[VerifiedChoice]
+
+
+def compared(kept: KeptText, new: Sequence[int]) -> tuple[int, int]:
+    """Local tokens that are the target's too, up to the first that is not; and the others."""
+    same = 0
+    for mine, its in zip(kept.local, new, strict=False):
+        if mine != its:
+            break
+        same += 1
+    return same, len(kept.local) - same

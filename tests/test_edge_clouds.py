@@ -1,0 +1,338 @@
+"""Tests several clouds: which one is chosen, how one that fails is left out and comes back, and where keys go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.local_endpoint import LocalEndpoint, serve_local
+from tests.serving import FakeServer, StepGate, serve_fake
+from tests.test_edge_config import KEY, key_file
+from tests.test_edge_serve import DRAFTS, PROMPT, SURE, body, expected, run_main
+
+from outrider.cloud.api.state import ServerSettings
+from outrider.edge.breaker import Breaker
+from outrider.edge.lab.proxy import DelayProxy
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.errors import EndpointLost, TargetMismatch
+from outrider.edge.link.fleet import Fleet, text_ms
+from outrider.edge.setup.endpoints import Endpoint, Keys
+from outrider.models.errors import ConfigError
+from outrider.models.protocol import ReadyAnswer
+from outrider.models.runtimes.fake import FakeBatchRuntime
+
+A, B, C = "http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3"
+
+
+class Clock:
+    """Seconds that pass only as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_breaker_leaves_out_what_failed_and_allows_one_trial_a_pause() -> None:
+    """The pause doubles with each failed trial; further failures of the same outage count once."""
+    clock = Clock()
+    breaker = Breaker(1.0, max_pause_s=3.0, clock=clock)
+    assert breaker.allows() and not breaker.is_open
+    breaker.failed()
+    breaker.failed()
+    assert breaker.is_open and not breaker.allows() and breaker.pause_s == 1.0
+    clock.now = 1.0
+    assert breaker.allows() and not breaker.allows()  # half-open: one trial
+    breaker.failed()
+    assert breaker.pause_s == 2.0
+    clock.now = 3.0
+    assert breaker.allows()
+    breaker.failed()
+    assert breaker.pause_s == 3.0  # the longest
+    clock.now = 6.0
+    assert breaker.allows()
+    breaker.passed()
+    assert not breaker.is_open and breaker.allows()
+    breaker.failed()  # a trial that only looked has not shown that it works
+    assert breaker.pause_s == 3.0
+    breaker.succeeded()
+    breaker.failed()
+    assert breaker.pause_s == 1.0
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((5.0, ReadyAnswer(status="ready", model="m", step_ms=30)), (150.0, ReadyAnswer(status="ready", model="m"))),
+        ((5.0, ReadyAnswer(status="ready", model="m")), (5.0, ReadyAnswer(status="ready", model="m", queue_depth=9))),
+        (
+            (5.0, ReadyAnswer(status="ready", model="m")),
+            (5.0, ReadyAnswer(status="ready", model="m", free_block_share=0.01)),
+        ),
+        (
+            (9.0, ReadyAnswer(status="ready", model="m", step_ms=10)),
+            (5.0, ReadyAnswer(status="ready", model="m", step_ms=40)),
+        ),
+        (
+            (5.0, ReadyAnswer(status="ready", model="m", queue_depth=2, running=8)),
+            (5.0, ReadyAnswer(status="ready", model="m", queue_depth=2, running=1)),
+        ),
+    ],
+    ids=["round trip", "queue", "memory", "step", "queue per running text"],
+)
+def test_latency_queue_and_memory_make_a_cloud_dearer(
+    first: tuple[float, ReadyAnswer], second: tuple[float, ReadyAnswer]
+) -> None:
+    assert text_ms(*first) < text_ms(*second) / 1.2
+
+
+class Cloud:
+    """Readiness behind httpx's transport interface. state: what it answers; None: nothing does. trips: on the clock."""
+
+    def __init__(self, clock: Clock, trip_s: float = 0.01, **state: Any) -> None:
+        self.clock, self.trip_s, self.num_looks = clock, trip_s, 0
+        self.state: dict[str, Any] | None = {"status": "ready", "model": "m", "target": "t", "step_ms": 20.0, **state}
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.num_looks += 1
+        self.clock.now += self.trip_s
+        if self.state is None:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(200, json=self.state)
+
+
+class Pauses:
+    """A `sleep` that the test ends, pause by pause."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._waiting = clock, asyncio.Queue[asyncio.Future[None]]()
+        self.lengths: list[float] = []
+
+    async def __call__(self, pause_s: float) -> None:
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.lengths.append(pause_s)
+        self._waiting.put_nowait(over)
+        await over
+        self._clock.now += pause_s + 1e-6
+
+    async def next(self) -> asyncio.Future[None]:
+        """The next pause, once it has begun; set its result to end it."""
+        return await self._waiting.get()
+
+
+def fleet_of(clock: Clock, sleep: Any = asyncio.sleep, words: list[str] | None = None, **clouds: Cloud) -> Fleet:
+    urls = {"a": A, "b": B, "c": C}
+    clients = [CloudClient(urls[name], transport=httpx.MockTransport(cloud)) for name, cloud in clouds.items()]
+    return Fleet(clients, clock, sleep, on_change=(words if words is not None else []).append)
+
+
+def order(fleet: Fleet) -> list[str]:
+    return [client.url for client in fleet.ranked()]
+
+
+def test_the_preferred_cloud_gives_way_only_to_one_that_is_clearly_faster() -> None:
+    """By what was measured; with alike figures the order of the configuration holds."""
+
+    async def check() -> None:
+        clock = Clock()
+        a, b = Cloud(clock, 0.012), Cloud(clock, 0.010)
+        fleet = fleet_of(clock, a=a, b=b)
+        assert order(fleet) == [A, B]  # nothing is known
+        served = await fleet.look(9.0)
+        assert [each.target for each in served] == ["t", "t"] and order(fleet) == [A, B]
+        clock.now += 60.0
+        assert a.state is not None
+        a.state |= {"queue_depth": 8, "running": 2}
+        fleet.ranked()  # the figures are old: it looks again, and this text does not wait for that
+        await fleet.look(9.0)
+        assert order(fleet) == [B, A]
+        clock.now += 60.0
+        a.state |= {"queue_depth": 0}
+        await fleet.look(9.0)
+        assert order(fleet) == [A, B]
+        assert [(each.state, each.queue_depth) for each in fleet.states()] == [("up", 0), ("up", 0)]
+        await fleet.aclose()
+
+    asyncio.run(asyncio.wait_for(check(), 20.0))
+
+
+def test_speed_never_chooses_another_model() -> None:
+    """Where targets differ, the order of the configuration decides, however slow the first is."""
+
+    async def check() -> None:
+        clock = Clock()
+        a, b, c = Cloud(clock, 0.5), Cloud(clock, 0.001, target="another"), Cloud(clock, 0.2)
+        fleet = fleet_of(clock, a=a, b=b, c=c)
+        await fleet.look(9.0)
+        assert order(fleet) == [C, A, B]
+        await fleet.aclose()
+
+    asyncio.run(asyncio.wait_for(check(), 20.0))
+
+
+def test_a_cloud_that_failed_is_left_out_until_a_look_finds_it_back() -> None:
+    """Trials are looks and never texts; then the preferred one is preferred again."""
+
+    async def check() -> None:
+        clock, words = Clock(), list[str]()
+        pauses = Pauses(clock)
+        a, b = Cloud(clock), Cloud(clock)
+        fleet = fleet_of(clock, pauses, words, a=a, b=b)
+        await fleet.look(9.0)
+        a.state = None
+        fleet.failed(A, EndpointLost(f"{A}: gone"))
+        fleet.failed(A, EndpointLost(f"{A}: gone"))  # another text, the same outage
+        assert order(fleet) == [B, A] and fleet.is_down(A)
+        (await pauses.next()).set_result(None)  # the first trial finds nothing
+        second = await pauses.next()
+        back, a.state = asyncio.Event(), {"status": "ready", "model": "m"}
+        fleet._on_change = lambda said: (words.append(said), back.set())  # type: ignore[assignment, func-returns-value]
+        second.set_result(None)
+        await back.wait()
+        assert order(fleet) == [A, B] and not fleet.is_down(A)
+        assert len(words) == 2 and "left out" in words[0] and "is back" in words[1]
+        assert pauses.lengths[1] > pauses.lengths[0] > 0.0
+        fleet.failed(B, TargetMismatch("another target"))  # unfit for one text, and no outage
+        assert not fleet.is_down(B)
+        await fleet.aclose()
+
+    asyncio.run(asyncio.wait_for(check(), 20.0))
+
+
+def test_a_general_key_goes_over_plain_http_only_where_that_is_allowed(tmp_path: Path) -> None:
+    """By --allow-http or the endpoint's allow_http; loopback needs neither, and an endpoint's own key stays its own."""
+    far, near = "http://cloud.example.com", "http://127.0.0.1:8078"
+    with pytest.raises(ConfigError, match="without encryption") as found:
+        Keys(KEY, is_asked=True).for_url(far, [far])
+    assert KEY not in str(found.value) and "--allow-http" in str(found.value)
+    with pytest.raises(ConfigError, match="without encryption"):
+        Keys(KEY).for_url("cloud.example.com", ["cloud.example.com", near])  # http where no scheme is given
+    assert Keys(KEY, is_http_allowed=True).for_url(far, [far]) == KEY
+    assert Keys(KEY, endpoints=(Endpoint(url=far, allow_http=True),)).for_url(far, [far]) == KEY
+    assert Keys(KEY).for_url(near, [near]) == Keys(KEY).for_url("https://x", ["https://x"]) == KEY
+    assert Keys().for_url(far, [far]) is None
+    own = Endpoint(url="https://a", key_file=str(key_file(tmp_path)))
+    assert Keys("general-key", endpoints=(own,)).for_url("https://a", ["https://a", near]) == KEY
+
+
+def test_the_command_refuses_to_send_a_key_in_the_clear(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is sent."""
+    command = ["run", "x", "--draft", "nowhere", "--cloud", "http://cloud.example.com", "--api-key", KEY]
+    assert run_main(monkeypatch, *command) == 2
+    shown = capsys.readouterr().err
+    assert "without encryption" in shown and KEY not in shown
+    assert run_main(monkeypatch, *command, "--allow-http") != 0
+    assert "without encryption" not in capsys.readouterr().err
+
+
+@pytest.fixture
+def by_preference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of this machine do not choose: the first cloud that is up is taken."""
+    monkeypatch.setattr("outrider.edge.link.fleet.CLEARLY", 1e9)
+
+
+@contextmanager
+def replicas(gate: StepGate) -> Iterator[tuple[FakeServer, FakeServer]]:
+    """Two servers of one target; the first steps as the gate allows, and says often that it lives."""
+    with (
+        serve_fake(ServerSettings(keep_alive_s=0.1), config=SURE, gate=gate) as first,
+        serve_fake(config=SURE) as second,
+    ):
+        yield first, second
+
+
+def post(local: LocalEndpoint, prompt: str, count: int = 48) -> str:
+    answer = httpx.post(f"{local.url}/v1/completions", json=body(count, prompt=prompt), timeout=60.0)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def concurrent(local: LocalEndpoint, first: FakeServer, break_it: Callable[[], object]) -> None:
+    """Four texts begin at `first`, which breaks in their middle: all are the target's, byte for byte."""
+    prompts = [f"{index} + {PROMPT}" for index in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        texts = [pool.submit(post, local, prompt) for prompt in prompts]
+        first.wait_until(lambda: len(first.core.sessions) == 4 and first.runtime.num_steps > 6)
+        break_it()
+        assert [text.result(60.0) for text in texts] == [expected(prompt) for prompt in prompts]
+
+
+@pytest.mark.usefixtures("by_preference")
+def test_concurrent_texts_go_on_at_the_next_cloud_and_later_ones_begin_there(caplog: pytest.LogCaptureFixture) -> None:
+    """The first cloud ends in mid-text of four. Once it is back, the next text begins there again."""
+    gate = StepGate()
+    gate.allow(8)
+    with ExitStack() as stack:
+        first, second = stack.enter_context(replicas(gate))
+        address = httpx.URL(first.url)
+        assert address.port is not None
+        with ExitStack() as link:
+            proxy = link.enter_context(DelayProxy(address.host, address.port))
+            local = stack.enter_context(serve_local([proxy.url, second.url], DRAFTS))
+            fleet = local.core.upstream.fleet
+            port = proxy.port
+
+            def break_it() -> None:
+                gate.open()
+                link.close()
+
+            concurrent(local, first, break_it)
+            assert fleet.is_down(proxy.url) and second.runtime.num_steps > 0
+            steps = first.runtime.num_steps
+            assert post(local, PROMPT, 8) == expected(PROMPT, 8) and first.runtime.num_steps == steps
+        with DelayProxy(address.host, address.port, listen_port=port) as again:
+            assert again.url == proxy.url
+            local.wait_until(lambda: not fleet.is_down(proxy.url))
+            assert post(local, PROMPT, 8) == expected(PROMPT, 8) and first.runtime.num_steps > steps
+            ready = httpx.get(f"{local.url}/health/ready").json()
+            assert [each["state"] for each in ready["clouds"]] == ["up", "up"]
+            assert "127.0.0.1" not in str(ready["clouds"])
+    outages = [record for record in caplog.records if "is left out" in record.getMessage()]
+    assert outages and any("is back" in record.getMessage() for record in caplog.records)
+
+
+def test_of_several_clouds_one_with_another_model_is_refused() -> None:
+    """Texts that the first began do not go on at the second, which serves another target; the error names both."""
+    gate = StepGate()
+    gate.allow(4)
+    other = FakeBatchRuntime(vocab_size=300, seed=7)
+    with (
+        serve_fake(config=SURE, gate=gate) as first,
+        serve_fake(runtime=other, name="other") as second,
+        serve_local([first.url, second.url], DRAFTS) as local,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        answers = [
+            pool.submit(httpx.post, f"{local.url}/v1/completions", json=body(400, prompt=prompt), timeout=60.0)
+            for prompt in ("1 + x", "2 + x")
+        ]
+        first.wait_until(lambda: len(first.core.sessions) == 2 and first.runtime.num_steps > 2)
+        first.server.begin_drain(0.0)
+        gate.open()
+        for answer in answers:
+            error = answer.result(60.0).json()["error"]
+            assert error["code"] == "no_verifier" and "another target" in error["message"]
+        assert other.num_steps == 0
+
+
+@pytest.mark.usefixtures("by_preference")
+def test_a_silent_cloud_is_left_within_seconds_by_all_its_texts() -> None:
+    """Its link swallows everything; the texts go on elsewhere, unchanged."""
+    gate = StepGate()
+    gate.allow(8)
+    with replicas(gate) as (first, second):
+        address = httpx.URL(first.url)
+        assert address.port is not None
+        with DelayProxy(address.host, address.port) as proxy, serve_local([proxy.url, second.url], DRAFTS) as local:
+            concurrent(local, first, proxy.hold)
+            assert local.core.upstream.fleet.is_down(proxy.url)
+            gate.open()
