@@ -216,7 +216,7 @@ async def _answer(
         raise
     core.metrics.counts["prompt_tokens"] += sum(len(request.prompt) for request in requests)
     core.metrics.counts["passage_tokens"] += sum(each.num_tokens for each in groundings or ())
-    shape: Shape = shape_type(facts.name, params.seed)
+    shape: Shape = shape_type(facts.name, params.seed, facts.target)
     if groundings is not None:
         shape = GroundedShape(shape, groundings)
     return await answer(texts, num_prompts, shape, body, request, core.settings.keep_alive_s)
