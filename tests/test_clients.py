@@ -6,7 +6,9 @@ Each talks to the local endpoint and to the verifier itself.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import operator
 import os
 import re
 import runpy
@@ -404,9 +406,7 @@ def test_langchain_reads_usage_and_fingerprint(cloud: FakeServer, url: str) -> N
     assert message.usage_metadata["output_tokens"] == 12
     assert message.response_metadata["system_fingerprint"] == cloud.core.model.target
     assert message.response_metadata["finish_reason"] == "length"
-    gathered = None
-    for chunk in model.stream("zip"):
-        gathered = chunk if gathered is None else gathered + chunk
+    gathered = functools.reduce(operator.add, model.stream("zip"))
     assert gathered.content == message.content and gathered.usage_metadata["output_tokens"] == 12
     with pytest.raises(openai.BadRequestError, match="response_format is not supported"):
         model.with_structured_output({"title": "name", "type": "object", "properties": {}}).invoke("zip")
