@@ -262,7 +262,7 @@ def test_chat_uses_the_template(client: httpx.Client) -> None:
     openai.ChatCompletion.model_validate_json(answer.content)
     (choice,) = answer.json()["choices"]
     text = text_of(expected_tokens("system: be brief\nuser: zip?\nassistant:", 20))
-    assert choice["message"] == {"role": "assistant", "content": text}
+    assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
     assert choice["finish_reason"] == "length"
     pieces = chunks_of(client.post("/v1/chat/completions", json=body | {"stream": True}))
     for piece in pieces:

@@ -637,3 +637,26 @@ def test_a_conversation(local: LocalEndpoint, browser: Browser) -> None:
             assert turns == [visible(message["content"]) for message in messages]
         page.js("document.getElementById('new').click()")
         assert page.js("document.querySelectorAll('.turn').length") == 0
+
+
+ASK = """fetch(%s, {
+    method: "POST",
+    headers: {"Authorization": "Bearer unused", "Content-Type": "application/json", "X-Stainless-Lang": "js"},
+    body: JSON.stringify(%s),
+}).then((answer) => answer.text().then((text) => [answer.status, text]), (error) => [0, error.name])"""
+"""What OpenAI's client does in a page."""
+
+
+def test_a_chat_program_in_the_browser(cloud: FakeServer, browser: Browser) -> None:
+    """A page of an allowed origin streams a chat and reads errors; a page of another one gets nothing."""
+    chat = {"model": "fake", "messages": [{"role": "user", "content": "zip("}], "max_tokens": 12, "stream": True}
+    other = cloud.url.replace("127.0.0.1", "localhost")
+    with serve_local(cloud.url, LocalSettings(allowed_origins=(cloud.url,))) as local, browser.page() as page:
+        path = json.dumps(f"{local.url}/v1/chat/completions")
+        page.open(f"{cloud.url}/health/live")
+        status, events = page.js(ASK % (path, json.dumps(chat)))
+        assert status == 200 and events.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in events
+        status, answer = page.js(ASK % (path, json.dumps(chat | {"n": 2})))
+        assert status == 400 and json.loads(answer)["error"]["param"] == "n"
+        page.open(f"{other}/health/live")
+        assert page.js(ASK % (path, json.dumps(chat))) == [0, "TypeError"]

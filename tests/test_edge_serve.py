@@ -300,9 +300,11 @@ def test_cors_is_for_configured_origins_only(cloud: FakeServer) -> None:
     origin = "https://chat.example.com"
     pages = PagePolicy(is_keyless=True, allowed_origins=[origin])
     with serve_local(cloud.url, LocalSettings(pages=pages, allowed_origins=(origin,))) as local:
-        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "content-type"}
+        # Also what OpenAI's client adds in a page.
+        named = "authorization,content-type,x-stainless-lang,x-stainless-retry-count"
+        asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": named}
         preflight = httpx.options(f"{local.url}/v1/completions", headers={"Origin": origin, **asked})
-        assert preflight.headers["access-control-allow-origin"] == origin
+        assert preflight.status_code == 200 and preflight.headers["access-control-allow-origin"] == origin
         other = httpx.options(f"{local.url}/v1/completions", headers={"Origin": "https://other.example.com", **asked})
         assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
         refused = httpx.post(f"{local.url}/v1/completions", json={}, headers={"Origin": origin})

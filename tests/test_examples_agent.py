@@ -1,4 +1,4 @@
-"""The examples of the agent: client libraries against it, two machines as processes, a small processor."""
+"""The examples of the agent: two machines as processes, a small processor. test_clients.py runs the chat programs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ import click
 import httpx
 import pytest
 import typer.main
-from tests.local_endpoint import LocalEndpoint, serve_local
-from tests.serving import FakeServer, serve_fake
 
 from outrider.cloud.server.main import app as cloud_app
 from outrider.edge.cli import main as edge_cli
 from outrider.edge.lab.cores import running_on
 from outrider.export.cli.main import app as export_app
 from outrider.export.make.pair import PairPaths
-from outrider.models.extras import is_installed
 from outrider.models.ingress.sockets import READY_PREFIX
 
 ROOT = Path(__file__).parent.parent
@@ -64,61 +61,6 @@ def test_commands_parse(example: str, words: list[str]) -> None:
     group = typer.main.get_command(APPS[name])
     assert isinstance(group, click.Group)
     group.commands[subcommand].make_context(subcommand, arguments)
-
-
-@pytest.fixture(scope="module")
-def cloud() -> Iterator[FakeServer]:
-    with serve_fake() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def local(cloud: FakeServer) -> Iterator[LocalEndpoint]:
-    with serve_local(cloud.url) as running:
-        yield running
-
-
-def run_script(name: str, local: LocalEndpoint, *arguments: str) -> str:
-    """What an example prints."""
-    known = {"OPENAI_BASE_URL": f"{local.url}/v1", "OPENAI_API_KEY": "unused", "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, str(EXAMPLES / "chat_ui" / name), *arguments]
-    done = subprocess.run(command, env=os.environ | known, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-    return done.stdout.decode()
-
-
-SCRIPTS = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(
-            not is_installed(package), reason=f"needs {package}: pip install openai langchain-openai"
-        ),
-    )
-    for name, package in (("openai_client.py", "openai"), ("langchain_chain.py", "langchain_openai"))
-]
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-@pytest.mark.parametrize("is_chat", [True, False])
-def test_client_libraries_work_unchanged(cloud: FakeServer, local: LocalEndpoint, name: str, is_chat: bool) -> None:
-    """The text is the cloud's own for the same prompt and seed."""
-    is_chain = name == "langchain_chain.py"
-    shown = run_script(name, local, "zip", *([] if is_chat else ["--completion"]))
-    common: dict[str, Any] = {"max_tokens": 64, "seed": 7}
-    if is_chat:
-        words = "Tell me about zip." if is_chain else "zip"
-        messages = [{"role": "user", "content": words}]
-        if is_chain:
-            messages.insert(0, {"role": "system", "content": "Be brief."})
-        answer = httpx.post(f"{cloud.url}/v1/chat/completions", json={"messages": messages, **common}).json()
-        expected = answer["choices"][0]["message"]["content"]
-    else:
-        prompt = "# zip\n" if is_chain else "zip"
-        if is_chain:  # the library has a temperature of its own
-            common["temperature"] = 0.7
-        answer = httpx.post(f"{cloud.url}/v1/completions", json={"prompt": prompt, **common}).json()
-        expected = answer["choices"][0]["text"]
-    assert shown.replace("\r\n", "\n").rstrip("\n") == expected.rstrip("\n") and expected
 
 
 @contextmanager

@@ -113,5 +113,5 @@ async def _answer(
     except BaseException:
         generation.close()
         raise
-    shape = shape_type(core.model.name, params.seed)
+    shape = shape_type(core.model.name, params.seed, core.model.target)
     return await answer(generation, num_prompts, shape, body, request, core.settings.keep_alive_s)

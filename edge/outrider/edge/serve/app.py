@@ -56,7 +56,8 @@ def create_local_app(core: LocalCore) -> Starlette:
             CORSMiddleware,
             allow_origins=list(settings.allowed_origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
+            allow_headers=["*"],  # OpenAI's client sends X-Stainless-* of its own
+            expose_headers=["Retry-After"],
         )
         layers.insert(0, cors)  # outside, so that a page can read errors too
     app = Starlette(routes=[*local_routes(core), *watching_routes(core), *page], middleware=layers)

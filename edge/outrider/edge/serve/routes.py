@@ -239,7 +239,7 @@ async def _answer(
             for prompt in prompts
         ]
         cut = stop_ids - own_stops if body.ignore_eos else stop_ids
-        shape: Shape = shape_type(facts.name, params.seed)
+        shape: Shape = shape_type(facts.name, params.seed, facts.target)
         texts.answer_id = shape.id
         if groundings is not None:
             shape = GroundedShape(shape, groundings)

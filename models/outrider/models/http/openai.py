@@ -63,6 +63,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
+    "moderation": (),
     "reasoning_effort": (),
     "verbosity": (),
     "repetition_penalty": (1,),
@@ -341,6 +342,7 @@ class _Head(BaseModel):
     id: str
     created: int = Field(description="Unix time, seconds")
     model: str
+    system_fingerprint: str | None = Field(default=None, description="the target's identity: equal for replicas only")
     seed: int
 
 
@@ -366,6 +368,7 @@ class AssistantMessage(BaseModel):
 
     role: Literal["assistant"] = "assistant"
     content: str
+    refusal: None = None
 
 
 class ChatChoice(BaseModel):

@@ -37,9 +37,9 @@ def unverified_field(num_unverified: int) -> dict[str, Any]:
 
 
 class Shape(Protocol):
-    """Builds the answer of one call."""
+    """Builds the answer of one call. target: the identity of what picks the tokens; None: not known."""
 
-    def __init__(self, model: str, seed: int) -> None: ...
+    def __init__(self, model: str, seed: int, target: str | None) -> None: ...
 
     @property
     def id(self) -> str:
@@ -71,11 +71,12 @@ class _Head:
     _prefix: ClassVar[str]
     _piece_object: ClassVar[str]
 
-    def __init__(self, model: str, seed: int) -> None:
+    def __init__(self, model: str, seed: int, target: str | None) -> None:
         self._head: dict[str, Any] = {
             "id": f"{self._prefix}-{secrets.token_urlsafe(12)}",
             "created": int(time.time()),
             "model": model,
+            "system_fingerprint": target,
             "seed": seed,
         }
 

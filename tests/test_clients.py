@@ -1,0 +1,493 @@
+"""Tests public clients, unchanged but for address, key and model: OpenAI's, LangChain, `llm` and curl.
+
+Each talks to the local endpoint and to the verifier itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import operator
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import llm
+import openai
+import pytest
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_openai import ChatOpenAI
+from openai.types import Completion, Model, completion_create_params
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import completion_create_params as chat_params
+from pydantic import BaseModel, ValidationError
+from tests.local_endpoint import LocalEndpoint, serve_local
+from tests.serving import FakeServer, StepGate, serve_fake
+
+from outrider.cloud.api.state import ServerSettings
+from outrider.edge.serve.state import LocalSettings
+from outrider.models.http.openai import ChatRequest, CompletionRequest, GenerationRequest
+from outrider.models.http.security import KeyRing
+
+ROOT = Path(__file__).parent.parent
+CHAT_UI = ROOT / "examples" / "chat_ui"
+KEY = "a-key-of-your-own"
+MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "zip"}]
+ASKED: dict[str, Any] = {"model": "fake", "max_tokens": 12, "seed": 7}
+SENT_BY_CLIENTS: dict[str, Any] = {
+    "n": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "top_p": 1,
+    "user": "someone",
+    "stop": None,
+    "extra_body": {"logprobs": None, "store": False, "parallel_tool_calls": True, "metadata": {"chat": "1"}},
+}
+"""Fields that LangChain, `llm`, chat windows and agents send without being asked; none changes the text."""
+IGNORED: Final = {
+    "metadata",
+    "parallel_tool_calls",
+    "prediction",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+"""OpenAI's fields that change no text here: accepted, without effect."""
+
+
+@pytest.fixture(scope="module")
+def cloud() -> Iterator[FakeServer]:
+    with serve_fake() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def local(cloud: FakeServer) -> Iterator[LocalEndpoint]:
+    with serve_local(cloud.url) as running:
+        yield running
+
+
+@pytest.fixture(scope="module", params=["endpoint", "verifier"])
+def url(request: pytest.FixtureRequest, cloud: FakeServer, local: LocalEndpoint) -> str:
+    return f"{local.url if request.param == 'endpoint' else cloud.url}/v1"
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[Any]:
+    with openai.OpenAI(base_url=url, api_key="unused", max_retries=0) as opened:
+        yield opened
+
+
+def chat_text(cloud: FakeServer, messages: Any = MESSAGES, **fields: Any) -> str:
+    """What the verifier answers to a plain request."""
+    # verify: no certificates to load, which takes longer than the answer
+    asked = {"messages": messages, **ASKED, **fields}
+    answer = httpx.post(f"{cloud.url}/v1/chat/completions", json=asked, verify=False)
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    assert text
+    return text
+
+
+def plain_text(cloud: FakeServer, prompt: str = "zip", **fields: Any) -> str:
+    answer = httpx.post(f"{cloud.url}/v1/completions", json={"prompt": prompt, **ASKED, **fields}, verify=False)
+    text: str = answer.json()["choices"][0]["text"]
+    assert text
+    return text
+
+
+def unknown(message: BaseModel, prefix: str = "") -> set[str]:
+    """Fields of an answer that OpenAI's types do not have."""
+    found = {prefix + name for name in message.model_extra or ()}
+    for name in type(message).model_fields:
+        value = getattr(message, name)
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, BaseModel):
+                found |= unknown(each, f"{prefix}{name}.")
+    return found
+
+
+# OpenAI's client
+
+
+def test_models_are_listed(client: Any) -> None:
+    """And found by name; `max_model_len` is the one field that OpenAI does not have."""
+    (model,) = client.models.list()
+    assert client.models.retrieve(model.id) == model and model.id == "fake"
+    assert unknown(Model.model_validate(model.model_dump(exclude_unset=True), strict=True)) == {"max_model_len"}
+
+
+def test_a_chat_answer_has_openais_schema(cloud: FakeServer, client: Any) -> None:
+    """Strictly, with all fields that the schema requires; `seed` is the one addition."""
+    before_s = int(time.time())
+    raw = client.chat.completions.with_raw_response.create(messages=MESSAGES, **ASKED)
+    whole = json.loads(raw.content)
+    chat = ChatCompletion.model_validate(whole, strict=True)
+    assert unknown(chat) == {"seed"} and whole["seed"] == 7
+    (choice,) = whole["choices"]
+    assert choice == {
+        "index": 0,
+        "message": {"role": "assistant", "content": chat_text(cloud), "refusal": None},
+        "logprobs": None,
+        "finish_reason": "length",
+    }
+    assert re.fullmatch(r"chatcmpl-[\w-]{16}", chat.id) and before_s <= chat.created <= time.time()
+    assert chat.model == "fake" and chat.system_fingerprint == cloud.core.model.target != ""
+    usage = chat.usage
+    assert usage is not None and usage.completion_tokens == 12
+    assert usage.total_tokens == usage.prompt_tokens + 12 and usage.completion_tokens_details is not None
+
+
+def test_a_completion_has_openais_schema(cloud: FakeServer, client: Any) -> None:
+    """As the chat's; a stream's chunks differ from the type only in what OpenAI's own have too: no reason yet."""
+    raw = client.completions.with_raw_response.create(prompt="zip", **ASKED)
+    whole = json.loads(raw.content)
+    completion = Completion.model_validate(whole, strict=True)
+    assert unknown(completion) == {"seed"} and completion.id.startswith("cmpl-")
+    assert whole["choices"] == [
+        {"index": 0, "text": plain_text(cloud), "logprobs": None, "finish_reason": "length"},
+    ]
+    assert completion.system_fingerprint == cloud.core.model.target
+    *chunks, last = client.completions.create(prompt="zip", stream=True, **ASKED)
+    for chunk in chunks:
+        with pytest.raises(ValidationError) as refused:
+            Completion.model_validate(chunk.model_dump(exclude_unset=True), strict=True)
+        assert [error["loc"] for error in refused.value.errors()] == [("choices", 0, "finish_reason")]
+    Completion.model_validate(last.model_dump(exclude_unset=True), strict=True)
+    assert "".join(chunk.choices[0].text for chunk in [*chunks, last]) == plain_text(cloud)
+
+
+def test_a_stream_has_openais_schema(cloud: FakeServer, client: Any) -> None:
+    """The role first, the reason last, then usage, then [DONE]; one id throughout."""
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    with client.chat.completions.with_streaming_response.create(messages=MESSAGES, **ASKED, **options) as answer:
+        assert answer.headers["content-type"] == "text/event-stream"
+        lines = [line for line in answer.iter_lines() if line and not line.startswith(":")]
+    assert lines.pop() == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    parsed = [ChatCompletionChunk.model_validate(chunk, strict=True) for chunk in chunks]
+    assert all(unknown(chunk) == {"seed"} for chunk in parsed)
+    assert len({(each.id, each.created, each.model, each.system_fingerprint) for each in parsed}) == 1
+    assert parsed[0].system_fingerprint == cloud.core.model.target
+    *pieces, usage = parsed
+    assert usage.choices == [] and usage.usage is not None and usage.usage.completion_tokens == 12
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert [each.choices[0].finish_reason for each in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert "".join(each.choices[0].delta.content or "" for each in pieces) == chat_text(cloud)
+
+
+def test_the_clients_own_stream_gathers_the_answer(cloud: FakeServer, client: Any) -> None:
+    """`chat.completions.stream`, which agents use."""
+    with client.chat.completions.stream(messages=MESSAGES, **ASKED) as stream:
+        kinds = [event.type for event in stream]
+        gathered = stream.current_completion_snapshot
+    assert gathered.choices[0].message.content == chat_text(cloud) and kinds[-1] == "content.done"
+
+
+def test_what_clients_send_unasked_changes_nothing(cloud: FakeServer, client: Any) -> None:
+    """Neutral values of fields that are not offered, and fields that have no effect."""
+    chat = client.chat.completions.create(messages=MESSAGES, **ASKED, **SENT_BY_CLIENTS)
+    assert chat.choices[0].message.content == chat_text(cloud)
+    completion = client.completions.create(prompt=["zip"], **ASKED, **SENT_BY_CLIENTS)
+    assert completion.choices[0].text == plain_text(cloud)
+
+
+@pytest.mark.parametrize(
+    ("request_type", "published"),
+    [
+        (ChatRequest, chat_params.CompletionCreateParamsBase),
+        (CompletionRequest, completion_create_params.CompletionCreateParamsBase),
+    ],
+    ids=["chat", "completion"],
+)
+def test_each_field_of_openais_is_offered_refused_or_without_effect(
+    request_type: type[GenerationRequest], published: Any
+) -> None:
+    """Nothing that a client can ask for is dropped because nobody knew it."""
+    known = set(request_type.model_fields) | set(request_type.neutral_values()) | IGNORED
+    assert set(published.__annotations__) - known == set()
+
+
+USER: Any = [{"role": "user", "content": "zip"}]
+Call = Callable[[Any], object]
+ERRORS: list[tuple[Call, type[openai.APIStatusError], str, str | None, str]] = [
+    (
+        lambda c: c.chat.completions.create(model="fake", messages=USER, n=2),
+        openai.BadRequestError,
+        "unsupported_parameter",
+        "n",
+        "n is not supported, except as 1",
+    ),
+    (
+        lambda c: c.chat.completions.parse(model="fake", messages=USER, response_format=Model),
+        openai.BadRequestError,
+        "unsupported_parameter",
+        "response_format",
+        "response_format is not supported",
+    ),
+    (
+        lambda c: c.chat.completions.create(
+            model="fake", messages=USER, tools=[{"type": "function", "function": {"name": "f"}}]
+        ),
+        openai.BadRequestError,
+        "unsupported_parameter",
+        "tools",
+        "tools is not supported",
+    ),
+    (
+        lambda c: c.chat.completions.create(model="fake", messages=USER, moderation={"model": "omni"}),
+        openai.BadRequestError,
+        "unsupported_parameter",
+        "moderation",
+        "moderation is not supported",
+    ),
+    (
+        lambda c: c.completions.create(model="fake", prompt="zip", max_tokens=-1),
+        openai.BadRequestError,
+        "invalid_parameter",
+        "max_tokens",
+        "max_tokens: Input should be greater than or equal to 1",
+    ),
+    (
+        lambda c: c.chat.completions.create(model="fake", messages=[]),
+        openai.BadRequestError,
+        "invalid_parameter",
+        "messages",
+        "messages: ",
+    ),
+    (
+        lambda c: c.chat.completions.create(model="gpt-4", messages=USER),
+        openai.NotFoundError,
+        "model_not_found",
+        "model",
+        "this server serves fake only",
+    ),
+    (lambda c: c.models.retrieve("gpt-4"), openai.NotFoundError, "model_not_found", "model", "this server serves fake"),
+    (lambda c: c.responses.create(model="fake", input="zip"), openai.NotFoundError, "not_found", None, "/v1/responses"),
+    (
+        lambda c: c.embeddings.create(model="fake", input="zip"),
+        openai.NotFoundError,
+        "not_found",
+        None,
+        "there is no /v1/embeddings",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "code", "param", "words"),
+    ERRORS,
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_errors_are_typed_and_named(
+    client: Any, call: Call, kind: type[openai.APIStatusError], code: str, param: str | None, words: str
+) -> None:
+    """The client raises its own error; code, field and message are ours."""
+    with pytest.raises(kind) as raised:
+        call(client)
+    error = raised.value
+    assert (error.code, error.param, error.type) == (code, param, "invalid_request_error")
+    assert words in error.message
+
+
+def test_a_key_that_is_not_accepted(cloud: FakeServer) -> None:
+    """AuthenticationError from both; the accepted key gets the text. The endpoint's own key is another."""
+    with (
+        serve_fake(ServerSettings(KeyRing([KEY * 2]))) as guarded,
+        serve_local(guarded.url, LocalSettings(KeyRing([KEY])), api_key=KEY * 2) as endpoint,
+    ):
+        for address, key in ((guarded.url, KEY * 2), (endpoint.url, KEY)):
+            with openai.OpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0) as client:
+                with pytest.raises(openai.AuthenticationError, match="this API key is not accepted") as raised:
+                    client.models.list()
+                assert raised.value.code == "unauthorized"
+                accepted = client.with_options(api_key=key).completions.create(prompt="zip", **ASKED)
+                assert accepted.choices[0].text == plain_text(cloud)
+
+
+def test_a_busy_endpoint_and_one_without_a_verifier(cloud: FakeServer) -> None:
+    """RateLimitError and InternalServerError, with `Retry-After`, which the client obeys where it retries."""
+    with serve_local(cloud.url, LocalSettings(max_own=1)) as busy, serve_local("http://127.0.0.1:9") as alone:
+        for endpoint, kind, code in (
+            (busy, openai.RateLimitError, "too_many_requests"),
+            (alone, openai.InternalServerError, "no_verifier"),
+        ):
+            with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="unused", max_retries=0) as client:
+                with pytest.raises(kind) as raised:
+                    client.completions.create(prompt=["zip", "all"], **ASKED)
+                assert raised.value.code == code and raised.value.response.headers["retry-after"] == "1"
+
+
+def test_a_stream_that_the_server_ends_raises() -> None:
+    """The error event of a stream becomes the client's APIError, with our code."""
+    gate = StepGate()
+    with serve_fake(gate=gate) as server, serve_local(server.url) as endpoint:
+        gate.allow(3)
+        with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="unused", max_retries=0) as client:
+            stream = client.completions.create(
+                model="fake", prompt="zip", max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
+            )
+            assert next(stream).choices[0].text
+            endpoint.server.begin_drain(0.0)
+            with pytest.raises(openai.APIError, match="shutting down") as raised:
+                for _ in stream:
+                    pass
+            assert raised.value.code == "shutting_down"
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("is_local", [True, False], ids=["endpoint", "verifier"])
+def test_a_cancelled_call_frees_everything(is_local: bool, is_stream: bool) -> None:
+    """AsyncOpenAI: a task that is cancelled ends the text, which without it could not end: the target stands still."""
+    gate = StepGate()
+
+    with serve_fake(gate=gate) as server, serve_local(server.url) as endpoint:
+
+        async def ask(client: openai.AsyncOpenAI) -> None:
+            fields: Any = {"model": "fake", "prompt": "zip", "max_tokens": 3000, "extra_body": {"ignore_eos": True}}
+            if not is_stream:
+                await client.completions.create(**fields)
+                return
+            async for chunk in await client.completions.create(stream=True, **fields):
+                gate.allow(0 if chunk.choices[0].text else 1)
+
+        async def cancelled() -> None:
+            address = endpoint.url if is_local else server.url
+            async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="unused", max_retries=0) as client:
+                task = asyncio.create_task(ask(client))
+                await asyncio.to_thread(server.wait_until, lambda: server.core.engine.stats().running == 1)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+
+        gate.allow(2)
+        asyncio.run(cancelled())
+        if is_local:
+            endpoint.wait_until(endpoint.is_at_rest)
+        server.wait_until(lambda: server.core.slots.num_taken == 0)
+        gate.open()
+        server.wait_until(server.is_empty)
+
+
+# LangChain
+
+
+def test_a_langchain_chain(cloud: FakeServer, url: str) -> None:
+    """prompt | ChatOpenAI | StrOutputParser: whole, streamed, several at a time, and without waiting."""
+    prompt = ChatPromptTemplate.from_messages([("system", "Be brief."), ("user", "{topic}")])
+    chain = prompt | ChatOpenAI(base_url=url, api_key="unused", **ASKED) | StrOutputParser()
+    assert chain.invoke({"topic": "zip"}) == chat_text(cloud)
+    pieces = list(chain.stream({"topic": "zip"}))
+    assert "".join(pieces) == chat_text(cloud) and len(pieces) > 2
+    topics = ["zip", "all", "def"]
+    expected = [chat_text(cloud, [MESSAGES[0], {"role": "user", "content": topic}]) for topic in topics]
+    assert chain.batch([{"topic": topic} for topic in topics]) == expected
+    assert asyncio.run(chain.ainvoke({"topic": "zip"})) == expected[0]
+
+
+def test_langchain_reads_usage_and_fingerprint(cloud: FakeServer, url: str) -> None:
+    """And raises OpenAI's error where a chain needs what is not offered."""
+    model = ChatOpenAI(base_url=url, api_key="unused", max_retries=0, stream_usage=True, **ASKED)
+    message = model.invoke("zip")
+    assert message.usage_metadata["output_tokens"] == 12
+    assert message.response_metadata["system_fingerprint"] == cloud.core.model.target
+    assert message.response_metadata["finish_reason"] == "length"
+    gathered = functools.reduce(operator.add, model.stream("zip"))
+    assert gathered.content == message.content and gathered.usage_metadata["output_tokens"] == 12
+    with pytest.raises(openai.BadRequestError, match="response_format is not supported"):
+        model.with_structured_output({"title": "name", "type": "object", "properties": {}}).invoke("zip")
+
+
+# llm
+
+
+def test_llm_with_its_configuration(
+    cloud: FakeServer, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lines of examples/chat_ui/README.md: a chat model, two turns of it, and a model for completions."""
+    (lines,) = re.findall(r"```yaml\n(.*?)```", (CHAT_UI / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    written = lines.replace("http://127.0.0.1:8077/v1", url).replace("outrider-reference-target", "fake")
+    (tmp_path / "extra-openai-models.yaml").write_text(written, encoding="utf-8")
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    options = {"seed": 7, "max_tokens": 12}
+    turns = llm.get_model("outrider").conversation()
+    first = turns.prompt("zip", system="Be brief.", **options)
+    assert first.text() == chat_text(cloud) and first.usage().output == 12
+    again = turns.prompt("all", system="Be brief.", **options)
+    assert again.text() == chat_text(
+        cloud,
+        [*MESSAGES, {"role": "assistant", "content": first.text()}, {"role": "user", "content": "all"}],
+    )
+    assert llm.get_model("outrider").prompt("zip", stream=False, **options).text() == chat_text(cloud, USER)
+    assert llm.get_model("outrider-completion").prompt("zip", **options).text() == plain_text(cloud)
+
+
+def test_llm_without_configuration(cloud: FakeServer, local: LocalEndpoint, tmp_path: Path) -> None:
+    """The command of the README, as a process."""
+    (line,) = re.findall(r"^llm openai endpoint .*-m .*$", (CHAT_UI / "README.md").read_text(encoding="utf-8"), re.M)
+    words = [local.url + "/v1" if word.startswith("http:") else word for word in shlex.split(line)[1:]]
+    words[words.index("-m") + 1] = "fake"
+    command = [sys.executable, "-m", "llm", *words[:-1], "-o", "seed", "7", "-o", "max_tokens", "12", "zip"]
+    known = os.environ | {"LLM_USER_PATH": str(tmp_path), "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(command, env=known, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode().replace("\r\n", "\n") == chat_text(cloud, USER) + "\n"
+
+
+# Examples and documents
+
+
+@pytest.mark.parametrize("name", ["openai_client.py", "langchain_chain.py"])
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_examples_run(
+    cloud: FakeServer,
+    local: LocalEndpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    is_chat: bool,
+) -> None:
+    """The text is the cloud's own for the same prompt and seed."""
+    is_chain = name == "langchain_chain.py"
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{local.url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", "unused")
+    monkeypatch.setattr(sys, "argv", [name, "zip", *([] if is_chat else ["--completion"])])
+    runpy.run_path(str(CHAT_UI / name), run_name="__main__")
+    shown = capsys.readouterr().out
+    asked: dict[str, Any] = {"max_tokens": 64}
+    if is_chat:
+        asked_of = [MESSAGES[0], {"role": "user", "content": "Tell me about zip."}] if is_chain else USER
+        expected = chat_text(cloud, asked_of, **asked)
+    else:
+        if is_chain:  # the library has a temperature of its own
+            asked["temperature"] = 0.7
+        expected = plain_text(cloud, "# zip\n" if is_chain else "zip", **asked)
+    assert shown.rstrip("\n") == expected.rstrip("\n")
+
+
+def test_the_lines_of_the_document(local: LocalEndpoint, capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/serve.md: curl and OpenAI's client give one text for one seed."""
+    document = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8").replace("http://127.0.0.1:8077", local.url)
+    (line,) = re.findall(r"^curl .*?def walk.*?'$", document, re.MULTILINE | re.DOTALL)
+    program = shutil.which("curl")
+    assert program is not None
+    done = subprocess.run([program, "-sS", *shlex.split(line)[1:]], capture_output=True, check=False)
+    completion = Completion.model_validate_json(done.stdout, strict=True)
+    assert completion.choices[0].text and unknown(completion) == {"seed"}
+    (block,) = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    exec(block.replace("stream=True", "stream=True, temperature=0.8, seed=7"), {})
+    assert capsys.readouterr().out == completion.choices[0].text
