@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from outrider.models.errors import ConfigError, RuntimeUnavailable
@@ -85,6 +85,10 @@ class DelayProxy:
     def cut(self) -> None:
         """Closes every open connection both ways; what was under way is lost. New ones are served as before."""
         self._loop.call_soon_threadsafe(self._cut_all)
+
+    def set_rtt_ms(self, rtt_ms: float) -> None:
+        """Changes the round trip of the bytes to come; none overtakes those under way. Raises ConfigError."""
+        self._options = replace(self._options, rtt_ms=rtt_ms)
 
     def _serve(self) -> None:
         try:
