@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -483,6 +484,42 @@ def test_another_user_of_the_machine_cannot_call_without_a_key(tmp_path: Path) -
             call("127.0.0.1", rows)
         assert (refused.value.code, refused.value.status) == ("other_user", 403)
     assert len(reached) == 7
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_system_names_the_owner_of_one_connection(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without reading the tables, which takes milliseconds. Who listens at the caller's address is not the caller."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    empty, reached = tmp_path / "tcp", list[str]()
+    empty.write_text("  sl  local_address ...\n")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        reached.append(scope["path"])
+
+    def call(client: tuple[str, int], server: tuple[str, int]) -> None:
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "client": client, "server": server}
+        asyncio.run(OwnUser(app, ["/v1/completions"], [empty])(scope, None, None))  # type: ignore[arg-type]
+
+    with ExitStack() as stack:
+        try:
+            listener = stack.enter_context(socket.create_server((host, 0), family=family))
+        except OSError:
+            pytest.skip(f"no sockets on {host}")
+        server = listener.getsockname()[:2]
+        caller = stack.enter_context(socket.create_connection(server))
+        client = caller.getsockname()[:2]
+        call(client, server)
+        assert reached == ["/v1/completions"]
+        for other in (listener.getsockname()[:2], (host, 1)):
+            with pytest.raises(RequestError, match="another user"):
+                call(other, server)
+        monkeypatch.setattr("outrider.edge.serve.neighbours.owner_of", lambda *_: 4321)
+        with pytest.raises(RequestError, match="another user"):
+            call(client, server)
+    assert reached == ["/v1/completions"]
 
 
 @pytest.fixture
