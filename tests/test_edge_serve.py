@@ -608,6 +608,30 @@ def test_a_server_cannot_render_what_no_session_takes(tokens: list[int]) -> None
         check_rendered("http://x", RenderAnswer(tokens=tokens, model="fake"))
 
 
+def test_texts_keep_the_targets_facts(
+    cloud: FakeServer, local: LocalEndpoint, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text does not wait for them where another was served by the same target within 30 s; for 5 minutes at most."""
+    upstream, now, asked = local.core.upstream, [1e6], list[float]()
+    model_facts = CloudClient.model_facts
+
+    async def counted(self: CloudClient) -> ModelFacts:
+        asked.append(now[0])
+        return await model_facts(self)
+
+    monkeypatch.setattr(upstream, "_clock", lambda: now[0])
+    monkeypatch.setattr(upstream, "_facts", None)
+    monkeypatch.setattr(upstream, "_confirmed_at", 0.0)
+    monkeypatch.setattr(CloudClient, "model_facts", counted)
+    for _ in range(12):
+        assert client.post("/v1/completions", json=body(max_tokens=1)).status_code == 200
+        now[0] += 29.0
+    assert asked == [1e6, 1e6 + 11 * 29.0]
+    now[0] += 2.0  # 31 s after the last text
+    assert client.post("/v1/completions", json=body(max_tokens=1)).status_code == 200
+    assert asked[2:] == [now[0]]
+
+
 def test_a_text_is_written_by_the_target_that_its_answer_names(cloud: FakeServer) -> None:
     """Where another target took the place of the known one, the text is refused; the next request knows the new one."""
     other = FakeBatchRuntime(vocab_size=fake_tokenizer().size, seed=7)

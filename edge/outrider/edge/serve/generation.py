@@ -106,7 +106,7 @@ class LocalTexts:
             self.reader.put((index, batch))
 
         def on_session(client: CloudClient) -> Posts:
-            core.upstream.served(client.url)
+            core.upstream.served(client.url, facts)
             return client
 
         with self._lend(request) as loan:
