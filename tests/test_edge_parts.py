@@ -220,6 +220,17 @@ def test_the_proxy_delivers_every_byte_in_order_and_counts_both_ways() -> None:
         assert (proxy.bytes_up, proxy.bytes_down) == (len(sent), len(sent))
 
 
+def test_the_proxy_takes_another_round_trip() -> None:
+    """What comes after the change takes the new one; an impossible one is refused."""
+    with echo_server() as address, DelayProxy(*address, ProxyOptions(rtt_ms=60_000.0)) as proxy:
+        with pytest.raises(ConfigError, match="rtt_ms is -1"):
+            proxy.set_rtt_ms(-1.0)
+        proxy.set_rtt_ms(0.0)
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=20.0) as client:
+            client.sendall(b"x")
+            assert client.recv(10) == b"x"
+
+
 def test_a_cut_closes_what_is_open_and_nothing_else() -> None:
     """The client sees its connection end; the next one works."""
     with echo_server() as address, DelayProxy(*address) as proxy:

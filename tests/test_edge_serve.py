@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -488,6 +489,42 @@ def test_another_user_of_the_machine_cannot_call_without_a_key(tmp_path: Path) -
     assert len(reached) == 7
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_system_names_the_owner_of_one_connection(
+    host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without reading the tables, which takes milliseconds. Who listens at the caller's address is not the caller."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    empty, reached = tmp_path / "tcp", list[str]()
+    empty.write_text("  sl  local_address ...\n")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        reached.append(scope["path"])
+
+    def call(client: tuple[str, int], server: tuple[str, int]) -> None:
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "client": client, "server": server}
+        asyncio.run(OwnUser(app, ["/v1/completions"], [empty])(scope, None, None))  # type: ignore[arg-type]
+
+    with ExitStack() as stack:
+        try:
+            listener = stack.enter_context(socket.create_server((host, 0), family=family))
+        except OSError:
+            pytest.skip(f"no sockets on {host}")
+        server = listener.getsockname()[:2]
+        caller = stack.enter_context(socket.create_connection(server))
+        client = caller.getsockname()[:2]
+        call(client, server)
+        assert reached == ["/v1/completions"]
+        for other in (listener.getsockname()[:2], (host, 1)):
+            with pytest.raises(RequestError, match="another user"):
+                call(other, server)
+        monkeypatch.setattr("outrider.edge.serve.neighbours.owner_of", lambda *_: 4321)
+        with pytest.raises(RequestError, match="another user"):
+            call(client, server)
+    assert reached == ["/v1/completions"]
+
+
 @pytest.fixture
 def fake_bundle(tmp_path: Path) -> Path:
     """A draft bundle with the fake server's tokenizer and a model that nothing can run."""
@@ -572,6 +609,30 @@ def test_a_server_cannot_render_what_no_session_takes(tokens: list[int]) -> None
     """A conversation's ids are checked as all others that a server sends."""
     with pytest.raises(ProtocolBroken):
         check_rendered("http://x", RenderAnswer(tokens=tokens, model="fake"))
+
+
+def test_texts_keep_the_targets_facts(
+    cloud: FakeServer, local: LocalEndpoint, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text does not wait for them where another was served by the same target within 30 s; for 5 minutes at most."""
+    upstream, now, asked = local.core.upstream, [1e6], list[float]()
+    model_facts = CloudClient.model_facts
+
+    async def counted(self: CloudClient) -> ModelFacts:
+        asked.append(now[0])
+        return await model_facts(self)
+
+    monkeypatch.setattr(upstream, "_clock", lambda: now[0])
+    monkeypatch.setattr(upstream, "_facts", None)
+    monkeypatch.setattr(upstream, "_confirmed_at", 0.0)
+    monkeypatch.setattr(CloudClient, "model_facts", counted)
+    for _ in range(12):
+        assert client.post("/v1/completions", json=body(max_tokens=1)).status_code == 200
+        now[0] += 29.0
+    assert asked == [1e6, 1e6 + 11 * 29.0]
+    now[0] += 2.0  # 31 s after the last text
+    assert client.post("/v1/completions", json=body(max_tokens=1)).status_code == 200
+    assert asked[2:] == [now[0]]
 
 
 def test_a_text_is_written_by_the_target_that_its_answer_names(cloud: FakeServer) -> None:

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from outrider.models.errors import ConfigError, RuntimeUnavailable
@@ -90,6 +90,10 @@ class DelayProxy:
     def hold(self) -> None:
         """From now on nothing comes through, either way, and no connection is closed: a link that is dead."""
         self._is_held = True
+
+    def set_rtt_ms(self, rtt_ms: float) -> None:
+        """Changes the round trip of the bytes to come; none overtakes those under way. Raises ConfigError."""
+        self._options = replace(self._options, rtt_ms=rtt_ms)
 
     def _serve(self) -> None:
         try:

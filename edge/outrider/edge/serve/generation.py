@@ -133,6 +133,7 @@ class LocalTexts:
                     result = await self._generate_offline_ok(index, agent, request, on_tokens, facts, is_up=is_up)
                 else:
                     result = await agent.generate(request, on_tokens, core.upstream.origin(facts))
+                    core.upstream.confirm(facts)
                 loan.has_failed = result.draft_error is not None
                 ended = True
                 metrics.ended(result)
@@ -183,6 +184,8 @@ class LocalTexts:
             began = origin.began if origin is not None and text.verified else None
             kept = KeptText(request, tuple(text.verified), tuple(text.local), began, self._stops, self._stop_ids)
             core.unverified.keep(self.answer_id, self.owner, index, kept)
+        elif is_up:
+            core.upstream.confirm(facts)
         return whole_result(text)
 
     @property

@@ -15,6 +15,7 @@ from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from outrider.edge.serve.socket_owner import owner_of
 from outrider.models.errors import RequestError
 
 _log = logging.getLogger("outrider.serve")
@@ -47,7 +48,9 @@ class OwnUser:
         client, server = scope.get("client"), scope.get("server")
         if not client or not server or not _is_loopback(client[0]):
             return
-        user = self._user_of((client[0], client[1]), int(server[1]))
+        user = _connected_user(client, server)
+        if user is None:  # the tables are asked second: they take far longer
+            user = self._user_of((client[0], client[1]), int(server[1]))
         if user not in (_own_user(), _ROOT):
             raise RequestError(
                 "other_user",
@@ -67,6 +70,12 @@ class OwnUser:
                     # A socket that was closed belongs to nobody, which is written as root.
                     return None if user == _ROOT and fields[3] != _ESTABLISHED else user
         return None
+
+
+def _connected_user(client: tuple[str, int], server: tuple[str, int]) -> int | None:
+    """The user whose connected socket has the client's address; None where the system does not say."""
+    ends = _address(client[0]), _address(server[0])
+    return owner_of((ends[0], client[1]), (ends[1], server[1])) if ends[0] and ends[1] else None
 
 
 def _own_user() -> int:

@@ -24,7 +24,9 @@ _log = logging.getLogger("outrider.serve")
 Answer = TypeVar("Answer")
 
 FACTS_S: Final = 30.0
-"""How long facts are believed: another target behind the same address shows after that time."""
+"""How long facts are believed after an answer or a text of the same target: another one shows after that time."""
+MOST_FACTS_S: Final = 300.0
+"""How long they are believed after the answer, whatever texts say: a session names the target, and not all facts."""
 READY_S: Final = 1.0
 """The same for readiness: probes may come often."""
 
@@ -45,6 +47,7 @@ class Upstream:
         self._clock = clock
         self._facts: tuple[float, ModelFacts] | None = None
         self._facts_url = ""
+        self._confirmed_at = 0.0
         self._ready: tuple[float, ReadyAnswer] | None = None
         self.fleet = Fleet(self._clients, on_change=_note)
 
@@ -66,11 +69,18 @@ class Upstream:
         ]
         return Endpoints(clients, self._retry, on_trouble=_note, fleet=self.fleet)
 
+    def confirm(self, facts: ModelFacts) -> None:
+        """Records that the target of these facts has written a text just now, so they hold."""
+        if facts.target is not None and self._facts is not None and self._facts[1] is facts:
+            self._confirmed_at = self._clock()  # else a text would wait for a round trip every 30 s
+
     async def facts(self, *, is_fresh: bool = False) -> ModelFacts:
         """The target's facts. is_fresh: asks again. Raises CloudError, and TokenizerMismatch for another tokenizer."""
         now = self._clock()
-        if not is_fresh and self._facts is not None and now - self._facts[0] < FACTS_S:
-            return self._facts[1]
+        if not is_fresh and self._facts is not None:
+            asked_at, facts = self._facts
+            if now - max(asked_at, self._confirmed_at) < FACTS_S and now - asked_at < MOST_FACTS_S:
+                return facts
         url, facts = await self._ask(_facts_of)
         if facts.tokenizer != self._fingerprint:
             raise TokenizerMismatch(

@@ -1,0 +1,424 @@
+"""Measures what the local hop costs: `outrider serve` over HTTP against the agent of `outrider run`, by round trip.
+
+The same texts, back to back, in three ways, in another order each time; a run is all texts at one round trip, and
+tables show medians of the runs' ratios:
+
+  cloud-only   the target's own stream, no draft
+  direct       the stream agent in this process, as `outrider run` makes it
+  served       POST /v1/completions with "stream": true to `outrider serve`, a process with a draft of its own
+
+A text's rate is its tokens over the time from the call until the caller has the end of it, so the time to the first
+token counts. The text is detokenized in all three. Cloud and device have a core each: this process, `outrider serve`
+and the network share the device's. Each run has prompts of its own, so no draft finds its prompt in its cache. The
+verifier shares no prefixes and makes no guesses of its own; device-side prompt lookup is on, as by default.
+
+Exits 1 when served is below 0.98 of direct or below 0.97 of cloud-only at a round trip, or when a text differs.
+
+    python -m bench.local_hop [--widen 1450] [--runs 5] [--rtt-ms 0 10 25 50 100 200] [--json PATH]
+    python -m bench.local_hop --emulate 40 1
+
+`--emulate TARGET_MS DRAFT_MS` takes a pair that sleeps for these times (`bench.emulated`): all else is real, and the
+times hold on a busy machine, too. `--target-extra MS` is what each verified token adds to its step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import httpx
+from bench.emulated import Emulation, emulated_cloud, emulated_draft
+from bench.report import write_json
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from outrider.edge.devices.placement import Placement
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter
+from outrider.edge.lab.child_process import child_process
+from outrider.edge.lab.cores import CorePlan, Cores, plan_cores, running_on
+from outrider.edge.lab.laboratory import ALONE, CLOUD_ONLY, network, open_lab
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.assemble import Agent, OpenModel, make_agent
+from outrider.edge.results import GenerationRequest, Mode, TokenBatch
+from outrider.edge.serve.drafts import DraftSequences
+from outrider.edge.serve.server import LocalServer
+from outrider.edge.serve.state import LocalCore, LocalSettings
+from outrider.edge.serve.upstream import Upstream
+from outrider.export.make.reference_pair import export_reference_pair
+from outrider.models.http.text import TextAssembler
+from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
+from outrider.models.sampling import SamplingParams
+from outrider.models.tokenizer import Tokenizer
+from outrider.reference import load_prompts, target_dir
+
+DIRECT: Final = "direct"
+SERVED: Final = "served"
+WAYS: Final = (CLOUD_ONLY, DIRECT, SERVED)
+OVER_DIRECT, OVER_CLOUD_ONLY = 0.98, 0.97
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One text as the caller sees it. first_s, total_s: from the call until text comes, and until the end."""
+
+    text: str
+    first_s: float
+    total_s: float
+    num_accepted: int
+
+
+Ask = Callable[["Question"], Awaitable[Call]]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt with its seed and length."""
+
+    prompt: str
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The pair that is measured: the verifier's URL, the draft of this process, and how to start an endpoint."""
+
+    url: str
+    cores: CorePlan
+    drafter: Drafter
+    tokenizer: Tokenizer
+    endpoint: Callable[[str], list[str]]  # a verifier's URL -> arguments of the process
+
+
+@dataclass(slots=True)
+class Way:
+    """One way at one round trip, a value per run. first_ms: mean time to the first text."""
+
+    rates: list[float] = field(default_factory=list)
+    first_ms: list[float] = field(default_factory=list)
+    accepted: list[float] = field(default_factory=list)  # drafted tokens per token of the text
+    num_different: int = 0
+
+
+@dataclass(slots=True)
+class Place:
+    """One round trip."""
+
+    rtt_ms: float
+    ways: dict[str, Way] = field(default_factory=lambda: {name: Way() for name in WAYS})
+
+    def over(self, name: str, base: str) -> list[float]:
+        """Ratios of the runs' rates."""
+        return [a / b for a, b in zip(self.ways[name].rates, self.ways[base].rates, strict=True)]
+
+    @property
+    def num_different(self) -> int:
+        """Texts that differ from cloud-only's."""
+        return sum(way.num_different for way in self.ways.values())
+
+
+# -- the ways ----------------------------------------------------------------------------------------------------------
+
+
+def ask_agent(agent: Agent, tokenizer: Tokenizer) -> Ask:
+    """The agent in this process; its commits become text as they arrive."""
+
+    async def ask(question: Question) -> Call:
+        assembler = TextAssembler(tokenizer.detokenizer(context=question.tokens), (), frozenset())
+        pieces: list[str] = []
+        began = time.perf_counter()
+        first_s = 0.0
+
+        def on_tokens(batch: TokenBatch) -> None:
+            nonlocal first_s
+            if (piece := assembler.push(batch.tokens)) and not pieces:
+                first_s = time.perf_counter() - began
+            if piece:
+                pieces.append(piece)
+
+        result = await agent.generate(
+            GenerationRequest(question.tokens, question.params, question.max_tokens, ignore_eos=True), on_tokens
+        )
+        pieces.append(assembler.finish())
+        return Call("".join(pieces), first_s, time.perf_counter() - began, result.num_accepted)
+
+    return ask
+
+
+def ask_endpoint(http: httpx.AsyncClient) -> Ask:
+    """A streamed completion of the local endpoint."""
+
+    async def ask(question: Question) -> Call:
+        body = {
+            "prompt": question.prompt,
+            "max_tokens": question.max_tokens,
+            "temperature": question.params.temperature,
+            "seed": question.params.seed,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        pieces: list[str] = []
+        first_s, num_accepted = 0.0, 0
+        began = time.perf_counter()
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                raise SystemExit(f"the endpoint answered {response.status_code}: {(await response.aread()).decode()}")
+            async for event in _events(response):
+                if "error" in event:
+                    raise SystemExit(f"the endpoint's stream ended with an error: {event['error']}")
+                piece = "".join(choice["text"] for choice in event["choices"])
+                if piece and not pieces:
+                    first_s = time.perf_counter() - began
+                pieces.append(piece)
+                if (usage := event.get("usage")) is not None:
+                    num_accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
+        return Call("".join(pieces), first_s, time.perf_counter() - began, num_accepted)
+
+    return ask
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.aiter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+# -- the pair ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_subject(options: argparse.Namespace) -> Iterator[Subject]:
+    """The pair that the options name; this thread stays on the device's core."""
+    with _emulated(options) if options.emulate else _real(options) as subject:
+        yield subject
+
+
+@contextmanager
+def _real(options: argparse.Namespace) -> Iterator[Subject]:
+    pair = export_reference_pair(widen_mb=options.widen or None)
+
+    def endpoint(url: str) -> list[str]:
+        serve = ["-m", "outrider.edge.cli", "serve", "--draft", str(pair.draft), "--cloud", url]
+        return [*serve, "--port", "0", "--threads", "1"]
+
+    with open_lab(pair.target, pair.draft, cloud_options=ALONE) as lab:
+        yield Subject(lab.url, lab.cores, lab.drafter, lab.tokenizer, endpoint)
+
+
+@contextmanager
+def _emulated(options: argparse.Namespace) -> Iterator[Subject]:
+    emulation = _emulation(options)
+    cores = plan_cores()
+
+    def endpoint(url: str) -> list[str]:
+        times = ["--emulate", *map(str, options.emulate), "--temperature", str(options.temperature)]
+        return ["-m", "bench.local_hop", "--endpoint-for", url, *times]
+
+    with ExitStack() as stack:
+        url = stack.enter_context(emulated_cloud(emulation, cores.cloud))
+        stack.enter_context(running_on(cores.agent))
+        drafter = ModelDrafter(emulated_draft(emulation))
+        yield Subject(url, cores, drafter, Tokenizer.from_dir(target_dir()), endpoint)
+
+
+def _emulation(options: argparse.Namespace) -> Emulation:
+    target_ms, draft_ms = options.emulate
+    return Emulation(target_ms, options.target_extra, draft_ms, temperature=options.temperature)
+
+
+def serve_emulated(options: argparse.Namespace) -> None:
+    """Runs the local endpoint with the emulated draft, put together as `outrider serve` does it, until it is ended."""
+    tokenizer = Tokenizer.from_dir(target_dir())
+    fingerprint = tokenizer.fingerprint
+    model = OpenModel(emulated_draft(_emulation(options)), None, Placement("openvino"))
+    drafts = DraftSequences(model, 8, is_looked_up=True)
+    upstream = Upstream([CloudClient(options.endpoint_for)], fingerprint)
+    core = LocalCore(tokenizer, fingerprint, upstream, drafts, LocalSettings(), "an emulated draft")
+    with open_socket("127.0.0.1", 0) as sock:
+        url = url_of(sock, is_tls=False)
+        server = LocalServer(core, drain_s=0.0, on_ready=lambda: print(READY_PREFIX + url, flush=True))
+        server.run(sockets=[sock])
+
+
+def make_questions(options: argparse.Namespace, tokenizer: Tokenizer) -> list[list[Question]]:
+    """The questions of each run: other prompts in every run, and one run more, which warms up."""
+    prompts = load_prompts((options.runs + 1) * options.prompts)
+    if len(prompts) < (options.runs + 1) * options.prompts:
+        raise SystemExit(f"there are {len(prompts)} prompts; lower --runs or --prompts")
+    questions = [
+        Question(
+            prompt.text,
+            tuple(tokenizer.encode(prompt.text)),
+            SamplingParams(options.temperature, seed=seed),
+            options.max_tokens,
+        )
+        for seed, prompt in enumerate(prompts)
+    ]
+    return [questions[start : start + options.prompts] for start in range(0, len(questions), options.prompts)]
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def open_ways(subject: Subject, rtt_ms: float) -> AsyncIterator[Mapping[str, Ask]]:
+    """The three ways over one link, each with measurements of its own."""
+    async with AsyncExitStack() as stack:
+        url = stack.enter_context(network(subject.url, rtt_ms, subject.cores.agent))
+        local = stack.enter_context(_endpoint(subject.endpoint(url), subject.cores.agent))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=local, timeout=None, trust_env=False))
+        agents = {}
+        for mode, drafter in ((Mode.CLOUD_ONLY, None), (Mode.STREAM, subject.drafter)):
+            client = await stack.enter_async_context(CloudClient(url))
+            agents[mode] = ask_agent(make_agent(mode, Endpoints([client]), drafter), subject.tokenizer)
+        yield {CLOUD_ONLY: agents[Mode.CLOUD_ONLY], DIRECT: agents[Mode.STREAM], SERVED: ask_endpoint(http)}
+
+
+@contextmanager
+def _endpoint(arguments: Sequence[str], cores: Cores) -> Iterator[str]:
+    with child_process(arguments, ready_prefix=READY_PREFIX, cores=cores) as url:
+        assert urlsplit(url).hostname == "127.0.0.1"
+        yield url
+
+
+async def measure(
+    subject: Subject,
+    rtts_ms: Sequence[float],
+    questions: Sequence[Sequence[Question]],
+    on_run: Callable[[], None] = lambda: None,
+) -> list[Place]:
+    """All round trips, one after the other. questions: of the warm-up, then of each run."""
+    places = []
+    for rtt_ms in rtts_ms:
+        places.append(place := Place(rtt_ms))
+        async with open_ways(subject, rtt_ms) as ways:
+            for ask in ways.values():  # warms up connections, and what agents have measured
+                for question in questions[0]:
+                    await ask(replace(question, max_tokens=min(32, question.max_tokens)))
+            for index, run in enumerate(questions[1:]):
+                await _run(place, ways, run, index)
+                on_run()
+    return places
+
+
+async def _run(place: Place, ways: Mapping[str, Ask], questions: Sequence[Question], index: int) -> None:
+    calls: dict[str, list[Call]] = {name: [] for name in ways}
+    names = list(ways)
+    for shift, question in enumerate(questions, start=index):
+        for i in range(len(names)):  # in another order each time, so that no way always follows the same one
+            name = names[(i + shift) % len(names)]
+            calls[name].append(await ways[name](question))
+    num_tokens = sum(question.max_tokens for question in questions)
+    for name, found in calls.items():
+        way = place.ways[name]
+        way.rates.append(num_tokens / sum(call.total_s for call in found))
+        way.first_ms.append(1e3 * sum(call.first_s for call in found) / len(found))
+        way.accepted.append(sum(call.num_accepted for call in found) / num_tokens)
+        way.num_different += sum(a.text != b.text for a, b in zip(found, calls[CLOUD_ONLY], strict=True))
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+def misses(place: Place) -> list[str]:
+    """The bounds that this round trip misses, in words."""
+    checks = ((DIRECT, OVER_DIRECT), (CLOUD_ONLY, OVER_CLOUD_ONLY))
+    missed = [
+        f"RTT {place.rtt_ms:g} ms: served is {ratio:.3f} of {base}, expected at least {bound:g}"
+        for base, bound in checks
+        if (ratio := median(place.over(SERVED, base))) < bound
+    ]
+    if place.num_different:
+        missed.append(f"RTT {place.rtt_ms:g} ms: {place.num_different} texts differ from cloud-only's")
+    return missed
+
+
+def show(console: Console, places: Sequence[Place]) -> None:
+    """Prints the table."""
+    title = "tokens/s, prompt included; medians of the runs (lowest run)"
+    table = Table(title=title, title_justify="left", box=None)
+    names = ("RTT ms", "cloud-only tok/s", "direct", "served", "served/direct")
+    for name in (*names, "first token ms: cloud-only", "direct", "served", "accepted: direct", "served", "texts"):
+        table.add_column(name, justify="right")
+    for place in places:
+        ways = place.ways
+        table.add_row(
+            f"{place.rtt_ms:g}",
+            f"{median(ways[CLOUD_ONLY].rates):.1f}",
+            *(f"{_with_lowest(place.over(name, CLOUD_ONLY))}x" for name in (DIRECT, SERVED)),
+            f"[bold]{_with_lowest(place.over(SERVED, DIRECT))}[/bold]",
+            *(f"{median(ways[name].first_ms):.1f}" for name in WAYS),
+            *(f"{median(ways[name].accepted):.3f}" for name in (DIRECT, SERVED)),
+            "DIFFERENT" if place.num_different else "equal",
+        )
+    console.print(table)
+
+
+def _with_lowest(ratios: Sequence[float]) -> str:
+    return f"{median(ratios):.3f} ({min(ratios):.3f})"
+
+
+def as_json(place: Place) -> dict[str, Any]:
+    """One round trip as plain data."""
+    return {
+        "rtt_ms": place.rtt_ms,
+        "served_over_direct": median(place.over(SERVED, DIRECT)),
+        "served_over_cloud_only": median(place.over(SERVED, CLOUD_ONLY)),
+        "direct_over_cloud_only": median(place.over(DIRECT, CLOUD_ONLY)),
+        "num_different": place.num_different,
+        "ways": {
+            name: {"tokens_per_s": way.rates, "first_token_ms": way.first_ms, "accepted_per_token": way.accepted}
+            for name, way in place.ways.items()
+        },
+    }
+
+
+def main() -> int:
+    """Measures, prints a table, and returns the exit code."""
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--widen", type=float, default=1450.0, help="MB of the widened FP32 target; 0: as it is")
+    names = ("TARGET_MS", "DRAFT_MS")
+    cli.add_argument("--emulate", type=float, nargs=2, metavar=names, help="no real pair: sleeps for these times")
+    cli.add_argument("--target-extra", type=float, default=1.0, metavar="MS", help="of an emulated step, per draft")
+    cli.add_argument("--rtt-ms", type=float, nargs="+", default=[0.0, 10.0, 25.0, 50.0, 100.0, 200.0])
+    cli.add_argument("--runs", type=int, default=5)
+    cli.add_argument("--prompts", type=int, default=2, help="texts of a run")
+    cli.add_argument("--max-tokens", type=int, default=80)
+    cli.add_argument("--temperature", type=float, default=0.8)
+    cli.add_argument("--json", type=Path)
+    cli.add_argument("--endpoint-for", metavar="URL", help=argparse.SUPPRESS)  # the emulated endpoint's process
+    options = cli.parse_args()
+    if options.endpoint_for:
+        serve_emulated(options)
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else 190)
+    with open_subject(options) as subject, Progress(console=console, transient=True, refresh_per_second=1) as progress:
+        console.print(subject.cores.note, highlight=False)
+        task = progress.add_task("runs", total=options.runs * len(options.rtt_ms))
+        questions = make_questions(options, subject.tokenizer)
+        places = asyncio.run(measure(subject, options.rtt_ms, questions, lambda: progress.advance(task)))
+    show(console, places)
+    missed = [miss for place in places for miss in misses(place)]
+    for miss in missed:
+        console.print(miss, style="red", highlight=False)
+    facts = {"widen_mb": options.widen, "emulated": options.emulate, "temperature": options.temperature}
+    write_json(options.json, {**facts, "misses": missed, "round_trips": [as_json(place) for place in places]})
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
