@@ -100,7 +100,7 @@ def main() -> None:
 
     signal.signal(signal.SIGUSR1, begin)
     signal.signal(signal.SIGUSR2, end)
-    sys.exit(run_command())
+    run_command()
 
 
 if __name__ == "__main__":
