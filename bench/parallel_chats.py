@@ -8,7 +8,7 @@ has no chat template: a copy of its target gets one, in a temporary directory. T
 all of it is soon used: pages of a larger one, touched late, would look like growth.
 
 Speeds are of the time in which all chats run. Exits 1 if the slowest chat has less than 1/1.5 of the fastest's
-tokens/s, if a chat gets no text for longer than `--gap-s`, if a turn fails, or if the resident memory of the endpoint or
+tokens/s, if a chat gets no text for longer than `--gap-s`, if a turn fails, or if the resident memory of endpoint or
 of the verifier is more than 20 MB larger in the end than after a tenth of the turns.
 """
 

@@ -30,13 +30,18 @@ _SILENCE_S: Final = 120.0
 class Program:
     """A command that announces its URL, in a process group of its own. A port that it once had is its own for good.
 
-    log: where its standard error goes; a new start appends.
+    log: where its standard error goes; a new start appends. python: the interpreter.
     """
 
     def __init__(
-        self, arguments: Sequence[str], log: Path, cores: Cores = None, environment: Mapping[str, str] | None = None
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        cores: Cores = None,
+        environment: Mapping[str, str] | None = None,
+        python: str = sys.executable,
     ) -> None:
-        self._arguments = list(arguments)
+        self._arguments = [python, *arguments]
         self._cores = cores
         self._environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200", **(environment or {})}
         self._process: subprocess.Popen[str] | None = None
@@ -60,7 +65,7 @@ class Program:
         began_s = time.monotonic()
         with self.log.open("a") as errors, running_on(self._cores):
             self._process = subprocess.Popen(
-                [sys.executable, *self._arguments, "--port", str(self.port)],
+                [*self._arguments, "--port", str(self.port)],
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -80,7 +85,7 @@ class Program:
         finally:
             watchdog.cancel()
         self.kill()
-        raise RuntimeUnavailable(f"`{' '.join(self._arguments[1:3])}` did not start: {self.log.read_text()[-600:]}")
+        raise RuntimeUnavailable(f"`{' '.join(self._arguments[2:4])}` did not start: {self.log.read_text()[-600:]}")
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process and its children."""
