@@ -256,3 +256,15 @@ def test_a_call_that_took_long_once_is_tried_again() -> None:
     for _ in range(400):
         times.add(11.0, 8)
     assert times.ms(1) == pytest.approx(4.0, rel=0.01)  # the smallest is kept
+
+
+def test_a_call_in_which_the_device_slept_hardly_counts() -> None:
+    """Calls of 4 ms and one of 20 s: 1,000 ms as a mean. A draft that became slower is believed within 20 calls."""
+    times = CallTimes()
+    for _ in range(40):
+        times.add(4.0, 1)
+    times.add(20_000.0, 1)
+    assert times.ms(1) < 12.0
+    for _ in range(20):
+        times.add(400.0, 1)
+    assert times.ms(1) > 200.0

@@ -68,6 +68,16 @@ def depth_at(acceptance: float, **times: float) -> int:
     return 0 if plan.silent else plan.depth
 
 
+def test_drafting_goes_on_after_the_device_has_slept_in_a_call() -> None:
+    """Nobody would draft where a token seems to take a second, so nobody would measure that it does not."""
+    estimates = estimates_at(0.7)
+    controller = CostModelDepth(estimates)
+    estimates.on_drafted(20_000.0, 1)
+    controller.observe(judged(1, True))
+    plan = controller.plan()
+    assert plan.depth > 0 and not plan.silent and plan.floor < 0.5
+
+
 @settings(deadline=None)
 @given(st.integers(0, MAX_DEPTH), st.integers(0, 40))
 def test_fixed_depth_never_moves(depth: int, num_matched: int) -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
@@ -245,6 +246,26 @@ def test_a_cut_closes_what_is_open_and_nothing_else() -> None:
             client.sendall(b"y")
             assert client.recv(10) == b"y"
         assert (proxy.num_cuts, proxy.num_connections) == (1, 2)
+
+
+def test_connections_share_the_rate_of_a_throttled_link() -> None:
+    """400 bytes of each of two connections at 64 kbit/s: 50 ms for each way of one, and 50 ms behind the other."""
+    for first_kbit_s in (64.0, 0.0):
+        with ExitStack() as stack:
+            address = stack.enter_context(echo_server())
+            proxy = stack.enter_context(DelayProxy(*address, ProxyOptions(kbit_s=first_kbit_s)))
+            connect = functools.partial(socket.create_connection, ("127.0.0.1", proxy.port))
+            clients = [stack.enter_context(connect()) for _ in range(2)]
+            proxy.throttle(64.0)
+            began_s = time.monotonic()
+            for client in clients:
+                client.sendall(b"x" * 400)
+                client.shutdown(socket.SHUT_WR)
+            for client in clients:
+                assert b"".join(iter(functools.partial(client.recv, 4096), b"")) == b"x" * 400
+            assert time.monotonic() - began_s >= 0.145
+    with pytest.raises(ConfigError, match=r"kbit_s is -1\.0"):
+        ProxyOptions(kbit_s=-1.0)
 
 
 def test_a_connection_that_comes_while_the_proxy_ends_is_closed() -> None:

@@ -29,7 +29,7 @@ CAP_S: Final = 25.0
 def another_model(subject: Subject) -> Iterator[Row]:
     """Serves two models with one tokenizer, kills the first in mid-text, and reads what the agent prints."""
     with tempfile.TemporaryDirectory() as place:
-        other = _other_model(subject.bundles[0], Path(place))
+        other = other_model(subject.bundles[0], Path(place))
         with subject.serve() as first, subject.serve(bundle=other) as second, subject.serve() as same:
             found = {name: _targets(server) for name, server in (("first", first), ("other", second), ("same", same))}
             missing = sorted(name for name, value in found["first"].items() if value is None)
@@ -133,7 +133,7 @@ def _targets(server: Server) -> dict[str, Any]:
     }
 
 
-def _other_model(bundle: Path, place: Path) -> Path:
+def other_model(bundle: Path, place: Path) -> Path:
     """A copy of the bundle with the sign of some weights turned, and a manifest that fits: a different model."""
     other = place / "other"
     shutil.copytree(bundle, other)

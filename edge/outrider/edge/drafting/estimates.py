@@ -161,12 +161,15 @@ class CallTimes:
 
     Until another size was measured, each further node costs a quarter of a call: little enough to try some, and what
     is tried is measured. A size that was not run for long is forgotten, except the smallest: its few calls may have
-    been slow for another reason, and nobody would try it again.
+    been slow for another reason, and nobody would try it again. A call that takes much longer than those before counts
+    as _MOST times these: the device may have slept in it, and a draft that seems too slow is never measured again.
     """
 
     _KEEP = 0.95
     _GUESS = 0.25
     _LONG = 256  # calls
+    _MOST = 8.0
+    _ODD_MS = 100.0  # shorter calls are always believed
 
     def __init__(self) -> None:
         self._seen: dict[int, ForgettingRatio] = {}
@@ -175,6 +178,8 @@ class CallTimes:
 
     def add(self, took_ms: float, num_nodes: int) -> None:
         """Takes one call."""
+        if num_nodes in self._seen:
+            took_ms = min(took_ms, max(self._ODD_MS, self._MOST * self._seen[num_nodes].value))
         self._num_calls += 1
         self._last[num_nodes] = self._num_calls
         self._seen.setdefault(num_nodes, ForgettingRatio(1.0, 0.01, self._KEEP)).add(took_ms, 1.0)

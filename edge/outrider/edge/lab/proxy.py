@@ -1,9 +1,9 @@
 """Delays TCP connections on loopback: the network that a test machine does not have.
 
-Adds half a round trip to every chunk each way, in order, each at its own due time, and counts the bytes. It runs its
-own event loop in its own thread on select(), whose timeouts are exact to tens of microseconds; epoll's are whole
-milliseconds. For measurements run it as a process of its own: `python -m outrider.edge.lab.proxy --target HOST:PORT
---rtt-ms 50`.
+Adds half a round trip to every chunk each way, in order, each at its own due time, limits the rate where asked to, and
+counts the bytes. It runs its own event loop in its own thread on select(), whose timeouts are exact to tens of
+microseconds; epoll's are whole milliseconds. For measurements run it as a process of its own:
+`python -m outrider.edge.lab.proxy --target HOST:PORT --rtt-ms 50`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,22 @@ _CHUNK_BYTES = 1 << 16
 @dataclass(frozen=True, slots=True)
 class ProxyOptions:
     """rtt_ms: delay added to a round trip, half each way. cut_chance: chance, 0 to 1, that a chunk from the server
-    closes its connection instead of being delivered, drawn from `seed`.
+    closes its connection instead of being delivered, drawn from `seed`. kbit_s: rate of the link each way, shared by
+    all connections; 0 is no limit.
     """
 
     rtt_ms: float = 0.0
     cut_chance: float = 0.0
     seed: int = 0
+    kbit_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.rtt_ms <= 60_000.0:
             raise ConfigError(f"rtt_ms is {self.rtt_ms!r}; expected 0 to 60000")
         if not 0.0 <= self.cut_chance <= 1.0:
             raise ConfigError(f"cut_chance is {self.cut_chance!r}; expected a chance, 0 to 1")
+        if not self.kbit_s >= 0.0:
+            raise ConfigError(f"kbit_s is {self.kbit_s!r}; expected at least 0")
 
 
 class DelayProxy:
@@ -54,6 +58,7 @@ class DelayProxy:
         self._options = options or ProxyOptions()
         self._listen_port = listen_port
         self._random = random.Random(self._options.seed)
+        self._free_at = {True: 0.0, False: 0.0}  # when the link has carried all before: up, down
         self._loop = asyncio.SelectorEventLoop(selectors.SelectSelector())
         self._thread = threading.Thread(target=self._serve, name="outrider-proxy", daemon=True)
         self._started = threading.Event()
@@ -94,6 +99,10 @@ class DelayProxy:
     def set_rtt_ms(self, rtt_ms: float) -> None:
         """Changes the round trip of the bytes to come; none overtakes those under way. Raises ConfigError."""
         self._options = replace(self._options, rtt_ms=rtt_ms)
+
+    def throttle(self, kbit_s: float) -> None:
+        """Changes the link's rate, for what comes from now on; 0 ends the limit."""
+        self._options = replace(self._options, kbit_s=kbit_s)
 
     def _serve(self) -> None:
         try:
@@ -167,10 +176,17 @@ class DelayProxy:
                         raise ConnectionResetError("cut on purpose")
                 if self._is_held:
                     continue
-                late.append((self._loop.time() + self._options.rtt_ms / 2e3, data))
+                late.append((self._due(len(data), is_up=is_up), data))
                 arrived.set()
-            late.append((self._loop.time() + self._options.rtt_ms / 2e3, b""))
+            late.append((self._due(0, is_up=is_up), b""))
             arrived.set()
+
+    def _due(self, num_bytes: int, *, is_up: bool) -> float:
+        """When bytes that are sent now arrive: behind all that the link has yet to carry."""
+        sent_at = self._loop.time()
+        if kbit_s := self._options.kbit_s:
+            sent_at = self._free_at[is_up] = max(sent_at, self._free_at[is_up]) + num_bytes * 8 / (kbit_s * 1e3)
+        return sent_at + self._options.rtt_ms / 2e3
 
     async def _deliver(
         self, late: deque[tuple[float, bytes]], arrived: asyncio.Event, writer: asyncio.StreamWriter

@@ -1,0 +1,468 @@
+"""Strikes a text in the middle with every fault of a laptop's day, and compares it with the undisturbed one.
+
+    python -m bench.faults [--only NAME] [--widen 100] [--max-tokens 600] [--json PATH]
+
+Real processes: `outrider-cloud serve` of the reference target, `outrider serve` with the reference draft on the device.
+A client streams one text through the local endpoint, at one seed; the fault strikes when a third of it has arrived. The
+text must be byte-identical to the one that the verifier writes alone. Only another model in the verifier's place must
+end it, with an error that says so.
+
+The draft runs in the agent's own process, so "the draft is killed" has three rows: its runtime raises once, or always,
+and the whole agent is killed and started again. The verifier makes no guesses of its own, so that accepted tokens show
+the device's drafting. Needs Linux and a C compiler. Timings include what the fault itself takes; they depend on the
+machine. Exits 1 where a text differs, no error is shown, or drafting does not come back. (It need not where the runtime
+has failed: the next text drafts again; nor on a link that carries too little; nor where the verifier has written the
+whole text while the network was silent.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import psutil
+from bench.attacks.identity import other_model
+from bench.processes import Program, Text, device_counts, endpoint_arguments, read_text, started, verifier
+from bench.report import write_json
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from outrider.edge.lab.child_process import child_process
+from outrider.edge.lab.cores import plan_cores
+from outrider.edge.lab.proxy import DelayProxy, ProxyOptions
+from outrider.export.make.reference_pair import export_reference_pair
+from outrider.reference import load_prompts
+
+STRIKES_AT: Final = 1 / 3
+"""Part of the text that has arrived when the fault strikes."""
+LAST: Final = 0.75
+"""Accepted tokens are counted from here on: those of drafts that were under way at the strike have been seen."""
+RTT_MS: Final = 20.0
+CUT_S: Final = 5.0
+ASLEEP_S: Final = 20.0
+RATE_KBIT_S: Final = 64.0
+HOUR_S: Final = 3600
+console = Console(width=150)
+
+
+@dataclass(slots=True)
+class Row:
+    """What a fault did. lost_s: more than the undisturbed text took. saw: the error that the client got.
+
+    drafting: what came of it. is_met: the text is the same, or the error is the expected one.
+    """
+
+    fault: str
+    is_equal: bool
+    lost_s: float
+    saw: str
+    drafting: str
+    is_met: bool
+    log: list[str] = field(default_factory=list)
+    notes: str = ""
+
+
+@dataclass(slots=True)
+class Scene:
+    """The pair, the request, and what is true without faults. whole: the text; took_s: how long it takes."""
+
+    target: Path
+    draft: Path
+    place: Path
+    body: dict[str, Any]
+    whole: str = ""
+    took_s: float = 0.0
+
+    def cloud(self, target: Path | None = None, **more: Any) -> Program:
+        """A verifier; it does not run yet."""
+        return verifier(target or self.target, self.place, plan_cores().cloud, "--no-lookup", **more)
+
+    def agent(
+        self, clouds: Sequence[str], fault: str = "", environment: Mapping[str, str] | None = None, *options: str
+    ) -> Program:
+        """A local endpoint; it does not run yet. fault: of `bench.faulty_agent`."""
+        module = ["bench.faulty_agent", fault] if fault else ["outrider.edge.cli"]
+        arguments = ["-m", *module, *endpoint_arguments(self.draft, clouds), "--metrics", *options]
+        log = self.place / f"agent-{time.monotonic_ns()}.log"
+        return Program(arguments, log, plan_cores().agent, environment)
+
+
+@dataclass(slots=True)
+class Struck:
+    """A text with a fault in it. counts: the agent's in the last quarter of the text; empty where it has none.
+
+    log: what the agent wrote since the text began.
+    """
+
+    text: Text
+    counts: dict[str, float]
+    log: str
+
+
+@contextmanager
+def running(scene: Scene, num_clouds: int = 1) -> Iterator[tuple[list[Program], Program]]:
+    """Verifiers, and an agent that knows them."""
+    with ExitStack() as stack:
+        clouds = [stack.enter_context(started(scene.cloud())) for _ in range(num_clouds)]
+        yield clouds, stack.enter_context(started(scene.agent([cloud.url for cloud in clouds])))
+
+
+def strike(scene: Scene, agent: Program, *faults: Callable[[], None]) -> Struck:
+    """Reads the text. The first fault strikes at a third of it, a second one at two thirds."""
+    read_text(agent.url, {**scene.body, "max_tokens": 16})  # warms everything up
+    said, left = len(agent.said()), list(faults)
+    counts: list[dict[str, float]] = []
+
+    def on_text(text: str) -> None:
+        num_struck = len(faults) - len(left)
+        if left and len(text) >= len(scene.whole) * STRIKES_AT * (1 + num_struck):
+            left.pop(0)()
+        if not counts and len(text) >= len(scene.whole) * LAST:
+            counts.append(device_counts(agent.url))
+
+    found = read_text(agent.url, scene.body, on_text)
+    if left:
+        raise SystemExit(f"the text ended before the fault struck: {found.text[:80]!r} {found.error}")
+    return Struck(found, _since(counts[0], agent) if counts else {}, agent.said(said))
+
+
+def _since(before: Mapping[str, float], agent: Program) -> dict[str, float]:
+    return {name: count - before.get(name, 0.0) for name, count in device_counts(agent.url).items()}
+
+
+def row_of(scene: Scene, fault: str, struck: Struck, notes: str = "", *, is_drafted: bool = True) -> Row:
+    """The row of a fault that must not change the text. is_drafted: drafting must come back before the text ends."""
+    text = struck.text
+    is_equal = text.text == scene.whole and not text.error
+    is_met = is_equal and (bool(struck.counts.get("accepted")) or not is_drafted)
+    return Row(
+        fault,
+        is_equal,
+        text.took_s - scene.took_s,
+        text.error or "nothing",
+        _drafting(struck.counts),
+        is_met,
+        struck.log.splitlines(),
+        notes,
+    )
+
+
+def _drafting(counts: Mapping[str, float]) -> str:
+    accepted, committed = counts.get("accepted", 0.0), counts.get("committed", 0.0)
+    sessions = f"; session opened again {counts['resumed']:.0f}x" if counts.get("resumed") else ""
+    return f"{'came back' if accepted else 'no more'}: {accepted:.0f} of the last {committed:.0f} tokens{sessions}"
+
+
+# -- the faults --------------------------------------------------------------------------------------------------------
+
+
+def runtime_raises(scene: Scene, fault: str = "call") -> Iterator[Row]:
+    """The draft's runtime raises, once or for good; then the next text."""
+    with ExitStack() as stack:
+        cloud = stack.enter_context(started(scene.cloud()))
+        agent = stack.enter_context(started(scene.agent([cloud.url], fault)))
+        struck = strike(scene, agent, lambda: agent.signal(signal.SIGUSR1))
+        agent.signal(signal.SIGUSR2)
+        following = strike(scene, agent)
+        num_struck = _num_struck(agent)
+        row = row_of(
+            scene,
+            f"the draft's runtime raises {'once' if fault == 'call' else 'until the text ends'}",
+            struck,
+            f"{num_struck} calls raised; in the next text drafting {_drafting(following.counts)}",
+            is_drafted=False,
+        )
+        row.is_equal = row.is_equal and following.text.text == scene.whole
+        row.is_met = row.is_equal and num_struck > 0 and following.counts["accepted"] > 0
+        yield row
+
+
+def runtime_gone(scene: Scene) -> Iterator[Row]:
+    """Every call raises, until the text's end."""
+    yield from runtime_raises(scene, "runtime")
+
+
+def agent_killed(scene: Scene) -> Iterator[Row]:
+    """The whole agent is killed; it starts again, and the client sends its request again."""
+    with running(scene) as (_, agent):
+        began_s = time.monotonic()
+        cut = strike(scene, agent, lambda: agent.signal(signal.SIGKILL))
+        agent.kill()
+        agent.start()
+        again = read_text(agent.url, scene.body)
+        took_s = time.monotonic() - began_s
+        row = row_of(scene, "the agent is killed and started again", Struck(again, device_counts(agent.url), ""))
+        row.lost_s, row.saw = took_s - scene.took_s, cut.text.error or "nothing"
+        is_prefix = scene.whole.startswith(cut.text.text) and 0 < len(cut.text.text) < len(scene.whole)
+        row.notes = f"the cut text is {'a beginning of the whole' if is_prefix else 'NOT its beginning'}"
+        row.notes += "; the request was sent again"
+        row.is_met = row.is_equal and is_prefix and bool(cut.text.error)
+        yield row
+
+
+def verifier_restarted(scene: Scene) -> Iterator[Row]:
+    """The only verifier is killed and starts again at its port."""
+    with running(scene) as ([cloud], agent):
+
+        def restart() -> None:
+            cloud.kill()
+            cloud.start()
+
+        struck = strike(scene, agent, restart)
+        yield row_of(
+            scene, "the verifier is killed and started again", struck, f"its start takes {cloud.start_s:.1f} s"
+        )
+
+
+def verifier_failed_over(scene: Scene) -> Iterator[Row]:
+    """The first of two verifiers is killed for good."""
+    with running(scene, num_clouds=2) as (clouds, agent):
+        yield row_of(scene, "the verifier is killed; there is a second", strike(scene, agent, clouds[0].kill))
+
+
+def verifier_replaced(scene: Scene) -> Iterator[Row]:
+    """Another model starts at the port of the killed verifier: the text must end with an error that says so."""
+    with running(scene) as ([cloud], agent), TemporaryDirectory() as root:
+        other = scene.cloud(other_model(scene.target, Path(root)))
+        other.url = cloud.url  # its port
+
+        def replace() -> None:
+            cloud.kill()
+            other.start()
+
+        try:
+            struck = strike(scene, agent, replace)
+            following = read_text(agent.url, scene.body)
+            alone = read_text(other.url, scene.body)
+        finally:
+            other.kill()
+        found = struck.text
+        row = row_of(scene, "another model answers in the verifier's place", struck)
+        is_prefix = scene.whole.startswith(found.text) and found.text != scene.whole
+        is_other = alone.text != scene.whole and following.text == alone.text and not following.error
+        row.drafting = "the text ends here"
+        row.notes = f"the cut text is {'a beginning of the whole' if is_prefix else 'NOT its beginning'}"
+        row.notes += f"; a new request gets {'the new model' if is_other else f'NOT the new model: {following.error}'}"
+        # Met by the error alone: that it names what was found and what was expected.
+        row.is_met = is_prefix and is_other and "another" in found.error
+        yield row
+
+
+def network_refuses(scene: Scene) -> Iterator[Row]:
+    """The network drops every connection and refuses new ones for a while."""
+    with ExitStack() as stack:
+        cloud = stack.enter_context(started(scene.cloud()))
+        lines = [stack.enter_context(ExitStack())]
+        proxy = lines[0].enter_context(_line(cloud))
+        agent = stack.enter_context(started(scene.agent([proxy.url])))
+
+        def cut() -> None:
+            lines[0].close()
+            time.sleep(CUT_S)
+            stack.enter_context(_line(cloud, proxy.port))
+
+        yield row_of(scene, f"the network refuses for {CUT_S:g} s", strike(scene, agent, cut))
+
+
+def network_silent(scene: Scene) -> Iterator[Row]:
+    """The network loses everything for a while, and TCP sends it again: nothing closes, nothing arrives."""
+    with ExitStack() as stack:
+        cloud = stack.enter_context(started(scene.cloud()))
+        module = ["-m", "outrider.edge.lab.proxy", "--target", f"127.0.0.1:{cloud.port}", "--rtt-ms", str(RTT_MS)]
+        url = "http" + stack.enter_context(child_process(module, ready_prefix="http"))
+        proxy = next(child for child in psutil.Process().children() if "outrider.edge.lab.proxy" in child.cmdline())
+        agent = stack.enter_context(started(scene.agent([url])))
+
+        def cut() -> None:
+            _pause(proxy.send_signal, CUT_S)
+
+        yield row_of(scene, f"the network is silent for {CUT_S:g} s", strike(scene, agent, cut), is_drafted=False)
+
+
+def link_throttled(scene: Scene) -> Iterator[Row]:
+    """The link falls to 64 kbit/s each way in mid-text, and stays there; the same without drafts."""
+    struck, carried = list[Struck](), list[tuple[int, int]]()
+    for depth in ("auto", "0"):
+        with ExitStack() as stack:
+            cloud = stack.enter_context(started(scene.cloud()))
+            proxy = stack.enter_context(_line(cloud))
+            agent = stack.enter_context(started(scene.agent([proxy.url], "", None, "--depth", depth)))
+            before = list[tuple[int, int]]()
+
+            def throttle(proxy: DelayProxy = proxy, before: list[tuple[int, int]] = before) -> None:
+                proxy.throttle(RATE_KBIT_S)
+                before.append((proxy.bytes_up, proxy.bytes_down))
+
+            struck.append(strike(scene, agent, throttle))
+            carried.append((proxy.bytes_up - before[0][0], proxy.bytes_down - before[0][1]))
+    drafted, undrafted = struck
+    yield row_of(
+        scene,
+        f"the link falls to {RATE_KBIT_S:g} kbit/s",
+        drafted,
+        f"{carried[0][0]} bytes up and {carried[0][1]} down from then on, without drafts {carried[1][0]} and "
+        f"{carried[1][1]}; without drafts it loses {undrafted.text.took_s - scene.took_s:.1f} s; longest gap "
+        f"{drafted.text.longest_gap_s:.1f} s",
+        is_drafted=False,
+    )
+
+
+def posts_disordered(scene: Scene) -> Iterator[Row]:
+    """Half of the drafts arrive twice, and half up to 200 ms late, behind later ones."""
+    with ExitStack() as stack:
+        cloud = stack.enter_context(started(scene.cloud()))
+        agent = stack.enter_context(started(scene.agent([cloud.url], "posts")))
+        struck = strike(scene, agent, lambda: agent.signal(signal.SIGUSR1))
+        agent.signal(signal.SIGUSR2)
+        read_text(agent.url, {**scene.body, "max_tokens": 4})
+        num_struck = _num_struck(agent)
+        row = row_of(scene, "drafts arrive twice and out of order", struck, f"{num_struck} messages met the fault")
+        row.is_met = row.is_met and num_struck > 0
+        yield row
+
+
+def clock_jumps(scene: Scene) -> Iterator[Row]:
+    """The wall clock of agent and verifier jumps an hour ahead, and then two hours back."""
+    library, clock = scene.place / "wrong_clock.so", scene.place / "clock"
+    source = Path(__file__).with_name("wrong_clock.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source)], check=True)
+    clock.write_bytes(struct.pack("<q", 0))
+    environment = {"LD_PRELOAD": str(library), "OUTRIDER_BENCH_CLOCK": str(clock)}
+
+    def jump_to(seconds: int) -> None:
+        with clock.open("r+b") as place:
+            place.write(struct.pack("<q", seconds))
+
+    with ExitStack() as stack:
+        cloud = stack.enter_context(started(scene.cloud(environment=environment)))
+        agent = stack.enter_context(started(scene.agent([cloud.url], environment=environment)))
+        struck = strike(scene, agent, lambda: jump_to(HOUR_S), lambda: jump_to(-HOUR_S))
+        clocks = [read_text(url, {**scene.body, "max_tokens": 4}).created_s for url in (agent.url, cloud.url)]
+        offsets = [seconds - time.time() for seconds in clocks]
+        row = row_of(scene, "the clock jumps by +1 h, then by -2 h", struck)
+        row.notes = (
+            f"agent's and verifier's clocks were {' and '.join(f'{each:+.0f} s' for each in offsets)} in the end"
+        )
+        row.is_met = row.is_met and all(abs(each + HOUR_S) < 60 for each in offsets)
+        yield row
+
+
+def agent_asleep(scene: Scene) -> Iterator[Row]:
+    """The laptop sleeps: the agent stops for a while."""
+    with running(scene) as (_, agent):
+        struck = strike(scene, agent, lambda: _pause(agent.signal, ASLEEP_S))
+        yield row_of(scene, f"the agent is asleep for {ASLEEP_S:g} s", struck)
+
+
+def verifier_asleep(scene: Scene) -> Iterator[Row]:
+    """The only verifier stops for a while."""
+    with running(scene) as ([cloud], agent):
+        struck = strike(scene, agent, lambda: _pause(cloud.signal, ASLEEP_S))
+        yield row_of(scene, f"the verifier is asleep for {ASLEEP_S:g} s", struck)
+
+
+FAULTS: Final = {
+    fault.__name__: fault
+    for fault in (
+        runtime_raises,
+        runtime_gone,
+        agent_killed,
+        verifier_restarted,
+        verifier_failed_over,
+        verifier_replaced,
+        network_refuses,
+        network_silent,
+        link_throttled,
+        posts_disordered,
+        clock_jumps,
+        agent_asleep,
+        verifier_asleep,
+    )
+}
+
+
+def _line(cloud: Program, port: int = 0) -> DelayProxy:
+    return DelayProxy("127.0.0.1", cloud.port, ProxyOptions(RTT_MS), port)
+
+
+def _num_struck(agent: Program) -> int:
+    """What `bench.faulty_agent` wrote when the fault ended."""
+    return int(re.findall(r"calls that met the fault: (\d+)", agent.said())[-1])
+
+
+def _pause(send_signal: Callable[[int], None], seconds: float) -> None:
+    """Stops a process, and starts it again."""
+    send_signal(signal.SIGSTOP)
+    time.sleep(seconds)
+    send_signal(signal.SIGCONT)
+
+
+def undisturbed(scene: Scene) -> None:
+    """Sets what is true without faults. Raises SystemExit where the endpoint's text is not the verifier's own."""
+    with running(scene) as ([cloud], agent):
+        alone = read_text(cloud.url, scene.body)
+        read_text(agent.url, scene.body)
+        drafted = read_text(agent.url, scene.body)
+    if alone.error or drafted.error or alone.text != drafted.text or not drafted.num_accepted:
+        raise SystemExit(f"the undisturbed texts are not usable: {alone.error or drafted.error or 'they differ'}")
+    scene.whole, scene.took_s = drafted.text, drafted.took_s
+    console.print(
+        f"undisturbed: {drafted.num_tokens} tokens in {drafted.took_s:.1f} s, {drafted.num_accepted} of them drafted; "
+        f"the verifier alone: {alone.took_s:.1f} s"
+    )
+
+
+def as_table(rows: Sequence[Row]) -> Table:
+    """The rows as a table."""
+    table = Table("fault", "text", "time lost, s", "the client saw", "drafting", "notes", "met", show_lines=True)
+    for row in rows:
+        text = "identical" if row.is_equal else "[bold]cut[/bold]" if row.is_met else "[red]DIFFERENT[/red]"
+        cells = (escape(each) for each in (f"{row.lost_s:.1f}", row.saw, row.drafting, row.notes))
+        table.add_row(escape(row.fault), text, *cells, "[green]yes[/green]" if row.is_met else "[red]NO[/red]")
+    return table
+
+
+def main() -> int:
+    """Strikes, prints a table, and returns the exit code."""
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--only", action="append", choices=tuple(FAULTS), help="a fault; repeat for several")
+    cli.add_argument("--widen", type=float, default=100.0, help="MB of the widened FP32 target; 0: as it is")
+    cli.add_argument("--max-tokens", type=int, default=600)
+    cli.add_argument("--json", type=Path)
+    options = cli.parse_args()
+    if sys.platform != "linux" or shutil.which("cc") is None:
+        raise SystemExit("needs Linux and a C compiler `cc`")
+    pair = export_reference_pair(widen_mb=options.widen or None)
+    prompt = load_prompts(1)[0].text
+    body = {"prompt": prompt, "max_tokens": options.max_tokens, "temperature": 0.8, "seed": 7, "ignore_eos": True}
+    rows: list[Row] = []
+    with TemporaryDirectory() as place:
+        scene = Scene(pair.target, pair.draft, Path(place), body)
+        undisturbed(scene)
+        for name in options.only or FAULTS:
+            for row in FAULTS[name](scene):
+                rows.append(row)
+                verdict = "met" if row.is_met else "NOT met"
+                console.print(f"{verdict}: {row.fault}: {row.lost_s:+.1f} s; {row.saw}; {row.drafting}; {row.notes}")
+                for line in row.log:
+                    console.print(f"    {line}", style="dim", markup=False, highlight=False)
+    console.print(as_table(rows))
+    write_json(options.json, {"tokens": options.max_tokens, "took_s": scene.took_s, "rows": [asdict(r) for r in rows]})
+    return 0 if all(row.is_met for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

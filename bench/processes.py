@@ -1,0 +1,230 @@
+"""Runs verifiers and local endpoints as real processes that can be killed, stopped and started again; reads texts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import psutil
+
+from outrider.edge.lab.cores import Cores, running_on
+from outrider.models.errors import RuntimeUnavailable
+from outrider.models.ingress.sockets import READY_PREFIX
+
+_START_S: Final = 300.0
+_SILENCE_S: Final = 120.0
+"""A stream that is silent for longer has failed: its keep-alives come every few seconds."""
+
+
+class Program:
+    """A command that announces its URL, in a process group of its own. A port that it once had is its own for good.
+
+    log: where its standard error goes; a new start appends. python: the interpreter.
+    """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        cores: Cores = None,
+        environment: Mapping[str, str] | None = None,
+        python: str = sys.executable,
+    ) -> None:
+        self._arguments = [python, *arguments]
+        self._cores = cores
+        self._environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200", **(environment or {})}
+        self._process: subprocess.Popen[str] | None = None
+        self.log = log
+        self.url = ""
+        self.start_s = 0.0
+
+    @property
+    def port(self) -> int:
+        """0 before the first start."""
+        return int(self.url.rsplit(":", 1)[1]) if self.url else 0
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs."""
+        assert self._process is not None, "it does not run"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Returns once it is ready. Raises RuntimeUnavailable with its last lines where it ends before that."""
+        began_s = time.monotonic()
+        with self.log.open("a") as errors, running_on(self._cores):
+            self._process = subprocess.Popen(
+                [*self._arguments, "--port", str(self.port)],
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
+        assert self._process.stdout is not None
+        watchdog = threading.Timer(_START_S, self._process.kill)  # ends the loop below
+        watchdog.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith(READY_PREFIX):
+                    self.url = line.removeprefix(READY_PREFIX).strip()
+                    self.start_s = time.monotonic() - began_s
+                    return
+        finally:
+            watchdog.cancel()
+        self.kill()
+        raise RuntimeUnavailable(f"`{' '.join(self._arguments[2:4])}` did not start: {self.log.read_text()[-600:]}")
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process and its children."""
+        os.killpg(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends it at once, also where it is stopped; may be called twice."""
+        if self._process is None:
+            return
+        for number in (signal.SIGKILL, signal.SIGCONT):
+            try:
+                self.signal(number)
+            except ProcessLookupError:
+                break
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._process = None
+
+    def rss_mb(self) -> float:
+        """Resident memory."""
+        return float(psutil.Process(self.pid).memory_info().rss) / 1e6
+
+    def cpu_s(self) -> float:
+        """Processor time since its start."""
+        times = psutil.Process(self.pid).cpu_times()
+        return float(times.user + times.system)
+
+    def said(self, since: int = 0) -> str:
+        """Its log from a character on."""
+        return self.log.read_text(encoding="utf-8", errors="replace")[since:]
+
+
+@contextmanager
+def started(program: Program) -> Iterator[Program]:
+    """Starts it, and kills it in the end."""
+    program.start()
+    try:
+        yield program
+    finally:
+        program.kill()
+
+
+def verifier(target: Path, place: Path, cores: Cores = None, *options: str, **more: Any) -> Program:
+    """`outrider-cloud serve` with one thread. place: a directory for its log."""
+    arguments = ["-m", "outrider.cloud.server", "serve", str(target), "--threads", "1", "--drain-s", "0", *options]
+    return Program(arguments, _log(place, "verifier"), cores, **more)
+
+
+def local_endpoint(
+    draft: Path, clouds: Sequence[str], place: Path, cores: Cores = None, *options: str, **more: Any
+) -> Program:
+    """`outrider serve` with one thread for the draft. place: a directory for its log."""
+    return Program(
+        ["-m", "outrider.edge.cli", *endpoint_arguments(draft, clouds), *options], _log(place, "agent"), cores, **more
+    )
+
+
+def endpoint_arguments(draft: Path, clouds: Sequence[str]) -> list[str]:
+    """What follows the command's name."""
+    urls = [word for url in clouds for word in ("--cloud", url)]
+    return ["serve", "--draft", str(draft), *urls, "--threads", "1", "--drain-s", "0"]
+
+
+def _log(place: Path, name: str) -> Path:
+    return place / f"{name}-{len(list(place.glob(f'{name}-*')))}-{time.monotonic_ns()}.log"
+
+
+@dataclass(slots=True)
+class Text:
+    """A text as a client of a stream gets it. error: the message where it failed. id_s: the answer's `created`.
+
+    longest_gap_s: between two chunks, the first from the request's beginning. num_tokens: as the answer says; 0 where
+    the text failed.
+    """
+
+    text: str = ""
+    error: str = ""
+    finish: str = ""
+    created_s: int = 0
+    took_s: float = 0.0
+    first_s: float = 0.0
+    longest_gap_s: float = 0.0
+    num_tokens: int = 0
+    num_accepted: int = 0
+
+
+def read_text(
+    url: str, body: Mapping[str, Any], on_text: Callable[[str], None] = lambda text: None, path: str = "/v1/completions"
+) -> Text:
+    """Streams a text to its end, also where that is a failure. on_text: called with all text so far at each chunk."""
+    found, began_s = Text(), time.monotonic()
+    last_s = began_s
+    request = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    try:
+        with httpx.stream("POST", url + path, json=request, timeout=_SILENCE_S, trust_env=False) as answer:
+            if answer.status_code != 200:
+                found.error = f"HTTP {answer.status_code}: {_message(answer.read())}"
+            for line in answer.iter_lines() if not found.error else ():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    found.error = str(event["error"].get("message", event["error"]))
+                    break
+                found.created_s = event.get("created", found.created_s)
+                if usage := event.get("usage"):
+                    found.num_tokens = usage["completion_tokens"]
+                    found.num_accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
+                for choice in event["choices"]:
+                    new = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+                    found.finish = choice["finish_reason"] or found.finish
+                    if not new:
+                        continue
+                    now_s = time.monotonic()
+                    found.first_s = found.first_s or now_s - began_s
+                    found.longest_gap_s, last_s = max(found.longest_gap_s, now_s - last_s), now_s
+                    found.text += new
+                    on_text(found.text)
+    except httpx.HTTPError as error:
+        found.error = f"{type(error).__name__}: {error}"
+    if not found.finish and not found.error:
+        found.error = "the stream ended without a finish reason"
+    found.took_s = time.monotonic() - began_s
+    return found
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace")
+
+
+def device_counts(url: str) -> dict[str, float]:
+    """The local endpoint's counters, by name without prefix and suffix; it needs `--metrics`."""
+    counts = {}
+    for line in httpx.get(f"{url}/metrics", timeout=30.0, trust_env=False).raise_for_status().text.splitlines():
+        name, _, value = line.partition(" ")
+        if name.startswith("outrider_device_") and name.endswith("_total"):
+            counts[name.removeprefix("outrider_device_").removesuffix("_total")] = float(value)
+    return counts
