@@ -12,6 +12,7 @@ from outrider.edge.cli.docs_flags import Docs, DocsTokens
 from outrider.edge.cli.draft_flags import OfflineOk, Patience, Threads
 from outrider.edge.cli.option_groups import DraftingOptions, KeyOptions, SourceOptions
 from outrider.edge.retrieval.documents import DOCS_TOKENS
+from outrider.models.listen_flags import AllowedHosts, Host, MaxBodyKb, Port, TlsCert, TlsKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +20,8 @@ class ServeOptions(SourceOptions, DraftingOptions, KeyOptions):
     """The command line. Raises ConfigError for options that contradict each other."""
 
     _keys: ClassVar = KeyOptions
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 8077
+    host: Host = "127.0.0.1"
+    port: Port = 8077
     api_key_file: Annotated[
         Path | None,
         typer.Option(help="Keys that clients must send, one per line. Also from OUTRIDER_API_KEYS, between commas."),
@@ -31,15 +32,9 @@ class ServeOptions(SourceOptions, DraftingOptions, KeyOptions):
     any_user: Annotated[
         bool, typer.Option("--any-user", help="Without keys, let other users of this machine call too.")
     ] = False
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM; with --tls-key, serves HTTPS.")] = None
-    tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None
-    allowed_host: Annotated[
-        list[str],
-        typer.Option(
-            help="Host header that clients may send: a name, or '*' for any; repeatable. Loopback names are always "
-            "allowed. Default: any with keys; without keys, the address of --host."
-        ),
-    ] = field(default_factory=list)
+    tls_cert: TlsCert = None
+    tls_key: TlsKey = None
+    allowed_host: AllowedHosts = field(default_factory=list)
     allowed_origin: Annotated[
         list[str],
         typer.Option(
@@ -57,7 +52,7 @@ class ServeOptions(SourceOptions, DraftingOptions, KeyOptions):
         int,
         typer.Option(min=1, help="Tokens of a text that the draft holds; it bounds memory. Later ones get no drafts."),
     ] = 8192
-    max_body_kb: Annotated[int, typer.Option(min=1, help="Largest request body, KiB.")] = 1024
+    max_body_kb: MaxBodyKb = 1024
     rate: Annotated[float, typer.Option(min=0.0, help="Requests per second and client; 0: no limit.")] = 0.0
     drain_s: Annotated[float, typer.Option(min=0.0, help="How long texts may take to finish at the end.")] = 5.0
     _drafting: ClassVar = DraftingOptions
