@@ -97,7 +97,8 @@ def takes_options(options: type[Options]) -> Callable[[Callable[[Options], None]
     """Makes a command of a function that takes one object of the dataclass `options`.
 
     The command's parameters are the fields that the dataclass' constructor takes: their names, types
-    (`Annotated[..., typer.Option(...)]`) and defaults are stated there and nowhere else. Their order is `_in_order`.
+    (`Annotated[..., typer.Option(...)]`) and defaults are stated there and nowhere else. Options that several commands
+    share are a group: a base class with `__slots__ = ()`, so that a class can have several. `_in_order` places them.
     """
     hints = get_type_hints(options, include_extras=True)
     parameters = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final
 
 import typer
 
@@ -13,7 +13,7 @@ from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.pending.policy import Policy
 from outrider.models.http.logs import LogFormat
 from outrider.models.ingress.connection_limits import ConnectionLimits
-from outrider.models.listen_flags import AllowedHosts, Host, MaxBodyKb, Port, TlsCert, TlsKey
+from outrider.models.listen_options import AccessOptions, Host, MaxBodyKb, Port
 from outrider.models.reference_export import REFERENCE
 
 _LIMITS: Final = ConnectionLimits()
@@ -27,7 +27,7 @@ class RuntimeName(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions:
+class ServeOptions(AccessOptions):
     """The command line; None leaves a choice to the bundle or the engine."""
 
     bundle: Annotated[
@@ -50,9 +50,7 @@ class ServeOptions:
     insecure_no_keys: Annotated[
         bool, typer.Option("--insecure-no-keys", help="Listen beyond this machine without API keys.")
     ] = False
-    tls_cert: TlsCert = None
-    tls_key: TlsKey = None
-    allowed_host: AllowedHosts = field(default_factory=list)
+    _access: ClassVar = AccessOptions
     allowed_origin: Annotated[
         list[str],
         typer.Option(

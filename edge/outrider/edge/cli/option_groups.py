@@ -1,8 +1,4 @@
-"""States the options that several commands share, in groups: each is a base class of those commands' options.
-
-A group keeps no slots of its own, so that a command can have several; `takes_options` says where their options come in
-the help.
-"""
+"""States the options that several commands share, in groups, as `takes_options` takes them."""
 
 from __future__ import annotations
 

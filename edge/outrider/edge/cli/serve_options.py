@@ -12,11 +12,11 @@ from outrider.edge.cli.docs_flags import Docs, DocsTokens
 from outrider.edge.cli.draft_flags import OfflineOk, Patience, Threads
 from outrider.edge.cli.option_groups import DraftingOptions, KeyOptions, SourceOptions
 from outrider.edge.retrieval.documents import DOCS_TOKENS
-from outrider.models.listen_flags import AllowedHosts, Host, MaxBodyKb, Port, TlsCert, TlsKey
+from outrider.models.listen_options import AccessOptions, Host, MaxBodyKb, Port
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions(SourceOptions, DraftingOptions, KeyOptions):
+class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
     """The command line. Raises ConfigError for options that contradict each other."""
 
     _keys: ClassVar = KeyOptions
@@ -32,9 +32,7 @@ class ServeOptions(SourceOptions, DraftingOptions, KeyOptions):
     any_user: Annotated[
         bool, typer.Option("--any-user", help="Without keys, let other users of this machine call too.")
     ] = False
-    tls_cert: TlsCert = None
-    tls_key: TlsKey = None
-    allowed_host: AllowedHosts = field(default_factory=list)
+    _access: ClassVar = AccessOptions
     allowed_origin: Annotated[
         list[str],
         typer.Option(
