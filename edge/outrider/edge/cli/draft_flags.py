@@ -37,7 +37,6 @@ _DRAFT_HELP: Final = (
     f"Draft bundle; '{REFERENCE}': the reference draft; '{AUTO}': the pulled draft that fits the verifier's target, or "
     f"else '{REFERENCE}'."
 )
-Draft = Annotated[str, typer.Option(envvar="OUTRIDER_DRAFT", help=_DRAFT_HELP)]
 
 
 class DraftPath(click.types.StringParamType):
