@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import psutil
 import pytest
@@ -316,6 +317,59 @@ def test_a_dataclass_states_the_options_of_a_command() -> None:
     assert CliRunner().invoke(app, ["act", "x", "--size", "0"]).exit_code == 2
     shown = CliRunner().invoke(app, ["act", "--help"]).output
     assert "Acts." in shown and "A size." in shown and "doubled" not in shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class First:
+    """Options that a command inherits and does not place."""
+
+    __slots__ = ()
+
+    first: Annotated[int, typer.Option()] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Options that a command inherits and places."""
+
+    __slots__ = ()
+
+    third: Annotated[int, typer.Option()] = 3
+    fourth: Annotated[int, typer.Option()] = 4
+    whole: int = field(init=False)
+
+    def add(self) -> None:
+        """Sets `whole`."""
+        object.__setattr__(self, "whole", self.third + self.fourth)
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped(Shared, First):
+    """Options of a command, in groups."""
+
+    second: Annotated[int, typer.Option()] = 2
+    _shared: ClassVar = Shared
+    fifth: Annotated[int, typer.Option()] = 5
+
+    def __post_init__(self) -> None:
+        self.add()
+
+
+def test_inherited_options_come_where_the_class_places_them() -> None:
+    """In the help; what it does not place comes first."""
+    app, seen = make_app("An app."), list[Grouped]()
+
+    @app.command()
+    @takes_options(Grouped)
+    def act(options: Grouped) -> None:
+        """Acts."""
+        seen.append(options)
+
+    shown = CliRunner().invoke(app, ["act", "--help"]).output
+    assert re.findall(r"--(\w+)", shown) == ["first", "second", "third", "fourth", "fifth", "help"]
+    assert CliRunner().invoke(app, ["act", "--third", "9", "--fifth", "0"]).exit_code == 0
+    assert seen == [Grouped(third=9, fifth=0)] and seen[0].whole == 13
+    assert not hasattr(seen[0], "__dict__")
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from outrider.edge.lab.proxy import DelayProxy
 from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.errors import TargetMismatch
+from outrider.edge.link.fleet import open_fleet
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, TokenBatch
@@ -202,19 +203,17 @@ def test_an_identity_that_comes_or_goes_in_mid_text_is_another(
 def test_different_targets_are_reported_before_the_first_token() -> None:
     """Where readiness shows them; replicas and endpoints that do not answer are no trouble."""
 
-    async def look(*urls: str) -> list[str]:
-        troubles = list[str]()
-        async with CloudClient(urls[0]) as first, CloudClient(urls[1]) as second:
-            await Endpoints([first, second], on_trouble=troubles.append).compare_targets()
-        return troubles
+    async def look(*urls: str) -> str | None:
+        async with open_fleet([(url, ClientOptions()) for url in urls]) as fleet:
+            return await fleet.mixed_targets()
 
     with ExitStack() as stack, ExitStack() as gone:
         a, b, c = stack.enter_context(serve_fake()), other(stack), stack.enter_context(serve_fake())
         absent = gone.enter_context(serve_fake()).url
         gone.close()
-        (trouble,) = asyncio.run(look(a.url, b.url))
-        assert f"at {a.url} and other" in trouble and "different targets" in trouble
-        assert asyncio.run(look(a.url, c.url)) == asyncio.run(look(absent, b.url)) == []
+        trouble = asyncio.run(look(a.url, b.url))
+        assert trouble is not None and f"at {a.url} and other" in trouble and "different targets" in trouble
+        assert asyncio.run(look(a.url, c.url)) is asyncio.run(look(absent, b.url)) is asyncio.run(look(a.url)) is None
 
 
 def test_outrider_run_reports_different_targets_and_shows_no_escape_of_their_names() -> None:

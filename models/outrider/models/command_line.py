@@ -13,7 +13,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable, MutableMapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Annotated, Any, Final, NoReturn, TypeVar, get_type_hints
@@ -97,11 +97,12 @@ def takes_options(options: type[Options]) -> Callable[[Callable[[Options], None]
     """Makes a command of a function that takes one object of the dataclass `options`.
 
     The command's parameters are the fields that the dataclass' constructor takes: their names, types
-    (`Annotated[..., typer.Option(...)]`) and defaults are stated there and nowhere else.
+    (`Annotated[..., typer.Option(...)]`) and defaults are stated there and nowhere else. Options that several commands
+    share are a group: a base class with `__slots__ = ()`, so that a class can have several. `_in_order` places them.
     """
     hints = get_type_hints(options, include_extras=True)
     parameters = []
-    for field in fields(options):  # type: ignore[arg-type]  # "a dataclass" has no type
+    for field in _in_order(options):
         if field.init:
             default = field.default if field.default_factory is MISSING else field.default_factory()
             parameters.append(
@@ -123,6 +124,24 @@ def takes_options(options: type[Options]) -> Callable[[Callable[[Options], None]
         return command
 
     return decorate
+
+
+def _in_order(options: type) -> list[Field[Any]]:
+    """The fields in the order of the help.
+
+    Those of a base class come where the dataclass names that class, as in `_keys: ClassVar = KeyOptions`, or else
+    before its own.
+    """
+    known: dict[str, Field[Any]] = {each.name: each for each in fields(options)}
+    own: list[str] = []
+    for name in inspect.get_annotations(options):
+        group: Any = vars(options).get(name)
+        if isinstance(group, type) and issubclass(options, group):
+            own += [each.name for each in fields(group)]
+        else:
+            own.append(name)
+    names = [*(name for name in known if name not in own), *own]
+    return [known[name] for name in names if name in known]
 
 
 def run_app(app: typer.Typer, *, what: str, extra: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Counts observations for histograms, as plain numbers that become Prometheus metrics at a scrape.
+"""Counts requests, and observations for histograms, as plain numbers that become Prometheus metrics at a scrape.
 
 Prometheus' own objects take a lock per observation, and these are recorded thousands of times a second.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from prometheus_client.core import HistogramMetricFamily
+    from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
 FAST_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 SLOW_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -60,3 +60,63 @@ class CommitTimer:
         self._next.observe(now - self._last_s)
         self._next = self._gap_s
         self._last_s = now
+
+
+class RequestTally:
+    """Requests of a server by route, method and status, and its times. On one event loop."""
+
+    def __init__(self) -> None:
+        self.created_s = time.time()
+        self.requests: dict[tuple[str, str, int], int] = {}  # by route, method and status
+        self.request_s: dict[str, Tally] = {}  # by route
+        self.ttft_s = Tally(SLOW_S)
+        self.gap_s = Tally(FAST_S)
+
+    def answered(self, route: str, method: str, status: int, took_s: float) -> None:
+        """Records a request; took_s: until its response began."""
+        key = (route, method, status)
+        self.requests[key] = self.requests.get(key, 0) + 1
+        tally = self.request_s.get(route)
+        if tally is None:
+            tally = self.request_s[route] = Tally(FAST_S)
+        tally.observe(took_s)
+
+    def commit_timer(self, arrived_s: float) -> CommitTimer:
+        """A timer for one sequence; arrived_s: when its request arrived, by the monotonic clock."""
+        return CommitTimer(self.ttft_s, self.gap_s, arrived_s)
+
+    def counter(
+        self, name: str, help_text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], int]
+    ) -> CounterMetricFamily:
+        """Counts since the server's start, by the values of the labels. name: without "outrider_"."""
+        from prometheus_client.core import CounterMetricFamily
+
+        family = CounterMetricFamily(f"outrider_{name}", help_text, labels=labels)
+        for label_values, count in values.items():
+            family.add_metric(label_values, count, created=self.created_s)
+        return family
+
+    def request_counter(self) -> CounterMetricFamily:
+        """The requests."""
+        values: dict[tuple[str, ...], int] = {
+            (route, method, str(status)): count for (route, method, status), count in self.requests.items()
+        }
+        return self.counter("http_requests", "HTTP requests answered.", ("route", "method", "status"), values)
+
+    def times(self, ttft_help: str, gap_help: str) -> Iterator[Metric]:
+        """The times of requests and commits."""
+        from prometheus_client.core import HistogramMetricFamily
+
+        request_s = HistogramMetricFamily(
+            "outrider_http_request_seconds", "Time until a response began.", labels=("route",)
+        )
+        for route, tally in self.request_s.items():
+            tally.add_to(request_s, {"route": route})
+        yield request_s
+        for name, help_text, tally in (
+            ("ttft", ttft_help, self.ttft_s),
+            ("inter_commit", gap_help, self.gap_s),
+        ):
+            family = HistogramMetricFamily(f"outrider_{name}_seconds", help_text)
+            tally.add_to(family)
+            yield family

@@ -21,13 +21,14 @@ from outrider.cloud.api.draft_budget import DraftBudget
 from outrider.cloud.api.drafts import MEDIA_TYPES, DraftsEndpoint, is_draft_path
 from outrider.cloud.api.errors import install_handlers
 from outrider.cloud.api.health import health_routes
-from outrider.cloud.api.metrics import HttpMetrics
+from outrider.cloud.api.metrics import route_of
 from outrider.cloud.api.openapi import install_openapi
 from outrider.cloud.api.sessions import session_routes
 from outrider.cloud.api.state import Core, ServedModel, ServerSettings
 from outrider.cloud.api.stream import SERVER_SEND
 from outrider.cloud.api.verify import verify_routes
 from outrider.cloud.seam import ServingEngine
+from outrider.models.http.counted_requests import CountedRequests
 from outrider.models.http.errors import ErrorBoundary
 from outrider.models.http.limits import BodyLimit, RateLimiter, Slots
 from outrider.models.http.security import Gate, PagePolicy
@@ -91,5 +92,5 @@ def create_app(
     app.add_middleware(gate)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(ErrorBoundary)
-    app.add_middleware(HttpMetrics, metrics=core.metrics)
+    app.add_middleware(CountedRequests, tally=core.metrics, route_of=route_of)
     return app

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 from outrider.cloud.seam import Event, Sink
+from outrider.models.http.inbox import Inbox
 
 Delivery = tuple[int, Event]
 
@@ -53,23 +54,21 @@ class Bridge:
         filled: dict[Mailbox, None] = {}
         while self._queue:
             mailbox, tag, event = self._queue.popleft()
-            mailbox.put((tag, event))
+            mailbox.add((tag, event))
             filled[mailbox] = None
         for mailbox in filled:
             mailbox.poke()
 
 
-class Mailbox:
+class Mailbox(Inbox[Delivery]):
     """The events of a request's sequences, in order, each with the tag of its sink."""
 
-    __slots__ = ("_bridge", "_items", "_listener", "_waiter", "is_closed")
+    __slots__ = ("_bridge", "_listener")
 
     def __init__(self, bridge: Bridge) -> None:
+        super().__init__()
         self._bridge = bridge
-        self._items: list[Delivery] = []
-        self._waiter: asyncio.Future[None] | None = None
         self._listener: Callable[[list[Delivery]], None] | None = None
-        self.is_closed = False
 
     def sink(self, tag: int = 0) -> Sink:
         """A sink whose events arrive here with `tag`."""
@@ -80,10 +79,6 @@ class Mailbox:
             post(self, tag, event)
 
         return deliver
-
-    def put(self, item: Delivery) -> None:
-        """Adds an event; on the loop. Call `poke` when the last one is in."""
-        self._items.append(item)
 
     def listen(self, listener: Callable[[list[Delivery]], None]) -> None:
         """Hands over what has arrived, and from now on what arrives, all of a wake-up in one call on the loop.
@@ -99,21 +94,5 @@ class Mailbox:
             if self._items and not self.is_closed:
                 items, self._items = self._items, []
                 self._listener(items)
-        elif self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def close(self) -> None:
-        """The reader is gone: `take` returns at once from now on."""
-        self.is_closed = True
-        self.poke()
-
-    async def take(self) -> list[Delivery]:
-        """Everything that has arrived; waits until there is something. Empty after a poke or when closed."""
-        if not self._items and not self.is_closed:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        items, self._items = self._items, []
-        return items
+        else:
+            super().poke()

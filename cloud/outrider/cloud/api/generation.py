@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.cloud.api.bridge import Mailbox
-from outrider.cloud.api.metrics import CommitTimer
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.verify import shutting_down
 from outrider.cloud.seam import CommitEvent, EndEvent, GenerateRequest, SequenceUsage
@@ -16,6 +15,7 @@ from outrider.models.http.errors import internal_error
 from outrider.models.http.openai import CompletionUsage
 from outrider.models.http.shapes import Delta
 from outrider.models.http.text import TextAssembler
+from outrider.models.tally import CommitTimer
 
 
 @dataclass(slots=True)

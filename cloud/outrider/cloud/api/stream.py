@@ -16,12 +16,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.bridge import Delivery, Mailbox
-from outrider.cloud.api.metrics import CommitTimer
 from outrider.cloud.seam import CommitEvent, EndEvent
 from outrider.models.faults import log_fault
 from outrider.models.http import sse
 from outrider.models.http.errors import error_body, internal_error
 from outrider.models.protocol import SessionEnd, SessionOpen, Usage
+from outrider.models.tally import CommitTimer
 
 SERVER_SEND: Final = "outrider.send"
 """Key of the ASGI scope that holds the server's own `send`, below all layers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final
 
 import typer
 
@@ -13,6 +13,7 @@ from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.pending.policy import Policy
 from outrider.models.http.logs import LogFormat
 from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.listen_options import AccessOptions, Host, MaxBodyKb, Port
 from outrider.models.reference_export import REFERENCE
 
 _LIMITS: Final = ConnectionLimits()
@@ -26,7 +27,7 @@ class RuntimeName(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions:
+class ServeOptions(AccessOptions):
     """The command line; None leaves a choice to the bundle or the engine."""
 
     bundle: Annotated[
@@ -35,8 +36,8 @@ class ServeOptions:
             help=f"Directory of a target bundle, as outrider-export writes it; '{REFERENCE}' for the reference target."
         ),
     ]
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 8000
+    host: Host = "127.0.0.1"
+    port: Port = 8000
     port_file: Annotated[Path | None, typer.Option(help="Write the port here once the server is ready.")] = None
     name: Annotated[str | None, typer.Option(help="Name of the model in the API; default: the bundle's.")] = None
     drafts: Annotated[
@@ -49,15 +50,7 @@ class ServeOptions:
     insecure_no_keys: Annotated[
         bool, typer.Option("--insecure-no-keys", help="Listen beyond this machine without API keys.")
     ] = False
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM; with --tls-key, serves HTTPS.")] = None
-    tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None
-    allowed_host: Annotated[
-        list[str],
-        typer.Option(
-            help="Host header that clients may send: a name, or '*' for any; repeatable. Loopback names are always "
-            "allowed. Default: any with keys; without keys, the address of --host."
-        ),
-    ] = field(default_factory=list)
+    _access: ClassVar = AccessOptions
     allowed_origin: Annotated[
         list[str],
         typer.Option(
@@ -111,7 +104,7 @@ class ServeOptions:
     max_per_client: Annotated[
         int, typer.Option(min=1, help="Open connections of one address. Raise it behind a proxy, which is one address.")
     ] = _LIMITS.max_per_client
-    max_body_kb: Annotated[int, typer.Option(min=1, help="Largest request body, KiB.")] = 1024
+    max_body_kb: MaxBodyKb = 1024
     rate: Annotated[
         float, typer.Option(min=0.0, help="Requests per second and key, drafts not counted; 0: no limit.")
     ] = 0.0

@@ -10,7 +10,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -23,15 +23,13 @@ from outrider.edge.chat.conversation import Conversation, read_facts
 from outrider.edge.chat.messages import SYSTEM, Message, load_chat, save_chat, turns_of
 from outrider.edge.cli.chat_options import ChatOptions
 from outrider.edge.cli.chat_stats import stats_lines
-from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts
+from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts, show_notes
 from outrider.edge.cli.line_editor import PipeReader, Reader, TerminalReader
 from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.client import CloudClient
-from outrider.edge.link.endpoints import COMPARE_TIMEOUT_S, Endpoints
-from outrider.edge.link.fleet import Fleet
-from outrider.edge.link.origin import mixed_targets
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.link.fleet import open_fleet
 from outrider.edge.modes.assemble import OpenDraft, eased, make_agent, make_depth, make_options, open_draft_bundle
 from outrider.edge.modes.ladder import open_ladder
 from outrider.edge.modes.stream import StreamAgent
@@ -83,12 +81,9 @@ def chat_here(
 
 
 async def _look(clouds: Clouds, about: Console) -> ModelFacts:
-    async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds]
-        fleet = Fleet(clients)
-        stack.push_async_callback(fleet.aclose)
-        endpoints = Endpoints(clients, on_trouble=lambda words: print_line(about, words, "yellow"), fleet=fleet)
-        if len(clients) > 1 and (mixed := mixed_targets(await fleet.look(COMPARE_TIMEOUT_S))) is not None:
+    async with open_fleet(clouds) as fleet:
+        endpoints = Endpoints(fleet.clients, on_trouble=lambda words: print_line(about, words, "yellow"), fleet=fleet)
+        if (mixed := await fleet.mixed_targets()) is not None:
             print_line(about, mixed, "yellow")
         return await read_facts(endpoints)
 
@@ -108,12 +103,11 @@ def _open_draft(options: ChatOptions, bundles: Sequence[Bundle], clouds: Clouds,
         candidates,
         options.threads,
         lambda words: print_line(about, words, "yellow"),
-        is_asked=len(candidates) == 1 or options.choice.wanted_device is not None,
-        is_looked_up=options.lookup is not False,
+        is_asked=options.choice.wanted_device is not None,
+        is_looked_up=options.is_looked_up,
         max_positions=options.draft_context,
     )
-    for note in draft.placement.notes:
-        print_line(about, f"note: {note}", "yellow")
+    show_notes(draft.placement, about)
     return draft
 
 
@@ -128,13 +122,10 @@ async def _chat(
     about: Console,
     reader: Reader,
 ) -> None:
-    async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds]
-        fleet = Fleet(clients)
-        stack.push_async_callback(fleet.aclose)
+    async with open_fleet(clouds) as fleet:
         screen = ChatScreen(options, draft.placement.words if draft is not None else None, out, about, reader)
-        endpoints = Endpoints(clients, on_trouble=screen.note, fleet=fleet)
-        tree = make_options(options.width, options.effort, options.draft_bytes, options.lookup is not False)
+        endpoints = Endpoints(fleet.clients, on_trouble=screen.note, fleet=fleet)
+        tree = make_options(options.width, options.effort, options.draft_bytes, options.is_looked_up)
         if draft is not None and (eased_by := PowerWatch(options.on_battery).reason) is not None:
             tree = eased(tree)
             screen.note(f"Drafts with half the work: {eased_by} (--on-battery full drafts all).")

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import click
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from outrider.edge.cli.cloud_flags import AllowHttp, ApiKey, Clouds, KeyFile, keys_in_use
-from outrider.edge.cli.draft_flags import DraftDevice, Drafts, EmulateNpu, Provider, Runtime, draft_choice
-from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.cli.cloud_flags import Clouds
+from outrider.edge.cli.draft_flags import Drafts, Threads
+from outrider.edge.cli.option_groups import KeyOptions, PlaceOptions
 from outrider.edge.doctor.findings import Finding, Status, fault, ok, warning
 from outrider.edge.setup.config_file import read_config
 from outrider.edge.setup.endpoints import Keys
@@ -30,25 +30,18 @@ STYLES: dict[Status, str] = {"ok": "green", "warning": "yellow", "fault": "bold 
 
 
 @dataclass(frozen=True, slots=True)
-class DoctorOptions:
+class DoctorOptions(PlaceOptions, KeyOptions):
     """The command line. Raises ConfigError for options that contradict each other."""
 
     cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
     draft: Drafts = field(default_factory=lambda: [AUTO])
-    draft_device: DraftDevice = None
-    runtime: Runtime = None
-    emulate_npu: EmulateNpu = False
-    provider: Provider = None
-    threads: Annotated[int, typer.Option(min=0, help="Threads of the draft; 0 leaves it to the runtime.")] = 0
+    _place: ClassVar = PlaceOptions
+    threads: Threads = 0
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False
-    api_key: ApiKey = None
-    key_file: KeyFile = None
-    allow_http: AllowHttp = False
-    choice: DraftChoice = field(init=False)
+    _keys: ClassVar = KeyOptions
 
     def __post_init__(self) -> None:
-        choice = draft_choice(self.runtime, self.draft_device, self.emulate_npu, self.provider)
-        object.__setattr__(self, "choice", choice)
+        self._choose()
 
 
 @takes_options(DoctorOptions)
@@ -62,7 +55,7 @@ def doctor(options: DoctorOptions) -> None:
 
     configuration = list(check_configuration())
     try:
-        keys = keys_in_use(options.api_key, options.key_file, allow_http=options.allow_http)
+        keys = options.keys()
     except ConfigError as error:
         configuration.append(_from_error("key file", error))
         keys = Keys()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Final
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Final
 
 import click
 import typer
@@ -18,13 +19,24 @@ from outrider.edge.store.auto import AUTO
 from outrider.models.errors import ConfigError
 from outrider.models.reference_export import REFERENCE
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 LOOKUP: Final = "--lookup or --no-lookup"
+
+TREE: Final = ("width", "draft_bytes", "lookup", "patience_ms")
+"""Options of drafted trees."""
+DRAFTS: Final = (
+    *("runtime", "draft_device", "emulate_npu", "provider"),
+    *TREE,
+    *("on_battery", "depth", "effort", "threads"),
+)
+"""Options that have no effect where nothing drafts."""
 
 _DRAFT_HELP: Final = (
     f"Draft bundle; '{REFERENCE}': the reference draft; '{AUTO}': the pulled draft that fits the verifier's target, or "
     f"else '{REFERENCE}'."
 )
-Draft = Annotated[str, typer.Option(envvar="OUTRIDER_DRAFT", help=_DRAFT_HELP)]
 
 
 class DraftPath(click.types.StringParamType):
@@ -63,6 +75,7 @@ Provider = Annotated[
     str | None,
     typer.Option(help="ONNX Runtime's execution provider by full name, or prefer-npu; in place of --draft-device."),
 ]
+Depth = Annotated[str, typer.Option(help="How far to draft ahead: auto, threshold or a number, 0 to 64.")]
 Width = Annotated[str, typer.Option(help="Guesses per token: auto, or 1 to 8; 1 drafts a single path.")]
 HowMuch = Annotated[Effort, typer.Option(help="How much the device drafts; low saves energy.")]
 DraftBytes = Annotated[float, typer.Option(min=1.0, help="Bytes of drafts sent per token of the text, at most.")]
@@ -70,8 +83,10 @@ Lookup = Annotated[
     bool | None,
     typer.Option("--lookup/--no-lookup", help="Also copy earlier passages of the text.", show_default="lookup"),
 ]
-
-
+Patience = Annotated[
+    float | None, typer.Option(min=0.0, help="Longest wait of the target for a draft; default: it chooses.")
+]
+Threads = Annotated[int, typer.Option(min=0, help="Threads of the draft; 0 leaves it to the runtime.")]
 OfflineOk = Annotated[
     bool,
     typer.Option("--offline-ok", help="Where no cloud answers, let the draft write alone, marked as unverified."),
@@ -107,6 +122,15 @@ def draft_choice(
         if typed == AS_BUNDLED:
             raise
         return typed
+
+
+def given(options: DataclassInstance, *parameters: str) -> dict[str, bool]:
+    """Whether each of these fields differs from its default, by the option's name."""
+    defaults = {each.name: each.default for each in fields(options)}
+    return {
+        LOOKUP if name == "lookup" else f"--{name.replace('_', '-')}": getattr(options, name) != defaults[name]
+        for name in parameters
+    }
 
 
 def refuse_idle(reason: str, given: Mapping[str, bool]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -16,9 +15,10 @@ from rich.console import Console
 
 from outrider.edge.cli.exporter import default_draft
 from outrider.edge.cli.placing import measured_link, placed_words, rank
-from outrider.edge.devices.placement import DraftChoice
-from outrider.edge.link.client import ClientOptions, CloudClient, verifier_url
+from outrider.edge.devices.placement import DraftChoice, Placement
+from outrider.edge.link.client import ClientOptions, verifier_url
 from outrider.edge.link.endpoints import Endpoints, RetryPolicy
+from outrider.edge.link.fleet import open_fleet
 from outrider.edge.modes.ladder import Candidate, candidates_of
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
@@ -78,9 +78,8 @@ def _pulled(choice: DraftChoice, clouds: Clouds, about: Console, *, needs_server
 async def _find_pulled(
     choice: DraftChoice, clouds: Clouds, note: Callable[[str], None], retry: RetryPolicy | None
 ) -> list[Pulled]:
-    async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds]
-        return await find_for_server(Endpoints(clients, retry, on_trouble=note), choice)
+    async with open_fleet(clouds) as fleet:
+        return await find_for_server(Endpoints(fleet.clients, retry, on_trouble=note), choice)
 
 
 def place_drafts(
@@ -94,6 +93,12 @@ def place_drafts(
         rest = [each for each in candidates if each not in asked]
         return [*_ranked(asked, num_threads, clouds, about), *rest]
     return _ranked(candidates, num_threads, clouds, about)
+
+
+def show_notes(placement: Placement, about: Console) -> None:
+    """What the user should know of the place that was taken."""
+    for note in placement.notes:
+        print_line(about, f"note: {note}", "yellow")
 
 
 def _ranked(candidates: list[Candidate], num_threads: int, clouds: Clouds, about: Console) -> list[Candidate]:

@@ -9,7 +9,6 @@ import click
 from rich.console import Console
 
 from outrider.edge.cli.chat_options import ChatOptions
-from outrider.edge.cli.cloud_flags import keys_in_use
 from outrider.edge.cli.config_screen import config_app
 from outrider.edge.cli.configured import ConfiguredGroup
 from outrider.edge.cli.demo import demo
@@ -41,12 +40,7 @@ def run(options: RunOptions) -> None:
     options = replace(options, prompt=_prompt(options.prompt), seed=options.params.seed)
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.run import run_once
-    run_once(
-        options,
-        Console(),
-        Console(stderr=True),
-        keys_in_use(options.api_key, options.key_file, allow_http=options.allow_http),
-    )
+    run_once(options, Console(), Console(stderr=True), options.keys())
 
 
 @app.command()
@@ -59,12 +53,7 @@ def chat(options: ChatOptions) -> None:
     """
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.chat import chat_here
-    chat_here(
-        options,
-        Console(),
-        Console(stderr=True),
-        keys_in_use(options.api_key, options.key_file, allow_http=options.allow_http),
-    )
+    chat_here(options, Console(), Console(stderr=True), options.keys())
 
 
 @app.command()
@@ -77,12 +66,7 @@ def pull(options: PullOptions) -> None:
     """
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.pull import pull_once
-    pull_once(
-        options,
-        Console(),
-        Console(stderr=True),
-        keys_in_use(options.api_key, options.key_file, allow_http=options.allow_http),
-    )
+    pull_once(options, Console(), Console(stderr=True), options.keys())
 
 
 def _prompt(given: str | None) -> str:
@@ -104,7 +88,7 @@ def serve(options: ServeOptions) -> None:
     """
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.serve import serve_local
-    serve_local(options, keys_in_use(options.api_key, options.key_file, allow_http=options.allow_http))
+    serve_local(options, options.keys())
 
 
 app.command()(demo)

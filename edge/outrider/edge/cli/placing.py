@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -23,8 +22,8 @@ from outrider.edge.devices.profiles import (
     text_token_ms,
 )
 from outrider.edge.doctor.probe import ProbeFailed, profile_draft
-from outrider.edge.link.client import ClientOptions, CloudClient
-from outrider.edge.link.fleet import Fleet
+from outrider.edge.link.client import ClientOptions
+from outrider.edge.link.fleet import open_fleet
 from outrider.edge.modes.ladder import Candidate
 from outrider.models.bundle import Bundle
 
@@ -129,10 +128,7 @@ def measured_link(clouds: Sequence[tuple[str, ClientOptions]]) -> Link:
     """Round trip and step of the cloud that texts would begin at; unknown where none answers at once."""
 
     async def look() -> Link:
-        async with AsyncExitStack() as stack:
-            clients = [await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds]
-            fleet = Fleet(clients)
-            stack.push_async_callback(fleet.aclose)
+        async with open_fleet(clouds) as fleet:
             await fleet.look(LINK_TIMEOUT_S)
             first = fleet.ranked()[0].url
             state = next(each for each in fleet.states() if each.url == first)

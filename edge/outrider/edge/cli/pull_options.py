@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
-from outrider.edge.cli.cloud_flags import AllowHttp, ApiKey, KeyFile
+from outrider.edge.cli.option_groups import KeyOptions
 from outrider.edge.devices.discovery import ModelRuntime
 from outrider.models.errors import ConfigError
 from outrider.models.manifest import Device, Precision
@@ -16,7 +16,7 @@ from outrider.models.reference_export import DEFAULT_VERIFIER_URL
 
 
 @dataclass(frozen=True, slots=True)
-class PullOptions:
+class PullOptions(KeyOptions):
     """The command line; None leaves a choice to the command. Raises ConfigError for a contradiction."""
 
     cloud: Annotated[str, typer.Option("--server", "--cloud", help="Verifier's address.")] = DEFAULT_VERIFIER_URL
@@ -37,9 +37,7 @@ class PullOptions:
         typer.Option(help="Put the bundle here; default: the cache, where `outrider run` finds it.", metavar="DIR"),
     ] = None
     is_listing: Annotated[bool, typer.Option("--list", help="Show the server's drafts and take none.")] = False
-    api_key: ApiKey = None
-    key_file: KeyFile = None
-    allow_http: AllowHttp = False
+    _keys: ClassVar = KeyOptions
 
     def __post_init__(self) -> None:
         # OUTRIDER_CLOUD is for all commands and may hold several addresses: the first is the preferred one.

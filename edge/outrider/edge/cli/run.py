@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,17 +15,15 @@ from rich.console import Console
 
 from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison, compare_modes
 from outrider.edge.cli.docs import open_library
-from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts
+from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts, show_notes
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.summary import draft_lines, result_as_json, summary_lines
 from outrider.edge.cli.terminal import TokenPrinter, print_document
 from outrider.edge.cli.undrafted import why_undrafted
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.link.client import CloudClient
-from outrider.edge.link.endpoints import COMPARE_TIMEOUT_S, Endpoints, RetryPolicy
-from outrider.edge.link.fleet import Fleet
-from outrider.edge.link.origin import mixed_targets
+from outrider.edge.link.endpoints import Endpoints, RetryPolicy
+from outrider.edge.link.fleet import COMPARE_TIMEOUT_S, Fleet, open_fleet
 from outrider.edge.modes.assemble import (
     Agent,
     OpenDraft,
@@ -98,15 +96,14 @@ def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | Non
             candidates,
             options.threads,
             steps.append,
-            is_asked=len(candidates) == 1 or options.choice.wanted_device is not None,
-            is_looked_up=options.lookup is not False,
+            is_asked=options.choice.wanted_device is not None,
+            is_looked_up=options.is_looked_up,
         )
     printer = None if options.as_json else _printer(out, options, tokenizer.detokenizer(context=request.prompt))
     eased_by = PowerWatch(options.on_battery).reason if is_drafted else None
     with closing(draft.drafter) if draft is not None else nullcontext():
         if draft is not None:
-            for note in draft.placement.notes:
-                print_line(about, f"note: {note}", "yellow")
+            show_notes(draft.placement, about)
         end_tracing = start_tracing(lambda words: print_line(about, words, "yellow"))
         try:
             ran = asyncio.run(
@@ -180,16 +177,13 @@ async def _generate(
             printer.break_line()
         print_line(about, words, "yellow")
 
-    async with AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds]
-        fleet = Fleet(clients)
-        stack.push_async_callback(fleet.aclose)
-        if len(clients) > 1 and (mixed := mixed_targets(await fleet.look(COMPARE_TIMEOUT_S))) is not None:
+    async with open_fleet(clouds) as fleet:
+        if (mixed := await fleet.mixed_targets()) is not None:
             warn(mixed)
         retry = OFFLINE_RETRY if options.offline_ok else None
         endpoints = Endpoints(fleet.ranked(), retry, on_trouble=warn, fleet=fleet)
         drafter = draft.drafter if draft is not None else None
-        tree = make_options(options.width, options.effort, options.draft_bytes, options.lookup is not False)
+        tree = make_options(options.width, options.effort, options.draft_bytes, options.is_looked_up)
         quoted = grounding.quoted if grounding is not None else ()
         tree = tree if eased_by is None else eased(tree)
         agent = make_agent(options.mode, endpoints, drafter, options.depth, tree, quoted=quoted)

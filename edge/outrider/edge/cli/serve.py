@@ -14,7 +14,7 @@ from typing import Final
 from rich.console import Console
 
 from outrider.edge.cli.docs import open_library
-from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts
+from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts, show_notes
 from outrider.edge.cli.serve_options import ServeOptions
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.drafting.estimates import Estimates
@@ -108,10 +108,9 @@ def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -
         candidates,
         lambda each: open_draft_model(each.bundle, each.choice, options.threads, num_sequences, options.draft_context),
         lambda words: print_line(about, words, "yellow"),
-        is_asked=len(candidates) == 1 or options.choice.wanted_device is not None,
+        is_asked=options.choice.wanted_device is not None,
     )
-    for note in model.placement.notes:
-        print_line(about, f"note: {note}", "yellow")
+    show_notes(model.placement, about)
     max_connections = _CONNECTIONS_PER_TEXT * options.max_requests
     clients = [CloudClient(url, replace(each, max_connections=max_connections)) for url, each in clouds]
     fingerprint = bundle.manifest.tokenizer_fingerprint

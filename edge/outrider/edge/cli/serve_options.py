@@ -4,48 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
-from outrider.edge.cli.cloud_flags import AllowHttp, ApiKey, Clouds, KeyFile
 from outrider.edge.cli.docs_flags import Docs, DocsTokens
-from outrider.edge.cli.draft_flags import (
-    BatteryWork,
-    DraftBytes,
-    DraftDevice,
-    Drafts,
-    EmulateNpu,
-    HowMuch,
-    Lookup,
-    OfflineOk,
-    Provider,
-    Runtime,
-    Width,
-    draft_choice,
-    refuse_idle_effort,
-    refuse_idle_tree,
-)
-from outrider.edge.devices.placement import DraftChoice
-from outrider.edge.devices.power import OnBattery
-from outrider.edge.drafting.depth import Effort
-from outrider.edge.drafting.price import BYTES_PER_TOKEN
+from outrider.edge.cli.draft_flags import OfflineOk, Patience, Threads
+from outrider.edge.cli.option_groups import DraftingOptions, KeyOptions, SourceOptions
 from outrider.edge.retrieval.documents import DOCS_TOKENS
-from outrider.edge.store.auto import AUTO
-from outrider.models.reference_export import DEFAULT_VERIFIER_URL
+from outrider.models.listen_options import AccessOptions, Host, MaxBodyKb, Port
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions:
+class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
     """The command line. Raises ConfigError for options that contradict each other."""
 
-    draft: Drafts = field(default_factory=lambda: [AUTO])
-    cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
-    api_key: ApiKey = None
-    key_file: KeyFile = None
-    allow_http: AllowHttp = False
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 8077
+    _keys: ClassVar = KeyOptions
+    host: Host = "127.0.0.1"
+    port: Port = 8077
     api_key_file: Annotated[
         Path | None,
         typer.Option(help="Keys that clients must send, one per line. Also from OUTRIDER_API_KEYS, between commas."),
@@ -56,15 +32,7 @@ class ServeOptions:
     any_user: Annotated[
         bool, typer.Option("--any-user", help="Without keys, let other users of this machine call too.")
     ] = False
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM; with --tls-key, serves HTTPS.")] = None
-    tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None
-    allowed_host: Annotated[
-        list[str],
-        typer.Option(
-            help="Host header that clients may send: a name, or '*' for any; repeatable. Loopback names are always "
-            "allowed. Default: any with keys; without keys, the address of --host."
-        ),
-    ] = field(default_factory=list)
+    _access: ClassVar = AccessOptions
     allowed_origin: Annotated[
         list[str],
         typer.Option(
@@ -82,36 +50,17 @@ class ServeOptions:
         int,
         typer.Option(min=1, help="Tokens of a text that the draft holds; it bounds memory. Later ones get no drafts."),
     ] = 8192
-    max_body_kb: Annotated[int, typer.Option(min=1, help="Largest request body, KiB.")] = 1024
+    max_body_kb: MaxBodyKb = 1024
     rate: Annotated[float, typer.Option(min=0.0, help="Requests per second and client; 0: no limit.")] = 0.0
     drain_s: Annotated[float, typer.Option(min=0.0, help="How long texts may take to finish at the end.")] = 5.0
-    draft_device: DraftDevice = None
-    runtime: Runtime = None
-    emulate_npu: EmulateNpu = False
-    provider: Provider = None
-    depth: Annotated[str, typer.Option(help="How far to draft ahead: auto, threshold or a number, 0 to 64.")] = "auto"
-    width: Width = "auto"
-    effort: HowMuch = Effort.NORMAL
-    on_battery: BatteryWork = OnBattery.HALF
-    draft_bytes: DraftBytes = BYTES_PER_TOKEN
-    lookup: Lookup = None
-    patience_ms: Annotated[
-        float | None, typer.Option(min=0.0, help="Longest wait of the target for a draft; default: it chooses.")
-    ] = None
+    _drafting: ClassVar = DraftingOptions
+    patience_ms: Patience = None
     docs: Docs = None
     docs_tokens: DocsTokens = DOCS_TOKENS
     offline_ok: OfflineOk = False
-    threads: Annotated[int, typer.Option(min=0, help="Threads of the draft; 0 leaves it to the runtime.")] = 0
+    threads: Threads = 0
     metrics: Annotated[bool, typer.Option("--metrics", help="Offer Prometheus metrics at /metrics.")] = False
-    choice: DraftChoice = field(init=False)
 
     def __post_init__(self) -> None:
-        choice = draft_choice(self.runtime, self.draft_device, self.emulate_npu, self.provider)
-        object.__setattr__(self, "choice", choice)
-        refuse_idle_effort(self.depth, self.effort)
-        refuse_idle_tree(self.width, self.draft_bytes, self.lookup, self.runtime)
-
-    @property
-    def is_looked_up(self) -> bool:
-        """Whether earlier passages of a text are copied."""
-        return self.lookup is not False
+        self._choose()
+        self._refuse_idle_drafting()

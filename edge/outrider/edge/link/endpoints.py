@@ -12,21 +12,18 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.errors import EndpointLost, EndpointUnfit, refusal_error
 from outrider.edge.link.fleet import Fleet
-from outrider.edge.link.origin import Served, TextOrigin, mixed_targets
+from outrider.edge.link.origin import Served, TextOrigin
 from outrider.edge.results import ByteCounts
 from outrider.models.errors import CloudError, ConfigError, OutriderError, RequestError
 from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, SessionRequest
 
 Answer = TypeVar("Answer")
 Sleep = Callable[[float], Awaitable[None]]
-
-COMPARE_TIMEOUT_S: Final = 2.0
-"""Longest delay of the first text by endpoints that do not show their readiness."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,18 +154,6 @@ class Endpoints:
                 self._has_answered = True
                 self._report_success(client)
                 return answer
-
-    async def compare_targets(self) -> None:
-        """Reports trouble if endpoints show different targets now, before a text begins; waits only a moment."""
-        if len(self._clients) == 1:
-            return
-        looks = [asyncio.create_task(_look(client)) for client in self._clients]
-        await asyncio.wait(looks, timeout=COMPARE_TIMEOUT_S)
-        for look in looks:
-            look.cancel()
-        seen = await asyncio.gather(*looks, return_exceptions=True)
-        if (warning := mixed_targets([each for each in seen if isinstance(each, Served)])) is not None:
-            self._on_trouble(warning)
 
     def _choose(self, text: TextOrigin) -> CloudClient:
         """The current endpoint, or the next that is fit for the text. Raises CloudError where none is."""

@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
 from outrider.edge.breaker import Breaker
-from outrider.edge.link.client import CloudClient
+from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.errors import EndpointLost, EndpointUnfit
-from outrider.edge.link.origin import Served
+from outrider.edge.link.origin import Served, mixed_targets
 from outrider.models.errors import OutriderError
 from outrider.models.protocol import ReadyAnswer
 
@@ -27,6 +28,8 @@ Sleep = Callable[[float], Awaitable[None]]
 FRESH_S: Final = 5.0
 """How long a cloud's figures are believed."""
 LOOK_TIMEOUT_S: Final = 5.0
+COMPARE_TIMEOUT_S: Final = 2.0
+"""Longest delay of the first text by clouds that do not show their readiness."""
 CLEARLY: Final = 1.25
 """A preferred cloud is passed over where its cost is more than this many times the lowest."""
 
@@ -86,6 +89,11 @@ class Fleet:
         self._clock = clock
         self._sleep = sleep
         self._on_change = on_change
+
+    @property
+    def clients(self) -> Sequence[CloudClient]:
+        """All clouds, in the order of preference."""
+        return tuple(self._clients)
 
     def ranked(self) -> list[CloudClient]:
         """All clouds, in the order in which the next text tries them. Starts looks at those whose figures are old.
@@ -150,6 +158,10 @@ class Fleet:
         looks = [member.look or self._look(member) for member in self._members.values()]
         done, _ = await asyncio.wait(looks, timeout=timeout_s)
         return [served for look in looks if look in done and (served := look.result()) is not None]
+
+    async def mixed_targets(self) -> str | None:
+        """A warning where clouds serve different targets now; waits only a moment. None where none is known to."""
+        return mixed_targets(await self.look(COMPARE_TIMEOUT_S)) if len(self._clients) > 1 else None
 
     def states(self) -> list[CloudState]:
         """Each cloud as it is known, in the order of preference."""
@@ -225,6 +237,15 @@ class Fleet:
         }
         least = min(known.values(), default=0.0)
         return {member.client.url: known.get(member.client.url, least) for member in up}
+
+
+@asynccontextmanager
+async def open_fleet(clouds: Sequence[tuple[str, ClientOptions]]) -> AsyncIterator[Fleet]:
+    """The clouds at these addresses, each with its own key; closes the clients and the fleet."""
+    async with AsyncExitStack() as stack:
+        fleet = Fleet([await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds])
+        stack.push_async_callback(fleet.aclose)
+        yield fleet
 
 
 def text_ms(round_trip_ms: float, ready: ReadyAnswer, typical_step_ms: float = _STEP_MS) -> float:

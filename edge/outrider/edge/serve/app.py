@@ -13,13 +13,14 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from outrider.edge.serve.metrics import CountedRequests
+from outrider.edge.serve.metrics import route_of
 from outrider.edge.serve.neighbours import OwnUser
 from outrider.edge.serve.page import page_paths, page_routes
 from outrider.edge.serve.page_routes import GENERATE, watching_routes
 from outrider.edge.serve.routes import PATHS_ARE, local_routes
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.traces import TracedRequests
+from outrider.models.http.counted_requests import CountedRequests
 from outrider.models.http.errors import ErrorBoundary
 from outrider.models.http.handlers import install_error_handlers
 from outrider.models.http.limits import BodyLimit, RateLimiter
@@ -35,7 +36,7 @@ def create_local_app(core: LocalCore) -> Starlette:
     """The application: the API and the page."""
     settings, page = core.settings, page_routes()
     layers = [
-        Middleware(CountedRequests, metrics=core.metrics),
+        Middleware(CountedRequests, tally=core.metrics, route_of=route_of),
         Middleware(TracedRequests),
         Middleware(ErrorBoundary),
         Middleware(BodyLimit, max_bytes=settings.max_body_bytes),

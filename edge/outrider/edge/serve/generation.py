@@ -17,12 +17,12 @@ from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens, TokenBatch
 from outrider.edge.serve.drafts import Loan
 from outrider.edge.serve.faults import as_request_error, shutting_down
-from outrider.edge.serve.inbox import Inbox
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.unverified import KeptText
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.faults import log_fault
 from outrider.models.http.answers import usage_of
+from outrider.models.http.inbox import Inbox
 from outrider.models.http.openai import CompletionUsage
 from outrider.models.http.shapes import Delta
 from outrider.models.http.text import TextAssembler

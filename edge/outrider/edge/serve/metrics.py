@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK, QUOTE_RANK
 from outrider.edge.results import GenerationResult, TokenBatch
-from outrider.models.tally import FAST_S, SLOW_S, CommitTimer, Tally
+from outrider.models.tally import CommitTimer, RequestTally
 
 _COUNTERS: Final = {
     "prompt_tokens": "Tokens of prompts, passages included.",
@@ -32,27 +32,22 @@ _COUNTERS: Final = {
 _METHODS: Final = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 
 
-class LocalMetrics:
+class LocalMetrics(RequestTally):
     """The endpoint's counts since its start."""
 
     def __init__(self) -> None:
-        self._created_s = time.time()
+        super().__init__()
         self.counts: Counter[str] = Counter()
         self.texts: Counter[str] = Counter()  # by how they ended
         self.hits: Counter[str] = Counter()  # by what guessed
-        self.requests: Counter[tuple[str, str, str]] = Counter()  # by route, method and status
-        self.request_s: dict[str, Tally] = {}
-        self.ttft_s = Tally(SLOW_S)
-        self.gap_s = Tally(FAST_S)
 
     def answered(self, route: str, method: str, status: int, took_s: float) -> None:
-        """Counts a request; took_s: until its response began."""
-        self.requests[route, method if method in _METHODS else "other", str(status)] += 1
-        self.request_s.setdefault(route, Tally(FAST_S)).observe(took_s)
+        """Records a request; took_s: until its response began."""
+        super().answered(route, method if method in _METHODS else "other", status, took_s)
 
     def text_timer(self) -> CommitTimer:
         """A timer for the commits of a text that begins now."""
-        return CommitTimer(self.ttft_s, self.gap_s, time.monotonic())
+        return self.commit_timer(time.monotonic())
 
     def committed(self, batch: TokenBatch) -> None:
         """Counts a commit."""
@@ -90,34 +85,21 @@ class LocalMetrics:
         return encoder(registry), content_type
 
     def _families(self, gauges: Mapping[str, tuple[str, float]]) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
-        def counter(name: str, help_text: str, labels: Sequence[str], values: Mapping[Any, int]) -> Any:
-            family = CounterMetricFamily(f"outrider_{name}", help_text, labels=labels)
-            for key, count in values.items():
-                family.add_metric(key if isinstance(key, tuple) else (key,), count, created=self._created_s)
-            return family
+        from prometheus_client.core import GaugeMetricFamily
 
         for name, (help_text, value) in gauges.items():
             yield GaugeMetricFamily(f"outrider_device_{name}", help_text, value=value)
         for name, help_text in _COUNTERS.items():
-            yield counter(f"device_{name}", help_text, (), {(): self.counts[name]})
-        yield counter("device_texts", "Texts that ended, by how.", ("reason",), self.texts)
-        yield counter("device_hits", "Tokens that had been guessed, by what guessed them.", ("source",), self.hits)
-        yield counter("http_requests", "HTTP requests answered.", ("route", "method", "status"), self.requests)
-        request_s = HistogramMetricFamily(
-            "outrider_http_request_seconds", "Time until a response began.", labels=("route",)
-        )
-        for route, tally in self.request_s.items():
-            tally.add_to(request_s, {"route": route})
-        yield request_s
-        for name, help_text, tally in (
-            ("ttft", "Time from a text's beginning to its first committed token.", self.ttft_s),
-            ("inter_commit", "Time between two commits of a text.", self.gap_s),
+            yield self.counter(f"device_{name}", help_text, (), {(): self.counts[name]})
+        for name, help_text, label, counts in (
+            ("texts", "Texts that ended, by how.", "reason", self.texts),
+            ("hits", "Tokens that had been guessed, by what guessed them.", "source", self.hits),
         ):
-            family = HistogramMetricFamily(f"outrider_{name}_seconds", help_text)
-            tally.add_to(family)
-            yield family
+            yield self.counter(f"device_{name}", help_text, (label,), {(key,): n for key, n in counts.items()})
+        yield self.request_counter()
+        yield from self.times(
+            "Time from a text's beginning to its first committed token.", "Time between two commits of a text."
+        )
 
 
 class _Families:
@@ -125,28 +107,6 @@ class _Families:
 
     def __init__(self, collect: Callable[[], Iterator[Any]]) -> None:
         self.collect = collect
-
-
-class CountedRequests:
-    """ASGI layer that counts requests and times them until their response begins."""
-
-    def __init__(self, app: ASGIApp, metrics: LocalMetrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        started_s = time.perf_counter()
-
-        async def note_start(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                took_s = time.perf_counter() - started_s
-                self._metrics.answered(route_of(scope), scope["method"], message["status"], took_s)
-            await send(message)
-
-        await self._app(scope, receive, note_start)
 
 
 ROUTE: Final = "outrider.route"

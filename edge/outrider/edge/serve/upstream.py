@@ -12,9 +12,9 @@ from typing import Final, TypeVar
 
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.delayed import DelayedClient
-from outrider.edge.link.endpoints import COMPARE_TIMEOUT_S, Endpoints, RetryPolicy
+from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.fleet import Fleet
-from outrider.edge.link.origin import Served, TextOrigin, mixed_targets
+from outrider.edge.link.origin import Served, TextOrigin
 from outrider.models.errors import OutriderError, TokenizerMismatch
 from outrider.models.protocol import ModelFacts, ReadyAnswer, RenderAnswer
 from outrider.models.visible import visible
@@ -133,7 +133,7 @@ async def _facts_of(client: CloudClient) -> tuple[str, ModelFacts]:
 
 async def look_at(upstream: Upstream) -> None:
     """Logs, at the start, whether the verifiers answer and fit the draft. Raises TokenizerMismatch."""
-    if upstream.has_choice and (mixed := mixed_targets(await upstream.fleet.look(COMPARE_TIMEOUT_S))) is not None:
+    if (mixed := await upstream.fleet.mixed_targets()) is not None:
         _note(mixed)
     try:
         facts = await upstream.facts()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -12,13 +11,19 @@ Item = TypeVar("Item")
 class Inbox(Generic[Item]):
     """Items in order; `take` waits for them."""
 
+    __slots__ = ("_items", "_waiter", "is_closed")
+
     def __init__(self) -> None:
-        self.is_closed = False
         self._items: list[Item] = []
         self._waiter: asyncio.Future[None] | None = None
+        self.is_closed = False
+
+    def add(self, item: Item) -> None:
+        """Adds an item. Call `poke` when the last one is in."""
+        self._items.append(item)
 
     def put(self, item: Item) -> None:
-        """Adds an item."""
+        """Adds an item and hands it over."""
         self._items.append(item)
         self.poke()
 
@@ -32,8 +37,8 @@ class Inbox(Generic[Item]):
         self.is_closed = True
         self.poke()
 
-    async def take(self) -> Sequence[Item]:
-        """Everything that has come; waits until there is something. Empty after a poke or when closed."""
+    async def take(self) -> list[Item]:
+        """Everything that has arrived; waits until there is something. Empty after a poke or when closed."""
         if not self._items and not self.is_closed:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
