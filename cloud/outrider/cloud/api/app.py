@@ -93,4 +93,8 @@ def create_app(
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(ErrorBoundary)
     app.add_middleware(CountedRequests, tally=core.metrics, route_of=route_of)
+    # FastAPI builds the routes when the first request looks for its own: that takes time then, and changes the warning
+    # filters of the whole process.
+    for route in app.routes:
+        route.matches({"type": "http", "method": "GET", "path": "/", "root_path": "", "headers": []})
     return app

@@ -53,6 +53,7 @@ class _Member:
     error: str | None = None
     look: asyncio.Task[Served | None] | None = None
     mending: asyncio.Task[None] | None = None
+    has_served: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class Fleet:
         if member.mending is not None:
             member.mending.cancel()
             member.mending = None
-        member.error = None
+        member.error, member.has_served = None, True
         member.breaker.succeeded()
 
     async def look(self, timeout_s: float) -> list[Served]:
@@ -263,7 +264,7 @@ def text_ms(round_trip_ms: float, ready: ReadyAnswer, typical_step_ms: float = _
 
 def _state(member: _Member) -> CloudState:
     ready = member.ready
-    is_known = ready is not None or member.breaker.is_open
+    is_known = ready is not None or member.has_served or member.breaker.is_open
     return CloudState(
         url=member.client.url,
         state="down" if member.breaker.is_open else "up" if is_known else "unknown",
