@@ -18,7 +18,7 @@ from outrider.edge.cli.exporter import default_draft
 from outrider.edge.cli.placing import measured_link, placed_words, rank
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.link.client import ClientOptions, CloudClient, verifier_url
-from outrider.edge.link.endpoints import Endpoints, RetryPolicy
+from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.modes.ladder import Candidate, candidates_of
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
@@ -80,7 +80,7 @@ async def _find_pulled(
 ) -> list[Pulled]:
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds]
-        return await find_for_server(Endpoints(clients, retry, on_trouble=note), choice)
+        return await find_for_server(clients, choice, retry=retry, note=note)
 
 
 def place_drafts(

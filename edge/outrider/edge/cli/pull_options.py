@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from outrider.edge.cli.cloud_flags import AllowHttp, ApiKey, KeyFile
+from outrider.edge.cli.cloud_flags import AllowHttp, ApiKey, Clouds, KeyFile
 from outrider.edge.devices.discovery import ModelRuntime
 from outrider.models.errors import ConfigError
 from outrider.models.manifest import Device, Precision
@@ -19,7 +19,7 @@ from outrider.models.reference_export import DEFAULT_VERIFIER_URL
 class PullOptions:
     """The command line; None leaves a choice to the command. Raises ConfigError for a contradiction."""
 
-    cloud: Annotated[str, typer.Option("--server", "--cloud", help="Verifier's address.")] = DEFAULT_VERIFIER_URL
+    cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
     device: Annotated[
         Device | None, typer.Option(help="Take a draft for this device; default: what is here.", show_default=False)
     ] = None
@@ -36,13 +36,11 @@ class PullOptions:
         Path | None,
         typer.Option(help="Put the bundle here; default: the cache, where `outrider run` finds it.", metavar="DIR"),
     ] = None
-    is_listing: Annotated[bool, typer.Option("--list", help="Show the server's drafts and take none.")] = False
+    is_listing: Annotated[bool, typer.Option("--list", help="Show the drafts of each server and take none.")] = False
     api_key: ApiKey = None
     key_file: KeyFile = None
     allow_http: AllowHttp = False
 
     def __post_init__(self) -> None:
-        # OUTRIDER_CLOUD is for all commands and may hold several addresses: the first is the preferred one.
-        object.__setattr__(self, "cloud", next(iter(self.cloud.split()), ""))
         if self.is_listing and self.to is not None:
             raise ConfigError("--list takes no draft, so nothing comes to --to; leave one of them out")
