@@ -14,7 +14,7 @@ from threading import Thread
 import pytest
 from rich.console import Console
 from tests.drafts import make_draft
-from tests.serving import FakeServer, serve_fake
+from tests.serving import FakeServer, fake_tokenizer, serve_fake
 from tests.test_edge_cli import run_main
 from tests.test_edge_pull import files_of
 
@@ -29,6 +29,7 @@ from outrider.edge.store.pull import find_offer
 from outrider.edge.store.shelf import Shelf
 from outrider.models.errors import CloudError
 from outrider.models.manifest import StaticShapes
+from outrider.models.runtimes.fake import FakeSequenceRuntime
 
 Capture = pytest.CaptureFixture[str]
 
@@ -181,3 +182,34 @@ def test_a_draft_is_found_for_the_first_cloud_that_says_its_target(
         found = find_drafts([AUTO], AS_BUNDLED, clouds_of([old, server.url], Keys()), Console(file=shown, width=200))
         assert found == [pulled]
     assert shown.getvalue() == f"draft: cpu, pulled from {server.url}\n"
+
+
+@pytest.fixture
+def fake_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bundles of these tests hold no model."""
+
+    def open_fake(kind: str, model_file: Path, options: object) -> FakeSequenceRuntime:
+        return FakeSequenceRuntime(vocab_size=fake_tokenizer().size)
+
+    monkeypatch.setattr("outrider.edge.modes.assemble.open_sequence_runtime", open_fake)
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_a_dead_first_cloud_is_named_once(
+    command: str,
+    server: FakeServer,
+    fake_model: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:
+    """Also where no look at the clouds has ended before the text begins: each asks for a draft, then for the text."""
+    dead = nowhere()
+    assert run_main(monkeypatch, "pull", "--cloud", server.url) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(f"outrider.edge.cli.{command}.COMPARE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    asked = ["run", "def verify("] if command == "run" else ["chat", "--history", str(tmp_path / "history")]
+    assert run_main(monkeypatch, *asked, "--max-tokens", "8", "--depth", "3", *clouds(dead, server.url)) == 0
+    shown = capsys.readouterr()
+    assert shown.out.strip() and shown.err.count("No verifier answers") == 1, shown.err

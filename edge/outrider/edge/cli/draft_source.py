@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +15,7 @@ from rich.console import Console
 
 from outrider.edge.cli.exporter import default_draft
 from outrider.edge.cli.placing import measured_link, placed_words, rank
+from outrider.edge.cli.said import SaidOnce
 from outrider.edge.devices.placement import DraftChoice
 from outrider.edge.link.client import ClientOptions, CloudClient, verifier_url
 from outrider.edge.link.endpoints import RetryPolicy
@@ -43,31 +43,40 @@ def clouds_of(urls: Sequence[str], keys: Keys) -> Clouds:
 
 
 def find_drafts(
-    drafts: Sequence[str], choice: DraftChoice, clouds: Clouds, about: Console, *, needs_server: bool = True
+    drafts: Sequence[str],
+    choice: DraftChoice,
+    clouds: Clouds,
+    about: Console,
+    said: SaidOnce | None = None,
+    *,
+    needs_server: bool = True,
 ) -> list[str | Path]:
     """Where the drafts' bundles are, at least one. Raises as `find_for_server` and `default_draft` do.
 
-    drafts: the option's values. needs_server: where no server answers, False takes what was last pulled from one.
+    drafts: the option's values. said: prints what is wrong with clouds; by default to `about`. needs_server: where no
+    server answers, False takes what was last pulled from one.
     """
+    said = said or SaidOnce(about)
     found: list[str | Path] = []
     for draft in dict.fromkeys(drafts):
         if draft in (AUTO, REFERENCE):
-            pulled = _pulled(choice, clouds, about, needs_server=needs_server) if draft == AUTO else []
+            pulled = _pulled(choice, clouds, about, said, needs_server=needs_server) if draft == AUTO else []
             found += pulled or [default_draft(choice)]
         else:
             found.append(draft)
     return found
 
 
-def _pulled(choice: DraftChoice, clouds: Clouds, about: Console, *, needs_server: bool) -> list[str | Path]:
-    note = partial(print_line, about, style="yellow")
+def _pulled(
+    choice: DraftChoice, clouds: Clouds, about: Console, said: SaidOnce, *, needs_server: bool
+) -> list[str | Path]:
     retry = None if needs_server else RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S)
     try:
-        found = asyncio.run(_find_pulled(choice, clouds, note, retry))
+        found = asyncio.run(_find_pulled(choice, clouds, said.note, retry))
     except CloudError as error:
         if needs_server:
             raise
-        note(f"{error}.")
+        said.note(f"{error}.")
         last = find_pulled_from([url for url, _ in clouds], choice)
         found = [last] if last is not None else []
     for each in found:
