@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +19,7 @@ from outrider.edge.cli.exporter import default_draft
 from outrider.edge.cli.placing import measured_link, placed_words, rank
 from outrider.edge.cli.said import SaidOnce
 from outrider.edge.devices.placement import DraftChoice
+from outrider.edge.devices.profiles import Link
 from outrider.edge.link.client import ClientOptions, CloudClient, verifier_url
 from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.modes.ladder import Candidate, candidates_of
@@ -31,6 +34,9 @@ from outrider.models.reference_export import REFERENCE
 
 MAX_LOADING_S: Final = 2.0
 """How long to wait for a verifier on this machine where none is needed yet."""
+CONNECT_S: Final = 1.0
+MAX_LOOK_S: Final = 2.5
+"""The same for one elsewhere that does not answer: for a connection, and in all."""
 Clouds = Sequence[tuple[str, ClientOptions]]
 """Addresses, each with its own key."""
 
@@ -88,28 +94,44 @@ async def _find_pulled(
     choice: DraftChoice, clouds: Clouds, note: Callable[[str], None], retry: RetryPolicy | None
 ) -> list[Pulled]:
     async with AsyncExitStack() as stack:
+        if retry is not None:
+            clouds = [(url, replace(each, connect_timeout_s=CONNECT_S)) for url, each in clouds]
         clients = [await stack.enter_async_context(CloudClient(url, each)) for url, each in clouds]
-        return await find_for_server(clients, choice, retry=retry, note=note)
+        try:
+            async with asyncio.timeout(None if retry is None else MAX_LOOK_S):
+                return await find_for_server(clients, choice, retry=retry, note=note)
+        except TimeoutError:
+            urls = " or ".join(client.url for client in clients)
+            raise CloudError(f"No verifier answers at {urls} within {MAX_LOOK_S:g} s") from None
 
 
 def place_drafts(
-    bundles: Sequence[Bundle], choice: DraftChoice, num_threads: int, clouds: Clouds, about: Console
+    bundles: Sequence[Bundle],
+    choice: DraftChoice,
+    num_threads: int,
+    clouds: Clouds,
+    about: Console,
+    link: Callable[[], Link] | None = None,
 ) -> list[Candidate]:
-    """Where these drafts may run, the best first. Profiles them where there is a choice. Raises as `candidates_of`."""
+    """Where these drafts may run, the best first. Profiles them where there is a choice. Raises as `candidates_of`.
+
+    link: the link to the cloud, by default `measured_link`; called where there is a choice.
+    """
+    link = link or partial(measured_link, clouds)
     candidates = candidates_of(bundles, choice)
     asked = [each for each in candidates if each.choice == choice]
     if choice.wanted_device is not None or choice.provider:
         # The named device comes first; others only follow where it fails.
         rest = [each for each in candidates if each not in asked]
-        return [*_ranked(asked, num_threads, clouds, about), *rest]
-    return _ranked(candidates, num_threads, clouds, about)
+        return [*_ranked(asked, num_threads, link, about), *rest]
+    return _ranked(candidates, num_threads, link, about)
 
 
-def _ranked(candidates: list[Candidate], num_threads: int, clouds: Clouds, about: Console) -> list[Candidate]:
+def _ranked(candidates: list[Candidate], num_threads: int, link: Callable[[], Link], about: Console) -> list[Candidate]:
     if len(candidates) < 2 or candidates[0].placement.runtime == "ngram":
         return candidates
     with about.status("comparing the drafts on this machine", refresh_per_second=1):
-        ranked = rank(candidates, num_threads, measured_link(clouds))
+        ranked = rank(candidates, num_threads, link())
     print_line(about, f"placed: {placed_words(ranked)}", "dim")
     return [each.candidate for each in ranked]
 
