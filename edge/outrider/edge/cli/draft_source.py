@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+import click
 from rich.console import Console
 
 from outrider.edge.cli.exporter import default_draft
@@ -27,6 +28,7 @@ from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
 from outrider.edge.store.fitting import find_for_server
 from outrider.edge.store.shelf import Pulled, find_pulled_from
+from outrider.edge.store.use import in_use
 from outrider.models.bundle import Bundle
 from outrider.models.command_line import print_line
 from outrider.models.errors import BundleError, CloudError
@@ -69,6 +71,7 @@ def find_drafts(
             pulled = _pulled(choice, clouds, about, said, needs_server=needs_server) if draft == AUTO else []
             found += pulled or [default_draft(choice)]
         else:
+            _use_until_the_end(Path(draft))
             found.append(draft)
     return found
 
@@ -136,8 +139,16 @@ def _ranked(candidates: list[Candidate], num_threads: int, link: Callable[[], Li
     return [each.candidate for each in ranked]
 
 
+def _use_until_the_end(place: Path) -> None:
+    """Marks a bundle as in use until the command that runs now ends; outside of a command, does nothing."""
+    context = click.get_current_context(silent=True)
+    if context is not None:
+        context.with_resource(in_use(place))
+
+
 def _checked(pulled: Path) -> Path:
     """The place of a pulled draft that is whole. Raises BundleError with the command that mends it."""
+    _use_until_the_end(pulled)
     try:
         Bundle.open(pulled)
     except BundleError as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Final
 
@@ -25,7 +25,9 @@ from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.choice import Judged, Wishes, judge
 from outrider.edge.store.fetch import Progress
+from outrider.edge.store.prune import find_outdated, prune, size_of
 from outrider.edge.store.pull import Offer, PullResult, find_offer, list_offered, pull_draft
+from outrider.edge.store.shelf import Shelf
 from outrider.models.command_line import print_line
 from outrider.models.counted import counted
 from outrider.models.errors import CloudError, OutriderError, RequestError
@@ -65,9 +67,44 @@ async def _pull(clouds: Clouds, options: PullOptions, out: Console, about: Conso
         if chosen.note is not None:
             note(f"note: {chosen.note}")
         result = await _with_bar(offer, options, about)
+        if options.to is None:
+            lists = {offer.client.url: offer.offered}
+            if options.prune:
+                lists |= await _lists_of([each for each in clients if each is not offer.client], note)
+            _keep_house(lists, about, is_pruning=options.prune)
     fetched = "Pulled." if result.is_new else "It is here already, unchanged."
     print_line(about, f"{fetched} {_next(options, result)}", "dim")
     out.print(str(result.path), soft_wrap=True, highlight=False, markup=False)
+
+
+async def _lists_of(clients: Sequence[DraftClient], note: Callable[[str], None]) -> dict[str, DraftList]:
+    """What each server offers now; one that does not say is asked once and left out."""
+    found = {}
+    for client in clients:
+        try:
+            found[client.url] = await list_offered(client, note, RetryPolicy(max_failures=1, max_loading_s=0.0))
+        except (CloudError, RequestError) as error:
+            note(f"{error}. What was pulled from there stays.")
+    return found
+
+
+def _keep_house(lists: Mapping[str, DraftList], about: Console, *, is_pruning: bool) -> None:
+    """Says how much the cache holds; removes what is outdated, or says how."""
+    shelf = Shelf()
+    outdated = find_outdated(shelf, lists)
+    sizes = {each.bundle.path: size_of(each.bundle.path) for each in shelf.drafts()}
+    if is_pruning:
+        removed = prune(shelf, outdated, lambda words: print_line(about, words, "yellow"))
+        for each in removed:
+            print_line(about, f"Removed: {each.words}, {sizes.pop(each.bundle.path) / 1e6:,.1f} MB.", "dim")
+        outdated = []
+    line = f"The cache holds {counted(len(sizes), 'draft')}, {sum(sizes.values()) / 1e6:,.1f} MB, in {shelf.root}"
+    if outdated:
+        old_mb = sum(sizes[each.bundle.path] for each in outdated) / 1e6
+        line += (
+            f"; no longer offered: {len(outdated)}, {old_mb:,.1f} MB. `outrider pull --prune` removes them"
+        )
+    print_line(about, f"{line}.", "dim")
 
 
 async def _list(clients: Sequence[DraftClient], wishes: Wishes, out: Console, note: Callable[[str], None]) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from outrider.edge.cli.cloud_flags import AllowHttp, ApiKey, Clouds, KeyFile
+from outrider.edge.cli.draft_flags import refuse_idle
 from outrider.edge.devices.discovery import ModelRuntime
 from outrider.models.errors import ConfigError
 from outrider.models.manifest import Device, Precision
@@ -37,6 +38,10 @@ class PullOptions:
         typer.Option(help="Put the bundle here; default: the cache, where `outrider run` finds it.", metavar="DIR"),
     ] = None
     is_listing: Annotated[bool, typer.Option("--list", help="Show the drafts of each server and take none.")] = False
+    prune: Annotated[
+        bool,
+        typer.Option("--prune", help="Then remove pulled drafts that the servers no longer offer; none in use."),
+    ] = False
     api_key: ApiKey = None
     key_file: KeyFile = None
     allow_http: AllowHttp = False
@@ -44,3 +49,7 @@ class PullOptions:
     def __post_init__(self) -> None:
         if self.is_listing and self.to is not None:
             raise ConfigError("--list takes no draft, so nothing comes to --to; leave one of them out")
+        if self.is_listing:
+            refuse_idle("--list changes nothing", {"--prune": self.prune})
+        elif self.to is not None:
+            refuse_idle("--to leaves the cache as it is", {"--prune": self.prune})
