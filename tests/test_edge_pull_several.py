@@ -184,6 +184,20 @@ def test_a_draft_is_found_for_the_first_cloud_that_says_its_target(
     assert shown.getvalue() == f"draft: cpu, pulled from {server.url}\n"
 
 
+def test_a_runtime_that_is_configured_for_drafting_does_not_stop_a_pull(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """n-gram lookup runs no draft, but pulling one is no mistake; typed, it is."""
+    monkeypatch.setenv("OUTRIDER_RUNTIME", "ngram")
+    assert run_main(monkeypatch, "pull", "--cloud", server.url) == 0, capsys.readouterr().err
+    assert "Chosen: the only draft here." in capsys.readouterr().err
+    monkeypatch.setenv("OUTRIDER_RUNTIME", "onnxruntime")
+    assert run_main(monkeypatch, "pull", "--cloud", server.url) == 2
+    assert "--runtime asks for onnxruntime" in capsys.readouterr().err
+    assert run_main(monkeypatch, "pull", "--cloud", server.url, "--runtime", "ngram") == 2
+    assert "--runtime ngram drafts without a model" in capsys.readouterr().err
+
+
 @pytest.fixture
 def fake_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bundles of these tests hold no model."""

@@ -194,3 +194,27 @@ def test_the_server_is_ready_while_it_still_looks_for_its_verifier(
             may_answer.set()
             cloud.shutdown()
             thread.join()
+
+
+def test_the_verifiers_key_and_the_clients_keys_are_told_apart(
+    config: Path, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """A list of keys in --key-file, and one file for both, are refused with what each option is for."""
+    several, one = tmp_path / "several", key_file(tmp_path)
+    several.write_text(f"{KEY}\n{OTHER_KEY}\n", encoding="utf-8")
+    several.chmod(0o600)
+    both = (
+        f"{one} is given twice: --key-file holds the key that goes to the verifier, --api-key-file those that clients"
+    )
+    for options, endpoint, message in (
+        (["--key-file", several], "", "holds 2 lines; expected one line with the key for the verifier; keys that"),
+        (["--key-file", several, "--api-key-file", several], "", "is given twice: --key-file holds"),
+        (["--key-file", one, "--api-key-file", one.parent / "." / one.name], "", both),
+        (["--api-key-file", one], f"key_file = '{one}'\n", both),
+        ([], f"key_file = '{several}'\n", "keys that clients of this endpoint send belong into --api-key-file"),
+    ):
+        config.write_text(f"[[endpoint]]\nurl = 'https://a.example'\n{endpoint}", encoding="utf-8")
+        assert run_main(monkeypatch, "serve", "--port", "0", *map(str, options)) == 2
+        shown = capsys.readouterr().err
+        assert message in shown and KEY not in shown, shown
+    assert started.cores == []

@@ -50,7 +50,7 @@ async def _pull(clouds: Clouds, options: PullOptions, out: Console, about: Conso
     def note(words: str) -> None:
         print_line(about, words, "yellow")
 
-    wishes = Wishes(options.device, options.runtime, options.precision, options.name)
+    wishes = Wishes(options.device, options.model_runtime, options.precision, options.name)
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(DraftClient(url, each)) for url, each in clouds]
         if options.is_listing:
@@ -101,9 +101,7 @@ def _keep_house(lists: Mapping[str, DraftList], about: Console, *, is_pruning: b
     line = f"The cache holds {counted(len(sizes), 'draft')}, {sum(sizes.values()) / 1e6:,.1f} MB, in {shelf.root}"
     if outdated:
         old_mb = sum(sizes[each.bundle.path] for each in outdated) / 1e6
-        line += (
-            f"; no longer offered: {len(outdated)}, {old_mb:,.1f} MB. `outrider pull --prune` removes them"
-        )
+        line += f"; no longer offered: {len(outdated)}, {old_mb:,.1f} MB. `outrider pull --prune` removes them"
     print_line(about, f"{line}.", "dim")
 
 

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from outrider.edge.cli.cloud_flags import AllowHttp, ApiKey, Clouds, KeyFile
-from outrider.edge.cli.draft_flags import refuse_idle
+from outrider.edge.cli.draft_flags import is_typed, refuse_idle
 from outrider.edge.devices.discovery import ModelRuntime
+from outrider.edge.devices.placement import DraftRuntime
 from outrider.models.errors import ConfigError
 from outrider.models.manifest import Device, Precision
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL
@@ -24,9 +25,10 @@ class PullOptions:
     device: Annotated[
         Device | None, typer.Option(help="Take a draft for this device; default: what is here.", show_default=False)
     ] = None
-    runtime: Annotated[ModelRuntime | None, typer.Option(help="Take a draft for this runtime.", show_default=False)] = (
-        None
-    )
+    runtime: Annotated[
+        DraftRuntime | None,
+        typer.Option(help="Take a draft for this runtime.", metavar="[openvino|onnxruntime]", show_default=False),
+    ] = None
     precision: Annotated[Precision | None, typer.Option(help="Take a draft of this precision.", show_default=False)] = (
         None
     )
@@ -47,9 +49,16 @@ class PullOptions:
     allow_http: AllowHttp = False
 
     def __post_init__(self) -> None:
+        if self.runtime == "ngram" and is_typed("runtime"):
+            raise ConfigError("--runtime ngram drafts without a model, so there is nothing to pull; leave it out")
         if self.is_listing and self.to is not None:
             raise ConfigError("--list takes no draft, so nothing comes to --to; leave one of them out")
         if self.is_listing:
             refuse_idle("--list changes nothing", {"--prune": self.prune})
         elif self.to is not None:
             refuse_idle("--to leaves the cache as it is", {"--prune": self.prune})
+
+    @property
+    def model_runtime(self) -> ModelRuntime | None:
+        """The runtime to pull for; a configured "ngram" is for the commands that draft."""
+        return None if self.runtime == "ngram" else self.runtime

@@ -17,7 +17,7 @@ from rich.console import Console
 from outrider.edge.cli.docs import open_library
 from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts
 from outrider.edge.cli.placing import measured_link
-from outrider.edge.cli.serve_options import ServeOptions
+from outrider.edge.cli.serve_options import ServeOptions, refuse_one_file
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.client import CloudClient
@@ -52,6 +52,8 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
     configure_logging(LogFormat.TEXT)
     if options.metrics:
         require_packages(["prometheus_client"], "--metrics", "telemetry")
+    for each in cloud_keys.endpoints if cloud_keys is not None else ():
+        refuse_one_file(each.key_file, options.api_key_file)
     keys = KeyRing.load(options.api_key_file)
     require_safe_host(options.host, keys, is_insecure_allowed=options.insecure_no_keys)
     tls = tls_files(options.tls_cert, options.tls_key)

@@ -32,6 +32,7 @@ from outrider.edge.drafting.depth import Effort
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
 from outrider.edge.retrieval.documents import DOCS_TOKENS
 from outrider.edge.store.auto import AUTO
+from outrider.models.errors import ConfigError
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL
 
 
@@ -108,6 +109,7 @@ class ServeOptions:
     def __post_init__(self) -> None:
         choice = draft_choice(self.runtime, self.draft_device, self.emulate_npu, self.provider)
         object.__setattr__(self, "choice", choice)
+        refuse_one_file(self.key_file, self.api_key_file)
         refuse_idle_effort(self.depth, self.effort)
         refuse_idle_tree(self.width, self.draft_bytes, self.lookup, self.runtime)
 
@@ -115,3 +117,18 @@ class ServeOptions:
     def is_looked_up(self) -> bool:
         """Whether earlier passages of a text are copied."""
         return self.lookup is not False
+
+
+def refuse_one_file(verifiers: str | Path | None, clients: Path | None) -> None:
+    """Raises ConfigError where the verifier's key and the keys of this endpoint's clients are one file.
+
+    Whoever may call this endpoint could then spend the verifier's key elsewhere.
+    """
+    if verifiers is None or clients is None:
+        return
+    one, other = Path(verifiers).expanduser().resolve(), clients.expanduser().resolve()
+    if one == other:
+        raise ConfigError(
+            f"{one} is given twice: --key-file holds the key that goes to the verifier, --api-key-file those that "
+            "clients of this endpoint send; give each a file of its own"
+        )
