@@ -77,7 +77,7 @@ class ServeOptions:
         int | None, typer.Option(min=1, help="Texts at a time of one key, or address; default: all.")
     ] = None
     max_drafting: Annotated[
-        int, typer.Option(min=1, help="Texts that the draft model drafts for at a time; others copy passages until one of them ends.")
+        int, typer.Option(min=1, help="Texts that the draft model drafts for at a time; others copy passages and wait.")
     ] = 8
     draft_context: Annotated[
         int,
