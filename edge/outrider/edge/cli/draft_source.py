@@ -81,7 +81,9 @@ def _pulled(
 ) -> list[str | Path]:
     retry = None if needs_server else RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S)
     try:
-        found = asyncio.run(_find_pulled(choice, clouds, said.note, retry))
+        # Where none is needed, what is tried meanwhile is of no use; the end of it is said below.
+        note = said.note if needs_server else lambda words: None
+        found = asyncio.run(_find_pulled(choice, clouds, note, retry))
     except CloudError as error:
         if needs_server:
             raise
