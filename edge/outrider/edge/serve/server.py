@@ -59,6 +59,7 @@ class LocalServer(BoundedServer):
             if look.done():
                 look.result()
             else:
+                _log.warning("no verifier has answered in %g s; it is still looked for", LOOK_S)
                 look.add_done_callback(_note_end)
         except BaseException:
             look.cancel()
