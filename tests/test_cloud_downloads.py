@@ -70,7 +70,7 @@ def test_drafts_for_another_target_are_named_in_the_log_and_not_offered(
     assert len(warnings) == len(reasons)
     for name, reason in reasons.items():
         assert any(line.startswith(f"draft {name} is not offered: ") and reason in line for line in warnings)
-    assert "1 drafts are offered: good" in caplog.text
+    assert "1 draft is offered: good" in caplog.text
     assert [each.entry.name for each in find_offered(tmp_path / "good", fake_tokenizer().fingerprint, "x")] == ["good"]
     with pytest.raises(ConfigError, match="is not a directory; expected one that holds draft bundles"):
         find_offered(tmp_path / "nowhere", fake_tokenizer().fingerprint, "fake")

@@ -6,6 +6,8 @@ import asyncio
 import json
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +38,7 @@ from outrider.edge.modes.assemble import OpenModel, eased, make_options
 from outrider.edge.modes.ladder import LazyModel, candidates_of
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.edge.serve.drafts import DraftSequences
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError, ModelFault, RuntimeUnavailable
 from outrider.models.runtimes.fake import FakeSequenceRuntime
@@ -289,6 +292,96 @@ def test_serve_goes_on_with_the_next_model_in_mid_text() -> None:
         local.wait_until(local.is_at_rest)
         local.core.drafts.scheduler.join()
         assert first.calls > calls and client.get("/health/ready").json()["failed_drafts"] == []
+
+
+def test_a_rung_without_room_is_asked_again_at_each_commit() -> None:
+    """It takes over with the whole text. While it has no room, the trial after its failure is left to others."""
+    clock, words, rooms = Clock(), list[str](), [False]
+    breaker = Breaker(1.0, clock=clock)
+    rung = Rung("the NPU", lambda: ModelDrafter(fake_draft(agreement=1.0)) if rooms[0] else None, breaker)
+    ladder = LadderDrafter([rung, Rung("lookup", NgramDrafter)], words.append)
+    prompt = [5, 6, 7, 8]
+    text = target_tokens(prompt, 4, PARAMS)
+    ladder.begin(prompt, PARAMS)
+    breaker.failed()
+    clock.now = 1.0
+    ladder.extend(text[:1])
+    assert ladder.model_drafter is None and breaker.allows()  # the trial
+    breaker.failed()
+    rooms[0] = True
+    ladder.extend(text[1:2])
+    assert ladder.model_drafter is None  # it pauses
+    clock.now = 10.0
+    ladder.extend(text[2:3])
+    assert ladder.model_drafter is not None and ladder.guess([[]], 1)[0][0].token == text[3]
+    assert words == [] and not breaker.is_open
+
+
+@pytest.mark.parametrize("is_looked_up", [True, False])
+def test_the_text_that_has_waited_longest_takes_over_a_free_sequence(is_looked_up: bool) -> None:
+    """At its next commit; those that came later, and new ones, wait for the next."""
+    model = OpenModel(fake_draft(agreement=1.0), None, Placement("openvino"))
+    drafts = DraftSequences(model, 1, is_looked_up=is_looked_up)
+    prompt = [5, 6, 7, 8]
+    text = target_tokens(prompt, 3, PARAMS)
+
+    def begin(owner: bytes) -> tuple[ExitStack, LadderDrafter]:
+        stack = ExitStack()
+        loan = stack.enter_context(drafts.lend(owner, prompt))
+        assert isinstance(loan.drafter, LadderDrafter) and loan.can_write == (is_looked_up or owner == b"first")
+        drafts.scheduler.join()
+        loan.drafter.begin(prompt, PARAMS)
+        loan.text = prompt
+        return stack, loan.drafter
+
+    stacks, ladders = zip(*(begin(owner) for owner in (b"first", b"second", b"third")), strict=True)
+    assert [ladder.model_drafter is not None for ladder in ladders] == [True, False, False]
+    for ladder in ladders:
+        ladder.extend(text[:1])
+    assert [ladder.model_drafter is not None for ladder in ladders] == [True, False, False]
+    stacks[0].close()
+    last_stack, last = begin(b"fourth")
+    ladders[2].extend(text[1:2])
+    assert drafts.num_lent == 0 and ladders[2].model_drafter is None and last.model_drafter is None
+    ladders[1].extend(text[1:2])
+    assert drafts.num_lent == 1 and ladders[1].guess([[]], 1)[0][0].token == text[2]
+    ladders[2].extend(text[2:3])
+    assert ladders[2].model_drafter is None
+    stacks[2].close()  # it waits no longer
+    stacks[1].close()
+    drafts.scheduler.join()
+    last.extend(text[:2])
+    assert last.guess([[]], 1)[0][0].token == text[2]
+    last_stack.close()
+    drafts.close()
+    assert drafts.num_lent == 0
+
+
+def test_serve_gives_a_running_text_the_sequence_of_one_that_has_ended() -> None:
+    """The text that began without a sequence drafts with the model from its next commit on."""
+    gate = StepGate()
+    with (
+        serve_fake(config=SURE, gate=gate) as cloud,
+        serve_local(cloud.url, DRAFTS, runtime=fake_draft(agreement=1.0), max_sequences=1) as local,
+        ThreadPoolExecutor(2) as pool,
+    ):
+
+        def ask(max_tokens: int) -> Future[httpx.Response]:
+            return pool.submit(httpx.post, f"{local.url}/v1/completions", json=body(max_tokens), timeout=30.0)
+
+        short = ask(2)
+        local.wait_until(lambda: local.core.drafts.num_lent == 1)
+        long = ask(40)
+        local.wait_until(lambda: len(cloud.core.sessions) == 2)
+        while not short.done():
+            gate.allow(1)
+            cloud.wait_until(lambda: gate._allowed == 0 or short.done())
+        local.wait_until(lambda: local.core.places.num_taken == 1)  # the short one has given everything back
+        gate.allow(1)
+        local.wait_until(lambda: local.core.drafts.num_lent == 1)
+        gate.open()
+        assert long.result(30.0).json()["choices"][0]["text"] == expected(count=40)
+        local.wait_until(local.is_at_rest)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from outrider.edge.devices.discovery import FoundDevice, FoundRuntime, ModelRunt
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.downloads import DraftClient
-from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.errors import ProtocolBroken
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store import fetch
@@ -583,7 +582,7 @@ def test_nobody_is_asked_where_nothing_was_pulled(shelf: Shelf) -> None:
             return answer
 
         async with CloudClient("http://cloud.example", transport=httpx.MockTransport(handle)) as client:
-            return await find_for_server(Endpoints([client]))
+            return await find_for_server([client])
 
     asked: list[str] = []
     assert asyncio.run(run(httpx.Response(500))) == [] and not asked
@@ -665,7 +664,7 @@ def test_the_command_s_other_outputs(
     """--list takes nothing, --to says how to draft with it, and mistakes are one line."""
     assert run_main(monkeypatch, "pull", "--server", server.url, "--list") == 0
     shown = capsys.readouterr()
-    assert f"fake at {server.url} has 1 drafts." in shown.out and "75 %" in shown.out and "yes" in shown.out
+    assert f"fake at {server.url} has 1 draft." in shown.out and "75 %" in shown.out and "yes" in shown.out
     assert list(shelf.drafts()) == []
     to = tmp_path / "my draft"
     assert run_main(monkeypatch, "pull", "--server", server.url, "--to", str(to)) == 0
@@ -673,7 +672,11 @@ def test_the_command_s_other_outputs(
     assert shown.out == f"{to}\n" and f"Draft with it: outrider run --draft '{to}'" in shown.err
     assert run_main(monkeypatch, "pull", "--server", server.url, "--device", "npu") == 2
     shown = capsys.readouterr()
-    assert shown.out == "" and "error: none of the 1 drafts" in shown.err and "--device asks for npu" in shown.err
+    assert (
+        shown.out == ""
+        and f"error: the only draft at {server.url} does not fit (" in shown.err
+        and "--device asks for npu" in shown.err
+    )
     assert run_main(monkeypatch, "pull", "--server", server.url, "--list", "--to", str(to)) == 2
     assert "leave one of them out" in capsys.readouterr().err
     assert run_main(monkeypatch, "pull", "--server", "http://") == 2

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 from tests.drafts import make_draft
+from tests.local_endpoint import serve_local
 from tests.serving import fake_tokenizer, serve_fake
 from tests.test_edge_config import KEY, OTHER_KEY, Capture, config, key_file, run_main
 
@@ -117,7 +122,7 @@ def test_without_a_verifier_the_draft_is_the_one_last_pulled_from_it(
     assert run_main(monkeypatch, "serve", "--port", "0", "--cloud", url) == 0
     assert started.opened == [shelf.place("2" * 64) / "openvino_model.xml"]
     shown = capsys.readouterr().err
-    assert f"No verifier answers at {url}" in shown and f"draft: d, pulled from {url}" in shown
+    assert shown.count(f"No verifier answers at {url}") == 1 and f"draft: d, pulled from {url}" in shown
     other = find_pulled_from(["http://other/"], AS_BUNDLED, shelf)
     assert other is not None and other.bundle.path == shelf.place("3" * 64)
     assert find_pulled_from([url], DraftChoice("onnxruntime"), shelf) is None
@@ -139,4 +144,77 @@ def test_typed_options_without_effect_are_refused(
     ):
         assert run_main(monkeypatch, "serve", *options) == 2
         assert message in capsys.readouterr().err
+    assert started.cores == []
+
+
+def test_a_verifier_that_never_answers_delays_the_start_little(
+    config: Path, started: Started, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """It takes connections and says nothing: each look is short, and both are at the same time."""
+    monkeypatch.setattr("outrider.edge.cli.draft_source.MAX_LOOK_S", 0.2)
+    monkeypatch.setattr("outrider.edge.cli.placing.LINK_TIMEOUT_S", 0.2)
+    shelf = Shelf()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        make_draft(shelf.root / "new").path.rename(shelf.place("1" * 64))
+        shelf.note("1" * 64, "target", PulledFor(model="fake", server=url, name="d", at_s=1.0))
+        began = time.monotonic()
+        assert run_main(monkeypatch, "serve", "--port", "0", "--cloud", url) == 0
+        took_s = time.monotonic() - began
+    shown = capsys.readouterr().err
+    assert f"No verifier answers at {url} within 0.2 s." in shown and f"draft: d, pulled from {url}" in shown
+    assert len(started.cores) == 1 and took_s < 10.0
+
+
+def test_the_server_is_ready_while_it_still_looks_for_its_verifier(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the look finds is logged when it has ended."""
+    may_answer = threading.Event()
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert may_answer.wait(30.0)
+            self.send_error(404)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
+
+    monkeypatch.setattr("outrider.edge.serve.server.LOOK_S", 0.0)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as cloud:
+        thread = threading.Thread(target=cloud.serve_forever)
+        thread.start()
+        try:
+            with serve_local(f"http://127.0.0.1:{cloud.server_port}") as local:
+                assert httpx.get(f"{local.url}/health/live").status_code == 200
+                assert "it is still looked for" in caplog.text and "Requests get 503" not in caplog.text
+                may_answer.set()
+                local.wait_until(lambda: "Requests get 503 until one answers." in caplog.text)
+        finally:
+            may_answer.set()
+            cloud.shutdown()
+            thread.join()
+
+
+def test_the_verifiers_key_and_the_clients_keys_are_told_apart(
+    config: Path, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """A list of keys in --key-file, and one file for both, are refused with what each option is for."""
+    several, one = tmp_path / "several", key_file(tmp_path)
+    several.write_text(f"{KEY}\n{OTHER_KEY}\n", encoding="utf-8")
+    several.chmod(0o600)
+    both = (
+        f"{one} is given twice: --key-file holds the key that goes to the verifier, --api-key-file those that clients"
+    )
+    for options, endpoint, message in (
+        (["--key-file", several], "", "holds 2 lines; expected one line with the key for the verifier; keys that"),
+        (["--key-file", several, "--api-key-file", several], "", "is given twice: --key-file holds"),
+        (["--key-file", one, "--api-key-file", one.parent / "." / one.name], "", both),
+        (["--api-key-file", one], f"key_file = '{one}'\n", both),
+        ([], f"key_file = '{several}'\n", "keys that clients of this endpoint send belong into --api-key-file"),
+    ):
+        config.write_text(f"[[endpoint]]\nurl = 'https://a.example'\n{endpoint}", encoding="utf-8")
+        assert run_main(monkeypatch, "serve", "--port", "0", *map(str, options)) == 2
+        shown = capsys.readouterr().err
+        assert message in shown and KEY not in shown, shown
     assert started.cores == []

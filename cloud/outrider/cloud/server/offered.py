@@ -10,6 +10,7 @@ from typing import Final
 
 from outrider.cloud.api.download_places import DraftFiles
 from outrider.models.bundle import Bundle, hash_file
+from outrider.models.counted import counted
 from outrider.models.errors import BundleError, ConfigError
 from outrider.models.manifest import MANIFEST_NAME, Manifest
 from outrider.models.protocol import DRAFT_NAME, OfferedDraft, OfferedFile
@@ -45,7 +46,8 @@ def find_offered(directory: Path, tokenizer: str, target: str) -> tuple[DraftFil
             f"--drafts {directory} has {len(found)} drafts, whose list is {size} bytes long; at most {MAX_LIST_BYTES} "
             "are allowed: offer fewer drafts"
         )
-    _log.info("%d drafts are offered: %s", len(found), ", ".join(each.entry.name for each in found) or "none")
+    names = ", ".join(each.entry.name for each in found) or "none"
+    _log.info("%s offered: %s", f"{counted(len(found), 'draft')} {'is' if len(found) == 1 else 'are'}", names)
     return tuple(found)
 
 

@@ -14,7 +14,17 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from outrider.edge.chat.ids import continued
-from outrider.edge.chat.messages import ASSISTANT, SYSTEM, USER, Message, turns_of
+from outrider.edge.chat.messages import (
+    ASSISTANT,
+    KEPT_SHARE,
+    MAX_RESERVED_SHARE,
+    SYSTEM,
+    TOO_LONG,
+    USER,
+    Message,
+    turns_of,
+    without_oldest,
+)
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.errors import EndpointLost, ProtocolBroken
@@ -26,15 +36,10 @@ from outrider.models.protocol import MAX_COUNT, ModelFacts, RenderAnswer
 from outrider.models.sampling import SamplingParams
 from outrider.models.tokenizer import Tokenizer
 
-KEPT_SHARE: Final = 0.5
-"""Of the context, that turns may fill after the oldest were dropped: each drop costs a prefill of the rest."""
-MAX_RESERVED_SHARE: Final = 0.25
-"""Of the context, that is left for an answer at most; a longer one ends where the context does."""
 MAX_BODY_BYTES: Final = 1 << 20
 """What a server takes unless it was told otherwise."""
 MAX_NAME_CHARS: Final = 100
 _CUT: Final = "the answer before was cut short"
-_TOO_LONG: Final = ("context_length_exceeded", "body_too_large")
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +199,7 @@ class Conversation:
             try:
                 rendered = await self._render(messages)
             except RequestError as error:
-                if error.code not in _TOO_LONG or is_last:
+                if error.code not in TOO_LONG or is_last:
                     raise
             else:
                 length = len(rendered.tokens)
@@ -205,7 +210,7 @@ class Conversation:
                         f"this message has {length} tokens with the template's; {self.model} takes at most "
                         f"{limit - 1}; send a shorter one"
                     )
-            messages, dropped = _without_oldest(messages, length, int(limit * KEPT_SHARE))
+            messages, dropped = without_oldest(messages, length, int(limit * KEPT_SHARE))
             num_dropped += dropped
         self.messages = messages
         if num_dropped:
@@ -249,22 +254,6 @@ class Conversation:
     def _is_other(self, served: Served) -> bool:
         before = self._served
         return before is not None and (before.model, before.target) != (served.model, served.target)
-
-
-def _without_oldest(messages: list[Message], length: int | None, goal: int) -> tuple[list[Message], int]:
-    """The messages without the oldest turns, at least one and never the last, so that about `goal` of `length` tokens
-    are left; and how many turns went. length: None where it is not known; then half of the text goes.
-    """
-    turns = turns_of(messages)
-    system = [message for message in messages if message.role == SYSTEM]
-    sizes = [sum(len(message.content) for message in turn) + 1 for turn in turns]
-    total = sum(sizes) + sum(len(message.content) for message in system)
-    most = total * goal / length if length is not None else total / 2
-    dropped = 0
-    while dropped < len(turns) - 1 and (not dropped or total > most):
-        total -= sizes[dropped]
-        dropped += 1
-    return [*system, *(message for turn in turns[dropped:] for message in turn)], dropped
 
 
 async def _facts_of(client: CloudClient) -> ModelFacts:

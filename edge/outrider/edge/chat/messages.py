@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,6 +18,12 @@ ASSISTANT: Final = "assistant"
 MAX_FILE_BYTES: Final = 16 << 20
 MAX_MESSAGES: Final = 2000
 """A server takes 2,048."""
+KEPT_SHARE: Final = 0.5
+"""Of the context, that turns may fill after the oldest were dropped: each drop costs a prefill of the rest."""
+MAX_RESERVED_SHARE: Final = 0.25
+"""Of the context, that is left for an answer at most; a longer one ends where the context does."""
+TOO_LONG: Final = ("context_length_exceeded", "body_too_large")
+"""Codes of refusals that dropping turns may mend."""
 _FORMAT: Final = "outrider-chat"
 
 
@@ -41,9 +47,26 @@ class SavedChat(BaseModel):
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)]
 
 
-def turns_of(messages: Sequence[Message]) -> list[list[Message]]:
+class Said(Protocol):
+    """A message, whatever else it has."""
+
+    @property
+    def role(self) -> str:
+        """As chat templates name it."""
+        ...
+
+    @property
+    def content(self) -> str:
+        """Its text."""
+        ...
+
+
+AnyMessage = TypeVar("AnyMessage", bound=Said)
+
+
+def turns_of(messages: Sequence[AnyMessage]) -> list[list[AnyMessage]]:
     """The messages after the system's, by turns: each begins with a user's message."""
-    turns: list[list[Message]] = []
+    turns: list[list[AnyMessage]] = []
     for message in messages:
         if message.role == SYSTEM:
             continue
@@ -51,6 +74,22 @@ def turns_of(messages: Sequence[Message]) -> list[list[Message]]:
             turns.append([])
         turns[-1].append(message)
     return turns
+
+
+def without_oldest(messages: Sequence[AnyMessage], length: int | None, goal: int) -> tuple[list[AnyMessage], int]:
+    """The messages without the oldest turns, at least one and never the last, so that about `goal` of `length` tokens
+    are left; and how many turns went. length: None where it is not known; then half of the text goes.
+    """
+    turns = turns_of(messages)
+    system = [message for message in messages if message.role == SYSTEM]
+    sizes = [sum(len(message.content) for message in turn) + 1 for turn in turns]
+    total = sum(sizes) + sum(len(message.content) for message in system)
+    most = total * goal / length if length is not None else total / 2
+    dropped = 0
+    while dropped < len(turns) - 1 and (not dropped or total > most):
+        total -= sizes[dropped]
+        dropped += 1
+    return [*system, *(message for turn in turns[dropped:] for message in turn)], dropped
 
 
 def save_chat(path: Path, messages: Sequence[Message], model: str) -> None:

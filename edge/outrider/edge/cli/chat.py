@@ -25,6 +25,7 @@ from outrider.edge.cli.chat_options import ChatOptions
 from outrider.edge.cli.chat_stats import stats_lines
 from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts, show_notes
 from outrider.edge.cli.line_editor import PipeReader, Reader, TerminalReader
+from outrider.edge.cli.said import SaidOnce
 from outrider.edge.cli.terminal import TokenPrinter
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.drafting.estimates import Estimates
@@ -71,20 +72,21 @@ def chat_here(
         is_terminal = sys.stdin.isatty() and out.is_terminal
         history = options.history.expanduser() if options.history is not None else None
         reader = TerminalReader(history, names) if is_terminal else PipeReader()
-    facts = asyncio.run(_look(clouds, about))
-    bundles = [open_draft_bundle(path) for path in find_drafts(options.draft, options.choice, clouds, about)]
+    said = SaidOnce(about)
+    facts = asyncio.run(_look(clouds, said))
+    bundles = [open_draft_bundle(path) for path in find_drafts(options.draft, options.choice, clouds, about, said)]
     for each in bundles:
         _require_same_tokenizer(each, facts)
     draft = _open_draft(options, bundles, clouds, about) if options.drafts else None
     with closing(draft.drafter) if draft is not None else nullcontext():
-        asyncio.run(_chat(options, clouds, bundles[0], facts, draft, messages, out, about, reader))
+        asyncio.run(_chat(options, clouds, bundles[0], facts, draft, messages, out, about, reader, said))
 
 
-async def _look(clouds: Clouds, about: Console) -> ModelFacts:
+async def _look(clouds: Clouds, said: SaidOnce) -> ModelFacts:
     async with open_fleet(clouds) as fleet:
-        endpoints = Endpoints(fleet.clients, on_trouble=lambda words: print_line(about, words, "yellow"), fleet=fleet)
+        endpoints = Endpoints(fleet.clients, on_trouble=said.note, fleet=fleet)
         if (mixed := await fleet.mixed_targets()) is not None:
-            print_line(about, mixed, "yellow")
+            said.note(mixed)
         return await read_facts(endpoints)
 
 
@@ -121,10 +123,16 @@ async def _chat(
     out: Console,
     about: Console,
     reader: Reader,
+    said: SaidOnce,
 ) -> None:
     async with open_fleet(clouds) as fleet:
         screen = ChatScreen(options, draft.placement.words if draft is not None else None, out, about, reader)
-        endpoints = Endpoints(fleet.clients, on_trouble=screen.note, fleet=fleet)
+
+        def note(words: str) -> None:
+            if not said.was_said(words):
+                screen.note(words)
+
+        endpoints = Endpoints(fleet.clients, on_trouble=note, fleet=fleet)
         tree = make_options(options.width, options.effort, options.draft_bytes, options.is_looked_up)
         if draft is not None and (eased_by := PowerWatch(options.on_battery).reason) is not None:
             tree = eased(tree)

@@ -6,6 +6,7 @@ from statistics import median
 
 from outrider.edge.chat.conversation import Conversation, Turn
 from outrider.edge.cli.summary import summary_lines
+from outrider.models.counted import counted
 from outrider.models.sampling import SamplingParams
 
 
@@ -16,10 +17,10 @@ def stats_lines(conversation: Conversation, params: SamplingParams, drafted_by: 
         f"target: {conversation.model}; drafted by: {drafted_by or 'nothing'}",
         f"seed {params.seed}, temperature {params.temperature:g}, top_k {params.top_k}, top_p {params.top_p:g}, min_p "
         f"{params.min_p:g}",
-        f"{_count(len(turns), 'answer')}; the conversation has {conversation.num_tokens} of {limit} tokens",
+        f"{counted(len(turns), 'answer')}; the conversation has {conversation.num_tokens} of {limit} tokens",
     ]
     if conversation.num_dropped:
-        lines.append(f"{_count(conversation.num_dropped, 'turn')} dropped, because the context was full")
+        lines.append(f"{counted(conversation.num_dropped, 'turn')} dropped, because the context was full")
     if turns:
         last = turns[-1]
         lines += [_first_tokens(turns), _reuse(len(turns), last), *_sent_again(turns)]
@@ -45,8 +46,4 @@ def _sent_again(turns: list[Turn]) -> list[str]:
     if not again:
         return ["no turn was sent again"]
     number, why = again[-1]
-    return [f"all was sent again for {_count(len(again), 'answer')}, last for answer {number}: {why}"]
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return [f"all was sent again for {counted(len(again), 'answer')}, last for answer {number}: {why}"]

@@ -7,23 +7,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+import click
 from rich.console import Console
 
 from outrider.edge.cli.exporter import default_draft
 from outrider.edge.cli.placing import measured_link, placed_words, rank
+from outrider.edge.cli.said import SaidOnce
 from outrider.edge.devices.placement import DraftChoice, Placement
+from outrider.edge.devices.profiles import Link
 from outrider.edge.link.client import ClientOptions, verifier_url
-from outrider.edge.link.endpoints import Endpoints, RetryPolicy
+from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.link.fleet import open_fleet
 from outrider.edge.modes.ladder import Candidate, candidates_of
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.store.auto import AUTO
 from outrider.edge.store.fitting import find_for_server
 from outrider.edge.store.shelf import Pulled, find_pulled_from
+from outrider.edge.store.use import in_use
 from outrider.models.bundle import Bundle
 from outrider.models.command_line import print_line
 from outrider.models.errors import BundleError, CloudError
@@ -31,6 +36,9 @@ from outrider.models.reference_export import REFERENCE
 
 MAX_LOADING_S: Final = 2.0
 """How long to wait for a verifier on this machine where none is needed yet."""
+CONNECT_S: Final = 1.0
+MAX_LOOK_S: Final = 2.5
+"""The same for one elsewhere that does not answer: for a connection, and in all."""
 Clouds = Sequence[tuple[str, ClientOptions]]
 """Addresses, each with its own key."""
 
@@ -43,31 +51,43 @@ def clouds_of(urls: Sequence[str], keys: Keys) -> Clouds:
 
 
 def find_drafts(
-    drafts: Sequence[str], choice: DraftChoice, clouds: Clouds, about: Console, *, needs_server: bool = True
+    drafts: Sequence[str],
+    choice: DraftChoice,
+    clouds: Clouds,
+    about: Console,
+    said: SaidOnce | None = None,
+    *,
+    needs_server: bool = True,
 ) -> list[str | Path]:
     """Where the drafts' bundles are, at least one. Raises as `find_for_server` and `default_draft` do.
 
-    drafts: the option's values. needs_server: where no server answers, False takes what was last pulled from one.
+    drafts: the option's values. said: prints what is wrong with clouds; by default to `about`. needs_server: where no
+    server answers, False takes what was last pulled from one.
     """
+    said = said or SaidOnce(about)
     found: list[str | Path] = []
     for draft in dict.fromkeys(drafts):
         if draft in (AUTO, REFERENCE):
-            pulled = _pulled(choice, clouds, about, needs_server=needs_server) if draft == AUTO else []
+            pulled = _pulled(choice, clouds, about, said, needs_server=needs_server) if draft == AUTO else []
             found += pulled or [default_draft(choice)]
         else:
+            _use_until_the_end(Path(draft))
             found.append(draft)
     return found
 
 
-def _pulled(choice: DraftChoice, clouds: Clouds, about: Console, *, needs_server: bool) -> list[str | Path]:
-    note = partial(print_line, about, style="yellow")
+def _pulled(
+    choice: DraftChoice, clouds: Clouds, about: Console, said: SaidOnce, *, needs_server: bool
+) -> list[str | Path]:
     retry = None if needs_server else RetryPolicy(max_failures=max(2, len(clouds)), max_loading_s=MAX_LOADING_S)
     try:
+        # Where none is needed, what is tried meanwhile is of no use; the end of it is said below.
+        note = said.note if needs_server else lambda words: None
         found = asyncio.run(_find_pulled(choice, clouds, note, retry))
     except CloudError as error:
         if needs_server:
             raise
-        note(f"{error}.")
+        said.note(f"{error}.")
         last = find_pulled_from([url for url, _ in clouds], choice)
         found = [last] if last is not None else []
     for each in found:
@@ -78,21 +98,37 @@ def _pulled(choice: DraftChoice, clouds: Clouds, about: Console, *, needs_server
 async def _find_pulled(
     choice: DraftChoice, clouds: Clouds, note: Callable[[str], None], retry: RetryPolicy | None
 ) -> list[Pulled]:
+    if retry is not None:
+        clouds = [(url, replace(each, connect_timeout_s=CONNECT_S)) for url, each in clouds]
     async with open_fleet(clouds) as fleet:
-        return await find_for_server(Endpoints(fleet.clients, retry, on_trouble=note), choice)
+        try:
+            async with asyncio.timeout(None if retry is None else MAX_LOOK_S):
+                return await find_for_server(fleet.clients, choice, retry=retry, note=note)
+        except TimeoutError:
+            urls = " or ".join(client.url for client in fleet.clients)
+            raise CloudError(f"No verifier answers at {urls} within {MAX_LOOK_S:g} s") from None
 
 
 def place_drafts(
-    bundles: Sequence[Bundle], choice: DraftChoice, num_threads: int, clouds: Clouds, about: Console
+    bundles: Sequence[Bundle],
+    choice: DraftChoice,
+    num_threads: int,
+    clouds: Clouds,
+    about: Console,
+    link: Callable[[], Link] | None = None,
 ) -> list[Candidate]:
-    """Where these drafts may run, the best first. Profiles them where there is a choice. Raises as `candidates_of`."""
+    """Where these drafts may run, the best first. Profiles them where there is a choice. Raises as `candidates_of`.
+
+    link: the link to the cloud, by default `measured_link`; called where there is a choice.
+    """
+    link = link or partial(measured_link, clouds)
     candidates = candidates_of(bundles, choice)
     asked = [each for each in candidates if each.choice == choice]
     if choice.wanted_device is not None or choice.provider:
         # The named device comes first; others only follow where it fails.
         rest = [each for each in candidates if each not in asked]
-        return [*_ranked(asked, num_threads, clouds, about), *rest]
-    return _ranked(candidates, num_threads, clouds, about)
+        return [*_ranked(asked, num_threads, link, about), *rest]
+    return _ranked(candidates, num_threads, link, about)
 
 
 def show_notes(placement: Placement, about: Console) -> None:
@@ -101,17 +137,25 @@ def show_notes(placement: Placement, about: Console) -> None:
         print_line(about, f"note: {note}", "yellow")
 
 
-def _ranked(candidates: list[Candidate], num_threads: int, clouds: Clouds, about: Console) -> list[Candidate]:
+def _ranked(candidates: list[Candidate], num_threads: int, link: Callable[[], Link], about: Console) -> list[Candidate]:
     if len(candidates) < 2 or candidates[0].placement.runtime == "ngram":
         return candidates
     with about.status("comparing the drafts on this machine", refresh_per_second=1):
-        ranked = rank(candidates, num_threads, measured_link(clouds))
+        ranked = rank(candidates, num_threads, link())
     print_line(about, f"placed: {placed_words(ranked)}", "dim")
     return [each.candidate for each in ranked]
 
 
+def _use_until_the_end(place: Path) -> None:
+    """Marks a bundle as in use until the command that runs now ends; outside of a command, does nothing."""
+    context = click.get_current_context(silent=True)
+    if context is not None:
+        context.with_resource(in_use(place))
+
+
 def _checked(pulled: Path) -> Path:
     """The place of a pulled draft that is whole. Raises BundleError with the command that mends it."""
+    _use_until_the_end(pulled)
     try:
         Bundle.open(pulled)
     except BundleError as error:

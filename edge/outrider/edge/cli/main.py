@@ -18,7 +18,9 @@ from outrider.edge.cli.pull_options import PullOptions
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.serve_options import ServeOptions
 from outrider.edge.cli.service_screen import service_app
+from outrider.edge.setup.key_file import SeveralLines
 from outrider.models.command_line import make_app, read_stdin, require_utf8, run_app, takes_options
+from outrider.models.errors import ConfigError
 from outrider.models.extras import importing
 
 WHAT, EXTRA = "the agent", "edge"
@@ -88,7 +90,12 @@ def serve(options: ServeOptions) -> None:
     """
     with importing(WHAT, EXTRA):
         from outrider.edge.cli.serve import serve_local
-    serve_local(options, options.keys())
+    try:
+        serve_local(options, options.keys())
+    except SeveralLines as error:
+        raise ConfigError(
+            f"{error} for the verifier; keys that clients of this endpoint send belong into --api-key-file"
+        ) from None
 
 
 app.command()(demo)

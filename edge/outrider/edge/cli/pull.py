@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Final
 
 from rich.console import Console
@@ -15,15 +17,20 @@ from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingCo
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from outrider.edge.cli.draft_source import clouds_of
+from outrider.edge.cli.draft_source import Clouds, clouds_of
 from outrider.edge.cli.pull_options import PullOptions
 from outrider.edge.devices.discovery import RUNTIME_NAMES
 from outrider.edge.link.downloads import DraftClient
+from outrider.edge.link.endpoints import RetryPolicy
 from outrider.edge.setup.endpoints import Keys
-from outrider.edge.store.choice import Chosen, Judged, Wishes, choose, judge
+from outrider.edge.store.choice import Judged, Wishes, judge
 from outrider.edge.store.fetch import Progress
-from outrider.edge.store.pull import PullResult, list_offered, pull_draft
+from outrider.edge.store.prune import find_outdated, prune, size_of
+from outrider.edge.store.pull import Offer, PullResult, find_offer, list_offered, pull_draft
+from outrider.edge.store.shelf import Shelf
 from outrider.models.command_line import print_line
+from outrider.models.counted import counted
+from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.protocol import DraftList, OfferedDraft
 from outrider.models.visible import visible
 
@@ -35,41 +42,89 @@ def pull_once(options: PullOptions, out: Console, about: Console, keys: Keys | N
 
     keys: which key goes to which cloud; by default, the options' key.
     """
-    ((url, client_options),) = clouds_of(
-        [options.cloud], keys or Keys(options.api_key, is_http_allowed=options.allow_http)
-    )
-    asyncio.run(_pull(DraftClient(url, client_options), options, out, about))
+    clouds = clouds_of(options.cloud, keys or Keys(options.api_key, is_http_allowed=options.allow_http))
+    asyncio.run(_pull(clouds, options, out, about))
 
 
-async def _pull(server: DraftClient, options: PullOptions, out: Console, about: Console) -> None:
+async def _pull(clouds: Clouds, options: PullOptions, out: Console, about: Console) -> None:
     def note(words: str) -> None:
         print_line(about, words, "yellow")
 
-    async with server as client:
-        offered = await list_offered(client, note)
-        wishes = Wishes(options.device, options.runtime, options.precision, options.name)
-        judged = judge(offered.drafts, wishes)
+    wishes = Wishes(options.device, options.model_runtime, options.precision, options.name)
+    async with AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(DraftClient(url, each)) for url, each in clouds]
         if options.is_listing:
-            show_offered(out, offered, judged, client.url)
+            await _list(clients, wishes, out, note)
             return
-        chosen = choose(judged, client.url)
-        print_line(about, f"{chosen.draft.name}: {describe(chosen.draft)}", "bold")
+        offer = await find_offer(clients, wishes, note)
+        chosen = offer.chosen
+        where = f" from {offer.client.url}" if len(clients) > 1 else ""
+        print_line(about, f"{chosen.draft.name}{where}: {describe(chosen.draft)}", "bold")
         print_line(about, f"Chosen: {chosen.why}.", "dim")
-        for each in judged:
+        for each in offer.judged:
             if each.why_not is not None:
                 print_line(about, f"Left out: {each.draft.name}, {each.why_not}.", "dim")
         if chosen.note is not None:
             note(f"note: {chosen.note}")
-        result = await _with_bar(client, offered, chosen, options, about)
+        result = await _with_bar(offer, options, about)
+        if options.to is None:
+            lists = {offer.client.url: offer.offered}
+            if options.prune:
+                lists |= await _lists_of([each for each in clients if each is not offer.client], note)
+            _keep_house(lists, about, is_pruning=options.prune)
     fetched = "Pulled." if result.is_new else "It is here already, unchanged."
     print_line(about, f"{fetched} {_next(options, result)}", "dim")
     out.print(str(result.path), soft_wrap=True, highlight=False, markup=False)
 
 
-async def _with_bar(
-    client: DraftClient, offered: DraftList, chosen: Chosen, options: PullOptions, about: Console
-) -> PullResult:
+async def _lists_of(clients: Sequence[DraftClient], note: Callable[[str], None]) -> dict[str, DraftList]:
+    """What each server offers now; one that does not say is asked once and left out."""
+    found = {}
+    for client in clients:
+        try:
+            found[client.url] = await list_offered(client, note, RetryPolicy(max_failures=1, max_loading_s=0.0))
+        except (CloudError, RequestError) as error:
+            note(f"{error}. What was pulled from there stays.")
+    return found
+
+
+def _keep_house(lists: Mapping[str, DraftList], about: Console, *, is_pruning: bool) -> None:
+    """Says how much the cache holds; removes what is outdated, or says how."""
+    shelf = Shelf()
+    outdated = find_outdated(shelf, lists)
+    sizes = {each.bundle.path: size_of(each.bundle.path) for each in shelf.drafts()}
+    if is_pruning:
+        removed = prune(shelf, outdated, lambda words: print_line(about, words, "yellow"))
+        for each in removed:
+            print_line(about, f"Removed: {each.words}, {sizes.pop(each.bundle.path) / 1e6:,.1f} MB.", "dim")
+        outdated = []
+    line = f"The cache holds {counted(len(sizes), 'draft')}, {sum(sizes.values()) / 1e6:,.1f} MB, in {shelf.root}"
+    if outdated:
+        old_mb = sum(sizes[each.bundle.path] for each in outdated) / 1e6
+        line += f"; no longer offered: {len(outdated)}, {old_mb:,.1f} MB. `outrider pull --prune` removes them"
+    print_line(about, f"{line}.", "dim")
+
+
+async def _list(clients: Sequence[DraftClient], wishes: Wishes, out: Console, note: Callable[[str], None]) -> None:
+    """Shows what each server offers. Raises the first error where none can be asked."""
+    retry = RetryPolicy(max_failures=1, max_loading_s=0.0) if len(clients) > 1 else None
+    errors: list[OutriderError] = []
+    for client in clients:
+        try:
+            offered = await list_offered(client, note, retry)
+        except (CloudError, RequestError) as error:
+            errors.append(error)
+            continue
+        show_offered(out, offered, judge(offered.drafts, wishes), client.url)
+    if len(errors) == len(clients):
+        raise errors[0]
+    for each in errors:
+        note(f"{each}.")
+
+
+async def _with_bar(offer: Offer, options: PullOptions, about: Console) -> PullResult:
     """Pulls it, with a bar on a terminal."""
+    chosen = offer.chosen
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -85,7 +140,7 @@ async def _with_bar(
             note=lambda words: print_line(bar.console, words, "yellow"),
         )
         try:
-            return await pull_draft(client, offered, chosen, progress, options.to)
+            return await pull_draft(offer.client, offer.offered, chosen, progress, options.to)
         except asyncio.CancelledError:  # Ctrl-C
             progress.note("Interrupted. What has arrived is kept: the same command goes on there.")
             raise
@@ -114,7 +169,7 @@ def _accepted(draft: OfferedDraft) -> str:
 
 def show_offered(console: Console, offered: DraftList, judged: list[Judged], url: str) -> None:
     """Prints the server's drafts as a table, with what runs here."""
-    print_line(console, f"{offered.model} at {url} has {len(judged)} drafts.")
+    print_line(console, f"{offered.model} at {url} has {counted(len(judged), 'draft')}.")
     if not judged:
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")

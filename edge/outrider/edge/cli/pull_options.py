@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
 
 import typer
 
+from outrider.edge.cli.cloud_flags import Clouds
+from outrider.edge.cli.draft_flags import is_typed, refuse_idle
 from outrider.edge.cli.option_groups import KeyOptions
 from outrider.edge.devices.discovery import ModelRuntime
+from outrider.edge.devices.placement import DraftRuntime
 from outrider.models.errors import ConfigError
 from outrider.models.manifest import Device, Precision
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL
@@ -19,13 +22,14 @@ from outrider.models.reference_export import DEFAULT_VERIFIER_URL
 class PullOptions(KeyOptions):
     """The command line; None leaves a choice to the command. Raises ConfigError for a contradiction."""
 
-    cloud: Annotated[str, typer.Option("--server", "--cloud", help="Verifier's address.")] = DEFAULT_VERIFIER_URL
+    cloud: Clouds = field(default_factory=lambda: [DEFAULT_VERIFIER_URL])
     device: Annotated[
         Device | None, typer.Option(help="Take a draft for this device; default: what is here.", show_default=False)
     ] = None
-    runtime: Annotated[ModelRuntime | None, typer.Option(help="Take a draft for this runtime.", show_default=False)] = (
-        None
-    )
+    runtime: Annotated[
+        DraftRuntime | None,
+        typer.Option(help="Take a draft for this runtime.", metavar="[openvino|onnxruntime]", show_default=False),
+    ] = None
     precision: Annotated[Precision | None, typer.Option(help="Take a draft of this precision.", show_default=False)] = (
         None
     )
@@ -36,11 +40,24 @@ class PullOptions(KeyOptions):
         Path | None,
         typer.Option(help="Put the bundle here; default: the cache, where `outrider run` finds it.", metavar="DIR"),
     ] = None
-    is_listing: Annotated[bool, typer.Option("--list", help="Show the server's drafts and take none.")] = False
+    is_listing: Annotated[bool, typer.Option("--list", help="Show the drafts of each server and take none.")] = False
+    prune: Annotated[
+        bool,
+        typer.Option("--prune", help="Then remove pulled drafts that the servers no longer offer; none in use."),
+    ] = False
     _keys: ClassVar = KeyOptions
 
     def __post_init__(self) -> None:
-        # OUTRIDER_CLOUD is for all commands and may hold several addresses: the first is the preferred one.
-        object.__setattr__(self, "cloud", next(iter(self.cloud.split()), ""))
+        if self.runtime == "ngram" and is_typed("runtime"):
+            raise ConfigError("--runtime ngram drafts without a model, so there is nothing to pull; leave it out")
         if self.is_listing and self.to is not None:
             raise ConfigError("--list takes no draft, so nothing comes to --to; leave one of them out")
+        if self.is_listing:
+            refuse_idle("--list changes nothing", {"--prune": self.prune})
+        elif self.to is not None:
+            refuse_idle("--to leaves the cache as it is", {"--prune": self.prune})
+
+    @property
+    def model_runtime(self) -> ModelRuntime | None:
+        """The runtime to pull for; a configured "ngram" is for the commands that draft."""
+        return None if self.runtime == "ngram" else self.runtime

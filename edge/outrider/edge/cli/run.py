@@ -17,6 +17,7 @@ from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison, compare_m
 from outrider.edge.cli.docs import open_library
 from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts, show_notes
 from outrider.edge.cli.run_options import RunOptions
+from outrider.edge.cli.said import SaidOnce
 from outrider.edge.cli.summary import draft_lines, result_as_json, summary_lines
 from outrider.edge.cli.terminal import TokenPrinter, print_document
 from outrider.edge.cli.undrafted import why_undrafted
@@ -78,7 +79,8 @@ def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | Non
     if not {AUTO, REFERENCE}.isdisjoint(options.draft) and not options.prompt:
         raise ConfigError("the prompt is empty; expected a text to continue")  # before an export of minutes
     is_drafted = options.mode is not Mode.CLOUD_ONLY
-    bundles = [open_draft_bundle(path) for path in find_drafts(options.draft, options.choice, clouds, about)]
+    said = SaidOnce(about)
+    bundles = [open_draft_bundle(path) for path in find_drafts(options.draft, options.choice, clouds, about, said)]
     steps: list[str] = []
     draft: OpenDraft | None = None
     bundle = bundles[0]
@@ -107,7 +109,7 @@ def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | Non
         end_tracing = start_tracing(lambda words: print_line(about, words, "yellow"))
         try:
             ran = asyncio.run(
-                _generate(options, clouds, request, draft, printer, about, tokenizer, eased_by, grounding)
+                _generate(options, clouds, request, draft, printer, about, tokenizer, eased_by, grounding, said)
             )
         finally:
             end_tracing()
@@ -171,8 +173,11 @@ async def _generate(
     tokenizer: Tokenizer | None = None,
     eased_by: str | None = None,
     grounding: Grounding | None = None,
+    said: SaidOnce | None = None,
 ) -> Ran:
     def warn(words: str) -> None:
+        if said is not None and said.was_said(words):
+            return
         if printer is not None:
             printer.break_line()
         print_line(about, words, "yellow")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Final
 
@@ -15,7 +16,8 @@ from rich.console import Console
 
 from outrider.edge.cli.docs import open_library
 from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts, show_notes
-from outrider.edge.cli.serve_options import ServeOptions
+from outrider.edge.cli.placing import measured_link
+from outrider.edge.cli.serve_options import ServeOptions, refuse_one_file
 from outrider.edge.devices.power import PowerWatch
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.client import CloudClient
@@ -50,6 +52,8 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
     configure_logging(LogFormat.TEXT)
     if options.metrics:
         require_packages(["prometheus_client"], "--metrics", "telemetry")
+    for each in cloud_keys.endpoints if cloud_keys is not None else ():
+        refuse_one_file(each.key_file, options.api_key_file)
     keys = KeyRing.load(options.api_key_file)
     require_safe_host(options.host, keys, is_insecure_allowed=options.insecure_no_keys)
     tls = tls_files(options.tls_cert, options.tls_key)
@@ -97,9 +101,11 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
 
 def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -> LocalCore:
     about = Console(stderr=True)
-    paths = find_drafts(options.draft, options.choice, clouds, about, needs_server=False)
-    bundles = [open_draft_bundle(path) for path in paths]
-    candidates = place_drafts(bundles, options.choice, options.threads, clouds, about)
+    with ThreadPoolExecutor(1) as beside:  # where no cloud answers, both looks take seconds
+        link = beside.submit(measured_link, clouds)
+        paths = find_drafts(options.draft, options.choice, clouds, about, needs_server=False)
+        bundles = [open_draft_bundle(path) for path in paths]
+        candidates = place_drafts(bundles, options.choice, options.threads, clouds, about, link.result)
     bundle = candidates[0].bundle
     num_sequences = min(options.max_drafting, options.max_requests)
     tokenizer = bundle.tokenizer()

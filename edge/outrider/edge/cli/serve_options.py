@@ -12,6 +12,7 @@ from outrider.edge.cli.docs_flags import Docs, DocsTokens
 from outrider.edge.cli.draft_flags import OfflineOk, Patience, Threads
 from outrider.edge.cli.option_groups import DraftingOptions, KeyOptions, SourceOptions
 from outrider.edge.retrieval.documents import DOCS_TOKENS
+from outrider.models.errors import ConfigError
 from outrider.models.listen_options import AccessOptions, Host, MaxBodyKb, Port
 
 
@@ -44,7 +45,7 @@ class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
         int | None, typer.Option(min=1, help="Texts at a time of one key, or address; default: all.")
     ] = None
     max_drafting: Annotated[
-        int, typer.Option(min=1, help="Texts that the draft model drafts for at a time; others copy passages only.")
+        int, typer.Option(min=1, help="Texts that the draft model drafts for at a time; others copy passages and wait.")
     ] = 8
     draft_context: Annotated[
         int,
@@ -63,4 +64,20 @@ class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
 
     def __post_init__(self) -> None:
         self._choose()
+        refuse_one_file(self.key_file, self.api_key_file)
         self._refuse_idle_drafting()
+
+
+def refuse_one_file(verifiers: str | Path | None, clients: Path | None) -> None:
+    """Raises ConfigError where the verifier's key and the keys of this endpoint's clients are one file.
+
+    Whoever may call this endpoint could then spend the verifier's key elsewhere.
+    """
+    if verifiers is None or clients is None:
+        return
+    one, other = Path(verifiers).expanduser().resolve(), clients.expanduser().resolve()
+    if one == other:
+        raise ConfigError(
+            f"{one} is given twice: --key-file holds the key that goes to the verifier, --api-key-file those that "
+            "clients of this endpoint send; give each a file of its own"
+        )

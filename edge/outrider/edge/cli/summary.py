@@ -9,6 +9,7 @@ from outrider.edge.devices.placement import Placement
 from outrider.edge.drafting.calibration import LOOKUP_RANK, QUOTE_RANK
 from outrider.edge.lab.comparison import measured_rate, why_no_rate
 from outrider.edge.results import GenerationResult, Mode
+from outrider.models.counted import counted
 
 _SOURCES = {LOOKUP_RANK: "lookup", QUOTE_RANK: "documents"}
 """Ranks that stand for what guessed without a model."""
@@ -60,8 +61,8 @@ def summary_lines(result: GenerationResult) -> list[str]:
     """Two lines for a terminal, one of what was drafted, and one for each thing that went wrong."""
     num_tokens = max(1, len(result.tokens))
     first = (
-        f"{result.mode.value}: {len(result.tokens)} tokens ({result.finish_reason}), {_speed(result)}, first token "
-        f"after {result.ttft_ms:.0f} ms"
+        f"{result.mode.value}: {counted(len(result.tokens), 'token')} ({result.finish_reason}), {_speed(result)}, "
+        f"first token after {result.ttft_ms:.0f} ms"
     )
     if result.mode is not Mode.CLOUD_ONLY:
         first += f", {_acceptance(result)}, {result.tokens_per_pass:.2f} tokens per target pass"

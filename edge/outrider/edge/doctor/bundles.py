@@ -14,6 +14,7 @@ from outrider.edge.doctor.probe import ProbeFailed, find_pulled_draft
 from outrider.edge.store.auto import AUTO
 from outrider.edge.store.shelf import Shelf
 from outrider.models.bundle import Bundle
+from outrider.models.counted import counted
 from outrider.models.errors import OutriderError
 from outrider.models.extras import is_installed
 from outrider.models.manifest import MANIFEST_NAME
@@ -68,7 +69,7 @@ def check_bundle(path: Path, *, is_used: bool) -> CheckedBundle:
     except OSError as error:
         return CheckedBundle(report(name, f"{path} cannot be read ({error.strerror})", "correct its permissions"))
     made = f"{manifest.runtime} on {manifest.device}, {manifest.precision}"
-    found = f"{manifest.name} at {path}: intact, {len(manifest.files)} files, for {made}"
+    found = f"{manifest.name} at {path}: intact, {counted(len(manifest.files), 'file')}, for {made}"
     return CheckedBundle(ok(name, found), bundle)
 
 

@@ -26,8 +26,8 @@ Found = TypeVar("Found")
 class Rung:
     """A drafter that a text may use.
 
-    words: what drafts, for people. open: gives the drafter, once per text, or None where it has no room; may take long.
-    breaker: shared by all texts.
+    words: what drafts, for people. open: gives the drafter, once per text; may take long. None: it has no room now, and
+    is asked again at each commit. breaker: shared by all texts.
     """
 
     words: str
@@ -55,7 +55,7 @@ class LadderDrafter:
         self._is_closed = False
         self._opened: dict[int, Drafter] = {} if opened is None else {0: opened}
         self._used: dict[int, Drafter] = {}
-        self._full: set[int] = set()  # without room for this text
+        self._full: set[int] = set()  # without room for this text so far
         self._current: int | None = None
         self._text: list[int] = []
         self._params = SamplingParams()
@@ -84,7 +84,7 @@ class LadderDrafter:
         return self._used[self._current].max_branches if self._current is not None else 1
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Appends tokens. A better drafter that may be tried again takes over here."""
+        """Appends tokens. A better drafter that may be tried again, or has room now, takes over here."""
         self._text.extend(tokens)
         before = self._current
         self._climb(None)
@@ -159,21 +159,27 @@ class LadderDrafter:
         best = len(self._rungs) if self._current is None else self._current
         for index in range(best):
             rung = self._rungs[index]
-            if index in self._full or not rung.breaker.allows():
+            is_waiting = index in self._full
+            # One that waits must not use up the trial of a rung that failed: others could use the rung.
+            if rung.breaker.pause_s > 0.0 if is_waiting else not rung.breaker.allows():
                 continue
             try:
                 drafter = self._open(index)
                 if drafter is None:
                     self._full.add(index)
                     continue
+                self._full.discard(index)
+                if is_waiting and not rung.breaker.allows():
+                    continue
                 drafter.begin(self._text, self._params)
             except Exception as failure:
+                self._full.discard(index)
                 self.failed.add(index)
                 rung.breaker.failed()
                 logger.warning("drafting with %s failed: %s", rung.words, failure, exc_info=failure)
                 why, last = f"{rung.words} failed ({type(failure).__name__}: {failure})", failure
                 continue
-            is_change = self._current is not None or bool(why)
+            is_change = (self._current is not None and not is_waiting) or bool(why)
             self._current = index
             if is_change:
                 self._on_step(f"{why or f'{rung.words} is tried again'}; drafting goes on with {rung.words}")
@@ -201,3 +207,36 @@ class LadderDrafter:
     def _note_success(self) -> None:
         if self._current is not None:
             self._rungs[self._current].breaker.succeeded()
+
+
+class WaitingDrafter:
+    """A Drafter that guesses nothing: the last rung of a text that waits for a better one."""
+
+    max_branches = 1
+    is_behind = False
+
+    def __init__(self) -> None:
+        self.length = 0
+
+    def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Starts a new text."""
+        self.length = len(prompt)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Appends tokens."""
+        self.length += len(tokens)
+
+    def read_on(self) -> None:
+        """Is never behind."""
+        raise AssertionError("nothing is left to read")
+
+    def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
+        """No guess."""
+        return [[] for _ in branches]
+
+    def continuation(self, max_tokens: int) -> list[Guess]:
+        """No path."""
+        return []
+
+    def close(self) -> None:
+        """Holds nothing."""

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Final
 
 from outrider.edge.results import ByteCounts, GenerationResult
+from outrider.models.counted import counted
 
 MIN_GAPS: Final = 8
 MIN_COMMITS: Final = 3
@@ -29,7 +30,7 @@ def why_no_rate(result: GenerationResult) -> str | None:
     arrivals = result.arrival_s
     if sum(at > arrivals[0] for at in arrivals[1:]) < MIN_GAPS:
         is_burst = len(arrivals) > MIN_GAPS
-        return "the text came in one burst" if is_burst else f"only {len(arrivals)} tokens"
+        return "the text came in one burst" if is_burst else f"only {counted(len(arrivals), 'token')}"
     if len(set(arrivals)) <= MIN_COMMITS or arrivals[-1] - arrivals[0] < MIN_SPAN_S:
         return "the text came in one burst"
     return None

@@ -19,6 +19,7 @@ from outrider.edge.link.errors import EndpointLost, EndpointUnfit, refusal_error
 from outrider.edge.link.fleet import Fleet
 from outrider.edge.link.origin import Served, TextOrigin
 from outrider.edge.results import ByteCounts
+from outrider.models.counted import counted
 from outrider.models.errors import CloudError, ConfigError, OutriderError, RequestError
 from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, SessionRequest
 
@@ -178,10 +179,10 @@ class Endpoints:
             raise _none_fit(list(text.unfit.values()))
         num_failures, outage_s = len(self._failures), now - self._outage_began_at
         if num_failures >= retry.max_failures and outage_s >= self._max_outage_s(error):
-            left = f"{self._question()} Gave up" if error.is_absent else "no cloud endpoint is left"
+            left = f"{self._question(text)} Gave up" if error.is_absent else "no cloud endpoint is left"
             causes = dict.fromkeys([*self._failures, *map(str, text.unfit.values())])
             raise CloudError(
-                f"{left} after {num_failures} attempts in {outage_s:.1f} s: {'; '.join(causes)}"
+                f"{left} after {counted(num_failures, 'attempt')} in {outage_s:.1f} s: {'; '.join(causes)}"
             ) from error
         self._current = self._next(text)
         following = self._choose(text).url
@@ -191,7 +192,7 @@ class Endpoints:
             what = f"No verifier answers at {failed}." if error.is_absent else f"{error}."
             self._on_trouble(f"{what} Trying {following}.")
         elif num_failures == num_fit:
-            self._on_trouble(f"{self._question() if error.is_absent else f'{error}.'} Trying again.")
+            self._on_trouble(f"{self._question(text) if error.is_absent else f'{error}.'} Trying again.")
         num_rounds, num_tried = divmod(num_failures, num_fit)
         if num_tried == 0:
             doublings = min(num_rounds - 1, 32)  # a float holds no more than 1023
@@ -219,9 +220,9 @@ class Endpoints:
         is_loading = error.is_absent and any(client.is_local for client in self._clients)
         return self._retry.max_loading_s if is_loading else 0.0
 
-    def _question(self) -> str:
+    def _question(self, text: TextOrigin) -> str:
         """What to ask where nothing answers."""
-        urls = [client.url for client in self._clients]
+        urls = [client.url for client in self._clients if client.url not in text.unfit]
         return (
             f"No verifier answers at {' or '.join(urls)}. Is `outrider-cloud serve` running "
             f"{'there' if len(urls) == 1 else 'at one of them'}?"

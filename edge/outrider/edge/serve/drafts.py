@@ -1,5 +1,8 @@
 """Lends the sequences of the draft models to the texts that are being generated.
 
+Texts get them in the order in which they came. One that finds none begins without, and takes over the next one that is
+its turn at a commit.
+
 A sequence keeps its cache when its text ends: the next turn of a conversation begins with the same tokens. So the
 memory is bounded by the number of sequences and their longest text. What one client's text left there is forgotten
 before another client gets the sequence: times would show what it was.
@@ -17,7 +20,7 @@ from functools import partial
 from outrider.edge.breaker import Breaker
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.drafting.estimates import Estimates
-from outrider.edge.drafting.ladder import LadderDrafter, Rung
+from outrider.edge.drafting.ladder import LadderDrafter, Rung, WaitingDrafter
 from outrider.edge.drafting.scheduler import DraftScheduler
 from outrider.edge.modes.assemble import OpenModel
 from outrider.edge.modes.ladder import LOOKUP_WORDS, LazyModel
@@ -36,25 +39,36 @@ class _Sequence:
     text: Sequence[int] = ()
 
 
+@dataclass(slots=True, eq=False)
+class _Text:
+    """Who asks for sequences. taken: those that it has, by the model's place."""
+
+    owner: bytes
+    prompt: Sequence[int]
+    taken: dict[int, _Sequence] = field(default_factory=dict)
+    is_over: bool = False
+
+
 @dataclass(slots=True)
 class Loan:
     """What a text drafts with. text: set it to the whole text at its end. has_failed: set it when the drafter raised.
 
-    drafter: None drafts nothing.
+    drafter: None drafts nothing. can_write: whether it could write the text alone.
     """
 
     drafter: Drafter | None
     estimates: Estimates
     text: Sequence[int] = field(default=())
     has_failed: bool = False
+    can_write: bool = False
 
 
 class DraftSequences:
     """The sequences of draft models, opened as they are needed. Lives on one event loop, and in the drafting thread.
 
-    max_sequences: of a model, at most; 1 where its runtime holds one only. is_looked_up: texts beyond that draft by
-    n-gram lookup. others: models for texts whose draft has failed, the best first; loaded when they are needed.
-    first_pause_s: before a model that failed is tried again; doubles.
+    max_sequences: of a model, at most; 1 where its runtime holds one only. is_looked_up: texts that wait for one draft
+    by n-gram lookup meanwhile. others: models for texts whose draft has failed, the best first; loaded when they are
+    needed. first_pause_s: before a model that failed is tried again; doubles.
     """
 
     def __init__(
@@ -100,34 +114,35 @@ class DraftSequences:
     @contextmanager
     def lend(self, owner: bytes, prompt: Sequence[int]) -> Iterator[Loan]:
         """A drafter for one text of `owner`, and what earlier texts have measured."""
-        taken: dict[int, _Sequence] = {}
+        text = _Text(owner, prompt)
         # The first is taken now and not when drafting begins: texts get sequences in the order in which they came.
         first = next((index for index, pool in enumerate(self._pools) if not pool.breaker.pause_s), None)
-        if first is not None and (sequence := self._pools[first].take(owner, prompt, in_thread=False)) is not None:
-            taken[first] = sequence
-        has_model = bool(taken)
+        if first is not None:
+            self._pools[first].take(text, first, in_thread=False)
+        has_model = bool(text.taken)
         rungs = [
-            Rung(pool.words, partial(self._open, taken, index, owner, prompt), pool.breaker)
-            for index, pool in enumerate(self._pools)
+            Rung(pool.words, partial(self._open, text, index), pool.breaker) for index, pool in enumerate(self._pools)
         ]
         if self._is_looked_up:
             rungs.append(Rung(LOOKUP_WORDS, NgramDrafter, self._lookup))
-        is_any = has_model or self._is_looked_up or bool(self.failed)
-        drafter = LadderDrafter(rungs, on_step=_note) if is_any else None
+        elif not has_model and not self.failed:
+            rungs.append(Rung("nothing", WaitingDrafter))
+        drafter = LadderDrafter(rungs, on_step=_note)
         # Nobody else uses these while they are lent: texts that run at the same time would spoil each other's figures.
         estimates = self._experience.pop() if self._experience and has_model else Estimates()
-        loan = Loan(drafter, estimates)
+        loan = Loan(drafter, estimates, can_write=has_model or self._is_looked_up)
         try:
             yield loan
         finally:
             if has_model:
                 self._experience.append(estimates)
-            failed = drafter.failed if drafter is not None else set[int]()
             with self._lock:
-                for index, sequence in taken.items():
-                    is_lost = loan.has_failed or index in failed or not loan.text
+                text.is_over = True
+                for index, sequence in text.taken.items():
+                    is_lost = loan.has_failed or index in drafter.failed or not loan.text
                     self._pools[index].take_back(sequence, () if is_lost else loan.text)
-                taken.clear()
+                for pool in self._pools:
+                    pool.leave(text)
 
     def close(self) -> None:
         """Releases the models, after the call in progress; nothing may be lent."""
@@ -135,18 +150,20 @@ class DraftSequences:
         for pool in self._pools:
             pool.close()
 
-    def _open(self, taken: dict[int, _Sequence], index: int, owner: bytes, prompt: Sequence[int]) -> Drafter | None:
+    def _open(self, text: _Text, index: int) -> Drafter | None:
         """For the drafting thread."""
-        if index in taken:
-            return taken[index].drafter
+        if index in text.taken:
+            return text.taken[index].drafter
         pool = self._pools[index]
         # Loaded in place of one that failed, not to draft for more texts: memory was planned for one model.
         if not pool.is_loaded and not any(better.breaker.is_open for better in self._pools[:index]):
             return None
-        sequence = pool.take(owner, prompt, in_thread=True)
+        sequence = pool.take(text, index, in_thread=True)
         if sequence is None:
             return None
-        taken[index] = sequence
+        with self._lock:
+            for worse in self._pools[index + 1 :]:
+                worse.leave(text)
         return sequence.drafter
 
 
@@ -166,6 +183,7 @@ class _Pool:
         self.max_sequences = max_sequences
         self.opened: list[_Sequence] = []
         self.idle: list[_Sequence] = []  # the one used longest ago first
+        self.waiting: list[_Text] = []  # in the order in which they came
         self._lazy = lazy
         self._model: OpenModel | None = None
         self._lock = lock
@@ -185,22 +203,38 @@ class _Pool:
                 self.max_sequences = 1
         return self._model
 
-    def take(self, owner: bytes, prompt: Sequence[int], *, in_thread: bool) -> _Sequence | None:
-        """A sequence for a text; None where all are lent. in_thread: this is the drafting thread."""
+    def take(self, text: _Text, index: int, *, in_thread: bool) -> _Sequence | None:
+        """A sequence for a text; None where those that are free are for texts that have waited longer: it waits, too.
+
+        index: this model's place. in_thread: this is the drafting thread.
+        """
         if in_thread:
             self.load()  # takes long, so without the lock; only this thread loads
         with self._lock:
-            found = self._find(owner, prompt)
-            if found is None:
+            if text.is_over:
                 return None
+            num_before = self.waiting.index(text) if text in self.waiting else len(self.waiting)
+            num_free = len(self.idle) + self.max_sequences - len(self.opened)
+            found = self._find(text.owner, text.prompt) if num_free > num_before else None
+            if found is None:
+                if text not in self.waiting:
+                    self.waiting.append(text)
+                return None
+            self.leave(text)
             if found in self.idle:
                 self.idle.remove(found)
-            is_others, found.owner = found.owner != owner, owner
+            text.taken[index] = found
+            is_others, found.owner = found.owner != text.owner, text.owner
         if is_others and in_thread:
             _forget(found)
         elif is_others:
             self._scheduler.do(partial(_forget, found))
         return found
+
+    def leave(self, text: _Text) -> None:
+        """The text waits no longer. Call it with the lock held."""
+        if text in self.waiting:
+            self.waiting.remove(text)
 
     def take_back(self, sequence: _Sequence, text: Sequence[int]) -> None:
         """Takes a sequence back that holds a beginning of `text`. Call it with the lock held."""

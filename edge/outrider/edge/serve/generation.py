@@ -129,7 +129,7 @@ class LocalTexts:
             assert isinstance(agent, StreamAgent)
             self._watch(agent)
             try:
-                if core.offline is not None and agent.drafter is not None:
+                if core.offline is not None and loan.can_write:
                     result = await self._generate_offline_ok(index, agent, request, on_tokens, facts, is_up=is_up)
                 else:
                     result = await agent.generate(request, on_tokens, core.upstream.origin(facts))

@@ -136,6 +136,15 @@ class EndEvent(BaseModel):
     failed_drafts: list[str] = []
 
 
+class DroppedEvent(BaseModel):
+    """The first event where the context was full: the oldest turns, which are the first messages, were left out."""
+
+    type: Literal["dropped"] = "dropped"
+    num_turns: int
+    num_messages: int
+    max_positions: int
+
+
 class ErrorEvent(BaseModel):
     """The text ends here."""
 

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import json
 import secrets
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from outrider.edge.chat.messages import KEPT_SHARE, MAX_RESERVED_SHARE, TOO_LONG, turns_of, without_oldest
 from outrider.edge.results import GenerationRequest
 from outrider.edge.serve.facts import facts_or_draft
 from outrider.edge.serve.faults import as_request_error
-from outrider.edge.serve.page_events import PageInfo, PageRequest
+from outrider.edge.serve.page_events import DroppedEvent, PageInfo, PageRequest
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.watched_text import WatchedText
-from outrider.models.errors import CloudError, OutriderError
+from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.http import sse
 from outrider.models.http.encoding import check_length, encode_chat, encode_prompts, no_chat_template
-from outrider.models.http.openai import RenderRequest
+from outrider.models.http.openai import ChatMessage, RenderRequest
 from outrider.models.http.requests import owner_of, read_body, sampling_of
 from outrider.models.protocol import ModelFacts
 
@@ -52,7 +54,7 @@ def watching_routes(core: LocalCore) -> list[Route]:
         try:
             text.is_drafted, text.delay_s = body.is_drafted, body.round_trip_ms / 1e3
             text.answer_id = f"page-{secrets.token_urlsafe(12)}"
-            prompt = await _prompt_ids(core, owner, body, facts, is_up=is_up)
+            prompt, text.dropped = await _prompt_ids(core, owner, body, facts, is_up=is_up)
             stop_ids = frozenset(facts.eos_token_ids)
             wanted = GenerationRequest(
                 tuple(prompt),
@@ -75,18 +77,56 @@ def watching_routes(core: LocalCore) -> list[Route]:
     return [Route(INFO, info, methods=["GET"]), Route(GENERATE, generate, methods=["POST"])]
 
 
-async def _prompt_ids(core: LocalCore, owner: bytes, body: PageRequest, facts: ModelFacts, *, is_up: bool) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """A message of the page. content: its text, whatever its shape."""
+
+    message: ChatMessage
+    role: str
+    content: str
+
+
+async def _prompt_ids(
+    core: LocalCore, owner: bytes, body: PageRequest, facts: ModelFacts, *, is_up: bool
+) -> tuple[list[int], DroppedEvent | None]:
+    """The prompt's ids. A conversation loses its oldest turns where the context is full; it keeps system messages."""
+    limit = facts.max_positions
     if body.prompt is not None:
-        check_length(core.tokenizer, facts.max_positions - 1, body.prompt)
-        return (await core.workers.run(owner, encode_prompts, core.tokenizer, [body.prompt]))[0]
+        check_length(core.tokenizer, limit - 1, body.prompt)
+        return (await core.workers.run(owner, encode_prompts, core.tokenizer, [body.prompt]))[0], None
     if not facts.has_chat_template:
         raise no_chat_template(facts.name)
     assert body.messages is not None
+    reserved = min(body.max_tokens, int(limit * MAX_RESERVED_SHARE))
+    kept = [_Sent(message, message.role, message.for_template()["content"]) for message in body.messages]
+    num_turns = 0
+    while True:
+        is_last, length = len(turns_of(kept)) < 2, None
+        try:
+            tokens = await _render(core, owner, [each.message for each in kept], facts, is_up=is_up)
+        except RequestError as error:
+            if error.code not in TOO_LONG or is_last:
+                raise
+        else:
+            length = len(tokens)
+            if is_last or length + reserved <= limit:
+                break
+        kept, num_dropped = without_oldest(kept, length, int(limit * KEPT_SHARE))
+        num_turns += num_dropped
+    num_messages = len(body.messages) - len(kept)
+    if not num_turns:
+        return tokens, None
+    return tokens, DroppedEvent(num_turns=num_turns, num_messages=num_messages, max_positions=limit)
+
+
+async def _render(
+    core: LocalCore, owner: bytes, messages: list[ChatMessage], facts: ModelFacts, *, is_up: bool
+) -> list[int]:
     if not is_up:  # the draft bundle's own template
-        conversation = RenderRequest(messages=body.messages)
+        conversation = RenderRequest(messages=messages)
         return await core.workers.run(owner, encode_chat, core.tokenizer, facts.max_positions - 1, conversation)
     document = {
-        "messages": [message.model_dump(exclude_unset=True) for message in body.messages],
+        "messages": [message.model_dump(exclude_unset=True) for message in messages],
         "tokenizer": core.fingerprint,
     }
     return (await core.upstream.render(json.dumps(document).encode(), facts)).tokens

@@ -5,20 +5,27 @@ The first signal lets texts in work finish for a bounded time, the second ends t
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Final
 
 from outrider.edge.serve.app import create_local_app
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.upstream import look_at
+from outrider.models.errors import OutriderError
 from outrider.models.ingress.bounded_server import BoundedServer
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles
+from outrider.models.visible import visible
 
 _log = logging.getLogger("outrider.serve")
+
+LOOK_S: Final = 2.0
+"""How long the start waits for a verifier."""
 
 
 class LocalServer(BoundedServer):
@@ -36,15 +43,26 @@ class LocalServer(BoundedServer):
         self._core = core
         self._drain_s = drain_s
         self._num_signals = 0
+        self._look: asyncio.Task[None] | None = None
         self._ends_at: float | None = None
         limits = limits or ConnectionLimits(max_body_bytes=core.settings.max_body_bytes)
         super().__init__(create_local_app(core), limits, tls=tls, on_ready=on_ready)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Opens for business, after a look at the verifier. Raises TokenizerMismatch where it is not the draft's."""
+        """Opens for business, after a look at the verifier. Raises TokenizerMismatch where it is not the draft's.
+
+        A verifier that does not answer soon is looked at while texts are served.
+        """
+        look = self._look = asyncio.create_task(look_at(self._core.upstream))
         try:
-            await look_at(self._core.upstream)
+            await asyncio.wait([look], timeout=LOOK_S)
+            if look.done():
+                look.result()
+            else:
+                _log.warning("no verifier has answered in %g s; it is still looked for", LOOK_S)
+                look.add_done_callback(_note_end)
         except BaseException:
+            look.cancel()
             await self._core.aclose()
             raise
         await super().startup(sockets)
@@ -71,5 +89,17 @@ class LocalServer(BoundedServer):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Closes connections, texts and the draft."""
+        if self._look is not None:
+            self._look.cancel()
         await super().shutdown(sockets)
         await self._core.aclose()
+
+
+def _note_end(look: asyncio.Task[None]) -> None:
+    """Logs what a look has found that ended after the start: requests get the same error."""
+    if look.cancelled() or (error := look.exception()) is None:
+        return
+    if not isinstance(error, OutriderError):
+        look.get_loop().call_exception_handler({"message": "the look at the verifiers failed", "exception": error})
+        return
+    _log.error("%s", visible(str(error)))

@@ -13,6 +13,7 @@ from outrider.edge.serve.drafts import DraftSequences
 from outrider.edge.serve.metrics import LocalMetrics
 from outrider.edge.serve.unverified import UnverifiedAnswers
 from outrider.edge.serve.upstream import Upstream
+from outrider.models.counted import counted
 from outrider.models.errors import RequestError
 from outrider.models.http.encoding import Workers
 from outrider.models.http.requests import Bodies
@@ -72,8 +73,8 @@ class Places:
         if own + count > self._max_own:
             raise RequestError(
                 "too_many_requests",
-                f"this client has {own} texts in work and asks for {count} more; at most {self._max_own} may be. "
-                "Retry when some have ended",
+                f"this client has {counted(own, 'text')} in work and asks for {count} more; at most "
+                f"{self._max_own} may be. Retry when some have ended",
                 status=429,
             )
         if (num_taken := self.num_taken) + count > self._max_all:

@@ -15,6 +15,7 @@ from outrider.edge.serve.drafts import Loan
 from outrider.edge.serve.generation import LocalTexts
 from outrider.edge.serve.page_events import (
     CommitEvent,
+    DroppedEvent,
     EndEvent,
     ErrorEvent,
     ShownGuess,
@@ -36,10 +37,14 @@ TICK_S: Final = 0.2
 
 @dataclass(slots=True)
 class WatchedText(LocalTexts):
-    """One text. is_drafted: false lets the cloud write alone. delay_s: added to each round trip of this text."""
+    """One text. is_drafted: false lets the cloud write alone. delay_s: added to each round trip of this text.
+
+    dropped: what was left out of its conversation.
+    """
 
     is_drafted: bool = True
     delay_s: float = 0.0
+    dropped: DroppedEvent | None = None
     watch: Watch = field(default_factory=Watch)
     _ticks: asyncio.Task[None] | None = None
 
@@ -70,6 +75,8 @@ class WatchedText(LocalTexts):
         due_s = loop.time()
         self._ticks = loop.create_task(self._tick())
         try:
+            if self.dropped is not None:
+                yield sse.encode(self.dropped)
             while not self._choices[0].is_over:
                 arrived = await self.reader.take()
                 if not arrived and self.reader.is_closed:

@@ -12,6 +12,10 @@ from outrider.models.errors import ConfigError
 MAX_BYTES: Final = 4096
 
 
+class SeveralLines(ConfigError):
+    """The file does not hold one line: it may be a list of keys."""
+
+
 def read_key_file(path: Path, *, is_posix: bool = os.name == "posix") -> str:
     """The key: the file's one line, without spaces around it.
 
@@ -31,7 +35,7 @@ def read_key_file(path: Path, *, is_posix: bool = os.name == "posix") -> str:
         raise ConfigError(f"the key file {path} cannot be read: {error.strerror}; name another in key_file") from None
     lines = [line.strip() for line in data.splitlines() if line.strip()]
     if len(data) > MAX_BYTES or len(lines) != 1:
-        raise ConfigError(
+        raise SeveralLines(
             f"the key file {path} holds {len(lines) if len(data) <= MAX_BYTES else 'too many'} lines; expected one "
             "line with the key"
         )

@@ -97,6 +97,8 @@ def choose(judged: Sequence[Judged], server: str) -> Chosen:
     fitting = [each for each in judged if each.why_not is None]
     if not fitting:
         reasons = "; ".join(f"{each.draft.name}: {each.why_not}" for each in judged)
+        if len(judged) == 1:
+            raise BundleError(f"the only draft at {server} does not fit ({reasons}). `outrider pull --list` shows it")
         raise BundleError(
             f"none of the {len(judged)} drafts at {server} fits ({reasons}). `outrider pull --list` shows them all"
         )

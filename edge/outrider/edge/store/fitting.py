@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.link.client import CloudClient
-from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.link.endpoints import Endpoints, RetryPolicy
 from outrider.edge.link.errors import EndpointLost
 from outrider.edge.store.shelf import Pulled, Shelf, find_all_pulled
-from outrider.models.errors import RequestError
+from outrider.models.errors import CloudError, RequestError
 from outrider.models.protocol import ModelFacts
 
 
 async def find_for_server(
-    endpoints: Endpoints, choice: DraftChoice = AS_BUNDLED, shelf: Shelf | None = None
+    clients: Sequence[CloudClient],
+    choice: DraftChoice = AS_BUNDLED,
+    shelf: Shelf | None = None,
+    retry: RetryPolicy | None = None,
+    note: Callable[[str], None] = lambda words: None,
 ) -> list[Pulled]:
-    """The pulled drafts for the target of the first endpoint that answers; see `find_all_pulled`.
+    """The pulled drafts for the target of the first server that says what it serves; see `find_all_pulled`.
 
-    Asks no endpoint where nothing was pulled. Its files are not yet checked: `open_draft_bundle` does. Raises
-    CloudError where no endpoint answers, RequestError where it wants another key.
+    Asks no server where nothing was pulled. Its files are not yet checked: `open_draft_bundle` does. Raises
+    CloudError where no server answers, RequestError where one wants another key.
     """
     shelf = shelf or Shelf()
     if next(shelf.drafts(), None) is None:
         return []
-    served = await endpoints.call(_facts)
-    return [] if served is None else find_all_pulled(served.tokenizer, served.target, choice, shelf)
+    left = list(clients)
+    while left:
+        try:
+            asked, served = await Endpoints(left, retry, on_trouble=note).call(_facts)
+        except CloudError:
+            if len(left) == len(clients):
+                raise
+            break  # a gateway has answered, so texts may work
+        if served is not None:
+            return find_all_pulled(served.tokenizer, served.target, choice, shelf)
+        index = left.index(asked)
+        left = left[index + 1 :] + left[:index]
+    return []
 
 
-async def _facts(client: CloudClient) -> ModelFacts | None:
+async def _facts(client: CloudClient) -> tuple[CloudClient, ModelFacts | None]:
     """What is served there; None where it does not say, as some gateways."""
     try:
-        return await client.model_facts()
+        return client, await client.model_facts()
     except EndpointLost as error:
         if error.status == 404:
-            return None
+            return client, None
         raise
     except RequestError as error:
         if error.status == 401:
             raise
-        return None
+        return client, None

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.edge.link.client import CloudClient
 from outrider.edge.link.downloads import DraftClient
-from outrider.edge.link.endpoints import Endpoints
-from outrider.edge.link.errors import EndpointLost
-from outrider.edge.store.choice import Chosen
+from outrider.edge.link.endpoints import Endpoints, RetryPolicy
+from outrider.edge.link.errors import EndpointLost, EndpointUnfit
+from outrider.edge.link.origin import TextOrigin
+from outrider.edge.store.choice import Chosen, Judged, Wishes, choose, judge
 from outrider.edge.store.fetch import BundleFetch, Progress, locked, manifest_of
 from outrider.edge.store.shelf import PulledFor, Shelf, now_s
 from outrider.models.bundle import Bundle, hash_file
-from outrider.models.errors import BundleError, CloudError
+from outrider.models.errors import BundleError, CloudError, OutriderError, RequestError
 from outrider.models.manifest import MANIFEST_NAME
 from outrider.models.protocol import DraftList
 
@@ -26,24 +28,85 @@ class PullResult:
     is_new: bool
 
 
-async def list_offered(client: DraftClient, note: Callable[[str], None]) -> DraftList:
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A server's list, each draft judged, and the one to take from there."""
+
+    client: DraftClient
+    offered: DraftList
+    judged: list[Judged]
+    chosen: Chosen
+
+
+async def list_offered(client: DraftClient, note: Callable[[str], None], retry: RetryPolicy | None = None) -> DraftList:
     """The server's drafts. A server on this machine that still loads is waited for. Raises CloudError."""
-
-    async def ask(_: object) -> DraftList | None:
-        try:
-            return await client.draft_list()
-        except EndpointLost as error:
-            if error.status == 404:
-                return None
-            raise
-
-    listed = await Endpoints([client], on_trouble=note).call(ask)
+    listed = await Endpoints([client], retry, on_trouble=note).call(_listed)
     if listed is None:
-        raise CloudError(
-            f"the server at {client.url} offers no drafts for download: it is older than this device, or no Outrider "
-            "server. Copy a bundle from where it was exported, and name it with --draft"
-        )
+        raise _no_list(client)
     return listed
+
+
+async def find_offer(
+    clients: Sequence[DraftClient],
+    wishes: Wishes,
+    note: Callable[[str], None],
+    retry: RetryPolicy | None = None,
+) -> Offer:
+    """The best draft of the first server that has one which fits. note: called where a server is passed over.
+
+    Raises BundleError where no draft fits, CloudError where no server is left that could have one.
+    """
+    refusals: dict[str, OutriderError] = {}
+    by_url = {client.url: client for client in clients}
+
+    async def ask(client: CloudClient) -> Offer:
+        server = by_url[client.url]
+        try:
+            if (offered := await _listed(server)) is None:
+                raise _no_list(server)
+            judged = judge(offered.drafts, wishes)
+            return Offer(server, offered, judged, choose(judged, server.url))
+        except EndpointLost:
+            raise
+        except RequestError as error:
+            if error.status == 401:
+                raise
+            refusals[server.url] = error
+            what = "refuses to list drafts"
+        except CloudError as error:
+            refusals[server.url] = error
+            what = "offers no drafts for download"
+        except BundleError as error:
+            refusals[server.url] = error
+            what = "has no draft that fits" if judged else "has no drafts for its target"
+        raise EndpointUnfit(f"{server.url} {what}")
+
+    try:
+        return await Endpoints(clients, retry, on_trouble=note).call(ask, TextOrigin())
+    except CloudError:
+        if len(refusals) < len(clients):
+            raise
+        if len(refusals) == 1:
+            raise next(iter(refusals.values())) from None
+        raise BundleError(f"no cloud has a draft that fits: {'; '.join(map(str, refusals.values()))}") from None
+
+
+async def _listed(client: CloudClient) -> DraftList | None:
+    """None where there is no such route: the server is older, or another program."""
+    assert isinstance(client, DraftClient)
+    try:
+        return await client.draft_list()
+    except EndpointLost as error:
+        if error.status == 404:
+            return None
+        raise
+
+
+def _no_list(client: DraftClient) -> CloudError:
+    return CloudError(
+        f"the server at {client.url} offers no drafts for download: it is older than this device, or no Outrider "
+        "server. Copy a bundle from where it was exported, and name it with --draft"
+    )
 
 
 async def pull_draft(

@@ -90,6 +90,10 @@ class Shelf:
         partial.write_text(text + "\n", encoding="utf-8")
         partial.replace(path)
 
+    def forget(self, sha256: str) -> None:
+        """Removes the record of a bundle that is removed. Call it with the lock held."""
+        self._record_path(self.place(sha256)).unlink(missing_ok=True)
+
     def drafts(self) -> Iterator[Pulled]:
         """Every draft whose manifest can be read."""
         if not self.root.is_dir():

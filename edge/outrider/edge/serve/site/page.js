@@ -8,6 +8,8 @@ import { advance, drawTree } from "./tree.js";
 const at = (id) => document.getElementById(id);
 const timeline = new Timeline(at("timeline"));
 let conversation = [];
+let numDropped = 0; // of its first messages, which the model no longer sees
+let contextTokens = 0; // that the model takes at most
 let running = null;
 let tree = [];
 let unverified = null; // the answer that the target may check
@@ -154,8 +156,22 @@ function turn(who, text, name) {
   return [box, words];
 }
 
-/** Shows the prompt or the conversation, and returns where its text goes. */
-function stage(prompt, messages) {
+/** Says, below the turns that the model no longer sees, that they were dropped. */
+function showDropped() {
+  const box = at("text");
+  box.querySelector(".dropped")?.remove();
+  if (!numDropped) return;
+  const count = conversation.slice(0, numDropped).filter((message) => message.role === "user").length;
+  const what = count === 1 ? "oldest turn was dropped" : `${count} oldest turns were dropped`;
+  const note = document.createElement("p");
+  note.className = "dropped";
+  note.setAttribute("role", "note");
+  note.textContent = `The context of ${contextTokens} tokens is full: the ${what}. The model no longer sees what stands above.`;
+  box.insertBefore(note, box.children[numDropped]);
+}
+
+/** Shows the prompt or the conversation, and returns where its text goes. before: messages that are not sent. */
+function stage(prompt, messages, before) {
   const box = at("text");
   box.dataset.left = "no";
   if (!messages) {
@@ -165,22 +181,29 @@ function stage(prompt, messages) {
     box.replaceChildren(span);
     return box;
   }
-  const turns = messages.map((message) => turn(message.role === "user" ? "You" : "Model", message.content, message.role === "user" ? "prompt" : "origin-target")[0]);
+  const turns = [...before, ...messages].map((message) => turn(message.role === "user" ? "You" : "Model", message.content, message.role === "user" ? "prompt" : "origin-target")[0]);
   const [last, words] = turn("Model", "", "origin-target");
   words.replaceChildren();
   box.replaceChildren(...turns, last);
+  showDropped();
   return words;
 }
 
 /** Generates one text into the stage. */
-async function one(request, signal) {
-  const into = stage(request.prompt, request.messages);
+async function one(request, signal, before = []) {
+  const into = stage(request.prompt, request.messages, before);
   timeline.clear();
   const shown = new Shown(into);
   follow();
   try {
-    const end = await generate(request, signal, (event) => shown.take(event));
-    return { shown, end: { ...end, request } };
+    const end = await generate(request, signal, (event) => {
+      if (event.type === "dropped") {
+        numDropped = before.length + event.num_messages;
+        contextTokens = event.max_positions;
+        showDropped();
+      } else shown.take(event);
+    });
+    return { shown, end: { ...end, request, before } };
   } catch (error) {
     error.shown = shown;
     throw error;
@@ -247,16 +270,17 @@ function generateNow() {
       offerCheck(end);
       return;
     }
-    const messages = [...conversation, { role: "user", content: text }];
+    const all = [...conversation, { role: "user", content: text }];
+    const before = all.slice(0, numDropped);
     at("prompt").value = "";
     try {
-      const { shown, end } = await one({ ...chosen, messages }, signal);
-      conversation = [...messages, { role: "assistant", content: shown.text }];
+      const { shown, end } = await one({ ...chosen, messages: all.slice(before.length) }, signal, before);
+      conversation = [...all, { role: "assistant", content: shown.text }];
       status(summary(shown, end, chosen.seed));
       offerCheck(end);
     } catch (error) {
       if (error.name === "AbortError" && error.shown.text) {
-        conversation = [...messages, { role: "assistant", content: error.shown.text }];
+        conversation = [...all, { role: "assistant", content: error.shown.text }];
       } else at("prompt").value = text; // nothing was said
       throw error;
     }
@@ -265,27 +289,27 @@ function generateNow() {
 
 /** Offers to have unverified text checked; null: there is none. */
 function offerCheck(end) {
-  unverified = end?.num_unverified ? { id: end.id, request: end.request } : null;
+  unverified = end?.num_unverified ? { id: end.id, request: end.request, before: end.before } : null;
   at("unverified").hidden = !unverified;
 }
 
 /** Shows the target's text in place of the draft's. */
 function checkNow() {
   if (running || !unverified) return;
-  const { id, request } = unverified;
+  const { id, request, before } = unverified;
   run(async (signal) => {
     status("The target checks it…");
     let choice;
     try {
       [choice] = (await verify(id, signal)).choices;
     } catch (error) {
-      offerCheck({ num_unverified: 1, id, request });
+      offerCheck({ num_unverified: 1, id, request, before });
       throw error;
     }
-    const shown = new Shown(stage(request.prompt, request.messages));
+    const shown = new Shown(stage(request.prompt, request.messages, before));
     shown.add(choice.text, "origin-target");
     shown.close();
-    if (request.messages) conversation = [...request.messages, { role: "assistant", content: choice.text }];
+    if (request.messages) conversation = [...before, ...request.messages, { role: "assistant", content: choice.text }];
     const replaced = `${choice.replaced_tokens} unverified tokens were replaced, ${choice.confirmed_tokens} confirmed.`;
     status(choice.is_same ? "The target’s text is the same." : replaced);
   });
@@ -294,7 +318,8 @@ function checkNow() {
 function compareNow() {
   if (running || !at("form").reportValidity()) return;
   const text = at("prompt").value;
-  const content = isChat() ? { messages: [...conversation, { role: "user", content: text }] } : { prompt: text };
+  const before = conversation.slice(0, isChat() ? numDropped : 0);
+  const content = isChat() ? { messages: [...conversation.slice(numDropped), { role: "user", content: text }] } : { prompt: text };
   const request = { ...options(), ...content };
   showComparison({});
   run(async (signal) => {
@@ -302,10 +327,10 @@ function compareNow() {
     status("Comparing: the cloud reads the prompt…");
     await generate({ ...request, max_tokens: 1, is_drafted: false, round_trip_ms: 0 }, signal, () => {});
     status("Comparing: the cloud alone…");
-    const cloud = await one({ ...request, is_drafted: false }, signal);
+    const cloud = await one({ ...request, is_drafted: false }, signal, before);
     showComparison({ cloud });
     status("Comparing: drafted here…");
-    const drafted = await one({ ...request, is_drafted: true }, signal);
+    const drafted = await one({ ...request, is_drafted: true }, signal, before);
     showComparison({ cloud, drafted });
     status(summary(drafted.shown, drafted.end, request.seed));
   });
@@ -384,6 +409,7 @@ at("compare").addEventListener("click", compareNow);
 at("new").addEventListener("click", () => {
   if (running) return;
   conversation = [];
+  numDropped = 0;
   at("text").replaceChildren();
   status("A new conversation.");
   at("prompt").focus();
