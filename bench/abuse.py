@@ -34,6 +34,8 @@ from bench.attacks.connections import (
 from bench.attacks.downloads import greedy_downloads, other_paths, unread_downloads
 from bench.attacks.drafts import draft_flood
 from bench.attacks.identity import another_model, stopped_server
+from bench.attacks.local_pages import local_pages
+from bench.attacks.local_users import other_users
 from bench.attacks.rows import Row
 from bench.attacks.shapes import booleans
 from bench.attacks.sharing import held_prefixes, large_verify_calls, long_sessions, unequal_owners
@@ -77,6 +79,8 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (20, other_paths),
     (21, unread_downloads),
     (21, greedy_downloads),
+    (22, local_pages),
+    (23, other_users),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 
