@@ -34,6 +34,7 @@ from bench.attacks.connections import (
 from bench.attacks.downloads import greedy_downloads, other_paths, unread_downloads
 from bench.attacks.drafts import draft_flood
 from bench.attacks.identity import another_model, stopped_server
+from bench.attacks.local_bodies import local_bodies, local_documents
 from bench.attacks.local_pages import local_pages
 from bench.attacks.local_users import other_users
 from bench.attacks.rows import Row
@@ -81,6 +82,8 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (21, greedy_downloads),
     (22, local_pages),
     (23, other_users),
+    (24, local_bodies),
+    (24, local_documents),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 

@@ -205,9 +205,9 @@ def trickle(report: Any, port: int, heads: Sequence[bytes], line: bytes, every_s
         time.sleep(1.0)
 
 
-def as_user(report: Any, user: int, port: int, request: bytes) -> None:
-    """Becomes another user of this machine; sends `request` plainly, closed at once, with its writing side closed, and
-    four times on one connection. Reports the four statuses; 0: no answer was read.
+def as_user(report: Any, user: int, port: int, requests: Sequence[bytes]) -> None:
+    """Becomes another user of this machine; sends each request plainly, closed at once, with its writing side closed,
+    and four times on one connection. Reports the four statuses of each; 0: no answer was read.
     """
     import encodings.idna  # noqa: F401  # the other user may not read the library
     import os
@@ -217,6 +217,11 @@ def as_user(report: Any, user: int, port: int, request: bytes) -> None:
         os.setgid(user)
         os.setuid(user)
     report.send("begun")
+    report.send([_four_ways(port, request) for request in requests])
+    time.sleep(3600)
+
+
+def _four_ways(port: int, request: bytes) -> list[int]:
     statuses = [_answer_status(port, request, 30.0)]
     with suppress(OSError), socket.create_connection((HOST, port), 30.0) as connection:
         connection.sendall(request)
@@ -229,8 +234,7 @@ def as_user(report: Any, user: int, port: int, request: bytes) -> None:
                 connection.shutdown(socket.SHUT_WR)
             status = read_answer(connection)
         statuses.append(status)
-    report.send(statuses)
-    time.sleep(3600)
+    return statuses
 
 
 def draft_bytes(port: int, session: str, key: str | None = None) -> bytes:

@@ -13,6 +13,7 @@ from bench.attacks.local import BODIES, CHAT, VERIFY
 from bench.attacks.rows import Row, listed
 from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
 
+_ROOT: Final = 0
 _NOBODY: Final = 65534
 _WAYS: Final = ("plainly", "without waiting for the answer", "with its writing side closed", "pipelined")
 
@@ -23,15 +24,16 @@ def other_users(subject: Subject) -> Iterator[Row]:
         raise NotMeasured("only root can call as another user; run this as root")
     with subject.emulated(step_ms=5.0) as cloud:
         with subject.endpoint(cloud.url) as server:
-            own = {path: _codes(server, path, 0)[0] for path in BODIES}
-            before = _sessions(cloud)
-            other = {path: _codes(server, path, _NOBODY) for path in BODIES}
+            own = _plain(_codes(server, _ROOT))
+            if not (before := _sessions(cloud)):
+                raise NotMeasured("the verifier's metrics show no session after root's texts")
+            other = _codes(server, _NOBODY)
             spent = _sessions(cloud) - before
         with subject.endpoint(cloud.url, keys=KEYS) as server:
-            keyed = {path: _codes(server, path, _NOBODY, KEYS[0])[0] for path in BODIES}
-            wrong_key = {path: _codes(server, path, _NOBODY, "a-key-that-nobody-has")[0] for path in BODIES}
+            keyed = _plain(_codes(server, _NOBODY, KEYS[0]))
+            wrong_key = _plain(_codes(server, _NOBODY, "a-key-that-nobody-has"))
         with subject.endpoint(cloud.url, "--any-user") as server:
-            allowed = {path: _codes(server, path, _NOBODY)[0] for path in BODIES}
+            allowed = _plain(_codes(server, _NOBODY))
     taken = [
         f"{path} {way}"
         for path, codes in other.items()
@@ -61,13 +63,19 @@ def other_users(subject: Subject) -> Iterator[Row]:
     )
 
 
-def _codes(server: Server, path: str, user: int, key: str | None = None) -> list[int]:
-    """The statuses that this user gets, in the order of `_WAYS`."""
-    request = request_bytes(server.port, "POST", path, json.dumps(BODIES[path]).encode(), key)
-    with attacking(as_user, user, server.port, request) as reports:
-        codes: list[int] = reports.recv()
+def _codes(server: Server, user: int, key: str | None = None) -> dict[str, list[int]]:
+    """The statuses that this user gets at each route, in the order of `_WAYS`."""
+    requests = [
+        request_bytes(server.port, "POST", path, json.dumps(body).encode(), key) for path, body in BODIES.items()
+    ]
+    with attacking(as_user, user, server.port, requests) as reports:
+        codes: list[list[int]] = reports.recv()
     server.wait_until_idle()
-    return codes
+    return dict(zip(BODIES, codes, strict=True))
+
+
+def _plain(codes: dict[str, list[int]]) -> dict[str, int]:
+    return {path: found[0] for path, found in codes.items()}
 
 
 def _sessions(cloud: Server) -> int:
