@@ -34,7 +34,9 @@ from bench.attacks.connections import (
 from bench.attacks.downloads import greedy_downloads, other_paths, unread_downloads
 from bench.attacks.drafts import draft_flood
 from bench.attacks.identity import another_model, stopped_server
+from bench.attacks.local_answers import kept_answers
 from bench.attacks.local_bodies import local_bodies, local_documents
+from bench.attacks.local_crowds import delayed_texts, greedy_texts
 from bench.attacks.local_pages import local_pages
 from bench.attacks.local_users import other_users
 from bench.attacks.rows import Row
@@ -84,6 +86,9 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (23, other_users),
     (24, local_bodies),
     (24, local_documents),
+    (25, greedy_texts),
+    (27, kept_answers),
+    (28, delayed_texts),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 

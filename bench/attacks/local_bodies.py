@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from typing import Final
 
 from bench.attacks.attackers import attacking, repeat
 from bench.attacks.bodies import IN_FLIGHT, SIZE, filled
-from bench.attacks.exchange import request_bytes
+from bench.attacks.exchange import ask, request_bytes
 from bench.attacks.local import (
     ATTACKER,
     CHAT,
@@ -24,11 +25,12 @@ from bench.attacks.local import (
     honest_texts,
 )
 from bench.attacks.rows import Row
-from bench.attacks.subject import Subject
+from bench.attacks.subject import NotMeasured, Server, Subject
 
 _ATTACK_S: Final = 4.0
 _ALONE_S: Final = 2.0
 _NUM_DOCUMENTS: Final = 256
+_NUM_TEXTS: Final = 2
 _DOCUMENTS: Final = '{"prompt":"what is abcde?","max_tokens":1,"documents":['
 
 
@@ -76,10 +78,6 @@ def hostile_documents() -> dict[str, tuple[str, bytes]]:
         "a document of blanks": (COMPLETIONS, _document(" " * (SIZE - 200))),
         "a document of names in humps": (COMPLETIONS, _document("aB" * (SIZE // 2 - 100))),
         "a document without blanks between words": (COMPLETIONS, _document(pairs)),
-        "a chat with a document of 170,000 words": (
-            CHAT,
-            _document(words, {"messages": [{"role": "user", "content": "abcde"}], "max_tokens": 1}),
-        ),
     }
 
 
@@ -96,7 +94,7 @@ def local_documents(subject: Subject) -> Iterator[Row]:
 def _beside_texts(subject: Subject, what: str, bodies: dict[str, tuple[str, bytes]]) -> Iterator[Row]:
     raw: dict[str, dict[str, float]] = {}
     statuses: set[int] = set()
-    with endpoint_and_idle(subject) as (endpoint, idle), honest_texts(endpoint) as texts:
+    with endpoint_and_idle(subject) as (endpoint, idle), honest_texts(endpoint, _NUM_TEXTS) as texts:
         before_mb = endpoint.memory_mb()
         for name, (path, body) in bodies.items():
             requests = [request_bytes(endpoint.port, "POST", path, body, ATTACKER)]
@@ -117,7 +115,7 @@ def _beside_texts(subject: Subject, what: str, bodies: dict[str, tuple[str, byte
                 "alone": alone,
                 "during": during,
             }
-            endpoint.wait_until_awake()
+            _wait_until_settled(endpoint)
     slowest = max(raw, key=lambda name: raw[name]["p99_ms"] - raw[name]["idle_p99_ms"])
     worst = raw[slowest]
     is_quick = all(
@@ -158,6 +156,15 @@ def _beside_texts(subject: Subject, what: str, bodies: dict[str, tuple[str, byte
     )
 
 
-def _document(text: str, request: dict[str, object] | None = None) -> bytes:
-    request = request or {"prompt": "what is abcde?", "max_tokens": 1}
-    return json.dumps({**request, "documents": [{"text": text}]}, ensure_ascii=False).encode()
+def _wait_until_settled(endpoint: Server) -> None:
+    """Returns once only the other key's texts run: an abandoned request may still be in work."""
+    deadline_s = time.monotonic() + 120.0
+    while ask(endpoint.port, "GET", "/health/ready").json["running"] > _NUM_TEXTS:
+        if time.monotonic() > deadline_s:
+            raise NotMeasured("the attack's requests were still in work 120 s after it had ended")
+        time.sleep(0.1)
+
+
+def _document(text: str) -> bytes:
+    request = {"prompt": "what is abcde?", "max_tokens": 1, "documents": [{"text": text}]}
+    return json.dumps(request, ensure_ascii=False).encode()
