@@ -36,8 +36,11 @@ from bench.attacks.drafts import draft_flood
 from bench.attacks.identity import another_model, stopped_server
 from bench.attacks.local_answers import kept_answers
 from bench.attacks.local_bodies import local_bodies, local_documents
+from bench.attacks.local_connections import local_connections
 from bench.attacks.local_crowds import delayed_texts, greedy_texts
+from bench.attacks.local_hostile import local_hostile
 from bench.attacks.local_pages import local_pages
+from bench.attacks.local_slow import slow_verifier
 from bench.attacks.local_users import other_users
 from bench.attacks.rows import Row
 from bench.attacks.shapes import booleans
@@ -87,8 +90,11 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (24, local_bodies),
     (24, local_documents),
     (25, greedy_texts),
+    (26, local_connections),
     (27, kept_answers),
     (28, delayed_texts),
+    (29, local_hostile),
+    (30, slow_verifier),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 

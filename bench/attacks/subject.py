@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 import psutil
 from bench.attacks.exchange import ask
@@ -33,10 +33,16 @@ class NotMeasured(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server. process: the leader of its own process group."""
+    """A running server. process: the leader of its own process group. errors: where its log goes."""
 
     url: str
     process: subprocess.Popen[str]
+    errors: TextIO
+
+    def log(self) -> str:
+        """What it has logged so far."""
+        descriptor = self.errors.fileno()  # the server writes at the same position, so this does not move it
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
     @property
     def port(self) -> int:
@@ -152,7 +158,7 @@ class Subject:
                 if url is None:
                     errors.seek(0)
                     raise NotMeasured(f"the server did not start: {errors.read()[-500:].strip()}")
-                yield Server(url, process)
+                yield Server(url, process, errors)
             finally:
                 end(process)
 
