@@ -205,6 +205,22 @@ def trickle(report: Any, port: int, heads: Sequence[bytes], line: bytes, every_s
         time.sleep(1.0)
 
 
+def probe(report: Any, port: int) -> None:
+    """Asks for /health/live every 10 ms, and reports how long each answer took: what floods a server from the
+    measuring process would delay its own probe.
+    """
+    request = request_bytes(port, "GET", "/health/live")
+    report.send("begun")
+    with socket.create_connection((HOST, port), 30.0) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while True:
+            began_s = time.perf_counter()
+            connection.sendall(request)
+            read_answer(connection)
+            report.send(time.perf_counter() - began_s)
+            time.sleep(0.01)
+
+
 def as_user(report: Any, user: int, port: int, requests: Sequence[bytes]) -> None:
     """Becomes another user of this machine; sends each request plainly, closed at once, with its writing side closed,
     and four times on one connection. Reports the four statuses of each; 0: no answer was read.

@@ -45,7 +45,7 @@ def _others(endpoint: Server, relay: Relay) -> Iterator[Row]:
     again = _verify(endpoint, HONEST, name).status
     yield Row(
         "27",
-        "`outrider serve --offline-ok`: /v1/outrider/verify of another key's answer, without a key, by its owner, again",
+        "`outrider serve --offline-ok`: the check of another key's answer, without a key, by its owner, again",
         f"HTTP {while_away} without a cloud, {stolen.status}; {no_key}; {own}; {again}",
         "404, 404; 401; 200; 404",
         (while_away, stolen.status, no_key, own, again) == (404, 404, 401, 200, 404),

@@ -42,6 +42,7 @@ def hostile_bodies() -> dict[str, tuple[str, bytes]]:
         "prompt of empty texts": (COMPLETIONS, filled('{"prompt":[', '""', "]}")),
         "prompt of texts and ids in turn": (COMPLETIONS, filled('{"prompt":[', '"a",1', "]}")),
         "prompt of one text": (COMPLETIONS, filled('{"prompt":"', "a b ", '"}', separator="")),
+        "prompt of 400,000 ids": (COMPLETIONS, filled('{"max_tokens":1,"prompt":[', "5", "]}")),
         "prompt of one huge number": (COMPLETIONS, filled('{"prompt":[', "9", "]}", separator="")),
         "unknown keys": (COMPLETIONS, unknown.encode()),
         "deep nesting": (CHAT, deep),

@@ -10,13 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final
 
+from bench.attacks.attackers import attacking, probe
 from bench.attacks.exchange import Answer, ask
 from bench.attacks.hostile_server import HostileServer, Ways, as_answer, as_stream, hostile_server
 from bench.attacks.local import CHAT, COMPLETIONS, GENERATE, MAX_HEALTH_S, text_body
-from bench.attacks.probes import health_of, memory_of
+from bench.attacks.probes import latency_of, memory_of
 from bench.attacks.rows import Row, listed
 from bench.attacks.subject import NotMeasured, Server, Subject
-from bench.attacks.terminal import ESCAPES, HOSTILE, MAX_GROWTH_MB, USAGE, endless_sessions, opened_event
+from bench.attacks.terminal import ESCAPES, HOSTILE, MAX_GROWTH_MB, USAGE, endless_sessions, opened_event, tokens_of
 
 _MARKUP: Final = "<img src=x onerror=document.title='pwned'></script>"
 _BIDI: Final = ("\u202e", "\u2066", "\u200f")
@@ -34,7 +35,7 @@ def local_hostile(subject: Subject) -> Iterator[Row]:
     with _endpoint(subject, facts) as (server, endpoint):
         yield from _endless(server, endpoint, facts)
     with _endpoint(subject, facts) as (server, endpoint):
-        yield _mixed(server, endpoint)
+        yield _mixed(subject, server, endpoint)
     with _endpoint(subject, {**facts, "name": _NAME}) as (server, endpoint):
         yield from _escapes(server, endpoint)
 
@@ -68,8 +69,9 @@ def _endless(server: HostileServer, endpoint: Server, facts: dict[str, Any]) -> 
     before_mb = endpoint.memory_mb()
     for what, (ways, path, body) in kinds.items():
         server.ways = ways
-        with memory_of(endpoint) as memory, health_of(endpoint) as health:
+        with memory_of(endpoint) as memory, attacking(probe, endpoint.port) as reports:
             answer = _asked(endpoint, path, body)
+            health = latency_of(reports)
         server.ways = Ways(b"", others=good)
         raw[what] = {
             "status": answer.status,
@@ -114,7 +116,7 @@ def _endless(server: HostileServer, endpoint: Server, facts: dict[str, Any]) -> 
     )
 
 
-def _mixed(server: HostileServer, endpoint: Server) -> Row:
+def _mixed(subject: Subject, server: HostileServer, endpoint: Server) -> Row:
     """Eight clients at once; all sessions have the same name, and each answers with its own prompt's last token."""
 
     def echo(request: dict[str, Any]) -> bytes:
@@ -123,7 +125,7 @@ def _mixed(server: HostileServer, endpoint: Server) -> Row:
         return as_stream(opened_event(), *commits, {"type": "end", "reason": "length", "usage": USAGE})
 
     server.ways = Ways(b"", others=server.ways.others, answer=echo)
-    prompts = [[7, 100 + client] for client in range(_NUM_CLIENTS)]
+    prompts = [[7, *tokens_of(subject.bundles[1], letter)] for letter in "abcdefgh"]
 
     def text_of(prompt: list[int]) -> str:
         answer = ask(endpoint.port, "POST", COMPLETIONS, {"prompt": prompt, "max_tokens": _NUM_TOKENS})
@@ -163,8 +165,9 @@ def _escapes(server: HostileServer, endpoint: Server) -> Iterator[Row]:
             "an error": refused.body.decode(errors="replace"),
             "the page's events": (page.body + ended.body).decode(errors="replace"),
         }.items()
-        for escape in (*ESCAPES, *(_BIDI if where == "the log" else ()))
-        if escape in words and escape != "\x7f"  # JSON leaves DEL as it is
+        # JSON escapes the C0 codes only; what the log has goes to a terminal as it is.
+        for escape in ((*ESCAPES, *_BIDI) if where == "the log" else ("\x1b", "\x08"))
+        if escape in words
     ]
     yield Row(
         "29",
