@@ -354,6 +354,17 @@ def test_requests_bring_texts_and_never_paths(local: LocalEndpoint, tmp_path: Pa
 
 
 @needs_bm25s
+def test_the_text_that_a_request_brings_is_bounded(local: LocalEndpoint) -> None:
+    """In bytes and of all its documents: 1 MiB took seconds, and 100 MB, to index."""
+    with httpx.Client(base_url=local.url, timeout=30.0) as client:
+        for texts, status in ((["東" * 40_000] * 2, 200), (["東" * 40_000] * 3, 400)):
+            documents = [{"text": text} for text in texts]
+            answer = client.post("/v1/completions", json={"prompt": QUERY, "max_tokens": 1, "documents": documents})
+            assert answer.status_code == status, answer.text
+    assert "360000 bytes; expected at most 262144 in all" in answer.text
+
+
+@needs_bm25s
 def test_the_servers_documents_ground_every_text_unless_a_request_says_otherwise(cloud: FakeServer) -> None:
     """`[]` asks for none; its own documents stand in the place of the server's."""
     from outrider.edge.retrieval.grounding import Library

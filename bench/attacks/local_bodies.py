@@ -30,6 +30,8 @@ from bench.attacks.subject import NotMeasured, Server, Subject
 _ATTACK_S: Final = 4.0
 _ALONE_S: Final = 2.0
 _NUM_DOCUMENTS: Final = 256
+_TEXT: Final = (1 << 18) - 512
+"""Bytes of the documents of a request: what the endpoint takes."""
 _NUM_TEXTS: Final = 2
 _DOCUMENTS: Final = '{"prompt":"what is abcde?","max_tokens":1,"documents":['
 
@@ -60,24 +62,26 @@ def hostile_documents() -> dict[str, tuple[str, bytes]]:
     """Bodies with documents: name -> (path, body). All are taken, or refused for their shape."""
     rng = random.Random(22)
     words = " ".join("".join(rng.choices("abcdefghij", k=5)) for _ in range(SIZE // 6 - 100))
+    part = words[:_TEXT]
     many = json.dumps(
         {
             "prompt": "what is abcde?",
             "max_tokens": 1,
-            "documents": [{"text": words[at : at + 4000]} for at in range(0, 4000 * _NUM_DOCUMENTS, 4000)],
+            "documents": [{"text": part[at : at + 1000]} for at in range(0, 1000 * _NUM_DOCUMENTS, 1000)],
         }
     )
-    pairs = "".join(chr(0x4E00 + rng.randrange(2000)) for _ in range(SIZE // 3 - 100))
+    pairs = "".join(chr(0x4E00 + rng.randrange(2000)) for _ in range(_TEXT // 3))
     return {
         "documents without text": (COMPLETIONS, filled(_DOCUMENTS, '{"text":""}', "]}")),
         "documents of wrong types": (COMPLETIONS, filled(_DOCUMENTS, '{"text":0}', "]}")),
-        f"{_NUM_DOCUMENTS} documents of 4,000 characters": (COMPLETIONS, many[:SIZE].encode()),
+        f"{_NUM_DOCUMENTS} documents of 1,000 characters": (COMPLETIONS, many.encode()),
         "a document of 170,000 words": (COMPLETIONS, _document(words)),
-        "a document of one word": (COMPLETIONS, _document("a" * (SIZE - 200))),
-        "a document of headings": (COMPLETIONS, _document("# a\n\n" * (SIZE // 7 - 50))),
-        "a document of short lines": (COMPLETIONS, _document("ab\n\n" * (SIZE // 6 - 50))),
-        "a document of blanks": (COMPLETIONS, _document(" " * (SIZE - 200))),
-        "a document of names in humps": (COMPLETIONS, _document("aB" * (SIZE // 2 - 100))),
+        "a document of 43,000 words": (COMPLETIONS, _document(part)),
+        "a document of one word": (COMPLETIONS, _document("a" * _TEXT)),
+        "a document of headings": (COMPLETIONS, _document("# a\n\n" * (_TEXT // 5))),
+        "a document of short lines": (COMPLETIONS, _document("ab\n\n" * (_TEXT // 4))),
+        "a document of blanks": (COMPLETIONS, _document(" " * _TEXT)),
+        "a document of names in humps": (COMPLETIONS, _document("aB" * (_TEXT // 2))),
         "a document without blanks between words": (COMPLETIONS, _document(pairs)),
     }
 
@@ -89,7 +93,7 @@ def local_bodies(subject: Subject) -> Iterator[Row]:
 
 def local_documents(subject: Subject) -> Iterator[Row]:
     """The same with documents, which are indexed for each request."""
-    yield from _beside_texts(subject, "requests with documents of 1 MiB", hostile_documents())
+    yield from _beside_texts(subject, "requests with documents, of 256 KiB and more", hostile_documents())
 
 
 def _beside_texts(subject: Subject, what: str, bodies: dict[str, tuple[str, bytes]]) -> Iterator[Row]:
