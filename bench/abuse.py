@@ -7,8 +7,8 @@
 Black box: it knows wire formats and commands only, so it runs on versions before and after a change. Servers are real
 processes: the reference target, not widened, or the real server over a model whose steps take a given time
 (`bench.emulated`) where a limit is a number of steps. Attackers run in processes of their own. Exits 1 where a limit is
-missed or a row could not be measured, which the table says. Needs Linux and two cores; row 23 needs
-root, row 29 Chromium. Takes about 25 minutes, and up to twice as long where limits are missed.
+missed or a row could not be measured, which the table says. Needs Linux and two cores; row 23 needs root, row 29
+Chromium. Takes about 25 minutes, and up to twice as long where limits are missed.
 """
 
 from __future__ import annotations

@@ -528,6 +528,17 @@ def test_the_command_serves_the_text_of_outrider_run(
     assert capsys.readouterr().out.removesuffix("\n") == answer.json()["choices"][0]["text"] == expected()
 
 
+def test_threads_at_work_give_the_event_loop_its_turn_soon(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server's loop shares one process with the indexing of documents."""
+    intervals: list[float] = []
+    monkeypatch.setattr("sys.setswitchinterval", intervals.append)
+    monkeypatch.setattr("outrider.edge.cli.serve.configure_logging", lambda format_: None)
+    assert run_main(monkeypatch, "serve", "--port", "0", "--draft", "nowhere") == 2
+    assert intervals == [0.001] and "nowhere" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
