@@ -1,4 +1,4 @@
-"""Attacks a running server, and the agent, in every way of the list below, and measures who suffers.
+"""Attacks a running server, the agent and its local endpoint, in every way of the list below, and measures who suffers.
 
     python -m bench.abuse [--only ROW] [--json PATH]
     python -m bench.abuse --tree DIR          # the version that lies there, by DIR/.venv
@@ -7,8 +7,8 @@
 Black box: it knows wire formats and commands only, so it runs on versions before and after a change. Servers are real
 processes: the reference target, not widened, or the real server over a model whose steps take a given time
 (`bench.emulated`) where a limit is a number of steps. Attackers run in processes of their own. Exits 1 where a limit is
-missed or a row could not be measured, which the table says. Needs Linux and two cores. Takes about ten minutes, and up
-to twice as long where limits are missed.
+missed or a row could not be measured, which the table says. Needs Linux and two cores; row 23 needs root, row 29
+Chromium. Takes about 25 minutes, and up to twice as long where limits are missed.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ from bench.attacks.connections import (
 from bench.attacks.downloads import greedy_downloads, other_paths, unread_downloads
 from bench.attacks.drafts import draft_flood
 from bench.attacks.identity import another_model, stopped_server
+from bench.attacks.local_answers import kept_answers
+from bench.attacks.local_bodies import local_bodies, local_documents
+from bench.attacks.local_connections import local_connections
+from bench.attacks.local_crowds import delayed_texts, greedy_texts
+from bench.attacks.local_hostile import local_hostile
+from bench.attacks.local_pages import local_pages
+from bench.attacks.local_slow import slow_verifier
+from bench.attacks.local_users import other_users
 from bench.attacks.rows import Row
 from bench.attacks.shapes import booleans
 from bench.attacks.sharing import held_prefixes, large_verify_calls, long_sessions, unequal_owners
@@ -77,6 +85,16 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (20, other_paths),
     (21, unread_downloads),
     (21, greedy_downloads),
+    (22, local_pages),
+    (23, other_users),
+    (24, local_bodies),
+    (24, local_documents),
+    (25, greedy_texts),
+    (26, local_connections),
+    (27, kept_answers),
+    (28, delayed_texts),
+    (29, local_hostile),
+    (30, slow_verifier),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 

@@ -212,6 +212,7 @@ USAGE = (
 BROKEN_STREAMS: dict[str, tuple[Reply, str]] = {
     "a line without end": (writes(opening() + b"data: ", b"x"), "more than 262144 bytes"),
     "a comment without end": (writes(opening() + b":", b"x"), "more than 262144 bytes"),
+    "keep-alives without end": (writes(opening(), b":\n\n" * 1000), "more than 1048576 bytes without an event"),
     "a header without end": (writes(OK + b"x: ", b"x"), "not HTTP"),
     "headers without end": (writes(OK, b"x: y\r\n"), "not HTTP"),
     "a status without end": (writes(b"HTTP/1.1 200 ", b"x"), "not HTTP"),

@@ -40,6 +40,7 @@ from outrider.edge.modes.offline import OfflineText, OfflineWriter, whole_result
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, Mode, Source, TokenBatch
 from outrider.edge.serve.state import OfflineSettings
+from outrider.edge.serve.unverified import MAX_KEPT, MAX_KEPT_TOKENS, KeptText, UnverifiedAnswers
 from outrider.models.errors import CloudError, RequestError
 from outrider.models.sampling import SamplingParams
 
@@ -221,6 +222,11 @@ def test_serve_marks_what_no_cloud_has_seen_and_has_it_verified_later() -> None:
             assert away.status_code == 503 and away.json()["error"]["code"] == "no_verifier"
             local.wait_until(local.is_at_rest)
             with DelayProxy(address.host, address.port, listen_port=port):
+                kept = local.core.unverified
+                kept._in_work.add(document["id"])  # as while another call has it verified
+                busy = client.post("/v1/outrider/verify", json={"id": document["id"]})
+                assert busy.status_code == 409 and busy.json()["error"]["code"] == "answer_in_work"
+                kept._in_work.clear()
                 verified = client.post("/v1/outrider/verify", json={"id": document["id"]})
                 assert verified.status_code == 200, verified.text
                 (choice,) = verified.json()["choices"]
@@ -237,6 +243,40 @@ def test_serve_marks_what_no_cloud_has_seen_and_has_it_verified_later() -> None:
                 online = client.post("/v1/completions", json=body()).json()
                 assert online["choices"][0]["text"] == expected() and "outrider" not in online["choices"][0]
                 local.wait_until(local.is_at_rest)
+
+
+def test_an_answer_is_checked_by_one_call_at_a_time() -> None:
+    """It stays where the check fails, and is gone after it."""
+    answers, text = UnverifiedAnswers(), kept_text()
+    answers.keep("one", b"owner", 0, text)
+    with pytest.raises(CloudError), answers.checking("one", b"owner") as kept:
+        assert kept.choices == {0: text}
+        with pytest.raises(RequestError, match="another call has the answer 'one' verified") as busy:
+            answers.checking("one", b"owner").__enter__()
+        assert busy.value.status == 409
+        with pytest.raises(RequestError, match="no unverified answer"):
+            answers.checking("one", b"other").__enter__()
+        raise CloudError("no cloud answers")
+    with answers.checking("one", b"owner"):
+        pass
+    with pytest.raises(RequestError, match="no unverified answer"):
+        answers.find("one", b"owner")
+
+
+def test_a_client_with_many_answers_gives_way_to_one_with_few() -> None:
+    """However many one client leaves unverified, another's stays; also where they are bounded by their tokens."""
+    answers = UnverifiedAnswers()
+    answers.keep("few", b"other", 0, kept_text())
+    for number in range(3 * MAX_KEPT):
+        answers.keep(f"{number}", b"owner", 0, kept_text())
+    assert answers.find("few", b"other") and len(answers._kept) == MAX_KEPT
+    answers.find(f"{3 * MAX_KEPT - 1}", b"owner")
+    answers.keep("large", b"owner", 0, kept_text(MAX_KEPT_TOKENS))
+    assert list(answers._kept) == ["few"] and answers._num_tokens == kept_text().num_tokens
+
+
+def kept_text(num_tokens: int = 4) -> KeptText:
+    return KeptText(GenerationRequest((1,), PARAMS, COUNT), (), (7,) * num_tokens, None, (), frozenset())
 
 
 def test_run_writes_and_marks_a_text_without_a_cloud(

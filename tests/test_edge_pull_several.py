@@ -221,7 +221,7 @@ def test_a_dead_first_cloud_is_named_once(
     dead = nowhere()
     assert run_main(monkeypatch, "pull", "--cloud", server.url) == 0
     capsys.readouterr()
-    monkeypatch.setattr(f"outrider.edge.cli.{command}.COMPARE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("outrider.edge.link.fleet.COMPARE_TIMEOUT_S", 0.0)
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     asked = ["run", "def verify("] if command == "run" else ["chat", "--history", str(tmp_path / "history")]
     assert run_main(monkeypatch, *asked, "--max-tokens", "8", "--depth", "3", *clouds(dead, server.url)) == 0

@@ -30,9 +30,12 @@ from outrider.edge.link.checks import check_rendered
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.errors import ProtocolBroken
 from outrider.edge.results import ByteCounts
+from outrider.edge.serve import routes
+from outrider.edge.serve import upstream as upstream_module
 from outrider.edge.serve.neighbours import OwnUser
 from outrider.edge.serve.server import LocalServer
 from outrider.edge.serve.state import LocalSettings
+from outrider.edge.serve.upstream import FACTS_S, Upstream
 from outrider.models.bundle_writer import BundleWriter
 from outrider.models.errors import ModelFault, RequestError, TokenizerMismatch
 from outrider.models.http import openai
@@ -564,6 +567,17 @@ def test_the_command_serves_the_text_of_outrider_run(
     assert capsys.readouterr().out.removesuffix("\n") == answer.json()["choices"][0]["text"] == expected()
 
 
+def test_threads_at_work_give_the_event_loop_its_turn_soon(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server's loop shares one process with the indexing of documents."""
+    intervals: list[float] = []
+    monkeypatch.setattr("sys.setswitchinterval", intervals.append)
+    monkeypatch.setattr("outrider.edge.cli.serve.configure_logging", lambda format_: None)
+    assert run_main(monkeypatch, "serve", "--port", "0", "--draft", "nowhere") == 2
+    assert intervals == [0.001] and "nowhere" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -633,6 +647,75 @@ def test_texts_keep_the_targets_facts(
     now[0] += 2.0  # 31 s after the last text
     assert client.post("/v1/completions", json=body(max_tokens=1)).status_code == 200
     assert asked[2:] == [now[0]]
+
+
+def test_a_prompt_that_no_target_takes_reaches_no_draft(cloud: FakeServer) -> None:
+    """200,000 ids fit into a body; what the draft keeps of a prompt to copy from it took 150 MB."""
+    with serve_local(cloud.url) as local, httpx.Client(base_url=local.url, timeout=30.0) as client:
+        refused = client.post("/v1/completions", json={"prompt": [5] * 200_000, "max_tokens": 1})
+        assert refused.status_code == 400 and error_of(refused)["code"] == "context_length_exceeded"
+        assert not local.core.drafts.num_opened
+        local.wait_until(local.is_at_rest)
+
+
+def test_many_clients_ask_a_slow_verifier_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they take all connections to it. Facts that are known serve while it does not answer."""
+    asked: list[str] = []
+
+    async def run() -> None:
+        answers = asyncio.Event()
+
+        async def slow(request: httpx.Request) -> httpx.Response:
+            asked.append(request.url.path)
+            await answers.wait()
+            ready = {"status": "ready", "model": "fake", "running": 0, "queue_depth": 0}
+            is_facts = request.url.path == "/v1/model"
+            return httpx.Response(200, content=FACTS.model_dump_json() if is_facts else json.dumps(ready))
+
+        now = [0.0]
+        client = CloudClient("http://127.0.0.1:1", transport=httpx.MockTransport(slow))
+        upstream = Upstream([client], FACTS.tokenizer, clock=lambda: now[0])
+        waiting = [asyncio.create_task(upstream.facts(is_fresh=number % 2 == 0)) for number in range(20)]
+        probes = [asyncio.create_task(upstream.ready()) for _ in range(20)]
+        while len(asked) < 2:
+            await asyncio.sleep(0)
+        waiting.pop().cancel()
+        answers.set()
+        assert await asyncio.gather(*waiting) == [FACTS] * 19
+        assert [each.model for each in await asyncio.gather(*probes)] == ["fake"] * 20
+        assert sorted(asked) == ["/health/ready", "/v1/model"]
+        answers.clear()
+        now[0] += FACTS_S
+        monkeypatch.setattr(upstream_module, "PATIENT_S", 0.0)
+        assert [await upstream.facts() for _ in range(3)] == [FACTS] * 3
+        await upstream.aclose()
+        assert asked.count("/v1/model") <= 2
+
+    asyncio.run(run())
+
+
+def test_a_client_that_leaves_before_its_text_begins_frees_its_place(
+    cloud: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its documents may take seconds to index; other texts do not wait for them."""
+    goes_on, began = threading.Event(), threading.Event()
+
+    def encode(tokenizer: object, prompts: Sequence[object]) -> list[list[int]]:
+        began.set()
+        goes_on.wait()
+        return [[5]]
+
+    monkeypatch.setattr(routes, "encode_prompts", encode)
+    with serve_local(cloud.url) as local:
+        content, address = json.dumps(body()).encode(), httpx.URL(local.url)
+        try:
+            with socket.create_connection((address.host, address.port or 0)) as connection:
+                head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
+                connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content)
+                assert began.wait(30.0) and local.core.places.num_taken == 1
+            local.wait_until(local.is_at_rest)
+        finally:
+            goes_on.set()
 
 
 def test_a_text_is_written_by_the_target_that_its_answer_names(cloud: FakeServer) -> None:

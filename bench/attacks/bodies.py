@@ -26,25 +26,25 @@ def hostile_bodies() -> dict[str, tuple[str, bytes]]:
     completions, sessions, verify, chat = "/v1/completions", "/v1/sessions", "/v1/verify", "/v1/chat/completions"
     unknown = "{" + ",".join(f'"k{i}":0' for i in range(SIZE // 11)) + "}"
     return {
-        "prompt of empty texts": (completions, _filled('{"prompt":[', '""', "]}")),
-        "prompt of texts and ids in turn": (completions, _filled('{"prompt":[', '"a",1', "]}")),
-        "prompt of empty lists": (completions, _filled('{"prompt":[', "[]", "]}")),
-        "prompt of one text": (completions, _filled('{"prompt":"', "a b ", '"}', separator="")),
-        "prompt of true": (sessions, _filled('{"max_tokens":1,"prompt":[', "true", "]}")),
-        "prompt of large numbers": (sessions, _filled('{"max_tokens":1,"prompt":[', "9" * 40, "]}")),
-        "prompt of one huge number": (sessions, _filled('{"max_tokens":1,"prompt":[', "9", "]}", separator="")),
+        "prompt of empty texts": (completions, filled('{"prompt":[', '""', "]}")),
+        "prompt of texts and ids in turn": (completions, filled('{"prompt":[', '"a",1', "]}")),
+        "prompt of empty lists": (completions, filled('{"prompt":[', "[]", "]}")),
+        "prompt of one text": (completions, filled('{"prompt":"', "a b ", '"}', separator="")),
+        "prompt of true": (sessions, filled('{"max_tokens":1,"prompt":[', "true", "]}")),
+        "prompt of large numbers": (sessions, filled('{"max_tokens":1,"prompt":[', "9" * 40, "]}")),
+        "prompt of one huge number": (sessions, filled('{"max_tokens":1,"prompt":[', "9", "]}", separator="")),
         "unknown keys": (sessions, unknown.encode()),
         "deep nesting": (sessions, b'{"prompt":' + b"[" * (SIZE // 2) + b"]" * (SIZE // 2 - 16) + b"}"),
-        "items that are no objects": (verify, _filled('{"items":[', "0", "]}")),
+        "items that are no objects": (verify, filled('{"items":[', "0", "]}")),
         "items of wrong drafts": (verify, _verify_body()),
-        "100,000 chat messages": (chat, _filled('{"messages":[', "{}", "]}")),
-        "chat messages of wrong roles": (chat, _filled('{"messages":[', '{"role":0,"content":[]}', "]}")),
-        "100,000 messages to render": ("/v1/render", _filled('{"messages":[', "{}", "]}")),
+        "100,000 chat messages": (chat, filled('{"messages":[', "{}", "]}")),
+        "chat messages of wrong roles": (chat, filled('{"messages":[', '{"role":0,"content":[]}', "]}")),
+        "100,000 messages to render": ("/v1/render", filled('{"messages":[', "{}", "]}")),
         "one long message to render": (
             "/v1/render",
-            _filled('{"messages":[{"role":"user","content":"', "a b ", '"}]}', separator=""),
+            filled('{"messages":[{"role":"user","content":"', "a b ", '"}]}', separator=""),
         ),
-        "drafts of wrong ids": ("/v1/sessions/none/drafts", _filled('{"base":0,"paths":[', '["a"]', "]}")),
+        "drafts of wrong ids": ("/v1/sessions/none/drafts", filled('{"base":0,"paths":[', '["a"]', "]}")),
     }
 
 
@@ -110,7 +110,7 @@ def wrong_elements(subject: Subject) -> Iterator[Row]:
     )
 
 
-def _filled(head: str, element: str, tail: str, separator: str = ",") -> bytes:
+def filled(head: str, element: str, tail: str, separator: str = ",") -> bytes:
     """As many elements as fit."""
     count = (SIZE - len(head) - len(tail)) // (len(element) + len(separator))
     return (head + separator.join([element] * count) + tail).encode()

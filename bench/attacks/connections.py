@@ -11,7 +11,7 @@ from bench.attacks.attackers import attacking, huge_header, pipeline, trickle
 from bench.attacks.exchange import request_bytes
 from bench.attacks.probes import health_of, memory_of
 from bench.attacks.rows import Row
-from bench.attacks.subject import KEYS, NotMeasured, Subject
+from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
 
 MAX_HEALTH_S: Final = 0.05
 MAX_GROWTH_MB: Final = 64.0
@@ -46,17 +46,22 @@ def trickled_requests(subject: Subject) -> Iterator[Row]:
     """Opens 1,500 connections that send a header line every two seconds, then 100 whose bodies trickle likewise."""
     require_open_files(NUM_TRICKLES + 500)
     with subject.serve(keys=KEYS) as server:
-        header = b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-        body = request_bytes(server.port, "POST", "/v1/completions", b" " * 1000, KEYS[0])[:-1000]
-        with (
-            attacking(trickle, server.port, [body] * NUM_BODIES, b" ", 2.0) as bodies,
-            health_of(server, reconnects=True, timeout_s=5.0) as health,
-            attacking(trickle, server.port, [header] * NUM_TRICKLES, b"X-A: a\r\n", 2.0) as headers,
-        ):
-            open_headers = _open_after(headers)
-            open_bodies = _open_after(bodies)
+        yield from trickles("8", server)
+
+
+def trickles(number: str, server: Server) -> Iterator[Row]:
+    """The same at a server that runs, with KEYS."""
+    header = b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+    body = request_bytes(server.port, "POST", "/v1/completions", b" " * 1000, KEYS[0])[:-1000]
+    with (
+        attacking(trickle, server.port, [body] * NUM_BODIES, b" ", 2.0) as bodies,
+        health_of(server, reconnects=True, timeout_s=5.0) as health,
+        attacking(trickle, server.port, [header] * NUM_TRICKLES, b"X-A: a\r\n", 2.0) as headers,
+    ):
+        open_headers = _open_after(headers)
+        open_bodies = _open_after(bodies)
     yield Row(
-        "8",
+        number,
         f"{NUM_TRICKLES} connections that trickle headers, no key",
         f"{_closed(open_headers)}; /health/live on new connections: {health}",
         "all closed or refused within 30 s (and 3 s); health always answers, p99 under 250 ms",
@@ -64,7 +69,7 @@ def trickled_requests(subject: Subject) -> Iterator[Row]:
         {"open_after": open_headers, "health_s": health.values, "failures": health.num_failures},
     )
     yield Row(
-        "8",
+        number,
         f"{NUM_BODIES} connections with a key that trickle bodies",
         _closed(open_bodies),
         "all closed or refused within 30 s (and 3 s)",
@@ -107,16 +112,20 @@ def unread_answers(subject: Subject) -> Iterator[Row]:
 
 def _pipelined(subject: Subject, what: str, method: str, path: str, body: bytes, connections: int) -> Iterator[Row]:
     with subject.serve(keys=KEYS) as server, subject.serve(keys=KEYS) as idle:
-        block = request_bytes(server.port, method, path, body) * 500
-        with (
-            memory_of(server) as memory,
-            health_of(server) as health,
-            health_of(idle) as beside,
-            attacking(pipeline, server.port, block, connections, False),
-        ):
-            time.sleep(10.0)
-    yield Row(
-        "9",
+        yield pipelines("9", server, idle, what, request_bytes(server.port, method, path, body), connections)
+
+
+def pipelines(number: str, server: Server, idle: Server, what: str, request: bytes, connections: int) -> Row:
+    """Pipelines a request on connections for ten seconds, without reading the answers."""
+    with (
+        memory_of(server) as memory,
+        health_of(server) as health,
+        health_of(idle) as beside,
+        attacking(pipeline, server.port, request * 500, connections, False),
+    ):
+        time.sleep(10.0)
+    return Row(
+        number,
         what,
         f"+{memory.growth_mb:.0f} MB in 10 s; /health/live: {health} (an idle server beside it: {beside})",
         "+64 MB; p99 under 50 ms more than the idle server's",

@@ -53,14 +53,25 @@ class Stream:
                 self.is_over = True
             elif event.get("tokens"):
                 self.commits.append((now_s, len(event["tokens"])))
-                self.tokens += event["tokens"]
+                self.tokens += [token["id"] if isinstance(token, dict) else token for token in event["tokens"]]
 
 
 class Crowd:
-    """Sessions of one owner. keeps: a session that ends is opened again, so that as many stay open."""
+    """Sessions of one owner. keeps: a session that ends is opened again, so that as many stay open.
 
-    def __init__(self, port: int, *, key: str | None = None, address: str = HOST, keeps: bool = False) -> None:
-        self._port, self._key, self._address, self._keeps = port, key, address, keeps
+    path: what opens one: the verifier's sessions, or the texts of the local endpoint's page.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        *,
+        key: str | None = None,
+        address: str = HOST,
+        keeps: bool = False,
+        path: str = "/v1/sessions",
+    ) -> None:
+        self._port, self._key, self._address, self._keeps, self._path = port, key, address, keeps, path
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -74,7 +85,7 @@ class Crowd:
         began_s = time.perf_counter()
         connection = socket.create_connection((HOST, self._port), source_address=(self._address, 0))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(request_bytes(self._port, "POST", "/v1/sessions", json.dumps(body).encode(), self._key))
+        connection.sendall(request_bytes(self._port, "POST", self._path, json.dumps(body).encode(), self._key))
         stream = Stream(connection, began_s)
         with self._lock:
             self.streams.append(stream)

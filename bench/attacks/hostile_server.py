@@ -6,9 +6,9 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from bench.attacks.exchange import HOST
@@ -19,11 +19,16 @@ MAX_SENT: Final = 512 << 20
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """What it sends to open a session (the bytes, then `more` again and again, up to 512 MiB), and for readiness."""
+    """What it sends to open a session (the bytes, then `more` again and again, up to 512 MiB), and for readiness.
+
+    others: for GET and POST of these paths, the same. answer: makes the bytes for a session from the request's body.
+    """
 
     session: bytes
     more: bytes = b""
     ready: bytes | None = None
+    others: Mapping[str, tuple[bytes, bytes]] = field(default_factory=dict)
+    answer: Callable[[Any], bytes] | None = None
 
 
 class HostileServer:
@@ -51,13 +56,13 @@ class HostileServer:
     def _answer(self, connection: socket.socket) -> None:
         with suppress(OSError, ValueError), connection:
             head = _head(connection)
-            if b"/v1/sessions " in head.splitlines()[0]:
+            ways, path = self.ways, head.split(b" ")[1].decode("latin-1")
+            if path == "/v1/sessions":
                 self.num_sessions += 1
-                ways, sent = self.ways, 0
-                connection.sendall(ways.session)
-                while ways.more and sent < MAX_SENT:
-                    connection.sendall(ways.more)
-                    sent += len(ways.more)
+                first = ways.session if ways.answer is None else ways.answer(_body(connection, head))
+                _send_all(connection, first, ways.more)
+            elif path in ways.others:
+                _send_all(connection, *ways.others[path])
             elif b"/health/ready" in head:
                 connection.sendall(self.ways.ready or as_answer({"status": "ready", "model": "m"}))
             else:
@@ -67,6 +72,22 @@ class HostileServer:
             connection.settimeout(5.0)
             while connection.recv(65536):
                 time.sleep(0)
+
+
+def _send_all(connection: socket.socket, first: bytes, more: bytes) -> None:
+    connection.sendall(first)
+    sent = 0
+    while more and sent < MAX_SENT:
+        connection.sendall(more)
+        sent += len(more)
+
+
+def _body(connection: socket.socket, head: bytes) -> Any:
+    head, _, body = head.partition(b"\r\n\r\n")
+    lengths = [line.split(b":")[1] for line in head.lower().splitlines() if line.startswith(b"content-length:")]
+    while len(body) < int(lengths[0]):
+        body += connection.recv(65536)
+    return json.loads(body)
 
 
 def _head(connection: socket.socket) -> bytes:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from bench.attacks.exchange import HOST, read_answer, request_bytes
 from bench.attacks.rows import percentile
@@ -49,6 +50,14 @@ def health_of(server: Server, *, reconnects: bool = False, timeout_s: float = 20
     finally:
         is_over.set()
         thread.join()
+
+
+def latency_of(reports: Any) -> Latency:
+    """What `attackers.probe` has reported so far."""
+    latency = Latency()
+    while reports.poll():
+        latency.values.append(reports.recv())
+    return latency
 
 
 def _ask(port: int, latency: Latency, is_over: threading.Event, reconnects: bool, timeout_s: float) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 import psutil
 from bench.attacks.exchange import ask
@@ -33,10 +33,16 @@ class NotMeasured(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running server. process: the leader of its own process group."""
+    """A running server. process: the leader of its own process group. errors: where its log goes."""
 
     url: str
     process: subprocess.Popen[str]
+    errors: TextIO
+
+    def log(self) -> str:
+        """What it has logged so far."""
+        descriptor = self.errors.fileno()  # the server writes at the same position, so this does not move it
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode(errors="replace")
 
     @property
     def port(self) -> int:
@@ -73,7 +79,7 @@ class Server:
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             answer = ask(self.port, "GET", "/health/ready", timeout_s=10.0)
-            if answer.status == 200 and not answer.json["running"] and not answer.json["queue_depth"]:
+            if answer.status == 200 and not answer.json["running"] and not answer.json.get("queue_depth"):
                 return
             time.sleep(0.02)
         raise NotMeasured(f"the server was still busy {timeout_s:g} s after the last request had ended")
@@ -104,10 +110,7 @@ class Subject:
             arguments = ["-m", "outrider.cloud.server", "serve", str(bundle or self.bundles[0]), "--port", "0"]
             arguments += ["--threads", "1", "--drain-s", "0", *options]
             if keys:
-                path = Path(place) / "keys"
-                path.write_text("\n".join(keys) + "\n", encoding="utf-8")
-                path.chmod(0o600)
-                arguments += ["--api-key-file", str(path)]
+                arguments += ["--api-key-file", str(written_keys(Path(place), keys))]
             with self._running(arguments) as server:
                 yield server
 
@@ -121,6 +124,17 @@ class Subject:
         arguments = ["-m", "bench.emulated", "--step-ms", str(step_ms), "--extra-ms", str(extra_ms)]
         with self._running(arguments) as server:
             yield server
+
+    @contextmanager
+    def endpoint(self, cloud: str, *options: str, keys: Sequence[str] = ()) -> Iterator[Server]:
+        """Runs `outrider serve` on the reference draft, for the verifier at the URL `cloud`."""
+        with tempfile.TemporaryDirectory() as place:
+            arguments = ["-m", "outrider.edge.cli", "serve", "--cloud", cloud, "--draft", str(self.bundles[1])]
+            arguments += ["--port", "0", "--threads", "1", "--drain-s", "0", *options]
+            if keys:
+                arguments += ["--api-key-file", str(written_keys(Path(place), keys))]
+            with self._running(arguments) as server:
+                yield server
 
     def agent(self, *arguments: str) -> list[str]:
         """The command line of `outrider run` on the reference draft."""
@@ -144,7 +158,7 @@ class Subject:
                 if url is None:
                     errors.seek(0)
                     raise NotMeasured(f"the server did not start: {errors.read()[-500:].strip()}")
-                yield Server(url, process)
+                yield Server(url, process, errors)
             finally:
                 end(process)
 
@@ -155,6 +169,14 @@ class Subject:
         if done.returncode:
             raise NotMeasured(f"`{self.python} {' '.join(arguments)[:60]}` failed: {done.stderr.strip()[-500:]}")
         return done.stdout
+
+
+def written_keys(place: Path, keys: Sequence[str]) -> Path:
+    """A file with these keys, for its owner only."""
+    path = place / "keys"
+    path.write_text("\n".join(keys) + "\n", encoding="utf-8")
+    path.chmod(0o600)
+    return path
 
 
 def end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:

@@ -18,7 +18,7 @@ ESCAPES: Final = ("\x1b]0;pwned", "\x1b[2J", "\x1b[6n", "\x9b31m", "\x1bP+q544e\
 HOSTILE: Final = "a" + "b".join(ESCAPES) + "c"
 MAX_GROWTH_MB: Final = 64.0
 ENDS_S: Final = 15.0
-_USAGE: Final = {
+USAGE: Final = {
     "prompt_tokens": 1,
     "completion_tokens": 1,
     "target_passes": 1,
@@ -30,19 +30,19 @@ _TEXT: Final = ("--mode", "cloud-only", "--max-tokens", "200", "--", "def walk(p
 
 def escapes(subject: Subject) -> Iterator[Row]:
     """Sends terminal escapes wherever a server's words reach the user, whose terminal is a pseudo-terminal."""
-    tokens = _tokens(subject.bundles[1], HOSTILE)
-    opened = _opened()
+    tokens = tokens_of(subject.bundles[1], HOSTILE)
+    opened = opened_event()
     error = {"code": "shutting_down", "message": HOSTILE, "type": "server_error", "param": HOSTILE}
     refused = {"error": {**error, "code": "invalid_parameter"}}
     ways = {
         "text": Ways(
-            as_stream(opened, {"base": 0, "tokens": tokens}, {"type": "end", "reason": "stop", "usage": _USAGE})
+            as_stream(opened, {"base": 0, "tokens": tokens}, {"type": "end", "reason": "stop", "usage": USAGE})
         ),
         "a refusal": Ways(as_answer(refused, "400 Bad Request")),
         "a refusal's code": Ways(as_answer({"error": {**error, "code": HOSTILE}}, "400 Bad Request")),
         "a missing key": Ways(as_answer(refused, "401 Unauthorized")),
         "an overloaded server": Ways(as_answer({"error": error}, "503 Service Unavailable")),
-        "the end's error": Ways(as_stream(opened, {"type": "end", "reason": "error", "usage": _USAGE, "error": error})),
+        "the end's error": Ways(as_stream(opened, {"type": "end", "reason": "error", "usage": USAGE, "error": error})),
         "an unknown event": Ways(as_stream(opened, {"type": HOSTILE})),
         "the model's name": Ways(as_stream({**opened, "model": HOSTILE}, {"type": HOSTILE})),
         "another tokenizer": Ways(as_answer({"error": {**error, "code": "tokenizer_mismatch"}}, "409 Conflict")),
@@ -73,22 +73,7 @@ def escapes(subject: Subject) -> Iterator[Row]:
 
 def huge_answers(subject: Subject) -> Iterator[Row]:
     """Sends events, ids, commits and errors without end; the agent must end, without growing."""
-    opened, one = _opened(), b'data: {"base":0,"tokens":[5]}\n\n'
-    far = json.dumps({"base": 0, "tokens": [5] * 200_000}).encode()
-    forever = b"data: " + b'{"base":0,"tokens":[' + b"5," * 32768
-    ways = {
-        "an event without end": Ways(as_stream(opened) + b'data: {"base":0,"tokens":[', b"5," * 32768),
-        "a comment without end": Ways(as_stream(opened) + b":", b"x" * 65536),
-        "lines of one event without end": Ways(as_stream(opened), (b"data: " + b"5," * 500 + b"\n") * 64),
-        "commits of 200,000 tokens": Ways(as_stream(opened) + b"data: " + far + b"\n\n", b"data: " + far + b"\n\n"),
-        "commits without end": Ways(as_stream(opened), one * 2000),
-        "a huge id": Ways(as_stream(opened, {"base": 0, "tokens": [10**30]})),
-        "an id beyond the vocabulary": Ways(as_stream(opened, {"base": 0, "tokens": [2**31 - 1]})),
-        "a negative id": Ways(as_stream(opened, {"base": 0, "tokens": [-1]})),
-        "a session's name of 64 KiB": Ways(as_stream({**opened, "session": "s" * 65536}), forever),
-        "a refusal without end": Ways(b"HTTP/1.1 400 Bad Request\r\n\r\n" + b'{"error":{"code":"', b"x" * 65536),
-        "headers without end": Ways(b"HTTP/1.1 200 OK\r\nX: ", b"x" * 65536),
-    }
+    ways = endless_sessions()
     grown: dict[str, float] = {}
     unclear: list[str] = []
     raw: dict[str, Any] = {}
@@ -124,17 +109,38 @@ def huge_answers(subject: Subject) -> Iterator[Row]:
     )
 
 
+def endless_sessions() -> dict[str, Ways]:
+    """Name -> an answer to a session without end or sense."""
+    opened, one = opened_event(), b'data: {"base":0,"tokens":[5]}\n\n'
+    far = json.dumps({"base": 0, "tokens": [5] * 200_000}).encode()
+    forever = b"data: " + b'{"base":0,"tokens":[' + b"5," * 32768
+    return {
+        "an event without end": Ways(as_stream(opened) + b'data: {"base":0,"tokens":[', b"5," * 32768),
+        "a comment without end": Ways(as_stream(opened) + b":", b"x" * 65536),
+        "lines of one event without end": Ways(as_stream(opened), (b"data: " + b"5," * 500 + b"\n") * 64),
+        "commits of 200,000 tokens": Ways(as_stream(opened) + b"data: " + far + b"\n\n", b"data: " + far + b"\n\n"),
+        "commits without end": Ways(as_stream(opened), one * 2000),
+        "a huge id": Ways(as_stream(opened, {"base": 0, "tokens": [10**30]})),
+        "an id beyond the vocabulary": Ways(as_stream(opened, {"base": 0, "tokens": [2**31 - 1]})),
+        "a negative id": Ways(as_stream(opened, {"base": 0, "tokens": [-1]})),
+        "a session's name of 64 KiB": Ways(as_stream({**opened, "session": "s" * 65536}), forever),
+        "a refusal without end": Ways(b"HTTP/1.1 400 Bad Request\r\n\r\n" + b'{"error":{"code":"', b"x" * 65536),
+        "headers without end": Ways(b"HTTP/1.1 200 OK\r\nX: ", b"x" * 65536),
+    }
+
+
 def _plain_memory(subject: Subject, server: HostileServer) -> float:
     """The agent's memory when the server sends a short, honest text."""
-    end = {"type": "end", "reason": "stop", "usage": _USAGE}
-    server.ways = Ways(as_stream(_opened(), {"base": 0, "tokens": [5, 6, 7]}, end))
+    end = {"type": "end", "reason": "stop", "usage": USAGE}
+    server.ways = Ways(as_stream(opened_event(), {"base": 0, "tokens": [5, 6, 7]}, end))
     with agent(subject, "--cloud", server.url, *_TEXT) as running:
         if running.finish(60.0) != 0:
             raise NotMeasured(f"the agent failed on an honest text: {running.errors[-300:]!r}")
         return running.peak_mb
 
 
-def _opened() -> dict[str, Any]:
+def opened_event() -> dict[str, Any]:
+    """A session's first event."""
     return {
         "type": "open",
         "session": "s",
@@ -146,7 +152,7 @@ def _opened() -> dict[str, Any]:
     }
 
 
-def _tokens(bundle: Path, text: str) -> list[int]:
+def tokens_of(bundle: Path, text: str) -> list[int]:
     """The text's ids: from the draft's own tokenizer."""
     from tokenizers import Tokenizer
 

@@ -40,6 +40,9 @@ from outrider.models.visible import visible
 
 _log = logging.getLogger("outrider.serve")
 
+_SWITCH_S: Final = 0.001
+"""How long another thread may keep Python from the event loop, which lets go at each read and write. By default it is
+5 ms: while a request's documents are indexed, answers to others took 100 ms."""
 _CONNECTIONS_PER_TEXT: Final = 10
 """To a verifier: a stream, and the drafts in flight."""
 
@@ -50,6 +53,7 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
     cloud_keys: which key goes to which cloud; by default, the options' key goes to all of them.
     """
     configure_logging(LogFormat.TEXT)
+    sys.setswitchinterval(_SWITCH_S)
     if options.metrics:
         require_packages(["prometheus_client"], "--metrics", "telemetry")
     for each in cloud_keys.endpoints if cloud_keys is not None else ():

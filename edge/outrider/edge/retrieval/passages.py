@@ -11,6 +11,10 @@ from outrider.edge.retrieval.documents import Document
 
 PASSAGE_CHARS: Final = 800
 """Longest passage. About 200 tokens of English."""
+_MEAN_CHARS: Final = 80
+_MANY: Final = 64
+"""Headings begin passages in so many, and then while the passages have _MEAN_CHARS on average: a document of nothing
+but headings would have a hundred thousand."""
 _HEADING: Final = re.compile(r"#{1,6} |(?:class|def|async def|fn|func|pub fn|function|impl|struct|interface) ")
 
 
@@ -45,7 +49,8 @@ def cut_passages(document: Document, index: int = 0, longest: int = PASSAGE_CHAR
     text = document.text
     spans: list[tuple[int, int]] = []
     for start, end in _pieces(text, longest):
-        joins = spans and end - spans[-1][0] <= longest and not _HEADING.match(text, start)
+        is_heading = len(spans) < _MANY + start // _MEAN_CHARS and _HEADING.match(text, start)
+        joins = spans and end - spans[-1][0] <= longest and not is_heading
         if joins:
             spans[-1] = (spans[-1][0], end)
         else:

@@ -22,6 +22,7 @@ from outrider.edge.serve.unverified import KeptText
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.faults import log_fault
 from outrider.models.http.answers import usage_of
+from outrider.models.http.encoding import check_tokens
 from outrider.models.http.inbox import Inbox
 from outrider.models.http.openai import CompletionUsage
 from outrider.models.http.shapes import Delta
@@ -84,7 +85,10 @@ class LocalTexts:
         """Begins a text for each request. stop_ids: ids that end a text and are no part of it. facts: its target's.
 
         quoted: for each request, documents that its text may quote. is_up: False has the draft write alone.
+        Raises RequestError, and begins none, for a prompt that does not fit the target.
         """
+        for request in requests:  # first: what a draft keeps of a prompt grows with it
+            check_tokens(facts.max_positions, request.prompt)
         self._quoted = quoted
         self._stops, self._stop_ids = tuple(stop_strings), stop_ids
         for index, request in enumerate(requests):

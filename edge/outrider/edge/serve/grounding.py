@@ -24,6 +24,8 @@ from outrider.models.http.shapes import Delta, Shape
 from outrider.models.protocol import ModelFacts
 
 MAX_DOCUMENTS: Final = 256
+MAX_TEXT_BYTES: Final = 1 << 18
+"""Of all documents of a request, as UTF-8. They are indexed for it alone: 1 MiB takes seconds and 100 MB."""
 MAX_NAME_CHARS: Final = 200
 _PROMPT_SHARE: Final = 4
 """At least this part of the context is left to the answer, as far as the passages are concerned."""
@@ -136,10 +138,18 @@ class Sources:
 
 
 def sources_of(core: LocalCore, documents: Sequence[TextDocument] | None) -> Sources | None:
-    """What a call is grounded in; None: nothing. Raises RequestError 400 where this device cannot find passages."""
+    """What a call is grounded in; None: nothing. Raises RequestError 400 for too much text, and where this device
+    cannot find passages.
+    """
     if documents is None:
         return Sources(core, ()) if core.library is not None else None
     brought = tuple(Document(each.name, each.text) for each in documents if each.text)
+    if (size := sum(len(each.text.encode("utf-8", "surrogatepass")) for each in brought)) > MAX_TEXT_BYTES:
+        raise FieldError(
+            "invalid_parameter",
+            f"documents: their texts have {size} bytes; expected at most {MAX_TEXT_BYTES} in all. Send less",
+            param="documents",
+        )
     if brought and not is_installed("bm25s"):
         raise FieldError(
             "unsupported_parameter",

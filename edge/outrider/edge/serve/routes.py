@@ -6,13 +6,14 @@ template: no template that a server sends runs here.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Final
 
 from pydantic import BaseModel
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
@@ -152,12 +153,11 @@ def local_routes(core: LocalCore) -> list[Route]:
     async def verify(request: Request) -> Response:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, VerifyAnswerRequest, await read_body(request.receive))
-        kept = core.unverified.find(body.id, owner)
-        try:
-            verified = await verify_answer(core, owner, body.id, kept)
-        except OutriderError as error:
-            raise as_request_error(error, shows_details=core.settings.shows_details) from None
-        core.unverified.forget(body.id)
+        with core.unverified.checking(body.id, owner) as kept:
+            try:
+                verified = await verify_answer(core, owner, body.id, kept)
+            except OutriderError as error:
+                raise as_request_error(error, shows_details=core.settings.shows_details) from None
         return _json(verified)
 
     async def list_models(_: Request) -> Response:
@@ -225,7 +225,7 @@ async def _answer(
     # Places first: they also bound how many texts wait to be tokenized.
     texts = LocalTexts.reserve(core, owner_of(request), num_prompts)
     try:
-        prompts, groundings = await encode()
+        prompts, groundings = await _while_connected(request, encode())
         requests = [
             GenerationRequest(
                 tuple(prompt),
@@ -256,6 +256,27 @@ async def _answer(
     core.metrics.counts["prompt_tokens"] += sum(len(request.prompt) for request in requests)
     core.metrics.counts["passage_tokens"] += sum(each.num_tokens for each in groundings or ())
     return await answer(texts, num_prompts, shape, body, request, core.settings.keep_alive_s)
+
+
+async def _while_connected(request: Request, work: Awaitable[Encoded]) -> Encoded:
+    """What `work` returns; ends it, and raises ClientDisconnect, where the client leaves. The body must have been read.
+
+    Indexing a request's documents takes seconds; nobody should wait for those of a client that has left.
+    """
+
+    async def leave() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.create_task(leave())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
 
 
 def _gauges(core: LocalCore) -> dict[str, tuple[str, float]]:

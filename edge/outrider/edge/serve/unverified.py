@@ -7,8 +7,9 @@ the target's text.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Final, Literal
 
@@ -19,7 +20,7 @@ from outrider.edge.results import GenerationRequest
 from outrider.models.errors import RequestError
 
 MAX_KEPT: Final = 64
-"""Answers; the oldest give way."""
+"""Answers; the oldest of the client that has most give way."""
 MAX_KEPT_TOKENS: Final = 1 << 20
 """Of all of them, prompts included."""
 
@@ -61,6 +62,11 @@ class KeptAnswer:
     owner: bytes
     choices: dict[int, KeptText]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are kept."""
+        return sum(text.num_tokens for text in self.choices.values())
+
 
 class UnverifiedAnswers:
     """The latest answers that hold unverified text, by id; bounded in number and tokens. Lives on one event loop."""
@@ -68,6 +74,7 @@ class UnverifiedAnswers:
     def __init__(self) -> None:
         self._kept: OrderedDict[str, KeptAnswer] = OrderedDict()
         self._num_tokens = 0
+        self._in_work: set[str] = set()
 
     def keep(self, answer: str, owner: bytes, index: int, text: KeptText) -> None:
         """Keeps a choice of an answer."""
@@ -75,7 +82,11 @@ class UnverifiedAnswers:
         kept.choices[index] = text
         self._num_tokens += text.num_tokens
         while self._kept and (len(self._kept) > MAX_KEPT or self._num_tokens > MAX_KEPT_TOKENS):
-            self.forget(next(iter(self._kept)))
+            shares = Counter[bytes]()
+            for kept in self._kept.values():
+                shares[kept.owner] += kept.num_tokens if self._num_tokens > MAX_KEPT_TOKENS else 1
+            most = max(shares.values())
+            self.forget(next(name for name, kept in self._kept.items() if shares[kept.owner] == most))
 
     def find(self, answer: str, owner: bytes) -> KeptAnswer:
         """The answer with this id. Raises RequestError 404, also for one of another client."""
@@ -88,11 +99,29 @@ class UnverifiedAnswers:
             )
         return kept
 
+    @contextmanager
+    def checking(self, answer: str, owner: bytes) -> Iterator[KeptAnswer]:
+        """The answer, to be verified inside; forgotten after that, and kept where it fails.
+
+        Raises RequestError 404 as `find`, 409 while another call has it verified.
+        """
+        kept = self.find(answer, owner)
+        if answer in self._in_work:
+            raise RequestError(
+                "answer_in_work", f"another call has the answer {answer!r} verified; wait for that one", status=409
+            )
+        self._in_work.add(answer)
+        try:
+            yield kept
+        finally:
+            self._in_work.remove(answer)
+        self.forget(answer)
+
     def forget(self, answer: str) -> None:
         """Forgets an answer."""
         kept = self._kept.pop(answer, None)
         if kept is not None:
-            self._num_tokens -= sum(text.num_tokens for text in kept.choices.values())
+            self._num_tokens -= kept.num_tokens
 
 
 class VerifyAnswerRequest(BaseModel):

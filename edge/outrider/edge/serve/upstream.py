@@ -5,10 +5,11 @@ The connections are shared; what is measured and counted belongs to one text eac
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Final, TypeVar
 
 from outrider.edge.link.client import CloudClient
 from outrider.edge.link.delayed import DelayedClient
@@ -27,6 +28,9 @@ FACTS_S: Final = 30.0
 """How long facts are believed after an answer or a text of the same target: another one shows after that time."""
 MOST_FACTS_S: Final = 300.0
 """How long they are believed after the answer, whatever texts say: a session names the target, and not all facts."""
+PATIENT_S: Final = 1.0
+"""How long a verifier that is slow to say its facts again is waited for; then the known ones serve. A text is safe with
+old ones: it is refused where another target answers."""
 READY_S: Final = 1.0
 """The same for readiness: probes may come often."""
 
@@ -49,6 +53,8 @@ class Upstream:
         self._facts_url = ""
         self._confirmed_at = 0.0
         self._ready: tuple[float, ReadyAnswer] | None = None
+        # One question of a kind at a time, however many clients wait for its answer.
+        self._asked: dict[Callable[[], Awaitable[Any]], asyncio.Task[Any]] = {}
         self.fleet = Fleet(self._clients, on_change=_note)
 
     @property
@@ -59,6 +65,9 @@ class Upstream:
     async def aclose(self) -> None:
         """Closes every connection."""
         await self.fleet.aclose()
+        for question in self._asked.values():
+            question.cancel()
+        await asyncio.gather(*self._asked.values(), return_exceptions=True)
         for client in self._clients:
             await client.aclose()
 
@@ -76,11 +85,22 @@ class Upstream:
 
     async def facts(self, *, is_fresh: bool = False) -> ModelFacts:
         """The target's facts. is_fresh: asks again. Raises CloudError, and TokenizerMismatch for another tokenizer."""
+        known = self._facts
+        if not is_fresh and known is not None and self._holds(known[0]):
+            return known[1]
+        question = self._begin(self._ask_facts)
+        if not is_fresh and known is not None:
+            await asyncio.wait({question}, timeout=PATIENT_S)
+            if not question.done():
+                return known[1]
+        return await asyncio.shield(question)
+
+    def _holds(self, asked_at: float) -> bool:
         now = self._clock()
-        if not is_fresh and self._facts is not None:
-            asked_at, facts = self._facts
-            if now - max(asked_at, self._confirmed_at) < FACTS_S and now - asked_at < MOST_FACTS_S:
-                return facts
+        return now - max(asked_at, self._confirmed_at) < FACTS_S and now - asked_at < MOST_FACTS_S
+
+    async def _ask_facts(self) -> ModelFacts:
+        now = self._clock()
         url, facts = await self._ask(_facts_of)
         if facts.tokenizer != self._fingerprint:
             raise TokenizerMismatch(
@@ -115,10 +135,28 @@ class Upstream:
 
     async def ready(self) -> ReadyAnswer:
         """The readiness of the first verifier that answers. Raises CloudError."""
+        if self._ready is not None and self._clock() - self._ready[0] < READY_S:
+            return self._ready[1]
+        return await asyncio.shield(self._begin(self._ask_ready))
+
+    async def _ask_ready(self) -> ReadyAnswer:
         now = self._clock()
-        if self._ready is None or now - self._ready[0] >= READY_S:
-            self._ready = (now, await self._ask(lambda client: client.ready()))
-        return self._ready[1]
+        ready = await self._ask(lambda client: client.ready())
+        self._ready = (now, ready)
+        return ready
+
+    def _begin(self, ask: Callable[[], Coroutine[Any, Any, Answer]]) -> asyncio.Task[Answer]:
+        """The question that is being asked, or a new one. It goes on where a client that waits for it leaves."""
+        if (question := self._asked.get(ask)) is None:
+            question = self._asked[ask] = asyncio.get_running_loop().create_task(ask())
+
+            def end(done: asyncio.Task[Any]) -> None:
+                self._asked.pop(ask, None)
+                if not done.cancelled():
+                    done.exception()  # who waits for it gets it; perhaps nobody does
+
+            question.add_done_callback(end)
+        return question
 
     async def _ask(self, ask: Callable[[CloudClient], Awaitable[Answer]]) -> Answer:
         clients = [client.for_one_text() for client in self.fleet.ranked()]

@@ -53,6 +53,15 @@ def check_length(tokenizer: Tokenizer, max_tokens: int, text: str) -> None:
         )
 
 
+def check_tokens(max_positions: int, prompt: Sequence[int]) -> None:
+    """Raises RequestError `context_length_exceeded` if `prompt` leaves no room for a token of the answer."""
+    if len(prompt) >= max_positions:
+        raise RequestError(
+            "context_length_exceeded",
+            f"the prompt has {len(prompt)} tokens; this server takes at most {max_positions - 1}",
+        )
+
+
 def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str | list[int]]) -> list[list[int]]:
     """The token ids of each prompt."""
     return [prompt if isinstance(prompt, list) else tokenizer.encode(prompt) for prompt in prompts]

@@ -1,0 +1,157 @@
+"""Attacks the local endpoint by texts: all that one client can open, unread, and with a long artificial round trip."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from statistics import median
+from typing import Any, Final
+
+from bench.attacks.attackers import attacking, hold
+from bench.attacks.crowd import first_token_s
+from bench.attacks.exchange import ask, request_bytes
+from bench.attacks.local import (
+    ATTACKER,
+    COMPLETIONS,
+    GENERATE,
+    HONEST,
+    MAX_OWN,
+    STEP_MS,
+    WELL,
+    beside,
+    endpoint_and_idle,
+    honest_texts,
+    text_body,
+    texts_of,
+    warm_up,
+)
+from bench.attacks.rows import Row, middle, seconds
+from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
+
+CAP_S: Final = 20.0
+_NUM_CONNECTIONS: Final = 64
+_EXTRA_MS: Final = 0.05
+_DELAY_MS: Final = 500.0
+_LONG: Final[dict[str, Any]] = {"prompt": [1 + i % 4000 for i in range(900)], "max_tokens": 1000, "stream": True}
+_ROUNDS: Final = 2
+_MIN_RATE: Final = 0.5
+
+
+def greedy_texts(subject: Subject) -> Iterator[Row]:
+    """One key asks for long texts on 64 connections and reads none; another key's texts run, and new ones begin."""
+    rates: dict[str, list[float]] = {"alone": [], "beside": []}
+    took: dict[str, list[float | None]] = {"alone": [], "beside": []}
+    with endpoint_and_idle(subject, extra_ms=_EXTRA_MS) as (endpoint, idle), ExitStack() as stack:
+        _read_long_texts(endpoint)
+        seen = stack.enter_context(beside(endpoint, idle))
+        request = request_bytes(endpoint.port, "POST", COMPLETIONS, json.dumps(_LONG).encode(), ATTACKER)
+        for number in range(_ROUNDS):
+            _measure(endpoint, rates["alone"], took["alone"], number)
+            with attacking(hold, endpoint.port, request, _NUM_CONNECTIONS):
+                _wait_until_running(endpoint, MAX_OWN)
+                _measure(endpoint, rates["beside"], took["beside"], 100 + number)
+            endpoint.wait_until_idle()
+    alone, during = median(rates["alone"]), median(rates["beside"])
+    alone_s, during_s = middle(took["alone"], CAP_S), middle(took["beside"], CAP_S)
+    limit_s = 10.0 * STEP_MS / 1e3 + alone_s
+    yield Row(
+        "25",
+        f"`outrider serve --max-own {MAX_OWN}`: one key's long texts on {_NUM_CONNECTIONS} connections, never read: "
+        "another key's first token and tokens/s",
+        f"{seconds(during_s if during_s < CAP_S else None, CAP_S)}, alone {seconds(alone_s)}; "
+        f"{during:.0f} tokens/s, alone {alone:.0f} ({during / max(alone, 1e-9):.2f}x)",
+        f"10 steps and the time alone: {seconds(limit_s)}; at least {_MIN_RATE:g}x",
+        during_s <= limit_s and during >= _MIN_RATE * alone,
+        {"tokens_per_s": rates, "first_token_s": took},
+    )
+    yield Row("25", "the same: /health/live, memory", str(seen), WELL, seen.is_well, seen.raw)
+
+
+def _read_long_texts(endpoint: Server) -> None:
+    """The draft's caches for texts of this length are there before: what they take is bounded by --draft-context."""
+    with ThreadPoolExecutor(MAX_OWN) as pool:
+        body = {**_LONG, "stream": False, "max_tokens": 100}
+        answers = list(pool.map(lambda _: ask(endpoint.port, "POST", COMPLETIONS, body, key=ATTACKER), range(MAX_OWN)))
+    if any(answer.status != 200 for answer in answers):
+        raise NotMeasured(f"the endpoint refused long texts: {answers[0].body[-200:]!r}")
+
+
+def _measure(endpoint: Server, rates: list[float], took: list[float | None], number: int) -> None:
+    with honest_texts(endpoint) as texts:
+        rates.append(texts.tokens_per_s(5.0))
+        for i in range(3):
+            body = text_body(1000 + 10 * number + i)
+            took.append(first_token_s(endpoint.port, body, CAP_S, key=HONEST, path=GENERATE))
+
+
+def _wait_until_running(endpoint: Server, count: int) -> None:
+    deadline_s = time.monotonic() + 30.0
+    while ask(endpoint.port, "GET", "/health/ready").json.get("running", 0) < count:
+        if time.monotonic() > deadline_s:
+            raise NotMeasured(f"the attacker's {count} texts did not run within 30 s")
+        time.sleep(0.05)
+
+
+def delayed_texts(subject: Subject) -> Iterator[Row]:
+    """One key fills its places with texts of a round trip of 500 ms, and reads them; another key's texts run."""
+    rates: dict[str, list[float]] = {"alone": [], "beside": []}
+    took: dict[str, list[float | None]] = {"alone": [], "beside": []}
+    trips: dict[str, list[float]] = {"alone": [], "beside": [], "after": []}
+    clouds: dict[str, list[float]] = {"alone": [], "beside": []}
+    with ExitStack() as stack:
+        # Two verifiers: then readiness shows what the endpoint measures of them.
+        first, second = (stack.enter_context(subject.emulated(STEP_MS)) for _ in range(2))
+        options = ["--cloud", second.url, "--max-requests", str(2 * MAX_OWN), "--max-own", str(MAX_OWN)]
+        endpoint = stack.enter_context(subject.endpoint(first.url, *options, keys=KEYS))
+        warm_up(endpoint)
+        for number in range(_ROUNDS):
+            trips["alone"].append(_round_trip_ms(endpoint, 10 + number))
+            _measure(endpoint, rates["alone"], took["alone"], number)
+            clouds["alone"] += _cloud_trips_ms(endpoint)
+            with texts_of(endpoint, ATTACKER, MAX_OWN, 4096 // 4, keeps=True, round_trip_ms=_DELAY_MS):
+                _wait_until_running(endpoint, MAX_OWN)
+                _measure(endpoint, rates["beside"], took["beside"], 100 + number)
+                trips["beside"].append(_round_trip_ms(endpoint, 20 + number))
+                clouds["beside"] += _cloud_trips_ms(endpoint)
+            endpoint.wait_until_idle()
+            trips["after"].append(_round_trip_ms(endpoint, 30 + number))
+    alone, during = median(rates["alone"]), median(rates["beside"])
+    alone_s, during_s = middle(took["alone"], CAP_S), middle(took["beside"], CAP_S)
+    limit_s = 10.0 * STEP_MS / 1e3 + alone_s
+    yield Row(
+        "28",
+        f"one key's {MAX_OWN} texts with `round_trip_ms` {_DELAY_MS:g}: another key's first token and tokens/s",
+        f"{seconds(during_s if during_s < CAP_S else None, CAP_S)}, alone {seconds(alone_s)}; "
+        f"{during:.0f} tokens/s, alone {alone:.0f} ({during / max(alone, 1e-9):.2f}x)",
+        f"10 steps and the time alone: {seconds(limit_s)}; at least {_MIN_RATE:g}x",
+        during_s <= limit_s and during >= _MIN_RATE * alone,
+        {"tokens_per_s": rates, "first_token_s": took},
+    )
+    worst = max([*trips["beside"], *trips["after"], *clouds["beside"]])
+    usual = max([*trips["alone"], *clouds["alone"]])
+    yield Row(
+        "28",
+        "the same: round trips as measured for the other key's texts and for the verifiers, beside and after",
+        f"at most {worst:.1f} ms; before {usual:.1f} ms",
+        f"under {_DELAY_MS / 4:g} ms",
+        worst < _DELAY_MS / 4,
+        {"texts_ms": trips, "verifiers_ms": clouds},
+    )
+
+
+def _round_trip_ms(endpoint: Server, index: int) -> float:
+    """What is measured for a text of the other key. Raises NotMeasured."""
+    answer = ask(endpoint.port, "POST", GENERATE, text_body(index, 60), key=HONEST)
+    events = [json.loads(line[6:]) for line in answer.body.splitlines() if line.startswith(b"data: ")]
+    found = [event["round_trip_ms"] for event in events if event.get("round_trip_ms")]
+    if not found:
+        raise NotMeasured(f"a text of the other key measured no round trip: HTTP {answer.status}")
+    return float(found[-1])
+
+
+def _cloud_trips_ms(endpoint: Server) -> list[float]:
+    clouds = ask(endpoint.port, "GET", "/health/ready").json.get("clouds", [])
+    return [cloud["round_trip_ms"] for cloud in clouds if cloud.get("round_trip_ms") is not None]

@@ -1,0 +1,256 @@
+"""Attacks the local endpoint as its verifier: answers without end, escapes in names, sessions with one name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Final
+
+from bench.attacks.attackers import attacking, probe
+from bench.attacks.exchange import Answer, ask
+from bench.attacks.hostile_server import HostileServer, Ways, as_answer, as_stream, hostile_server
+from bench.attacks.local import CHAT, COMPLETIONS, GENERATE, MAX_HEALTH_S, text_body
+from bench.attacks.probes import latency_of, memory_of
+from bench.attacks.rows import Row, listed
+from bench.attacks.subject import NotMeasured, Server, Subject
+from bench.attacks.terminal import ESCAPES, HOSTILE, MAX_GROWTH_MB, USAGE, endless_sessions, opened_event, tokens_of
+
+_MARKUP: Final = "<img src=x onerror=document.title='pwned'></script>"
+_BIDI: Final = ("\u202e", "\u2066", "\u200f")
+_NAME: Final = f"{HOSTILE}{_MARKUP}{''.join(_BIDI)}"
+_ENDS_S: Final = 30.0
+_NUM_CLIENTS: Final = 8
+_NUM_TOKENS: Final = 40
+_MODEL: Final = "/v1/model"
+_RENDER: Final = "/v1/render"
+
+
+def local_hostile(subject: Subject) -> Iterator[Row]:
+    """Serves an endpoint from a verifier that lies in every answer."""
+    facts = _facts(subject)
+    with _endpoint(subject, facts) as (server, endpoint):
+        yield from _endless(server, endpoint, facts)
+    with _endpoint(subject, facts) as (server, endpoint):
+        yield _mixed(subject, server, endpoint)
+    with _endpoint(subject, {**facts, "name": _NAME}) as (server, endpoint):
+        yield from _escapes(server, endpoint)
+
+
+def _endless(server: HostileServer, endpoint: Server, facts: dict[str, Any]) -> Iterator[Row]:
+    """Answers without end or sense, each to one text; then to the questions around texts."""
+    good = _good(facts)
+    forever, text = b'{"name":"' + b"x" * 65536, {"prompt": "def walk(path):", "max_tokens": 200}
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+    huge = json.dumps({"tokens": [5] * 600_000, "model": "m", "target": facts["target"]}).encode()
+    kinds: dict[str, tuple[Ways, str, dict[str, Any]]] = {
+        what: (Ways(way.session, way.more, others=good), COMPLETIONS, text) for what, way in endless_sessions().items()
+    }
+    kinds["keep-alives without end"] = (
+        Ways(as_stream(opened_event()), b":\n\n" * 8192, others=good),
+        COMPLETIONS,
+        text,
+    )
+    kinds["a model's facts without end"] = (
+        Ways(b"", others={**good, _MODEL: (_head(1 << 30), forever)}),
+        COMPLETIONS,
+        {**text, "model": "another"},
+    )
+    for what, first, more in (
+        ("a rendering of 600,000 ids", _head(len(huge)) + huge, b""),
+        ("a rendering without end", _head(1 << 30) + b'{"tokens":[', b"5," * 32768),
+    ):
+        kinds[what] = (Ways(b"", others={**good, _RENDER: (first, more)}), CHAT, chat)
+    _honest(server, endpoint, good)
+    raw: dict[str, dict[str, Any]] = {}
+    before_mb = endpoint.memory_mb()
+    for what, (ways, path, body) in kinds.items():
+        server.ways = ways
+        with memory_of(endpoint) as memory, attacking(probe, endpoint.port) as reports:
+            answer = _asked(endpoint, path, body)
+            health = latency_of(reports)
+        server.ways = Ways(b"", others=good)
+        raw[what] = {
+            "status": answer.status,
+            "took_s": answer.took_s,
+            "peak_mb": memory.peak_mb,
+            "p99_ms": health.high * 1e3,
+            "max_ms": health.worst * 1e3,
+            "body": answer.body[-200:].decode(errors="replace"),
+        }
+        _wait_until_quick(endpoint)
+    largest = max(raw, key=lambda what: raw[what]["peak_mb"])
+    growth = raw[largest]["peak_mb"] - before_mb
+    yield Row(
+        "29",
+        f"`outrider serve`: a verifier whose answers have no end or sense, {len(raw)} kinds: the endpoint's memory",
+        f"+{growth:.0f} MB, most with: {largest}",
+        f"+{MAX_GROWTH_MB:.0f} MB",
+        growth <= MAX_GROWTH_MB,
+        {"before_mb": before_mb, "kinds": raw},
+    )
+    slowest = max(raw, key=lambda what: raw[what]["p99_ms"])
+    yield Row(
+        "29",
+        "the same: /health/live meanwhile",
+        f"worst: {slowest}: p99 {raw[slowest]['p99_ms']:.0f} ms, max {raw[slowest]['max_ms']:.0f} ms",
+        "p99 under 100 ms",
+        raw[slowest]["p99_ms"] < 2e3 * MAX_HEALTH_S,
+    )
+    unclear = [f"{what} (HTTP {one['status']})" for what, one in raw.items() if not 400 <= one["status"] < 600]
+    left = ask(endpoint.port, "GET", "/health/ready").json.get("running")
+    yield Row(
+        "29",
+        f"the same: without an error within {_ENDS_S:g} s; texts left in work",
+        f"{listed(unclear, 'kinds')}; {left} texts",
+        "none; 0",
+        not unclear and left == 0,
+    )
+
+
+def _mixed(subject: Subject, server: HostileServer, endpoint: Server) -> Row:
+    """Eight clients at once; all sessions have the same name, and each answers with its own prompt's last token."""
+
+    def echo(request: dict[str, Any]) -> bytes:
+        token = request["prompt"][-1]
+        commits = [{"base": base, "tokens": [token]} for base in range(_NUM_TOKENS)]
+        return as_stream(opened_event(), *commits, {"type": "end", "reason": "length", "usage": USAGE})
+
+    server.ways = Ways(b"", others=server.ways.others, answer=echo)
+    prompts = [[7, *tokens_of(subject.bundles[1], letter)] for letter in "abcdefgh"]
+
+    def text_of(prompt: list[int]) -> str:
+        answer = ask(endpoint.port, "POST", COMPLETIONS, {"prompt": prompt, "max_tokens": _NUM_TOKENS})
+        return str(answer.json["choices"][0]["text"]) if answer.status == 200 else f"HTTP {answer.status}"
+
+    alone = [text_of(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(_NUM_CLIENTS) as pool:
+        together = [text for _ in range(5) for text in pool.map(text_of, prompts)]
+    wrong = sum(text != alone[index % _NUM_CLIENTS] for index, text in enumerate(together))
+    are_apart = len(set(alone)) == _NUM_CLIENTS and not any(text.startswith("HTTP ") for text in alone)
+    return Row(
+        "29",
+        f"a verifier that gives {_NUM_CLIENTS} clients' sessions one name: answers with another client's text",
+        f"{wrong} of {len(together)}" + ("" if are_apart else f"; alone: {alone}"),
+        "0",
+        are_apart and not wrong,
+        {"alone": alone},
+    )
+
+
+def _escapes(server: HostileServer, endpoint: Server) -> Iterator[Row]:
+    """Names and errors with escapes: in the endpoint's log, its answers, and what its page shows."""
+    ask(endpoint.port, "POST", COMPLETIONS, {"prompt": "a", "model": _NAME, "max_tokens": 1})
+    error = {"code": "invalid_parameter", "message": _NAME, "type": "invalid_request_error", "param": _NAME}
+    server.ways = Ways(as_answer({"error": error}, "400 Bad Request"), others=server.ways.others)
+    refused = ask(endpoint.port, "POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1})
+    models = ask(endpoint.port, "GET", "/v1/models")
+    page = ask(endpoint.port, "POST", GENERATE, text_body(1, 5))
+    end = {"type": "end", "reason": "error", "usage": USAGE, "error": {**error, "code": "shutting_down"}}
+    server.ways = Ways(as_stream(opened_event(), end), others=server.ways.others)
+    ended = ask(endpoint.port, "POST", GENERATE, text_body(1, 5))
+    shown = [
+        f"{where}: {escape!r}"
+        for where, words in {
+            "the log": endpoint.log(),
+            "/v1/models": models.body.decode(errors="replace"),
+            "an error": refused.body.decode(errors="replace"),
+            "the page's events": (page.body + ended.body).decode(errors="replace"),
+        }.items()
+        # JSON escapes the C0 codes only; what the log has goes to a terminal as it is.
+        for escape in ((*ESCAPES, *_BIDI) if where == "the log" else ("\x1b", "\x08"))
+        if escape in words
+    ]
+    yield Row(
+        "29",
+        "terminal escapes in a verifier's name and errors: raw in the endpoint's log or answers",
+        listed(shown, "places"),
+        "none",
+        not shown and models.status == 200 and refused.status >= 400,
+        {"shown": shown, "statuses": [refused.status, models.status, page.status, ended.status]},
+    )
+    if not any(shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome")):
+        raise NotMeasured("there is no Chromium here: apt-get install chromium")
+    from tests.chromium import open_browser
+
+    with open_browser() as browser, browser.page() as tab:
+        tab.open(endpoint.url + "/")
+        tab.wait("document.body.dataset.looked === 'yes'")
+        tab.js("document.getElementById('go').click()")
+        tab.wait("!document.getElementById('error').hidden")
+        text, title = tab.js("document.body.innerText"), tab.js("document.title")
+        num_images = tab.js("document.querySelectorAll('img').length")
+    found = [repr(each) for each in (*ESCAPES, *_BIDI) if each in text]
+    found += [f"the title {title!r}"] if "pwned" in title else []
+    found += [f"{num_images} images"] if num_images else []
+    if "onerror" not in text:
+        raise NotMeasured(f"the page shows neither the name nor the error: {text[:300]!r}")
+    yield Row(
+        "29",
+        "the same on the page, in Chromium: escapes, bidirectional characters, markup",
+        listed(found, "shown raw"),
+        "none",
+        not found,
+        {"text": text[:2000]},
+    )
+
+
+@contextmanager
+def _endpoint(subject: Subject, facts: dict[str, Any]) -> Iterator[tuple[HostileServer, Server]]:
+    with hostile_server() as server:
+        server.ways = Ways(b"", others=_good(facts))
+        with subject.endpoint(server.url) as endpoint:
+            yield server, endpoint
+
+
+def _good(facts: dict[str, Any]) -> dict[str, tuple[bytes, bytes]]:
+    rendered = {"tokens": [5, 6], "model": facts["name"], "target": facts["target"]}
+    return {_MODEL: (as_answer(facts), b""), _RENDER: (as_answer(rendered), b"")}
+
+
+def _facts(subject: Subject) -> dict[str, Any]:
+    """What an honest verifier says of its model; its sessions' target is that of `opened_event`."""
+    manifest = json.loads((subject.bundles[1] / "manifest.json").read_text(encoding="utf-8"))
+    return {
+        "name": "m",
+        "tokenizer": manifest["tokenizer_fingerprint"],
+        "vocab_size": 4096,
+        "max_positions": 1024,
+        "eos_token_ids": [0],
+        "has_chat_template": True,
+        "target": opened_event()["target"],
+    }
+
+
+def _honest(server: HostileServer, endpoint: Server, good: dict[str, tuple[bytes, bytes]]) -> None:
+    """A short, honest text first: memory that any use takes is not the attack's. Raises NotMeasured."""
+    end = {"type": "end", "reason": "stop", "usage": USAGE}
+    server.ways = Ways(as_stream(opened_event(), {"base": 0, "tokens": [5, 6, 7]}, end), others=good)
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": [{"role": "user", "content": "a"}]})):
+        answer = ask(endpoint.port, "POST", path, {**body, "max_tokens": 5})
+        if answer.status != 200:
+            raise NotMeasured(f"the endpoint refused an honest verifier's text: {answer.body[-300:]!r}")
+
+
+def _asked(endpoint: Server, path: str, body: dict[str, Any]) -> Answer:
+    began_s = time.monotonic()
+    try:
+        return ask(endpoint.port, "POST", path, body, timeout_s=_ENDS_S)
+    except TimeoutError:
+        return Answer(0, b"", time.monotonic() - began_s)
+
+
+def _wait_until_quick(endpoint: Server) -> None:
+    """Returns once no text is in work."""
+    deadline_s = time.monotonic() + 30.0
+    while ask(endpoint.port, "GET", "/health/ready").json.get("running"):
+        if time.monotonic() > deadline_s:
+            return  # the row on texts left says so
+        time.sleep(0.05)
+
+
+def _head(length: int) -> bytes:
+    return f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode()

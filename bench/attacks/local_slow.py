@@ -1,0 +1,101 @@
+"""Attacks the local endpoint through a verifier that answers slowly."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from bench.attacks.attackers import attacking, repeat
+from bench.attacks.crowd import first_token_s
+from bench.attacks.exchange import ask, request_bytes
+from bench.attacks.local import (
+    ATTACKER,
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    HONEST,
+    MAX_OWN,
+    MIN_RATE,
+    WELL,
+    beside,
+    honest_texts,
+    text_body,
+    warm_up,
+)
+from bench.attacks.relay import relay_to
+from bench.attacks.rows import Row, seconds
+from bench.attacks.subject import KEYS, Subject
+from bench.changed_bundle import TURNS, change_bundle
+
+_DELAY_S: Final = 10.0
+_NUM_CALLERS: Final = 200
+_CAP_S: Final = 20.0
+_MAX_UPSTREAM: Final = 16
+"""Questions about the model that may be at the verifier at a time, however many clients ask."""
+
+
+def slow_verifier(subject: Subject) -> Iterator[Row]:
+    """Has /v1/render, then /v1/model and /health/ready, take ten seconds, while 200 connections of one key ask."""
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "target"
+        change_bundle(subject.bundles[0], place, template=TURNS)
+        cloud = stack.enter_context(subject.serve(bundle=place))
+        relay = stack.enter_context(relay_to(cloud.port))
+        options = ("--max-requests", str(2 * MAX_OWN), "--max-own", str(MAX_OWN))
+        endpoint = stack.enter_context(subject.endpoint(relay.url, *options, keys=KEYS))
+        idle = stack.enter_context(subject.endpoint(cloud.url, keys=KEYS))
+        warm_up(endpoint)
+        chat: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}
+        other: dict[str, Any] = {"prompt": "a", "max_tokens": 1, "model": "another"}
+        for path, what, asked in (
+            ("/v1/render", "chats", [("POST", CHAT, chat)]),
+            (
+                "/v1/model",
+                "texts of another model, and probes",
+                [("POST", COMPLETIONS, other), ("GET", "/v1/models/another", None), ("GET", "/health/ready", None)],
+            ),
+        ):
+            requests = [
+                request_bytes(endpoint.port, method, to, json.dumps(body).encode() if body else b"", ATTACKER)
+                for method, to, body in asked
+            ]
+            with honest_texts(endpoint) as texts:
+                alone, alone_s = texts.tokens_per_s(4.0), _first(endpoint.port)
+                models_s = ask(endpoint.port, "GET", "/v1/models", key=HONEST).took_s
+                relay.delays = {path: _DELAY_S, "/health/ready": _DELAY_S}
+                relay.most_at_once.clear()
+                with (
+                    beside(endpoint, idle) as seen,
+                    attacking(repeat, endpoint.port, requests, _NUM_CALLERS, 60.0),
+                ):
+                    time.sleep(2.0)
+                    during = texts.tokens_per_s(4.0)
+                    during_s = _first(endpoint.port)
+                    during_models_s = ask(endpoint.port, "GET", "/v1/models", key=HONEST).took_s
+                relay.delays = {}
+            most = relay.most_at_once[path]
+            limit_s = 1.0 + (alone_s or _CAP_S)
+            yield Row(
+                "30",
+                f"{path} takes {_DELAY_S:g} s, {_NUM_CALLERS} connections ask for {what}: another key's texts",
+                f"first token {seconds(during_s, _CAP_S)}, before {seconds(alone_s, _CAP_S)}; {during:.0f} tokens/s, "
+                f"before {alone:.0f} ({during / max(alone, 1e-9):.2f}x); /v1/models {seconds(during_models_s)}; "
+                f"{most} such questions at the verifier at once",
+                f"first token and /v1/models at most 1 s later; at least {MIN_RATE:g}x; {_MAX_UPSTREAM} questions",
+                (during_s or _CAP_S) <= limit_s
+                and during >= MIN_RATE * alone
+                and during_models_s <= 1.0 + models_s
+                and most <= _MAX_UPSTREAM,
+                {"rates": [alone, during], "first_s": [alone_s, during_s], "at_once": dict(relay.most_at_once)},
+            )
+            yield Row("30", "the same: /health/live, memory", str(seen), WELL, seen.is_well, seen.raw)
+            time.sleep(_DELAY_S)  # what waits at the verifier ends
+
+
+def _first(port: int) -> float | None:
+    return first_token_s(port, text_body(5000 + int(time.monotonic()) % 1000), _CAP_S, key=HONEST, path=GENERATE)
