@@ -176,12 +176,15 @@ def report(bench: Bench) -> bool:
     shown = {number: ttft_ms[number] for number in (1, LENGTH // 2, LENGTH) if number in ttft_ms}
     console.print(f"time to first token, median ms by turn: {', '.join(f'{n}: {ms:.0f}' for n, ms in shown.items())}")
     counts = device_counts(bench.agent.url)
+    cpu_s = {"endpoint": bench.agent.cpu_s(), "verifier": bench.cloud.cpu_s()}
+    console.print("processor time, s: " + ", ".join(f"{name} {seconds:.0f}" for name, seconds in cpu_s.items()))
     document: dict[str, Any] = {
         "tokens_per_s": rates,
         "longest_gap_s": gaps,
         "ttft_ms": ttft_ms,
         "memory": [asdict(row) for row in bench.memory],
         "counts": counts,
+        "cpu_s": cpu_s,
         "checks": {words: bool(is_met) for words, is_met in checks.items()},
     }
     write_json(options.json, document)
@@ -196,7 +199,8 @@ def main() -> int:
     cli.add_argument("--max-tokens", type=int, default=24, help="of an answer")
     cli.add_argument("--widen", type=float, default=0.0, help="MB of the widened FP32 target; 0: as it is")
     cli.add_argument("--gap-s", type=float, default=3.0, help="longest time that a chat may be without text")
-    cli.add_argument("--kv-cache-mb", type=int, default=48, help="of the verifier")
+    cli.add_argument("--depth", default="auto", help="of drafts, as `outrider serve` takes it")
+    cli.add_argument("--kv-cache-mb", type=int, default=24, help="of the verifier")
     cli.add_argument("--json", type=Path)
     options = cli.parse_args()
     pair, cores = export_reference_pair(widen_mb=options.widen or None), plan_cores()
@@ -206,9 +210,8 @@ def main() -> int:
         target = change_bundle(pair.target, place / "target", template=TURNS).path
         cloud = verifier(target, place, cores.cloud, "--kv-cache-mb", str(options.kv_cache_mb))
         stack.enter_context(started(cloud))
-        agent = local_endpoint(
-            pair.draft, [cloud.url], place, cores.agent, "--metrics", "--max-drafting", str(options.chats)
-        )
+        more = ("--metrics", "--max-drafting", str(options.chats), "--depth", options.depth)
+        agent = local_endpoint(pair.draft, [cloud.url], place, cores.agent, *more)
         stack.enter_context(started(agent))
         bench = Bench(cloud, agent, options, questions)
         bench.run()

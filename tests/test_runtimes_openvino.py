@@ -309,3 +309,26 @@ def test_a_sequence_that_no_memory_holds_is_told_of(tiny_ir: Callable[..., Path]
     huge = lengthened(tiny_ir("llama"), tmp_path / "huge", 10**13)
     with pytest.raises(ConfigError, match=r"10,000,000,000,000 positions is more .* smaller max_position_embeddings"):
         OpenVinoSequenceRuntime(huge, replace(OPTIONS, max_positions=0))
+
+
+_EVERY_LENGTH = """
+import sys
+from pathlib import Path
+import psutil
+from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
+runtime = OpenVinoSequenceRuntime(Path(sys.argv[1]), RuntimeOptions(num_threads=1, max_positions=256))
+for length in range(1, 61):
+    runtime.truncate(0)
+    runtime.extend([1] * length)
+    if length in (30, 60):
+        print(psutil.Process().memory_info().rss)
+"""
+
+
+def test_a_new_length_of_a_prompt_costs_no_memory(tiny_ir: Callable[..., Path]) -> None:
+    """The plugin keeps kernels for thousands of lengths: 100 more took 99 MB for a tiny model."""
+    command = [sys.executable, "-c", _EVERY_LENGTH, str(tiny_ir("llama"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert after - before < 10e6, (before, after)
