@@ -111,20 +111,26 @@ def built_wheel() -> Iterator[Path]:
     """A wheel of this checkout."""
     with TemporaryDirectory() as place:
         command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", place, "."]
-        subprocess.run(command, check=True)
+        _run(command)
         yield next(Path(place).glob("outrider-*.whl"))
 
 
 def install(wheel: Path, extra: str, environment: Path) -> tuple[str, float, dict[str, float]]:
     """Its interpreter, the MB that the installation adds, and the largest packages."""
-    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    _run([sys.executable, "-m", "venv", str(environment)])
     python = environment / "bin" / "python"
     packages = next(environment.glob("lib/python*/site-packages"))
     empty_mb, before = size_mb(environment), {path.name for path in packages.iterdir()}
-    subprocess.run([str(python), "-m", "pip", "install", "--quiet", f"{wheel}[{extra}]"], check=True)
+    _run([str(python), "-m", "pip", "install", "--quiet", f"{wheel}[{extra}]"])
     sizes = {path.name: size_mb(path) for path in packages.iterdir() if path.name not in before}
     largest = dict(sorted(sizes.items(), key=lambda item: -item[1])[:NUM_LARGEST])
     return str(python), size_mb(environment) - empty_mb, largest
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"`{' '.join(command)}` failed: {done.stderr[-600:]}")
 
 
 def size_mb(path: Path) -> float:
