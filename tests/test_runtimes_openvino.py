@@ -322,10 +322,10 @@ from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
 given = dict(os.environ)
 runtime = OpenVinoSequenceRuntime(Path(sys.argv[1]), RuntimeOptions(num_threads=1, max_positions=256))
 assert dict(os.environ) == given, "a user's own setting stays"
-for length in range(1, 51):
+for length in range(1, 111):
     runtime.truncate(0)
     runtime.extend([1] * length)
-    if length in (25, 50):
+    if length in (80, 110):
         print(psutil.Process().memory_info().rss)
 """
 
