@@ -39,7 +39,7 @@ MOST_MEMORY_MB: Final = 300.0
 """Beyond the bundle."""
 MOST_IDLE: Final = 0.01
 EXTRAS: Final[dict[RuntimeName, str]] = {"openvino": "edge", "onnxruntime": "edge-onnxruntime"}
-NUM_LARGEST: Final = 5
+NUM_LARGEST: Final = 12
 _BYTECODE: Final = {"PYTHONDONTWRITEBYTECODE": ""}
 """Kept from start to start, as an installation keeps it."""
 console = Console(width=130)
