@@ -8,8 +8,8 @@ has no chat template: a copy of its target gets one, in a temporary directory. T
 all of it is soon used: pages of a larger one, touched late, would look like growth.
 
 Memory is compared after `--warm-up` more turns, in which every chat has had a whole conversation, caches have filled,
-and the draft's runtime has seen most lengths. Speeds are of the time in which all chats run. Exits 1 if the slowest chat
-has less than 1/1.5 of the fastest's tokens/s, if a chat gets no text for longer than `--gap-s`, if a turn fails, or if
+and the draft's runtime has seen most lengths. Speeds are of the time in which all chats run. Exits 1 if the slowest has
+less than 1/1.5 of the fastest's tokens/s, if a chat gets no text for longer than `--gap-s`, if a turn fails, or if
 the resident memory of endpoint or verifier grows by more than 20 MB from the first tenth of the turns to the last.
 """
 
