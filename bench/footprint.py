@@ -49,13 +49,14 @@ console = Console(width=130)
 class Footprint:
     """What one runtime takes. disk_mb, largest: None and empty without `--install`; largest: MB by package.
 
-    start_s: median; starts_s: the first one, which may compile, and the rest. rss_mb: when ready; rss_after_mb: after
-    a text. idle: part of one core.
+    start_s: median; start_cpu_s: processor time of the last start; starts_s: the first, which may compile, and the
+    rest. rss_mb: when ready; rss_after_mb: after a text. idle: part of one core.
     """
 
     runtime: str
     bundle_mb: float
     start_s: float
+    start_cpu_s: float
     starts_s: list[float]
     rss_mb: float
     rss_after_mb: float
@@ -89,13 +90,16 @@ def measure(runtime: RuntimeName, options: argparse.Namespace, wheel: Path | Non
             with started(agent):
                 starts_s.append(agent.start_s)
                 if index == options.starts:
+                    start_cpu_s = agent.cpu_s()
                     rss_mb, idle = agent.rss_mb(), idleness(agent, options.idle_s)
                     text = read_text(agent.url, {"prompt": "def walk(path):", "max_tokens": 200, "seed": 7})
                     if text.error or not text.num_accepted:
                         raise SystemExit(f"{runtime}: the text failed, or nothing was drafted: {text.error}")
                     rss_after_mb = agent.rss_mb()
         bundle_mb = size_mb(pair.draft)
-    return Footprint(runtime, bundle_mb, median(starts_s[1:]), starts_s, rss_mb, rss_after_mb, idle, disk_mb, largest)
+    return Footprint(
+        runtime, bundle_mb, median(starts_s[1:]), start_cpu_s, starts_s, rss_mb, rss_after_mb, idle, disk_mb, largest
+    )
 
 
 def idleness(agent: Program, seconds: float) -> float:
@@ -147,7 +151,7 @@ def as_table(found: list[Footprint]) -> Table:
         met = each.bounds()
         cells = {
             "disk": "-" if each.disk_mb is None else f"{each.disk_mb:.0f}",
-            "start": f"{each.start_s:.2f} (first {each.starts_s[0]:.2f})",
+            "start": f"{each.start_s:.2f} (first {each.starts_s[0]:.2f}, processor {each.start_cpu_s:.2f})",
             "memory": f"{each.rss_mb:.0f}",
             "after": f"{each.rss_after_mb:.0f}",
             "bundle": f"{each.bundle_mb:.1f}",
