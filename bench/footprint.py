@@ -39,7 +39,7 @@ MOST_MEMORY_MB: Final = 300.0
 """Beyond the bundle."""
 MOST_IDLE: Final = 0.01
 EXTRAS: Final[dict[RuntimeName, str]] = {"openvino": "edge", "onnxruntime": "edge-onnxruntime"}
-NUM_LARGEST: Final = 5
+NUM_LARGEST: Final = 12
 _BYTECODE: Final = {"PYTHONDONTWRITEBYTECODE": ""}
 """Kept from start to start, as an installation keeps it."""
 console = Console(width=130)
@@ -49,13 +49,14 @@ console = Console(width=130)
 class Footprint:
     """What one runtime takes. disk_mb, largest: None and empty without `--install`; largest: MB by package.
 
-    start_s: median; starts_s: the first one, which may compile, and the rest. rss_mb: when ready; rss_after_mb: after
-    a text. idle: part of one core.
+    start_s: median; start_cpu_s: processor time of the last start; starts_s: the first, which may compile, and the
+    rest. rss_mb: when ready; rss_after_mb: after a text. idle: part of one core.
     """
 
     runtime: str
     bundle_mb: float
     start_s: float
+    start_cpu_s: float
     starts_s: list[float]
     rss_mb: float
     rss_after_mb: float
@@ -89,13 +90,16 @@ def measure(runtime: RuntimeName, options: argparse.Namespace, wheel: Path | Non
             with started(agent):
                 starts_s.append(agent.start_s)
                 if index == options.starts:
+                    start_cpu_s = agent.cpu_s()
                     rss_mb, idle = agent.rss_mb(), idleness(agent, options.idle_s)
                     text = read_text(agent.url, {"prompt": "def walk(path):", "max_tokens": 200, "seed": 7})
                     if text.error or not text.num_accepted:
                         raise SystemExit(f"{runtime}: the text failed, or nothing was drafted: {text.error}")
                     rss_after_mb = agent.rss_mb()
         bundle_mb = size_mb(pair.draft)
-    return Footprint(runtime, bundle_mb, median(starts_s[1:]), starts_s, rss_mb, rss_after_mb, idle, disk_mb, largest)
+    return Footprint(
+        runtime, bundle_mb, median(starts_s[1:]), start_cpu_s, starts_s, rss_mb, rss_after_mb, idle, disk_mb, largest
+    )
 
 
 def idleness(agent: Program, seconds: float) -> float:
@@ -111,20 +115,26 @@ def built_wheel() -> Iterator[Path]:
     """A wheel of this checkout."""
     with TemporaryDirectory() as place:
         command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", place, "."]
-        subprocess.run(command, check=True)
+        _run(command)
         yield next(Path(place).glob("outrider-*.whl"))
 
 
 def install(wheel: Path, extra: str, environment: Path) -> tuple[str, float, dict[str, float]]:
     """Its interpreter, the MB that the installation adds, and the largest packages."""
-    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    _run([sys.executable, "-m", "venv", str(environment)])
     python = environment / "bin" / "python"
     packages = next(environment.glob("lib/python*/site-packages"))
     empty_mb, before = size_mb(environment), {path.name for path in packages.iterdir()}
-    subprocess.run([str(python), "-m", "pip", "install", "--quiet", f"{wheel}[{extra}]"], check=True)
+    _run([str(python), "-m", "pip", "install", "--quiet", f"{wheel}[{extra}]"])
     sizes = {path.name: size_mb(path) for path in packages.iterdir() if path.name not in before}
     largest = dict(sorted(sizes.items(), key=lambda item: -item[1])[:NUM_LARGEST])
     return str(python), size_mb(environment) - empty_mb, largest
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"`{' '.join(command)}` failed: {done.stderr[-600:]}")
 
 
 def size_mb(path: Path) -> float:
@@ -141,7 +151,7 @@ def as_table(found: list[Footprint]) -> Table:
         met = each.bounds()
         cells = {
             "disk": "-" if each.disk_mb is None else f"{each.disk_mb:.0f}",
-            "start": f"{each.start_s:.2f} (first {each.starts_s[0]:.2f})",
+            "start": f"{each.start_s:.2f} (first {each.starts_s[0]:.2f}, processor {each.start_cpu_s:.2f})",
             "memory": f"{each.rss_mb:.0f}",
             "after": f"{each.rss_after_mb:.0f}",
             "bundle": f"{each.bundle_mb:.1f}",

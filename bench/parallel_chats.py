@@ -7,14 +7,16 @@ streams conversations of ten turns, one after the other, until all chats togethe
 has no chat template: a copy of its target gets one, in a temporary directory. The verifier's cache is small, so that
 all of it is soon used: pages of a larger one, touched late, would look like growth.
 
-Speeds are of the time in which all chats run. Exits 1 if the slowest chat has less than 1/1.5 of the fastest's
-tokens/s, if a chat gets no text for longer than `--gap-s`, if a turn fails, or if the resident memory of endpoint or
-of the verifier is more than 20 MB larger in the end than after a tenth of the turns.
+Memory is compared after `--warm-up` more turns, in which every chat has had a whole conversation, caches have filled,
+and the draft's runtime has seen most lengths. Speeds are of the time in which all chats run. Exits 1 if the slowest has
+less than 1/1.5 of the fastest's tokens/s, if a chat gets no text for longer than `--gap-s`, if a turn fails, or if
+the resident memory of endpoint or verifier grows by more than 20 MB from the first tenth of the turns to the last.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import threading
 import time
@@ -88,9 +90,9 @@ class Bench:
 
     def _chat(self, index: int) -> None:
         messages: list[dict[str, str]] = []
-        for number in range(self.options.turns):
+        for number in itertools.count():
             with self.lock:
-                if self.num_begun == self.options.turns:
+                if self.num_begun == self.options.warm_up + self.options.turns:
                     return
                 self.num_begun += 1
             if number % LENGTH == 0:
@@ -124,9 +126,9 @@ class Bench:
 
     @property
     def marks(self) -> list[int]:
-        """Turns after which memory is read: a tenth, a half, all, and some on the way."""
-        total = self.options.turns
-        return sorted({max(1, round(total * part / 10)) for part in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)})
+        """Turns after which memory is read: the first, the warm-up, and every tenth of the rest."""
+        warm_up, total = self.options.warm_up, self.options.turns
+        return [1, *(warm_up + max(1, round(total * part / 10)) for part in range(11))]
 
 
 def speeds(chats: Sequence[Sequence[Turn]]) -> list[float]:
@@ -159,7 +161,7 @@ def report(bench: Bench) -> bool:
     errors = [turn.text.error for chat in chats for turn in chat if turn.text.error]
     firsts = {n: [t.text.first_s for chat in chats for t in chat if t.number == n] for n in range(1, LENGTH + 1)}
     ttft_ms = {number: median(times) * 1e3 for number, times in firsts.items() if times}
-    steady = next(row for row in bench.memory if row.turns >= options.turns // 10)
+    steady = next(row for row in bench.memory if row.turns >= options.warm_up + options.turns // 10)
     grown = {name: getattr(bench.memory[-1], name) - getattr(steady, name) for name in ("endpoint_mb", "verifier_mb")}
     checks = {
         f"slowest {min(rates):.1f} tokens/s, fastest {max(rates):.1f}: {max(rates) / min(rates):.2f}x, limit 1.5": min(
@@ -176,12 +178,15 @@ def report(bench: Bench) -> bool:
     shown = {number: ttft_ms[number] for number in (1, LENGTH // 2, LENGTH) if number in ttft_ms}
     console.print(f"time to first token, median ms by turn: {', '.join(f'{n}: {ms:.0f}' for n, ms in shown.items())}")
     counts = device_counts(bench.agent.url)
+    cpu_s = {"endpoint": bench.agent.cpu_s(), "verifier": bench.cloud.cpu_s()}
+    console.print("processor time, s: " + ", ".join(f"{name} {seconds:.0f}" for name, seconds in cpu_s.items()))
     document: dict[str, Any] = {
         "tokens_per_s": rates,
         "longest_gap_s": gaps,
         "ttft_ms": ttft_ms,
         "memory": [asdict(row) for row in bench.memory],
         "counts": counts,
+        "cpu_s": cpu_s,
         "checks": {words: bool(is_met) for words, is_met in checks.items()},
     }
     write_json(options.json, document)
@@ -193,10 +198,12 @@ def main() -> int:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--chats", type=int, default=8)
     cli.add_argument("--turns", type=int, default=500, help="of all chats together")
+    cli.add_argument("--warm-up", type=int, default=100, help="turns before those, of all chats together")
     cli.add_argument("--max-tokens", type=int, default=24, help="of an answer")
     cli.add_argument("--widen", type=float, default=0.0, help="MB of the widened FP32 target; 0: as it is")
-    cli.add_argument("--gap-s", type=float, default=3.0, help="longest time that a chat may be without text")
-    cli.add_argument("--kv-cache-mb", type=int, default=48, help="of the verifier")
+    cli.add_argument("--gap-s", type=float, default=5.0, help="longest time without text: a stream's keep-alive")
+    cli.add_argument("--depth", default="auto", help="of drafts, as `outrider serve` takes it")
+    cli.add_argument("--kv-cache-mb", type=int, default=24, help="of the verifier")
     cli.add_argument("--json", type=Path)
     options = cli.parse_args()
     pair, cores = export_reference_pair(widen_mb=options.widen or None), plan_cores()
@@ -206,9 +213,8 @@ def main() -> int:
         target = change_bundle(pair.target, place / "target", template=TURNS).path
         cloud = verifier(target, place, cores.cloud, "--kv-cache-mb", str(options.kv_cache_mb))
         stack.enter_context(started(cloud))
-        agent = local_endpoint(
-            pair.draft, [cloud.url], place, cores.agent, "--metrics", "--max-drafting", str(options.chats)
-        )
+        more = ("--metrics", "--max-drafting", str(options.chats), "--depth", options.depth)
+        agent = local_endpoint(pair.draft, [cloud.url], place, cores.agent, *more)
         stack.enter_context(started(agent))
         bench = Bench(cloud, agent, options, questions)
         bench.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -309,3 +310,34 @@ def test_a_sequence_that_no_memory_holds_is_told_of(tiny_ir: Callable[..., Path]
     huge = lengthened(tiny_ir("llama"), tmp_path / "huge", 10**13)
     with pytest.raises(ConfigError, match=r"10,000,000,000,000 positions is more .* smaller max_position_embeddings"):
         OpenVinoSequenceRuntime(huge, replace(OPTIONS, max_positions=0))
+
+
+_EVERY_LENGTH = """
+import os
+import sys
+from pathlib import Path
+import psutil
+from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.runtimes.openvino_sequence import OpenVinoSequenceRuntime
+given = dict(os.environ)
+runtime = OpenVinoSequenceRuntime(Path(sys.argv[1]), RuntimeOptions(num_threads=1, max_positions=256))
+assert dict(os.environ) == given, "a user's own setting stays"
+for length in range(1, 111):
+    runtime.truncate(0)
+    runtime.extend([1] * length)
+    if length in (80, 110):
+        print(psutil.Process().memory_info().rss)
+"""
+
+
+def test_a_new_length_of_a_prompt_costs_no_memory(tiny_ir: Callable[..., Path]) -> None:
+    """OpenVINO keeps kernels for thousands of lengths: 100 more took 99 MB for a tiny model."""
+    path = tiny_ir("llama")
+    load_paged_model(path, OPTIONS, tree_masks=False)
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "128"
+    # With fewer of oneDNN's own, the plugin's limit shows after fewer lengths.
+    environment = os.environ | {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
+    command = [sys.executable, "-c", _EVERY_LENGTH, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    before, after = map(int, done.stdout.split())
+    assert after - before < 8e6, (before, after)
