@@ -1,4 +1,4 @@
-"""Copies a bundle with a chat template, or for another role: measurements and tests need pairs that nobody ships."""
+"""Copies a bundle with a chat template: measurements need pairs that nobody ships."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Final
 
 from outrider.models.bundle import Bundle
 from outrider.models.bundle_writer import BundleWriter
-from outrider.models.manifest import Role
 
 TURNS: Final = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
@@ -18,9 +17,9 @@ TURNS: Final = (
 """A template for models that were trained without one: the end token ends each turn."""
 
 
-def change_bundle(source: Path, place: Path, *, template: str | None = None, role: Role | None = None) -> Bundle:
+def change_bundle(source: Path, place: Path, *, template: str) -> Bundle:
     """Writes the copy to `place`, with hard links to large files where the disk allows them. Its report stays the
-    source's. template: of chats; None keeps the source's. role: None keeps it.
+    source's. template: of chats.
     """
     bundle = Bundle.open(source)
     with BundleWriter(place) as writer:
@@ -31,9 +30,7 @@ def change_bundle(source: Path, place: Path, *, template: str | None = None, rol
                 os.link(source / entry.path, path)
             except OSError:  # another file system
                 shutil.copyfile(source / entry.path, path)
-        if template is not None:
-            path = writer.directory / "chat_template.jinja"
-            path.unlink(missing_ok=True)
-            path.write_text(template, encoding="utf-8")
-        changes = {"files": writer.list_files(), "role": role or bundle.manifest.role}
-        return writer.commit(bundle.manifest.model_copy(update=changes))
+        path = writer.directory / "chat_template.jinja"
+        path.unlink(missing_ok=True)
+        path.write_text(template, encoding="utf-8")
+        return writer.commit(bundle.manifest.model_copy(update={"files": writer.list_files()}))

@@ -494,6 +494,10 @@ def test_a_narrow_window_has_no_sideways_scroll(scene: Page, width: int) -> None
     scene.resize(width, 800)
     try:
         scene.wait(f"document.documentElement.clientWidth === {width}")
+        scene.wait(  # drawn again for this width
+            "[...document.querySelectorAll('#timeline .lane')]"
+            f".every((lane) => lane.getBoundingClientRect().right <= {width})"
+        )
         assert scene.js("document.documentElement.scrollWidth") == width
         outside = scene.js(
             "[...document.querySelectorAll('body *')].filter((each) => !each.closest('.unseen') &&"

@@ -361,7 +361,7 @@ def test_the_text_that_a_request_brings_is_bounded(local: LocalEndpoint) -> None
             documents = [{"text": text} for text in texts]
             answer = client.post("/v1/completions", json={"prompt": QUERY, "max_tokens": 1, "documents": documents})
             assert answer.status_code == status, answer.text
-    assert "360000 bytes; expected at most 262144 in all" in answer.text
+    assert "360000 bytes; expected at most 131072 in all" in answer.text
 
 
 @needs_bm25s

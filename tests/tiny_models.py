@@ -45,9 +45,10 @@ class ChatPair:
 
 
 def make_chat_pair(directory: Path) -> ChatPair:
-    """Makes and exports a tiny pair that can chat, in some seconds: exported once, for both roles."""
-    from bench.changed_bundle import change_bundle
+    """Makes and exports a tiny pair that can chat, in some seconds.
 
+    The target is widened: its steps are long enough that a verifier waits for drafts, also on a busy machine.
+    """
     from outrider.export.make.pipeline import export_model
     from outrider.export.recipes import ExportOptions
 
@@ -56,7 +57,8 @@ def make_chat_pair(directory: Path) -> ChatPair:
     make_tiny_tokenizer(source, special_tokens=roles, chat_template=CHAT_TEMPLATE)
     make_tiny_model("llama", source, vocab_size=320, eos_token_id=0)
     draft = export_model(source, directory / "draft", ExportOptions("draft")).path
-    return ChatPair(draft, change_bundle(draft, directory / "target", role="target").path)
+    target = export_model(source, directory / "target", ExportOptions("target", "fp32", widen_mb=150.0)).path
+    return ChatPair(draft, target)
 
 
 def make_unknown(directory: Path, model_type: str, *, seed: int = 0, **fields: Any) -> Path:

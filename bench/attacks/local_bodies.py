@@ -30,7 +30,7 @@ from bench.attacks.subject import NotMeasured, Server, Subject
 _ATTACK_S: Final = 4.0
 _ALONE_S: Final = 2.0
 _NUM_DOCUMENTS: Final = 256
-_TEXT: Final = (1 << 18) - 512
+_TEXT: Final = (1 << 17) - 512
 """Bytes of the documents of a request: what the endpoint takes."""
 _NUM_TEXTS: Final = 2
 _DOCUMENTS: Final = '{"prompt":"what is abcde?","max_tokens":1,"documents":['
@@ -93,7 +93,7 @@ def local_bodies(subject: Subject) -> Iterator[Row]:
 
 def local_documents(subject: Subject) -> Iterator[Row]:
     """The same with documents, which are indexed for each request."""
-    yield from _beside_texts(subject, "requests with documents, of 256 KiB and more", hostile_documents())
+    yield from _beside_texts(subject, "requests with documents, of 128 KiB and more", hostile_documents())
 
 
 def _beside_texts(subject: Subject, what: str, bodies: dict[str, tuple[str, bytes]]) -> Iterator[Row]:

@@ -24,7 +24,7 @@ from outrider.models.http.shapes import Delta, Shape
 from outrider.models.protocol import ModelFacts
 
 MAX_DOCUMENTS: Final = 256
-MAX_TEXT_BYTES: Final = 1 << 18
+MAX_TEXT_BYTES: Final = 1 << 17
 """Of all documents of a request, as UTF-8. They are indexed for it alone: 1 MiB takes seconds and 100 MB."""
 MAX_NAME_CHARS: Final = 200
 _PROMPT_SHARE: Final = 4
