@@ -27,10 +27,10 @@ from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread
 from outrider.cloud.engine.config import TreeForm
-from outrider.cloud.server.collector import relieve_collector
 from outrider.cloud.server.serving import VerifierServer
 from outrider.edge.lab.child_process import child_process
 from outrider.edge.lab.cores import Cores
+from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
 from outrider.models.runtimes.fake import SHARPNESS, FakeBatchRuntime, FakeSequenceRuntime

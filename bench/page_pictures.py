@@ -23,7 +23,8 @@ PICTURES = Path(__file__).parents[1] / "docs/images"
 PROMPT = "def walk(path):"
 SEED = 7
 TEMPERATURE = 0.5
-NUM_TOKENS = 120
+NUM_TOKENS = 600  # so many that the text is still running when its picture is taken
+NUM_COMPARED = 120
 ROUND_TRIP_MS = 50
 IN_FULL_SWING = (
     "document.querySelectorAll('#tree .token').length > 3 && document.querySelectorAll('#timeline .begin').length > 8"
@@ -53,6 +54,7 @@ def take(browser: Browser, url: str) -> None:
             save_running(page, scheme)
             finish(page, number)
         page.prefer("light")
+        page.js(f"document.getElementById('max-tokens').value = {NUM_COMPARED}")
         page.resize(1280, 930)
         page.js("document.getElementById('compare').click()")
         finish(page, 4)
@@ -98,6 +100,7 @@ def save_running(page: Page, name: str) -> None:
         page.wait(IN_FULL_SWING)
         save(page, name)
         is_shown = page.js(IN_FULL_SWING)
+    page.press("Escape")
 
 
 def save(page: Page, name: str, *, is_whole: bool = True) -> None:

@@ -47,10 +47,10 @@ from rich.table import Table
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread
-from outrider.cloud.server.collector import relieve_collector
 from outrider.cloud.server.serving import VerifierServer
 from outrider.edge.lab.child_process import child_process
 from outrider.models.http.security import KeyRing
+from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
 from outrider.models.runtimes.base import ModelLimits, SequenceSlice
 from outrider.models.sampling import SamplingParams

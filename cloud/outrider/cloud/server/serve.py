@@ -18,7 +18,6 @@ from outrider.cloud.api.download_places import DraftFiles
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread
 from outrider.cloud.engine.config import TreeForm
-from outrider.cloud.server.collector import relieve_collector
 from outrider.cloud.server.exporter import export_reference_target
 from outrider.cloud.server.identity import target_identity
 from outrider.cloud.server.offered import find_offered
@@ -29,6 +28,7 @@ from outrider.models.errors import ConfigError
 from outrider.models.hosts import is_loopback
 from outrider.models.http.logs import configure_logging
 from outrider.models.http.security import WILDCARDS, KeyRing, PagePolicy, page_policy, require_safe_host
+from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
 from outrider.models.manifest import Manifest

@@ -34,6 +34,7 @@ from outrider.models.extras import require_packages
 from outrider.models.hosts import is_loopback
 from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing, page_policy, require_safe_host
+from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
 from outrider.models.visible import visible
@@ -97,6 +98,7 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
             on_ready=lambda: _announce(url, core),
         )
         end_tracing = start_tracing(lambda words: _log.warning("%s", words))
+        relieve_collector()  # else a full collection stops all texts for a tenth of a second
         try:
             server.run(sockets=[sock])
         finally:
