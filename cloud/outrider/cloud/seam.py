@@ -1,6 +1,6 @@
 """Defines the seam between the HTTP API and an engine: requests, events, stats, and the engine's interface.
 
-The API imports this module and no engine. `engine.thread.EngineThread` implements `ServingEngine`.
+The API imports this module and no engine. `engine.thread.EngineThread` is the first `ServingEngine`.
 """
 
 from __future__ import annotations
@@ -175,6 +175,14 @@ class ServingEngine(Protocol):
     @property
     def limits(self) -> ModelLimits:
         """Vocabulary, and the longest sequence that model and cache can hold."""
+        ...
+
+    def calibrate(self) -> None:
+        """Measures what a step costs. Blocking; call it once, before `start`. Raises ConfigError."""
+        ...
+
+    def start(self) -> None:
+        """Lets requests in. Call it once."""
         ...
 
     def submit(self, request: GenerateRequest, sink: Sink) -> int:
