@@ -42,6 +42,12 @@ class GenerateRequest:
     owner: bytes = b""
     keep: bool = False
 
+    def is_parked_after(self, reason: SequenceEndReason) -> bool:
+        """Whether the cache is kept after this end for what continues the sequence."""
+        if self.once:
+            return reason in ("once", "length")
+        return self.keep and reason in ("stop", "length")
+
 
 @dataclass(frozen=True, slots=True)
 class CommitEvent:

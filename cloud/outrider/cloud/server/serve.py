@@ -19,7 +19,7 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.server.collector import relieve_collector
 from outrider.cloud.server.embedded import BundleTarget
 from outrider.cloud.server.offered import find_offered
-from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.options import EngineName, ServeOptions
 from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.server.target import Target
 from outrider.models.errors import ConfigError
@@ -41,7 +41,7 @@ def serve(options: ServeOptions) -> None:
     _require_writable(options.port_file)
     with open_socket(options.host, options.port) as sock:
         pages = _page_policy(options, sock.getsockname()[0], is_keyless=not len(keys))
-        target = BundleTarget(options)
+        target = _open_target(options)
         drafts = _drafts(options.drafts, target)
         with target.load() as loaded, _port_file_removed(options.port_file):
             settings = ServerSettings(
@@ -77,6 +77,17 @@ def serve(options: ServeOptions) -> None:
                 server.run(sockets=[sock])
             finally:
                 loaded.engine.stop()  # before the model goes
+
+
+def _open_target(options: ServeOptions) -> Target:
+    """The target, checked and not loaded. Raises OutriderError for one that cannot be served."""
+    if options.engine is EngineName.VLLM:
+        from outrider.cloud.server.vllm_target import VllmTarget
+
+        return VllmTarget(options)
+    if options.vllm_option:
+        raise ConfigError("--vllm-option is for --engine vllm; leave it out")
+    return BundleTarget(options)
 
 
 @contextmanager

@@ -1,0 +1,47 @@
+"""Extends vLLM's workers: one call after the start puts our samplers into the model runner, and says what it found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.cloud.vllm.checks import missing_attributes
+
+V1_RUNNER_ATTRIBUTES = (
+    "input_batch.num_reqs",
+    "input_batch.req_ids",
+    "input_batch.num_tokens_no_spec",
+    "requests",
+    "sampler.logprobs_mode",
+    "rejection_sampler",
+    "speculative_config",
+    "device",
+    "use_async_scheduling",
+)
+"""What the samplers touch of the V1 model runner; none is public."""
+
+
+class OutriderExtension:
+    """`worker_extension_cls`: vLLM mixes it into its worker class."""
+
+    model_runner: Any
+
+    def outrider_install(self) -> dict[str, Any]:
+        """Replaces the samplers. Returns the runner's class and what is not as expected; nothing is replaced then."""
+        runner = self.model_runner
+        kind = type(runner)
+        found = {"runner": f"{kind.__module__}.{kind.__qualname__}", "missing": list[str](), "is_v2": False}
+        if ".gpu.model_runner" in kind.__module__ or any(
+            ".worker.gpu.model_runner" in c.__module__ for c in kind.__mro__
+        ):
+            return found | {"is_v2": True}
+        missing = missing_attributes(runner, V1_RUNNER_ATTRIBUTES)
+        if missing:
+            return found | {"missing": missing}
+        if runner.use_async_scheduling:
+            return found | {"missing": ["synchronous scheduling"]}
+        from outrider.cloud.vllm.sampler import OutriderSampler, OutriderVerifier, Rows
+
+        rows = Rows(runner)
+        runner.sampler = OutriderSampler(rows, runner.sampler.logprobs_mode)
+        runner.rejection_sampler = OutriderVerifier(rows, runner.sampler, runner.speculative_config, runner.device)
+        return found
