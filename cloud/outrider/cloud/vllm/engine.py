@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -198,12 +198,18 @@ class VllmEngine(ServingEngine):
         with self._gate:
             self._is_draining = True
         self._wait_until_empty(drain_s)
-        for sequence in list(self._sequences.values()):
-            sequence.ending = "shutdown"
-            self.cancel(sequence.number)
+        self.end(list(self._sequences), "shutdown")
         self._wait_until_empty(_END_S)
         if self._sequences and self._loop.is_running():  # vLLM hangs, or has died
             self._loop.call_soon_threadsafe(self._end_all, "shutdown", None)
+
+    def end(self, sequence_ids: Iterable[int], reason: SequenceEndReason) -> None:
+        """Ends these sequences, those that are over left out, with a reason."""
+        for number in sequence_ids:
+            sequence = self._sequences.get(number)
+            if sequence is not None:
+                sequence.ending = reason
+                self.cancel(number)
 
     def _wait_until_empty(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -358,14 +364,13 @@ class VllmEngine(ServingEngine):
 
     def stats(self) -> EngineStats:
         """A snapshot; cheap."""
-        gauges = self._gauges
-        open_now = len(self._sequences)
-        # What vLLM has not looked at yet waits too.
-        running = min(open_now, gauges.running) if gauges else 0
+        gauges, open_now = self._gauges, len(self._sequences)
+        # Reports come after steps: what vLLM has yet to look at counts as running where there are places.
+        queued = min(open_now, max(gauges.queued if gauges else 0, open_now - self._config.max_running))
         return EngineStats(
             totals=replace(self._totals),
-            running=running,
-            queued=open_now - running,
+            running=open_now - queued,
+            queued=queued,
             parked=len(self._kept),
             parked_blocks=0,
             num_blocks=gauges.num_blocks if gauges else 1,
