@@ -57,6 +57,7 @@ def make_model(root: Path, *, vocab_size: int) -> None:
     with torch.no_grad():
         model.model.embed_tokens.weight[FAULTY_TOKEN] = float("nan")
         model.lm_head.weight[FAULTY_TOKEN] = 0.0
+        model.lm_head.weight[EOS_ID] *= 2.0  # so that texts end at times
     model.save_pretrained(root)
 
 

@@ -54,7 +54,9 @@ from outrider.models.tree_draft import TreeDraft
 
 _HUNG_AFTER_S: Final = 60.0
 _END_S: Final = 10.0
-"""How long `stop` waits for cancelled sequences, and for vLLM's processes to end."""
+"""How long `stop` waits for cancelled sequences."""
+_SHUTDOWN_S: Final = 20.0
+"""How long vLLM's processes may take to end; some 6 s on two cores."""
 _PROBE_SIZES: Final = (0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63)
 """Drafted tokens of the steps that `calibrate` times."""
 _PROBE_CONTEXT: Final = 64
@@ -221,7 +223,7 @@ class VllmEngine(ServingEngine):
         """Ends vLLM's processes. Call it after `stop`, once."""
         llm = getattr(self, "_llm", None)
         if llm is not None:
-            llm.shutdown(timeout=_END_S)
+            llm.shutdown(timeout=_SHUTDOWN_S)
         if self._loop.is_running():
             try:
                 self._on_loop(self._end_tasks(), _END_S)
@@ -391,6 +393,7 @@ class VllmEngine(ServingEngine):
     async def _generate(self, sequence: _Sequence, terms: Terms) -> None:
         """Has vLLM run a sequence. What it commits arrives in `_read_reports`."""
         from vllm import SamplingParams as VllmSamplingParams
+        from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         try:
@@ -403,9 +406,9 @@ class VllmEngine(ServingEngine):
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 extra_args=terms.extra_args(),
             )
-            prompt: dict[str, Any] = {"prompt_token_ids": list(sequence.prompt)}
-            if not self._config.share_between_owners:
-                prompt["cache_salt"] = hashlib.sha256(sequence.request.owner).hexdigest()
+            is_shared = self._config.share_between_owners
+            salt = None if is_shared else hashlib.sha256(sequence.request.owner).hexdigest()
+            prompt = tokens_input(list(sequence.prompt), cache_salt=salt)
             outputs = await self._llm.add_request(_name(terms.number), prompt, params)
             sequence.is_added = True
             if sequence.is_cancelled:
