@@ -10,6 +10,8 @@ import pytest
 collect_ignore_glob: list[str] = [] if find_spec("vllm") else ["test_*.py"]
 
 if find_spec("vllm"):
+    # Its plug-in imports it at the end otherwise, deep in calls, where Python 3.11 may fail to compile it.
+    import hypothesis  # noqa: F401
     from tests.vllm.serving import SharedEngine
 
 

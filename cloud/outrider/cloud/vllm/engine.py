@@ -13,6 +13,7 @@ import itertools
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -137,6 +138,9 @@ class VllmEngine(ServingEngine):
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        # vLLM's processes inherit this thread's mask: Ctrl-C reaches all processes of a terminal, and would end them
+        # while this one drains.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         config = self._config
         settings = wire.Settings(config.max_draft, config.policy.value, config.looks_up, config.max_running)
         (self._place / wire.SETTINGS_NAME).write_bytes(msgspec.json.encode(settings))
