@@ -1,6 +1,6 @@
 """The gate for every version of vLLM: with and without drafts, its texts are `pick` over transformers' logits.
 
-The reference target, in float32. `bench/vllm_steps.py` counts its steps on more texts.
+The reference target, in float32.
 """
 
 from __future__ import annotations

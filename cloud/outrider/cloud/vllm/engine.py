@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, Final
 
@@ -139,7 +140,8 @@ class VllmEngine(ServingEngine):
         from vllm.v1.engine.async_llm import AsyncLLM
 
         # vLLM's processes inherit this thread's mask: Ctrl-C reaches all processes of a terminal, and would end them
-        # while this one drains.
+        # while this one drains. The tracker, which Python starts beside them, would clear the mask.
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         config = self._config
         settings = wire.Settings(config.max_draft, config.policy.value, config.looks_up, config.max_running)
