@@ -92,10 +92,10 @@ class Reference:
         return tokens[len(prompt) :]
 
 
-def start_engine(root: Path, *, scheduler: str | None = None, **config: Any) -> VllmEngine:
-    """A vLLM for the directory `root`, in float32. config: of VllmConfig."""
-    set_environment(0)
-    options = VllmOptions.parse(["dtype=float32", "enforce_eager=true"])
+def start_engine(root: Path, *given: str, scheduler: str | None = None, **config: Any) -> VllmEngine:
+    """A vLLM for the directory `root`, in float32. given: options as on the command line; config: of VllmConfig."""
+    options = VllmOptions.parse(["dtype=float32", "enforce_eager=true", *given])
+    set_environment(options, 0)
     arguments = engine_arguments(
         options,
         str(root),

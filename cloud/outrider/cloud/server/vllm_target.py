@@ -73,7 +73,7 @@ class VllmTarget(Target):
         from outrider.cloud.vllm.engine import VllmConfig, VllmEngine, set_environment
 
         options, started_s = self._options, time.monotonic()
-        set_environment(options.threads)
+        set_environment(self._vllm, options.threads)
         arguments = engine_arguments(
             self._vllm,
             str(self._path.resolve()),
@@ -171,6 +171,7 @@ def _identity(path: Path, options: VllmOptions, version: str) -> str:
         "kv_cache": options.kv_cache_dtype,
         "tensor_parallel_size": options.tensor_parallel_size,  # another order of sums
         "enforce_eager": options.enforce_eager,
+        "runner": options.runner,
         "engine": ENGINE,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:CHARS]

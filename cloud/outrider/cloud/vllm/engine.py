@@ -45,7 +45,7 @@ from outrider.cloud.seam import (
 from outrider.cloud.vllm import wire
 from outrider.cloud.vllm.checks import refuse, require_vllm
 from outrider.cloud.vllm.kept import KeptPrefixes
-from outrider.cloud.vllm.options import ENVIRONMENT
+from outrider.cloud.vllm.options import ENVIRONMENT, VllmOptions
 from outrider.cloud.vllm.terms import Terms
 from outrider.models.errors import ConfigError, ModelFault, RequestError, RuntimeUnavailable
 from outrider.models.faults import log_fault
@@ -159,12 +159,8 @@ class VllmEngine(ServingEngine):
         finally:
             del os.environ[wire.PLACE_VARIABLE]
         for found in await self._llm.collective_rpc("outrider_install"):
-            if found["is_v2"]:
-                raise RuntimeUnavailable(
-                    f"vLLM chose the model runner {found['runner']}; this engine needs its V1 runner: unset "
-                    "VLLM_USE_V2_MODEL_RUNNER"
-                )
-            refuse(f"{self.version} with {found['runner']}", found["missing"])
+            self.runner = str(found["runner"])
+            refuse(f"{self.version} with {self.runner}", found["missing"])
         model = self._llm.model_config
         return ModelLimits(model.get_vocab_size(), model.max_model_len)
 
@@ -493,9 +489,10 @@ class VllmEngine(ServingEngine):
         self._is_empty.set()
 
 
-def set_environment(num_threads: int) -> None:
+def set_environment(options: VllmOptions, num_threads: int) -> None:
     """Sets what vLLM reads from the environment. Call it before vLLM is imported."""
     os.environ.update(ENVIRONMENT)
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if options.runner == "v2" else "0"
     if num_threads:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["OMP_NUM_THREADS"] = str(num_threads)

@@ -20,6 +20,9 @@ V1_RUNNER_ATTRIBUTES = (
 """What the samplers touch of the V1 model runner; none is public."""
 
 
+V2_RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
+
+
 class OutriderExtension:
     """`worker_extension_cls`: vLLM mixes it into its worker class."""
 
@@ -29,11 +32,14 @@ class OutriderExtension:
         """Replaces the samplers. Returns the runner's class and what is not as expected; nothing is replaced then."""
         runner = self.model_runner
         kind = type(runner)
-        found = {"runner": f"{kind.__module__}.{kind.__qualname__}", "missing": list[str](), "is_v2": False}
-        if ".gpu.model_runner" in kind.__module__ or any(
-            ".worker.gpu.model_runner" in c.__module__ for c in kind.__mro__
-        ):
-            return found | {"is_v2": True}
+        found = {"runner": f"{kind.__module__}.{kind.__qualname__}", "missing": list[str]()}
+        if any(each.__module__ == V2_RUNNER_MODULE for each in kind.__mro__):
+            from outrider.cloud.vllm import v2
+
+            missing = missing_attributes(runner, v2.ATTRIBUTES)
+            if not missing:
+                v2.install(runner)
+            return found | {"missing": missing}
         missing = missing_attributes(runner, V1_RUNNER_ATTRIBUTES)
         if missing:
             return found | {"missing": missing}

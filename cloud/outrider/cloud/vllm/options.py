@@ -15,6 +15,7 @@ from outrider.models.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"]
+Runner = Literal["v1", "v2"]
 Quantization = Literal["", "awq", "gptq", "compressed-tensors", "fp8"]
 
 MAX_DRAFT: Final = 64
@@ -22,6 +23,7 @@ MAX_DRAFT: Final = 64
 
 PROPOSER: Final = "outrider.cloud.vllm.proposer.Empty"
 SCHEDULER: Final = "outrider.cloud.vllm.scheduler.OutriderScheduler"
+LOGITS_PROCESSOR: Final = "outrider.cloud.vllm.v2:OutriderPick"
 EXTENSION: Final = "outrider.cloud.vllm.extension.OutriderExtension"
 
 ENVIRONMENT: Final = {
@@ -32,17 +34,16 @@ ENVIRONMENT: Final = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "VLLM_PLUGINS": "",  # no package may add code by being installed
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # no pickle on vLLM's own sockets
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 """Set for vLLM's processes, whatever the user's environment says."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmOptions:
-    """vLLM's options, by vLLM's names; `max_draft` is ours.
+    """vLLM's options, by vLLM's names; `max_draft` and `runner` are ours.
 
-    max_draft: drafted tokens verified per sequence and step. gpu_memory_utilization: sizes the KV cache by the GPU's
-    memory, in place of --kv-cache-mb; None: --kv-cache-mb.
+    max_draft: drafted tokens verified per sequence and step. runner: vLLM's model runner.
+    gpu_memory_utilization: sizes the KV cache by the GPU's memory, in place of --kv-cache-mb; None: --kv-cache-mb.
     """
 
     tensor_parallel_size: int = field(default=1, metadata={"least": 1})
@@ -54,6 +55,7 @@ class VllmOptions:
     gpu_memory_utilization: float | None = None
     enforce_eager: bool = False
     max_draft: int = field(default=16, metadata={"least": 1, "most": MAX_DRAFT})
+    runner: Runner = "v1"
 
     @classmethod
     def parse(cls, given: Sequence[str]) -> VllmOptions:
@@ -72,7 +74,12 @@ class VllmOptions:
 
 
 def _read(name: str, text: str, metadata: Any) -> Any:
-    choices = {"dtype": get_args(Dtype), "quantization": get_args(Quantization), "kv_cache_dtype": get_args(KvDtype)}
+    choices = {
+        "dtype": get_args(Dtype),
+        "quantization": get_args(Quantization),
+        "kv_cache_dtype": get_args(KvDtype),
+        "runner": get_args(Runner),
+    }
     if name in choices:
         if text not in choices[name]:
             raise _refused(name, text, ", ".join(filter(None, choices[name])))
@@ -136,11 +143,14 @@ def engine_arguments(
         "scheduler_cls": SCHEDULER,
         "worker_extension_cls": EXTENSION,
         "speculative_config": {
+            "num_speculative_tokens": options.max_draft,
             "method": "custom_class",
             "model": PROPOSER,
-            "num_speculative_tokens": options.max_draft,
         },
     }
+    if options.runner == "v2":  # it knows no `custom_class`; `v2.install` silences the n-gram proposer
+        arguments["speculative_config"] = {"num_speculative_tokens": options.max_draft, "method": "ngram"}
+        arguments["logits_processors"] = [LOGITS_PROCESSOR]
     if options.quantization:
         arguments["quantization"] = options.quantization
     if options.max_model_len is not None:

@@ -164,11 +164,11 @@ class OutriderScheduler(Scheduler):
         if served is None:
             found: tuple[list[int], bool] = super()._update_request_with_output(request, new_token_ids, is_stale)
             return found
-        if FAULTY in new_token_ids:
-            request.status = RequestStatus.FINISHED_ERROR
-            self._book.totals.faults += 1
-            self._end(request.request_id, served, "fault")
-            return [], True
+        is_faulty = FAULTY in new_token_ids
+        if is_faulty:
+            del new_token_ids[new_token_ids.index(FAULTY) :]
+        if not new_token_ids:
+            return [], self._fail(request, served)
         new_token_ids, is_over = super()._update_request_with_output(request, new_token_ids, is_stale)
         crowding = (len(self.running) + len(self.waiting)) / self._num_places
         done = self._book.committed(served, new_token_ids, is_over=is_over, crowding=crowding)
@@ -185,16 +185,31 @@ class OutriderScheduler(Scheduler):
             self._passes[served] = done
         if is_over:
             self._end(request.request_id, served, reason)
+        elif is_faulty:
+            is_over = self._fail(request, served)
         return new_token_ids, is_over
 
+    def _fail(self, request: Request, served: Served) -> bool:
+        """Ends a request whose next row of logits is not finite; returns that it is over."""
+        request.status = RequestStatus.FINISHED_ERROR
+        self._book.totals.faults += 1
+        self._end(request.request_id, served, "fault")
+        return True
+
     def _mark_fault(self, request: Request, model_runner_output: Any) -> None:
-        """Makes a row that gave no token, though its prompt is complete, end its request: it could never go on."""
+        """Marks the first token that came from a row that is not finite; its request ends there."""
         ids = model_runner_output.sampled_token_ids
         if not ids or request.num_computed_tokens < request.num_tokens:
-            return
+            return  # a part of a prompt
         index = model_runner_output.req_id_to_index.get(request.request_id)
-        if index is not None and not ids[index]:
+        if index is None:
+            return
+        if not ids[index]:  # V1: `OutriderVerifier` leaves none, and the request could never go on
             ids[index] = [FAULTY]
+        elif self.use_v2_model_runner:
+            found = (model_runner_output.num_nans_in_logits or {}).get(request.request_id)
+            if found is not None and found - request.num_tokens < len(ids[index]):
+                ids[index][found - request.num_tokens :] = [FAULTY]
 
     # -- drafts ------------------------------------------------------------------------------------------------------
 
