@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import httpx
 import pytest
 from tests.serving import EOS_ID, TIMEOUT_S, run_session
-from tests.vllm.serving import SharedEngine
+from tests.vllm.serving import FAULTY_TOKEN, SharedEngine
 
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
 from outrider.cloud.vllm.engine import VllmEngine
@@ -126,3 +126,15 @@ def test_metrics_and_facts_are_served(vllm: SharedEngine) -> None:
         assert "outrider_engine_committed_total 5.0" in text and "outrider_engine_steps_total" in text
         assert client.get("/v1/model").json()["max_positions"] == vllm.engine.limits.max_positions
         assert client.get("/v1/model").json()["eos_token_ids"] == [EOS_ID]
+
+
+def test_a_guess_that_is_not_finite_ends_no_sequence(vllm: SharedEngine) -> None:
+    """Its step is run again without drafts; the cache of what it touched is used by nobody."""
+    prompt = tuple(range(30, 130))
+    truth = vllm.target_tokens(prompt, 30)
+    for right in (0, 3, 10):
+        found = Collector()
+        draft = (*truth[:right], FAULTY_TOKEN, 1)
+        vllm.engine.submit(GenerateRequest(prompt, SamplingParams(), 30, patience_ms=0.0, draft=draft), found)
+        assert found.wait().reason == "length" and found.tokens == truth
+    assert run(vllm.engine, (*prompt, *truth[:20]), 10).tokens == truth[20:]

@@ -17,4 +17,4 @@ if os.environ.get("OUTRIDER_INTERPRET"):
             return True
 
     triton.backends.backends.clear()
-    triton.backends.backends["cpu"] = triton.backends.Backend(compiler=None, driver=_Driver)  # type: ignore[arg-type]
+    triton.backends.backends["cpu"] = triton.backends.Backend(compiler=None, driver=_Driver)

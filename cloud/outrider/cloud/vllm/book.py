@@ -28,13 +28,18 @@ _PROBE_TOKEN: Final = 0
 
 @dataclass(slots=True, eq=False)
 class Served:
-    """One sequence: its terms, its text, its pending drafts. proposed: what the present step verifies of them."""
+    """One sequence: its terms, its text, its pending drafts.
+
+    proposed: what the present step verifies of them. is_rerun: a step of it had a fault, and it has committed nothing
+    since.
+    """
 
     terms: Terms
     tokens: list[int]
     drafts: PendingDrafts
     usage: SequenceUsage = field(default_factory=SequenceUsage)
     proposed: Sequence[int] = ()
+    is_rerun: bool = False
 
     @property
     def is_answered(self) -> bool:
@@ -167,7 +172,7 @@ class Book:
             self.totals.count_pass(len(tokens), proposed, accepted, num_lookup, looked_up)
             if not is_over and not served.terms.once:
                 self.drafting.committed(drafts, pending, tokens, self._clock(), crowding=crowding)
-        served.proposed = ()
+        served.proposed, served.is_rerun = (), False
         return Pass(base, tokens, accepted, proposed, looked_up)
 
     def stepped(self, size: StepSize, seconds: float, overhead_s: float, *, is_probe: bool = False) -> None:

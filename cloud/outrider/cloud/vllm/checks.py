@@ -21,6 +21,7 @@ _SCHEDULER: Final = (
     "_update_request_with_output",
     "add_request",
     "finish_requests",
+    "_preempt_request",
     "get_request_counts",
 )
 _ENGINE: Final = ("from_engine_args", "generate", "abort", "collective_rpc", "shutdown", "errored")

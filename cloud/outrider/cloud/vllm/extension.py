@@ -16,6 +16,8 @@ V1_RUNNER_ATTRIBUTES = (
     "speculative_config",
     "device",
     "use_async_scheduling",
+    "_init_kv_zero_meta",
+    "_zero_block_ids",
 )
 """What the samplers touch of the V1 model runner; none is public."""
 
@@ -39,6 +41,8 @@ class OutriderExtension:
             missing = missing_attributes(runner, v2.ATTRIBUTES)
             if not missing:
                 v2.install(runner)
+                if runner.kv_block_zeroer is None:
+                    runner._init_kv_zero_meta()
             return found | {"missing": missing}
         missing = missing_attributes(runner, V1_RUNNER_ATTRIBUTES)
         if missing:
@@ -50,4 +54,7 @@ class OutriderExtension:
         rows = Rows(runner)
         runner.sampler = OutriderSampler(rows, runner.sampler.logprobs_mode)
         runner.rejection_sampler = OutriderVerifier(rows, runner.sampler, runner.speculative_config, runner.device)
+        # vLLM prepares the zeroing of blocks only for some caches; the scheduler asks for it after a fault.
+        if runner.device.type != "cpu" and not hasattr(runner, "_kv_block_zeroer"):
+            runner._init_kv_zero_meta()
         return found

@@ -60,6 +60,8 @@ class OutriderScheduler(Scheduler):
         self._of_request: dict[str, Served] = {}
         self._passes: dict[Served, Pass] = {}  # of the present step
         self._ends: list[wire.End] = []
+        self._again: list[Request] = []
+        self._spoiled: set[int] = set()  # blocks to zero before the next step
         self._ordered_s = self._overhead_s = 0.0
 
     def shutdown(self) -> None:
@@ -119,6 +121,15 @@ class OutriderScheduler(Scheduler):
         with self._without(sitting):
             self._choose()
             output = super().schedule(throttle_prefills)
+        for request_id, count in output.num_scheduled_tokens.items():
+            served = self._of_request.get(request_id)
+            if served is not None and served.is_rerun:
+                request = self.requests[request_id]
+                first = -(-(request.num_computed_tokens - count) // self.block_size)  # the first new block
+                self._spoiled.update(*(group[first:] for group in self.kv_cache_manager.get_block_ids(request_id)))
+        if self._spoiled:
+            output.new_block_ids_to_zero = sorted(self._spoiled.union(output.new_block_ids_to_zero or ()))
+            self._spoiled.clear()
         for new in output.scheduled_new_reqs:
             served = self._of_request.get(new.req_id)
             if served is not None and not served.drafts.committed:
@@ -143,9 +154,10 @@ class OutriderScheduler(Scheduler):
             if request is not None:
                 size += StepSize.of(count, max(0, request.num_computed_tokens - count))
                 is_probe &= self._is_probe(request_id)
-                self._mark_fault(request, model_runner_output)
+                self._take_faults(request, model_runner_output)
         self._passes.clear()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._run_again()
         if size.tokens:
             self._book.stepped(size, seconds, self._overhead_s, is_probe=is_probe)
         commits = [
@@ -164,11 +176,12 @@ class OutriderScheduler(Scheduler):
         if served is None:
             found: tuple[list[int], bool] = super()._update_request_with_output(request, new_token_ids, is_stale)
             return found
-        is_faulty = FAULTY in new_token_ids
-        if is_faulty:
-            del new_token_ids[new_token_ids.index(FAULTY) :]
-        if not new_token_ids:
-            return [], self._fail(request, served)
+        if FAULTY in new_token_ids:
+            request.status = RequestStatus.FINISHED_ERROR
+            self._book.totals.faults += 1
+            self._forget_blocks(request)
+            self._end(request.request_id, served, "fault")
+            return [], True
         new_token_ids, is_over = super()._update_request_with_output(request, new_token_ids, is_stale)
         crowding = (len(self.running) + len(self.waiting)) / self._num_places
         done = self._book.committed(served, new_token_ids, is_over=is_over, crowding=crowding)
@@ -185,31 +198,59 @@ class OutriderScheduler(Scheduler):
             self._passes[served] = done
         if is_over:
             self._end(request.request_id, served, reason)
-        elif is_faulty:
-            is_over = self._fail(request, served)
         return new_token_ids, is_over
 
-    def _fail(self, request: Request, served: Served) -> bool:
-        """Ends a request whose next row of logits is not finite; returns that it is over."""
-        request.status = RequestStatus.FINISHED_ERROR
-        self._book.totals.faults += 1
-        self._end(request.request_id, served, "fault")
-        return True
+    def _take_faults(self, request: Request, model_runner_output: Any) -> None:
+        """Handles rows of logits that are not finite.
 
-    def _mark_fault(self, request: Request, model_runner_output: Any) -> None:
-        """Marks the first token that came from a row that is not finite; its request ends there."""
+        Keys that are not finite, of a wrong guess or left in a block by another sequence, reach the rows beside them,
+        and neither may end a sequence. So the request gets new blocks and is run again; if that fails too, it ends.
+        """
         ids = model_runner_output.sampled_token_ids
         if not ids or request.num_computed_tokens < request.num_tokens:
             return  # a part of a prompt
+        served = self._of_request.get(request.request_id)
         index = model_runner_output.req_id_to_index.get(request.request_id)
-        if index is None:
+        if served is None or index is None:
             return
-        if not ids[index]:  # V1: `OutriderVerifier` leaves none, and the request could never go on
-            ids[index] = [FAULTY]
-        elif self.use_v2_model_runner:
+        own, num_fine = ids[index], len(ids[index])
+        if self.use_v2_model_runner:
             found = (model_runner_output.num_nans_in_logits or {}).get(request.request_id)
-            if found is not None and found - request.num_tokens < len(ids[index]):
-                ids[index][found - request.num_tokens :] = [FAULTY]
+            if found is None or found - request.num_tokens >= len(own):
+                return
+            num_fine = found - request.num_tokens
+        elif own and own[0] != FAULTY:  # V1: `OutriderVerifier` leaves what is before such a row
+            return
+        else:
+            num_fine = 0
+        if served.is_rerun and num_fine == 0:
+            ids[index] = [FAULTY]
+        else:
+            ids[index] = own[:num_fine]
+            self._again.append(request)
+
+    def _run_again(self) -> None:
+        """Takes the blocks of requests whose step had a fault, so that it is computed anew."""
+        for request in self._again:
+            served = self._of_request.get(request.request_id)
+            if served is not None and not request.is_finished():
+                served.is_rerun = True
+                self._forget_blocks(request)
+                self.running.remove(request)
+                self._preempt_request(request, time.monotonic())
+        self._again.clear()
+
+    def _forget_blocks(self, request: Request) -> None:
+        """Has the blocks of a request that had a fault zeroed before they are used again; no other request finds them.
+
+        A kernel may multiply what it masks by 0, which leaves what is not finite as it is. Blocks that others use too
+        were full, and in use, before.
+        """
+        pool = self.kv_cache_manager.block_pool
+        groups = self.kv_cache_manager.get_block_ids(request.request_id)
+        own = {block for group in groups for block in group if pool.blocks[block].ref_cnt == 1}
+        self.kv_cache_manager.evict_blocks(own)
+        self._spoiled |= own
 
     # -- drafts ------------------------------------------------------------------------------------------------------
 

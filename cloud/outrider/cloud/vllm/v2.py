@@ -24,6 +24,8 @@ ATTRIBUTES: Final = (
     "req_states.req_id_to_index",
     "speculator.propose",
     "speculator.drafts",
+    "kv_block_zeroer",
+    "_init_kv_zero_meta",
 )
 """What `install` touches of the runner."""
 
