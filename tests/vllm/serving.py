@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tests.serving import CHAT_TEMPLATE, EOS_ID, TIMEOUT_S, FakeServer, fake_tokenizer, save_fake_tokenizer
 from tests.vllm.gated import VARIABLE, VllmGate, map_gate
 
@@ -68,7 +69,7 @@ class Reference:
         import torch
         from transformers import AutoModelForCausalLM
 
-        self._model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.float32).eval()
         self._known: dict[tuple[tuple[int, ...], SamplingParams], list[int]] = {}
 
     def __call__(self, prompt: Sequence[int], count: int, params: SamplingParams | None = None) -> list[int]:
@@ -85,11 +86,46 @@ class Reference:
         tokens, past, new = list(prompt), None, list(prompt)
         with torch.no_grad():
             while len(tokens) < len(prompt) + count:
-                out = self._model(torch.tensor([new]), past_key_values=past, use_cache=True)
+                out = self.model(torch.tensor([new]), past_key_values=past, use_cache=True)
                 past, row = out.past_key_values, out.logits[0, -1].numpy().astype(np.float32)
                 new = [pick(row, params, len(tokens))]
                 tokens += new
         return tokens[len(prompt) :]
+
+
+class TransformersDraft:
+    """A `SequenceRuntime` of the target itself, that agrees with it at this share of positions: a draft."""
+
+    def __init__(self, reference: Reference, agreement: float, on_step: Callable[[Sequence[int]], None] | None) -> None:
+        from transformers import DynamicCache
+
+        self._model, self._agreement, self._on_step = reference.model, agreement, on_step
+        self._cache = DynamicCache()
+
+    @property
+    def limits(self) -> ModelLimits:
+        return ModelLimits(fake_tokenizer().size, MAX_POSITIONS)
+
+    @property
+    def length(self) -> int:
+        return int(self._cache.get_seq_length())
+
+    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        import torch
+
+        if self._on_step is not None:
+            self._on_step(tokens)
+        with torch.no_grad():
+            out = self._model(torch.tensor([list(tokens)]), past_key_values=self._cache, use_cache=True)
+        row: NDArray[np.float32] = out.logits[0, -1].numpy().astype(np.float32)
+        is_right = (self.length * 2_654_435_761 >> 8) % 100 < 100 * self._agreement
+        return row if is_right else np.roll(row, 1)
+
+    def truncate(self, length: int) -> None:
+        self._cache.crop(length)
+
+    def close(self) -> None:
+        """Nothing is held elsewhere."""
 
 
 def start_engine(root: Path, *given: str, scheduler: str | None = None, **config: Any) -> VllmEngine:
@@ -200,7 +236,10 @@ class SharedEngine:
         drain_s: float = 0.0,
         name: str = "fake",
     ) -> Iterator[FakeServer]:
-        """As `tests.serving.serve_fake`. config, runtime: of the embedded engine; of no effect here."""
+        """As `tests.serving.serve_fake`. config: its places and queue are taken; runtime: of no effect here."""
+        before = self.engine._config
+        if config is not None:
+            self.engine._config = replace(before, max_running=config.max_running, max_queue=config.max_queue)
         tokenizer = fake_tokenizer(has_chat_template=has_chat_template, chat_template=chat_template)
         model = ServedModel(name, tokenizer, frozenset({EOS_ID}), target="vllm")
         app = create_app(_View(self.engine), model, settings)
@@ -219,6 +258,7 @@ class SharedEngine:
                 server.begin_drain(0.0)
             thread.join(TIMEOUT_S)
             sock.close()
+            self.engine._config = before
             assert not thread.is_alive(), "the server did not end"
 
     def close(self) -> None:
