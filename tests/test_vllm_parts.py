@@ -228,7 +228,7 @@ def test_kept_ids_are_bounded_in_all() -> None:
 
 def book(**changes: Any) -> tuple[Book, Clock]:
     clock = Clock()
-    settings: dict[str, Any] = {"max_draft": 4, "policy": Policy.VERIFY, "looks_up": False, "max_running": 4}
+    settings: dict[str, Any] = {"max_draft": 4, "policy": Policy.VERIFY, "looks_up": False}
     return Book(clock=clock, **(settings | changes)), clock
 
 

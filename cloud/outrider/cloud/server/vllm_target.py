@@ -48,7 +48,7 @@ class VllmTarget(Target):
         config = _read_config(self._path)
         self._vllm = replace(given, dtype=_dtype(given, config, manifest))
         tokenizer = Tokenizer.from_dir(self._path, name=self._source_name)
-        identity = _identity(self._path, self._vllm, self._version)
+        identity = _identity(_hashes(self._path, manifest), self._vllm, self._version)
         eos_ids = frozenset(manifest.eos_token_ids if manifest else tokenizer.eos_token_ids)
         self._model = ServedModel(options.name or self._source_name, tokenizer, eos_ids, manifest, identity)
 
@@ -160,11 +160,18 @@ def _dtype(options: VllmOptions, config: dict[str, Any], manifest: Manifest | No
     return "auto"
 
 
-def _identity(path: Path, options: VllmOptions, version: str) -> str:
-    """16 hexadecimal digits: the same for replicas only (see `identity`). Reads all weights."""
-    files = sorted([*path.glob("*.safetensors"), path / "config.json"])
+def _hashes(path: Path, manifest: Manifest | None) -> list[str]:
+    """Of the files that decide logits; a bundle's were checked when it was opened. Else it reads all weights."""
+    if manifest is None:
+        return sorted(hash_file(file) for file in [*path.glob("*.safetensors"), path / "config.json"])
+    names = [entry for entry in manifest.files if entry.path.endswith(".safetensors") or entry.path == "config.json"]
+    return sorted(entry.sha256 for entry in names)
+
+
+def _identity(hashes: list[str], options: VllmOptions, version: str) -> str:
+    """16 hexadecimal digits: the same for replicas only (see `identity`)."""
     facts = {
-        "files": sorted(hash_file(file) for file in files),
+        "files": hashes,
         "runtime": version.split(),
         "dtype": options.dtype,
         "quantization": options.quantization,

@@ -62,12 +62,9 @@ class Pass:
 class Book:
     """All sequences of the process. clock: the monotonic one, which the server shares."""
 
-    def __init__(
-        self, *, max_draft: int, policy: Policy, looks_up: bool, max_running: int, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, *, max_draft: int, policy: Policy, looks_up: bool, clock: Callable[[], float]) -> None:
         self._max_draft = max_draft
         self._looks_up = looks_up
-        self._max_running = max_running
         self._clock = clock
         self._served: dict[int, Served] = {}
         self._early: OrderedDict[int, list[Callable[[Served], None]]] = OrderedDict()

@@ -144,7 +144,7 @@ class VllmEngine(ServingEngine):
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         config = self._config
-        settings = wire.Settings(config.max_draft, config.policy.value, config.looks_up, config.max_running)
+        settings = wire.Settings(config.max_draft, config.policy.value, config.looks_up)
         (self._place / wire.SETTINGS_NAME).write_bytes(msgspec.json.encode(settings))
         self._reports = wire.open_socket(zmq.asyncio.Context.shadow(self._context), zmq.PULL)
         self._reports.bind(wire.reports_address(self._place))

@@ -53,7 +53,6 @@ class OutriderScheduler(Scheduler):
             max_draft=settings.max_draft,
             policy=Policy(settings.policy),
             looks_up=settings.looks_up,
-            max_running=settings.max_running,
             clock=time.monotonic,
         )
         self._num_places = self.max_num_active_reqs

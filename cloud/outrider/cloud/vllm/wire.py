@@ -27,7 +27,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_draft: int
     policy: str
     looks_up: bool
-    max_running: int
 
 
 class PathsOrder(msgspec.Struct, tag="paths", array_like=True):
