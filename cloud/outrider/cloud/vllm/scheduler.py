@@ -28,6 +28,8 @@ from outrider.models.tree_draft import TreeDraft
 
 _SLICE_S: Final = 0.002
 """While all sequences wait for drafts: how long the engine process listens for one before it looks for requests."""
+_MAX_ORDERS: Final = 4096
+"""Draft messages read before a step: a flood of them holds up no step for long."""
 FAULTY: Final = -1
 """What the samplers give for a row of logits that is not finite."""
 
@@ -256,7 +258,9 @@ class OutriderScheduler(Scheduler):
     def _read_orders(self, wait_s: float) -> None:
         """Merges the drafts that have arrived; waits up to `wait_s` for the first."""
         wait_ms = round(wait_s * 1e3)
-        while self._orders.poll(wait_ms):
+        for _ in range(_MAX_ORDERS):
+            if not self._orders.poll(wait_ms):
+                return
             wait_ms = 0
             message = self._orders.recv()
             try:
