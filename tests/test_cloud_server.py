@@ -30,7 +30,7 @@ from outrider.cloud.api.stream import encode_commit
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.seam import CommitEvent
-from outrider.cloud.server import exporter
+from outrider.cloud.server import embedded, exporter
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server.identity import target_identity
@@ -415,7 +415,7 @@ def test_a_bundle_is_refused_in_a_runtime_that_it_was_not_made_for(tmp_path: Pat
     with pytest.raises(
         ConfigError, match=r"a bundle for openvino, which torch cannot run.*target MODEL --runtime torch"
     ):
-        serve_module._loading(bundle, ServeOptions(str(tmp_path), runtime=RuntimeName.TORCH))  # type: ignore[arg-type]
+        embedded._loading(bundle, ServeOptions(str(tmp_path), runtime=RuntimeName.TORCH))  # type: ignore[arg-type]
 
 
 def test_trees_on_request_give_up_batch_invariance(tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ def test_trees_on_request_give_up_batch_invariance(tmp_path: Path) -> None:
     manifest = make_manifest((file,), "0" * 64).model_copy(update={"role": "target", "runtime": "openvino"})
     bundle = types.SimpleNamespace(path=tmp_path, manifest=manifest, model_file=tmp_path)
     for form, is_invariant in ((TreeForm.AUTO, True), (TreeForm.LINE, True), (TreeForm.TREE, False)):
-        loading = serve_module._loading(bundle, ServeOptions(str(tmp_path), tree=form))  # type: ignore[arg-type]
+        loading = embedded._loading(bundle, ServeOptions(str(tmp_path), tree=form))  # type: ignore[arg-type]
         assert loading.is_batch_invariant is is_invariant
 
 
@@ -442,11 +442,11 @@ def test_lookup_can_be_turned_off(
         seen.append(config)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr(serve_module, "Engine", engine)
+    monkeypatch.setattr(embedded, "Engine", engine)
     monkeypatch.setattr(serve_module, "configure_logging", lambda form: None)
-    monkeypatch.setattr(serve_module, "open_batch_runtime", lambda kind, file, options: FakeBatchRuntime())
-    monkeypatch.setattr(serve_module, "Bundle", types.SimpleNamespace(open=lambda path: bundle))
-    monkeypatch.setattr(serve_module, "_served_model", lambda *arguments: None)
+    monkeypatch.setattr(embedded, "open_batch_runtime", lambda kind, file, options: FakeBatchRuntime())
+    monkeypatch.setattr(embedded, "Bundle", types.SimpleNamespace(open=lambda path: bundle))
+    monkeypatch.setattr(embedded, "_served_model", lambda *arguments: None)
     found = CliRunner().invoke(cli.app, ["serve", str(tmp_path), "--port", "0", *given])
     assert str(found.exception) == "far enough"
     assert [config.looks_up for config in seen] == [expected]
@@ -526,8 +526,8 @@ def test_serve_runs_a_bundle_from_start_to_signal(
             super().__init__(*arguments, **options)
             started.append(self)
 
-    monkeypatch.setattr(serve_module, "Bundle", types.SimpleNamespace(open=lambda path: Opened))
-    monkeypatch.setattr(serve_module, "open_batch_runtime", lambda *_: FakeBatchRuntime(vocab_size=300))
+    monkeypatch.setattr(embedded, "Bundle", types.SimpleNamespace(open=lambda path: Opened))
+    monkeypatch.setattr(embedded, "open_batch_runtime", lambda *_: FakeBatchRuntime(vocab_size=300))
     monkeypatch.setattr(serve_module, "VerifierServer", Server)
     monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
     port_file = tmp_path / "port"

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PARTS = ("models", "edge", "cloud", "export")
 DISTRIBUTIONS = (*PARTS, "reference")
-HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "optimum", "nncf", "ray")
+HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "optimum", "nncf", "ray", "vllm")
 
 # The rooms of each part, top to bottom: a room imports only rooms below it. "" is the part's ground: the modules that
 # stand beside the rooms. docs/architecture.md draws the same order.
@@ -34,7 +34,7 @@ ROOMS = {
         "devices",
         "",
     ),
-    "cloud": ("server", "api", "engine", "pending", ""),
+    "cloud": ("server", "api", "vllm", "engine", "pending", ""),
     "models": ("ingress", "http", "runtimes", ""),
     "reference": ("",),
 }
@@ -58,7 +58,11 @@ NAMED = {
 }
 # Beside the order: what a room must not know although it stands below.
 UNKNOWN_TO = {
-    "outrider.cloud.api": ("outrider.cloud.engine", "outrider.cloud.pending"),  # an engine only through the seam
+    "outrider.cloud.api": (
+        "outrider.cloud.engine",
+        "outrider.cloud.vllm",
+        "outrider.cloud.pending",
+    ),  # an engine only through the seam
     "outrider.models.http": ("outrider.models.runtimes",),
     "outrider.models.ingress": ("outrider.models.runtimes",),
     # Of the device's rooms only the local endpoint is a server.

@@ -1,6 +1,6 @@
 """Defines the seam between the HTTP API and an engine: requests, events, stats, and the engine's interface.
 
-The API imports this module and no engine. `engine.thread.EngineThread` implements `ServingEngine`.
+The API imports this module and no engine. `engine.thread.EngineThread` is the first `ServingEngine`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,12 @@ class GenerateRequest:
     draft_lag_ms: float | None = None
     owner: bytes = b""
     keep: bool = False
+
+    def is_parked_after(self, reason: SequenceEndReason) -> bool:
+        """Whether the cache is kept after this end for what continues the sequence."""
+        if self.once:
+            return reason in ("once", "length")
+        return self.keep and reason in ("stop", "length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +181,14 @@ class ServingEngine(Protocol):
     @property
     def limits(self) -> ModelLimits:
         """Vocabulary, and the longest sequence that model and cache can hold."""
+        ...
+
+    def calibrate(self) -> None:
+        """Measures what a step costs. Blocking; call it once, before `start`. Raises ConfigError."""
+        ...
+
+    def start(self) -> None:
+        """Lets requests in. Call it once."""
         ...
 
     def submit(self, request: GenerateRequest, sink: Sink) -> int:

@@ -411,7 +411,7 @@ class Engine:
         name = None
         if error is not None:
             self._cache.discard(sequence)
-        elif reason in _parked_after(sequence.request):
+        elif sequence.request.is_parked_after(reason):
             name = self._cache.park(sequence)
         else:
             self._cache.drop(sequence)
@@ -479,13 +479,6 @@ class Engine:
                 self._drafting.stepped(StepSize.of(n, context), self._runner.time(n, context, blocks, n), False)
         finally:
             self._cache.pool.release(blocks)
-
-
-def _parked_after(request: GenerateRequest) -> tuple[SequenceEndReason, ...]:
-    """Ends after which the cache is kept for what continues the sequence."""
-    if request.once:
-        return ("once", "length")
-    return ("stop", "length") if request.keep else ()
 
 
 def verifies_trees(runtime: BatchRuntime, form: TreeForm) -> bool:

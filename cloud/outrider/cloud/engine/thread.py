@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Final
 
 from outrider.cloud.engine.engine import Engine
-from outrider.cloud.seam import EngineStats, GenerateRequest, Sink
+from outrider.cloud.seam import EngineStats, GenerateRequest, ServingEngine, Sink
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
 from outrider.models.runtimes.base import ModelLimits
@@ -19,7 +19,7 @@ _LOOK_S: Final = 1.0
 """How often `stop` looks whether the thread that it waits for hangs."""
 
 
-class EngineThread:
+class EngineThread(ServingEngine):
     """An engine on its own thread, on which sinks run. Any thread may call any method."""
 
     def __init__(self, engine: Engine) -> None:
@@ -36,6 +36,10 @@ class EngineThread:
     def limits(self) -> ModelLimits:
         """Vocabulary, and the longest sequence that model and cache together can hold."""
         return self._engine.limits
+
+    def calibrate(self) -> None:
+        """As `Engine.calibrate`; call it before `start`."""
+        self._engine.calibrate()
 
     def start(self) -> None:
         """Starts the thread. Call it once."""

@@ -26,6 +26,13 @@ class RuntimeName(StrEnum):
     TORCH = "torch"
 
 
+class EngineName(StrEnum):
+    """What verifies: our own engine, or vLLM."""
+
+    EMBEDDED = "embedded"
+    VLLM = "vllm"
+
+
 @dataclass(frozen=True, slots=True)
 class ServeOptions(AccessOptions):
     """The command line; None leaves a choice to the bundle or the engine."""
@@ -33,7 +40,8 @@ class ServeOptions(AccessOptions):
     bundle: Annotated[
         str,
         typer.Argument(
-            help=f"Directory of a target bundle, as outrider-export writes it; '{REFERENCE}' for the reference target."
+            help=f"Directory of a target bundle, as outrider-export writes it; '{REFERENCE}' for the reference target. "
+            "With --engine vllm also a Hugging Face directory."
         ),
     ]
     host: Host = "127.0.0.1"
@@ -57,6 +65,13 @@ class ServeOptions(AccessOptions):
             help="Origin whose pages may call, such as https://chat.example.com; repeatable. The server's own and "
             "loopback's are always allowed. CORS headers are left to the proxy in front."
         ),
+    ] = field(default_factory=list)
+    engine: Annotated[
+        EngineName, typer.Option(help="vllm serves safetensors, on several GPUs where there are some.")
+    ] = EngineName.EMBEDDED
+    vllm_option: Annotated[
+        list[str],
+        typer.Option(help="NAME=VALUE of vLLM's engine, such as tensor_parallel_size=4; repeatable."),
     ] = field(default_factory=list)
     runtime: Annotated[RuntimeName | None, typer.Option(help="What runs the model; default: the bundle's.")] = None
     device: Annotated[str | None, typer.Option(help="As the runtime names it: CPU, GPU, cuda:0.")] = None

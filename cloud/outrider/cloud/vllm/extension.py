@@ -1,0 +1,60 @@
+"""Extends vLLM's workers: one call after the start puts our samplers into the model runner, and says what it found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.cloud.vllm.checks import missing_attributes
+
+V1_RUNNER_ATTRIBUTES = (
+    "input_batch.num_reqs",
+    "input_batch.req_ids",
+    "input_batch.num_tokens_no_spec",
+    "requests",
+    "sampler.logprobs_mode",
+    "rejection_sampler",
+    "speculative_config",
+    "device",
+    "use_async_scheduling",
+    "_init_kv_zero_meta",
+    "_zero_block_ids",
+)
+"""What the samplers touch of the V1 model runner; none is public."""
+
+
+V2_RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
+
+
+class OutriderExtension:
+    """`worker_extension_cls`: vLLM mixes it into its worker class."""
+
+    model_runner: Any
+
+    def outrider_install(self) -> dict[str, Any]:
+        """Replaces the samplers. Returns the runner's class and what is not as expected; nothing is replaced then."""
+        runner = self.model_runner
+        kind = type(runner)
+        found = {"runner": f"{kind.__module__}.{kind.__qualname__}", "missing": list[str]()}
+        if any(each.__module__ == V2_RUNNER_MODULE for each in kind.__mro__):
+            from outrider.cloud.vllm import v2
+
+            missing = missing_attributes(runner, v2.ATTRIBUTES)
+            if not missing:
+                v2.install(runner)
+                if runner.kv_block_zeroer is None:
+                    runner._init_kv_zero_meta()
+            return found | {"missing": missing}
+        missing = missing_attributes(runner, V1_RUNNER_ATTRIBUTES)
+        if missing:
+            return found | {"missing": missing}
+        if runner.use_async_scheduling:
+            return found | {"missing": ["synchronous scheduling"]}
+        from outrider.cloud.vllm.sampler import OutriderSampler, OutriderVerifier, Rows
+
+        rows = Rows(runner)
+        runner.sampler = OutriderSampler(rows, runner.sampler.logprobs_mode)
+        runner.rejection_sampler = OutriderVerifier(rows, runner.sampler, runner.speculative_config, runner.device)
+        # vLLM prepares the zeroing of blocks only for some caches; the scheduler asks for it after a fault.
+        if runner.device.type != "cpu" and not hasattr(runner, "_kv_block_zeroer"):
+            runner._init_kv_zero_meta()
+        return found

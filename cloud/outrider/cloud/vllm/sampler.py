@@ -1,0 +1,99 @@
+"""Puts Outrider's position-keyed pick in the place of vLLM's samplers (V1 model runner, synchronous scheduling).
+
+A drafted token is accepted if and only if it is the pick at its position; the first that is not is replaced by the
+pick. It runs on the device that the logits are on. Temperature, top-k, top-p and min-p are ours; vLLM's own processing
+of logits (penalties, biases, bad words) is passed by: the server refuses these parameters by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from vllm.v1.outputs import SamplerOutput
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+from vllm.v1.sample.sampler import Sampler
+
+from outrider.cloud.vllm.terms import params_of
+from outrider.models.sampling import SamplingParams
+from outrider.models.sampling_torch import pick_rows
+
+_NONE: Final = -1
+"""No token: vLLM's placeholder, and `scheduler.FAULTY` for a row that is not finite."""
+_MAX_CACHED: Final = 4096
+
+
+class Rows:
+    """Which request, at which position, each row of the present batch samples for."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._params: dict[str, SamplingParams] = {}
+
+    def batch(self) -> tuple[list[SamplingParams], list[int]]:
+        """For each request of the batch: its parameters, and the position of its next token."""
+        batch = self._runner.input_batch
+        count = batch.num_reqs
+        requests = batch.req_ids[:count]
+        return [self._params_of(each) for each in requests], [int(n) for n in batch.num_tokens_no_spec[:count]]
+
+    def _params_of(self, request_id: str) -> SamplingParams:
+        params = self._params.get(request_id)
+        if params is None:
+            if len(self._params) >= _MAX_CACHED:
+                self._params.clear()
+            params = params_of(self._runner.requests[request_id].sampling_params.extra_args)
+            self._params[request_id] = params
+        return params
+
+
+class OutriderSampler(Sampler):
+    """One pick a request, where nothing was drafted."""
+
+    def __init__(self, rows: Rows, logprobs_mode: Any) -> None:
+        super().__init__(logprobs_mode)
+        self._rows = rows
+
+    def forward(self, logits: torch.Tensor, sampling_metadata: Any, *_: Any, **__: Any) -> SamplerOutput:
+        """The picks, int32 [requests, 1]."""
+        params, positions = self._rows.batch()
+        if len(params) < logits.shape[0]:  # vLLM's profiling run has no requests
+            params, positions = [SamplingParams()] * logits.shape[0], [0] * logits.shape[0]
+        picks = [_NONE if token is None else token for token in pick_rows(logits.float(), params, positions)]
+        ids = torch.tensor(picks, dtype=torch.int32, device=logits.device).unsqueeze(1)
+        return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=None)
+
+
+class OutriderVerifier(RejectionSampler):
+    """The picks of drafted rows, up to the first that is not the drafted token."""
+
+    def __init__(self, rows: Rows, sampler: OutriderSampler, speculative_config: Any, device: torch.device) -> None:
+        super().__init__(sampler, speculative_config, device)
+        self._rows = rows
+
+    def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> SamplerOutput:
+        """The committed tokens, int32 [requests, most drafted + 1], the rest _NONE; logits: [drafted + requests, V]."""
+        params, positions = self._rows.batch()
+        counts: list[int] = metadata.num_draft_tokens
+        if len(params) < len(counts):  # vLLM's profiling run has no requests
+            params, positions = [SamplingParams()] * len(counts), [0] * len(counts)
+        row_params: list[SamplingParams] = []
+        row_positions: list[int] = []
+        for own, position, count in zip(params, positions, counts, strict=True):
+            row_params += [own] * (count + 1)
+            row_positions += range(position, position + count + 1)
+        picks = pick_rows(logits.float(), row_params, row_positions)
+        drafts: list[int] = metadata.draft_token_ids.tolist()
+        out = torch.full((len(counts), metadata.max_spec_len + 1), _NONE, dtype=torch.int32)
+        row = drafted = 0
+        for request, count in enumerate(counts):
+            for step in range(count + 1):
+                token = picks[row + step]
+                if token is None:
+                    break
+                out[request, step] = token
+                if step == count or drafts[drafted + step] != token:
+                    break
+            row += count + 1
+            drafted += count
+        return SamplerOutput(sampled_token_ids=out.to(logits.device), logprobs_tensors=None)

@@ -1,0 +1,382 @@
+"""Extends vLLM's scheduler: pending drafts become a request's `spec_token_ids` at the start of each step.
+
+It runs in vLLM's engine process. It reports every pass and every end to the server (`wire`), so that a sequence's
+events come from one place and in order. Synchronous scheduling only: `checks` sees to that.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import zmq
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from outrider.cloud.pending.estimators import StepSize
+from outrider.cloud.pending.policy import Policy
+from outrider.cloud.vllm import wire
+from outrider.cloud.vllm.book import Book, Pass, Served
+from outrider.cloud.vllm.terms import terms_of
+from outrider.models.tree_draft import TreeDraft
+
+_SLICE_S: Final = 0.002
+"""While all sequences wait for drafts: how long the engine process listens for one before it looks for requests."""
+_MAX_ORDERS: Final = 4096
+"""Draft messages read before a step: a flood of them holds up no step for long."""
+FAULTY: Final = -1
+"""What the samplers give for a row of logits that is not finite."""
+
+_log = logging.getLogger("outrider.cloud")
+
+
+class OutriderScheduler(Scheduler):
+    """vLLM's scheduler with drafts from outside."""
+
+    running: list[Request]
+    max_num_active_reqs: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        place = Path(os.environ[wire.PLACE_VARIABLE])
+        settings = msgspec.json.decode((place / wire.SETTINGS_NAME).read_bytes(), type=wire.Settings)
+        context = self._context = zmq.Context()
+        self._orders = wire.open_socket(context, zmq.PULL)
+        self._orders.bind(wire.orders_address(place))
+        self._reports = wire.open_socket(context, zmq.PUSH)
+        self._reports.connect(wire.reports_address(place))
+        self._book = Book(
+            max_draft=settings.max_draft,
+            policy=Policy(settings.policy),
+            looks_up=settings.looks_up,
+            clock=time.monotonic,
+        )
+        self._num_places = self.max_num_active_reqs
+        self._of_request: dict[str, Served] = {}
+        self._passes: dict[Served, Pass] = {}  # of the present step
+        self._ends: list[wire.End] = []
+        self._again: list[Request] = []
+        self._spoiled: set[int] = set()  # blocks to zero before the next step
+        self._ordered_s = self._overhead_s = 0.0
+
+    def shutdown(self) -> None:
+        """Closes the sockets."""
+        super().shutdown()
+        self._context.destroy(linger=0)
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Opens a sequence for a request of ours."""
+        params = request.sampling_params
+        terms = terms_of(params.extra_args) if params is not None else None
+        if terms is not None and request.request_id not in self.requests:
+            self._of_request[request.request_id] = self._book.open(terms, request.prompt_token_ids)
+        super().add_request(request)
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
+        """Reports the ends of cancelled requests."""
+        finished: list[Request] = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            served = self._of_request.get(request.request_id)
+            if served is not None:
+                self._end(request.request_id, served, "cancelled")
+        if self._ends:
+            self._report([])
+        return finished
+
+    def _end(self, request_id: str, served: Served, reason: str) -> None:
+        del self._of_request[request_id]
+        self._book.close(served)
+        usage = served.usage
+        self._ends.append(
+            wire.End(
+                number=served.terms.number,
+                reason=reason,
+                passes=usage.target_passes,
+                accepted=usage.accepted_tokens,
+                rejected=usage.rejected_tokens,
+                looked_up=usage.looked_up_tokens,
+                cached_prompt_tokens=usage.cached_prompt_tokens,
+                waited_s=usage.waited_s,
+            )
+        )
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """Schedules a step with the drafts that are here; sequences that wait for better ones sit it out."""
+        started = time.monotonic()
+        self._read_orders(0.0)
+        sitting = self._sitting(started)
+        if sitting and len(sitting) == len(self.running) and not self.waiting and not self.kv_holding_waiting:
+            waits = [served for request in sitting if (served := self._of_request.get(request.request_id))]
+            self._read_orders(min(_SLICE_S, self._book.next_deadline(waits, started)))
+            sitting = self._sitting(time.monotonic())
+        with self._without(sitting):
+            self._choose()
+            output = super().schedule(throttle_prefills)
+        for request_id, count in output.num_scheduled_tokens.items():
+            served = self._of_request.get(request_id)
+            if served is not None and served.is_rerun:
+                request = self.requests[request_id]
+                first = -(-(request.num_computed_tokens - count) // self.block_size)  # the first new block
+                self._spoiled.update(*(group[first:] for group in self.kv_cache_manager.get_block_ids(request_id)))
+        if self._spoiled:
+            output.new_block_ids_to_zero = sorted(self._spoiled.union(output.new_block_ids_to_zero or ()))
+            self._spoiled.clear()
+        for new in output.scheduled_new_reqs:
+            served = self._of_request.get(new.req_id)
+            if served is not None and not served.drafts.committed:
+                served.usage.cached_prompt_tokens = min(new.num_computed_tokens, served.usage.prompt_tokens)
+                self._book.totals.prefix_hit_tokens += served.usage.cached_prompt_tokens
+        self._book.totals.preempted += len(output.preempted_req_ids or ())
+        for request_id, served in self._of_request.items():
+            # vLLM may cut drafts, and pads some requests with -1.
+            drafted = output.scheduled_spec_decode_tokens.get(request_id, ())
+            served.proposed = [token for token in drafted if token >= 0]
+        self._ordered_s = time.monotonic()
+        self._overhead_s = self._ordered_s - started
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Books the tokens of a step and reports them."""
+        seconds = time.monotonic() - self._ordered_s
+        scheduled = scheduler_output.num_scheduled_tokens
+        size, is_probe = StepSize(), bool(scheduled)
+        for request_id, count in scheduled.items():
+            request = self.requests.get(request_id)
+            if request is not None:
+                size += StepSize.of(count, max(0, request.num_computed_tokens - count))
+                is_probe &= self._is_probe(request_id)
+                self._take_faults(request, model_runner_output)
+        self._passes.clear()
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self._run_again()
+        if size.tokens:
+            self._book.stepped(size, seconds, self._overhead_s, is_probe=is_probe)
+        commits = [
+            wire.Commit(served.terms.number, done.base, list(done.tokens), done.accepted, done.proposed, done.looked_up)
+            for served, done in self._passes.items()
+        ]
+        if commits or self._ends or size.tokens:
+            self._report(commits)
+        return outputs
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        """Books a request's new tokens, and ends what has its answer."""
+        served = self._of_request.get(request.request_id)
+        if served is None:
+            found: tuple[list[int], bool] = super()._update_request_with_output(request, new_token_ids, is_stale)
+            return found
+        if FAULTY in new_token_ids:
+            request.status = RequestStatus.FINISHED_ERROR
+            self._book.totals.faults += 1
+            self._forget_blocks(request)
+            self._end(request.request_id, served, "fault")
+            return [], True
+        new_token_ids, is_over = super()._update_request_with_output(request, new_token_ids, is_stale)
+        crowding = (len(self.running) + len(self.waiting)) / self._num_places
+        done = self._book.committed(served, new_token_ids, is_over=is_over, crowding=crowding)
+        if served.terms.once:
+            if not is_over and served.is_answered:
+                request.status, is_over = RequestStatus.FINISHED_STOPPED, True
+                reason = "once"
+            else:
+                reason = _reason(request)
+            if is_over:
+                self._passes[served] = _whole(served)
+        else:
+            reason = _reason(request)
+            self._passes[served] = done
+        if is_over:
+            self._end(request.request_id, served, reason)
+        return new_token_ids, is_over
+
+    def _take_faults(self, request: Request, model_runner_output: Any) -> None:
+        """Handles rows of logits that are not finite.
+
+        Keys that are not finite, of a wrong guess or left in a block by another sequence, reach the rows beside them,
+        and neither may end a sequence. So the request gets new blocks and is run again; if that fails too, it ends.
+        """
+        ids = model_runner_output.sampled_token_ids
+        if not ids or request.num_computed_tokens < request.num_tokens:
+            return  # a part of a prompt
+        served = self._of_request.get(request.request_id)
+        index = model_runner_output.req_id_to_index.get(request.request_id)
+        if served is None or index is None:
+            return
+        own, num_fine = ids[index], len(ids[index])
+        if self.use_v2_model_runner:
+            found = (model_runner_output.num_nans_in_logits or {}).get(request.request_id)
+            if found is None or found - request.num_tokens >= len(own):
+                return
+            num_fine = found - request.num_tokens
+        elif own and own[0] != FAULTY:  # V1: `OutriderVerifier` leaves what is before such a row
+            return
+        else:
+            num_fine = 0
+        if served.is_rerun and num_fine == 0:
+            ids[index] = [FAULTY]
+        else:
+            ids[index] = own[:num_fine]
+            self._again.append(request)
+
+    def _run_again(self) -> None:
+        """Takes the blocks of requests whose step had a fault, so that it is computed anew."""
+        for request in self._again:
+            served = self._of_request.get(request.request_id)
+            if served is not None and not request.is_finished():
+                served.is_rerun = True
+                self._forget_blocks(request)
+                self.running.remove(request)
+                self._preempt_request(request, time.monotonic())
+        self._again.clear()
+
+    def _forget_blocks(self, request: Request) -> None:
+        """Has the blocks of a request that had a fault zeroed before they are used again; no other request finds them.
+
+        A kernel may multiply what it masks by 0, which leaves what is not finite as it is. Blocks that others use too
+        were full, and in use, before.
+        """
+        pool = self.kv_cache_manager.block_pool
+        groups = self.kv_cache_manager.get_block_ids(request.request_id)
+        own = {block for group in groups for block in group if pool.blocks[block].ref_cnt == 1}
+        self.kv_cache_manager.evict_blocks(own)
+        self._spoiled |= own
+
+    # -- drafts ------------------------------------------------------------------------------------------------------
+
+    def _read_orders(self, wait_s: float) -> None:
+        """Merges the drafts that have arrived; waits up to `wait_s` for the first."""
+        wait_ms = round(wait_s * 1e3)
+        for _ in range(_MAX_ORDERS):
+            if not self._orders.poll(wait_ms):
+                return
+            wait_ms = 0
+            message = self._orders.recv()
+            try:
+                order = wire.decode_order(message)
+            except msgspec.MsgspecError as error:  # only a bug of ours writes one
+                _log.error("a draft message cannot be read: %s", error)
+                continue
+            if isinstance(order, wire.PathsOrder):
+                self._book.take_paths(order.number, order.base, order.paths, order.arrived)
+            else:
+                tree = TreeDraft(order.base, order.first, order.tokens, order.parents, order.levels)
+                self._book.take_tree(order.number, tree, order.arrived)
+
+    def _decoding(self) -> list[tuple[Request, Served]]:
+        """Running requests of ours whose prompt is complete: they commit at least one token in their next step."""
+        return [
+            (request, served)
+            for request in self.running
+            if request.num_computed_tokens == request.num_tokens - 1
+            and (served := self._of_request.get(request.request_id)) is not None
+        ]
+
+    def _sitting(self, now: float) -> list[Request]:
+        """Running requests that sit this step out for a draft."""
+        pairs = self._decoding()
+        sitting = self._book.waiting([served for _, served in pairs], now, len(self.running))
+        return [request for request, served in pairs if served in sitting]
+
+    @contextmanager
+    def _without(self, sitting: list[Request]) -> Iterator[None]:
+        """Hides requests from a step. They keep their blocks, and their places in the batch."""
+        if not sitting:
+            yield
+            return
+        hidden, before = set(sitting), self.running
+        self.running = [request for request in before if request not in hidden]
+        self.max_num_active_reqs = self._num_places - len(hidden)
+        try:
+            yield
+        finally:
+            self.max_num_active_reqs = self._num_places
+            now, known = set(self.running), set(before)
+            stayed = [request for request in before if request in hidden or request in now]
+            self.running = stayed + [request for request in self.running if request not in known]
+
+    def _choose(self) -> None:
+        """Sets the drafts of the running requests."""
+        for request in self.running:
+            request.spec_token_ids = []
+        pairs = self._decoding()
+        if not pairs:
+            return
+        decoding = StepSize()
+        for request, _ in pairs:
+            decoding += StepSize.of(1, request.num_computed_tokens)
+        budget = max(0, self.max_num_scheduled_tokens - len(pairs))
+        prompts = self._prompt_tokens()
+        for_prompts = min(sum(prompts), max(budget - budget // 2, self.block_size))
+        fixed = decoding + StepSize.of(for_prompts, 0) if for_prompts else decoding
+        context = sum(request.num_computed_tokens for request, _ in pairs) / len(pairs)
+        room = max(0, budget - for_prompts) if self._has_spare_blocks(len(pairs)) else 0
+        chosen = self._book.choose([served for _, served in pairs], room, fixed, context)
+        for request, served in pairs:
+            request.spec_token_ids = chosen[served][: self.num_spec_tokens]
+
+    def _prompt_tokens(self) -> list[int]:
+        """Prompt tokens that requests still have to run, as far as they may run in the next step."""
+        missing = [request.num_tokens - request.num_computed_tokens for request in self.running]
+        prompts = [count for count in missing if count > 1]
+        room = self.max_num_active_reqs - len(self.running)
+        for request in self.waiting:
+            if room <= 0:
+                break
+            room -= 1
+            prompts.append(request.num_tokens - request.num_computed_tokens)
+        return prompts
+
+    def _has_spare_blocks(self, num_decoding: int) -> bool:
+        """Whether drafts need no other request's blocks: none gives way for a guess."""
+        per_request = 1 + -(-(1 + self.num_spec_tokens) // self.block_size)
+        free: int = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        needed: int = num_decoding * per_request
+        return free >= needed
+
+    # -- reports -----------------------------------------------------------------------------------------------------
+
+    def _report(self, commits: list[wire.Commit]) -> None:
+        ends, self._ends = self._ends, []
+        self._reports.send(wire.encode(wire.Report(commits, ends, self._gauges())))
+
+    def _gauges(self) -> wire.Gauges:
+        curve, pool = self._book.drafting.curve, self.kv_cache_manager.block_pool
+        step_s, extra_s = curve.step_and_extra() if curve.is_known else (None, None)
+        running, queued = self.get_request_counts()
+        return wire.Gauges(
+            totals=wire.totals_list(self._book.totals),
+            running=running,
+            queued=queued,
+            num_blocks=pool.num_gpu_blocks - 1,  # vLLM keeps one for itself
+            free_blocks=pool.get_num_free_blocks(),
+            patience_ms=self._book.patience_ms(),
+            step_ms=None if step_s is None else step_s * 1e3,
+            draft_token_ms=None if extra_s is None else extra_s * 1e3,
+        )
+
+    def _is_probe(self, request_id: str) -> bool:
+        served = self._of_request.get(request_id)
+        return served is not None and served.terms.is_probe
+
+
+def _reason(request: Request) -> str:
+    return "stop" if request.status == RequestStatus.FINISHED_STOPPED else "full"
+
+
+def _whole(served: Served) -> Pass:
+    """All passes of a /v1/verify item as one."""
+    tokens, draft = served.drafts.committed, served.terms.draft
+    proposed = min(len(draft), served.terms.max_tokens - 1)
+    return Pass(0, tokens, len(tokens) - 1, proposed, 0)

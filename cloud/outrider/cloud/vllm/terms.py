@@ -1,0 +1,77 @@
+"""Defines what a request carries to vLLM's engine process and its workers, in `SamplingParams.extra_args`.
+
+vLLM itself gets temperature 0: it refuses min-p together with speculation, and makes no generators. Knows no vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from outrider.models.sampling import SamplingParams
+
+KEY: Final = "outrider"
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """One sequence, as the engine process sees it.
+
+    number: its id, which drafts name. max_tokens: it ends after as many. draft: guesses to start with. once: it ends
+    with the first token that is not the drafted one, or after the draft. probe: drafted tokens that each of its steps
+    verifies, whatever they are, to measure steps; None for real sequences.
+    """
+
+    number: int
+    params: SamplingParams
+    max_tokens: int
+    patience_ms: float | None = None
+    draft_lag_ms: float | None = None
+    draft: tuple[int, ...] = ()
+    once: bool = False
+    probe: int | None = None
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether it only measures steps."""
+        return self.probe is not None
+
+    def extra_args(self) -> dict[str, Any]:
+        """The form that vLLM carries: plain types only."""
+        p = self.params
+        return {
+            KEY: {
+                "number": self.number,
+                "pick": [p.temperature, p.top_k, p.top_p, p.min_p, p.seed],
+                "max_tokens": self.max_tokens,
+                "patience_ms": self.patience_ms,
+                "draft_lag_ms": self.draft_lag_ms,
+                "draft": list(self.draft),
+                "once": self.once,
+                "probe": self.probe,
+            }
+        }
+
+
+def terms_of(extra_args: Mapping[str, Any] | None) -> Terms | None:
+    """The terms of a request; None for one that is not ours, such as vLLM's own warm-up."""
+    found = (extra_args or {}).get(KEY)
+    if found is None:
+        return None
+    return Terms(
+        number=found["number"],
+        params=SamplingParams(*found["pick"]),
+        max_tokens=found["max_tokens"],
+        patience_ms=found["patience_ms"],
+        draft_lag_ms=found["draft_lag_ms"],
+        draft=tuple(found["draft"]),
+        once=found["once"],
+        probe=found["probe"],
+    )
+
+
+def params_of(extra_args: Mapping[str, Any] | None) -> SamplingParams:
+    """The sampling parameters of a request; greedy for one that is not ours."""
+    found = (extra_args or {}).get(KEY)
+    return SamplingParams() if found is None else SamplingParams(*found["pick"])

@@ -1,0 +1,103 @@
+"""Puts Outrider's pick and drafts from outside into vLLM's V2 model runner.
+
+The pick is a logits processor of the runner's public interface: it leaves only the picked token of each row standing,
+so that the stock argmax and the stock greedy verification (accept if and only if equal) do the rest. The runner takes
+the number of drafts from the scheduler, and their values from `req_states.draft_tokens` on the device: one copy before
+each step joins the two. Not public: what `ATTRIBUTES` names.
+
+vLLM loads this module in the server's process too, to validate requests: torch is imported where it is needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
+
+from outrider.cloud.vllm.terms import params_of
+from outrider.models.sampling import SamplingParams
+
+ATTRIBUTES: Final = (
+    "execute_model",
+    "sample_tokens",
+    "req_states.draft_tokens",
+    "req_states.req_id_to_index",
+    "speculator.propose",
+    "speculator.drafts",
+    "kv_block_zeroer",
+    "_init_kv_zero_meta",
+)
+"""What `install` touches of the runner."""
+
+_faults: Final[dict[int, int]] = {}
+"""Of the present step: the first position, by the request's slot, whose logits are not finite."""
+
+
+class OutriderPick(LogitsProcessor):
+    """Computes the pick of every row, drafted ones included."""
+
+    def __init__(self, vllm_config: Any, req_states: Any) -> None:
+        self._params = [SamplingParams()] * req_states.max_num_reqs
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """Refuses what the engine never sends: a temperature of vLLM's own would add a second noise."""
+        if sampling_params.temperature != 0.0:
+            raise ValueError("temperature has to be 0: the pick adds the noise")
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """Takes a slot for a request."""
+        self._params[req_idx] = params_of(sampling_params.extra_args)
+        return True
+
+    def apply(self, logits: Any, ctx: Any) -> Any:
+        """Leaves the picks standing; logits: float32 [rows, V]."""
+        import torch
+
+        from outrider.models.sampling_torch import pick_rows
+
+        slots: list[int] = ctx.expanded_idx_mapping.tolist()
+        # Of the row's input token; the pick is for the position after it.
+        positions = [position + 1 for position in ctx.pos.tolist()]
+        found = pick_rows(logits, [self._params[slot] for slot in slots], positions)
+        for slot, position, token in zip(slots, positions, found, strict=True):
+            if token is None:
+                _faults[slot] = min(position, _faults.get(slot, position))
+        picks = torch.tensor([token or 0 for token in found], device=logits.device)
+        logits.fill_(-torch.inf)
+        return logits.scatter_(1, picks.unsqueeze(1), 0.0)
+
+
+def install(runner: Any) -> None:
+    """Joins the scheduler's drafts with the runner's, and reports rows that are not finite."""
+    import torch
+
+    states, speculator = runner.req_states, runner.speculator
+    execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
+    nothing = torch.full_like(speculator.drafts, -1)
+
+    def with_drafts(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = {
+            states.req_id_to_index[request]: tokens
+            for request, tokens in scheduler_output.scheduled_spec_decode_tokens.items()
+            if request in states.req_id_to_index  # a new request has none
+        }
+        if drafts:
+            target = states.draft_tokens
+            width = target.shape[1]
+            rows = [(list(tokens) + [-1] * width)[:width] for tokens in drafts.values()]
+            index = torch.tensor(list(drafts), device=target.device)
+            target[index] = torch.tensor(rows, dtype=target.dtype, device=target.device)
+        return execute_model(scheduler_output, *args, **kwargs)
+
+    def with_faults(grammar_output: Any) -> Any:
+        _faults.clear()
+        output = sample_tokens(grammar_output)
+        if _faults and output is not None:
+            names = {slot: request for request, slot in states.req_id_to_index.items()}
+            found = {names[slot]: position for slot, position in _faults.items() if slot in names}
+            getattr(output, "model_runner_output", output).num_nans_in_logits = found
+        return output
+
+    runner.execute_model, runner.sample_tokens = with_drafts, with_faults
+    speculator.propose = lambda input_batch, *args, **kwargs: nothing[: input_batch.num_reqs]

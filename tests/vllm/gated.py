@@ -1,0 +1,72 @@
+"""Holds vLLM's steps until the test allows them; imported by vLLM's engine process too."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from outrider.cloud.vllm.scheduler import OutriderScheduler
+
+VARIABLE: Final = "OUTRIDER_TEST_GATE"
+_FORMAT: Final = struct.Struct("qq")  # the gate's number, and the steps that it allows; negative: all
+
+
+def map_gate(path: Path, *, is_new: bool = False) -> mmap.mmap:
+    """The memory that both processes see."""
+    if is_new:
+        path.write_bytes(_FORMAT.pack(0, -1))
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), _FORMAT.size)
+
+
+class VllmGate:
+    """As `tests.serving.StepGate`, for the steps of an engine process."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        self._allowed = 0
+        number, _ = _FORMAT.unpack(memory[:])
+        self._number = number + 1
+        self._write()
+
+    def _write(self) -> None:
+        self._memory[8:] = struct.pack("q", self._allowed)
+        self._memory[:8] = struct.pack("q", self._number)
+
+    def allow(self, num_steps: int) -> None:
+        """Lets `num_steps` more steps run."""
+        self._allowed += num_steps
+        self._write()
+
+    def open(self) -> None:
+        """Lets all steps run from now on."""
+        self._allowed = -1
+        self._write()
+
+
+class GatedScheduler(OutriderScheduler):
+    """Waits for its gate before each step that has work."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._memory = map_gate(Path(os.environ[VARIABLE]))
+        self._number, self._num_used = 0, 0
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        """A step."""
+        while self.get_num_unfinished_requests() and not self._may_run():
+            time.sleep(0.001)
+        return super().schedule(throttle_prefills)
+
+    def _may_run(self) -> bool:
+        number, allowed = _FORMAT.unpack(self._memory[:])
+        if number != self._number:
+            self._number, self._num_used = number, 0
+        if 0 <= allowed <= self._num_used:
+            return False
+        self._num_used += 1
+        return True

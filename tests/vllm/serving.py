@@ -1,0 +1,275 @@
+"""Runs the real HTTP server over a real vLLM in the place of `tests.serving.serve_fake`: the same tests run on both."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.serving import CHAT_TEMPLATE, EOS_ID, TIMEOUT_S, FakeServer, fake_tokenizer, save_fake_tokenizer
+from tests.vllm.gated import VARIABLE, VllmGate, map_gate
+
+from outrider.cloud.api.app import create_app
+from outrider.cloud.api.state import ServedModel, ServerSettings
+from outrider.cloud.seam import EngineStats, GenerateRequest, ServingEngine, Sink
+from outrider.cloud.server.serving import VerifierServer
+from outrider.cloud.vllm.engine import VllmConfig, VllmEngine, set_environment
+from outrider.cloud.vllm.options import VllmOptions, engine_arguments
+from outrider.models.errors import RequestError
+from outrider.models.ingress.sockets import open_socket, url_of
+from outrider.models.runtimes.base import ModelLimits
+from outrider.models.sampling import SamplingParams, pick
+from outrider.models.tree_draft import TreeDraft
+
+FAULTY_TOKEN = 299
+"""Its embedding is not a number, so logits after it are not finite."""
+MAX_POSITIONS = 4096
+
+
+def make_model(root: Path, *, vocab_size: int) -> None:
+    """Writes a random Llama, wide enough for vLLM's kernels, to `root`; the same one each time."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=None,
+    )
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(config).to(torch.float32)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[FAULTY_TOKEN] = float("nan")
+        model.lm_head.weight[FAULTY_TOKEN] = 0.0
+        model.lm_head.weight[EOS_ID] *= 2.0  # so that texts end at times
+    model.save_pretrained(root)
+
+
+class Reference:
+    """The target's text by transformers and `pick`: no engine of ours, no vLLM."""
+
+    def __init__(self, root: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(root, dtype=torch.float32).eval()
+        self._known: dict[tuple[tuple[int, ...], SamplingParams], list[int]] = {}
+
+    def __call__(self, prompt: Sequence[int], count: int, params: SamplingParams | None = None) -> list[int]:
+        """The first `count` tokens after `prompt`."""
+        key = (tuple(prompt), params or SamplingParams())
+        known = self._known.get(key, [])
+        if len(known) < count:
+            known = self._known[key] = self._generate(*key, count)
+        return known[:count]
+
+    def _generate(self, prompt: tuple[int, ...], params: SamplingParams, count: int) -> list[int]:
+        import torch
+
+        tokens, past, new = list(prompt), None, list(prompt)
+        with torch.no_grad():
+            while len(tokens) < len(prompt) + count:
+                out = self.model(torch.tensor([new]), past_key_values=past, use_cache=True)
+                past, row = out.past_key_values, out.logits[0, -1].numpy().astype(np.float32)
+                new = [pick(row, params, len(tokens))]
+                tokens += new
+        return tokens[len(prompt) :]
+
+
+class TransformersDraft:
+    """A `SequenceRuntime` of the target itself, that agrees with it at this share of positions: a draft."""
+
+    def __init__(self, reference: Reference, agreement: float, on_step: Callable[[Sequence[int]], None] | None) -> None:
+        from transformers import DynamicCache
+
+        self._model, self._agreement, self._on_step = reference.model, agreement, on_step
+        self._cache = DynamicCache()
+
+    @property
+    def limits(self) -> ModelLimits:
+        return ModelLimits(fake_tokenizer().size, MAX_POSITIONS)
+
+    @property
+    def length(self) -> int:
+        return int(self._cache.get_seq_length())
+
+    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        import torch
+
+        if self._on_step is not None:
+            self._on_step(tokens)
+        with torch.no_grad():
+            out = self._model(torch.tensor([list(tokens)]), past_key_values=self._cache, use_cache=True)
+        row: NDArray[np.float32] = out.logits[0, -1].numpy().astype(np.float32)
+        is_right = (self.length * 2_654_435_761 >> 8) % 100 < 100 * self._agreement
+        return row if is_right else np.roll(row, 1)
+
+    def truncate(self, length: int) -> None:
+        self._cache.crop(length)
+
+    def close(self) -> None:
+        """Nothing is held elsewhere."""
+
+
+def start_engine(root: Path, *given: str, scheduler: str | None = None, **config: Any) -> VllmEngine:
+    """A vLLM for the directory `root`, in float32. given: options as on the command line; config: of VllmConfig."""
+    options = VllmOptions.parse(["dtype=float32", "enforce_eager=true", *given])
+    set_environment(options, 0)
+    arguments = engine_arguments(
+        options,
+        str(root),
+        max_running=16,
+        step_tokens=512,
+        kv_cache_bytes=256 << 20,
+        shares_prefixes=True,
+        drain_s=1.0,
+    )
+    if scheduler:
+        arguments["scheduler_cls"] = scheduler
+    return VllmEngine(VllmConfig(arguments=arguments, max_running=16, max_draft=options.max_draft, **config))
+
+
+class _View(ServingEngine):
+    """The shared engine as one server's own: counted from its start, stopped without ending vLLM."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+        self._before = engine.stats().totals
+        self._gate = threading.Lock()
+        self._open: set[int] = set()
+        self._is_draining = False
+
+    @property
+    def limits(self) -> ModelLimits:
+        return self._engine.limits
+
+    def calibrate(self) -> None:
+        """Was done once."""
+
+    def start(self) -> None:
+        """Runs already."""
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> int:
+        with self._gate:
+            if self._is_draining:
+                raise RequestError("shutting_down", "the server is shutting down", status=503)
+            number = self._engine.submit(request, sink)
+            self._open.add(number)
+            return number
+
+    def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
+        self._engine.draft(sequence_id, base, paths)
+
+    def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
+        self._engine.draft_tree(sequence_id, message)
+
+    def cancel(self, sequence_id: int) -> None:
+        self._engine.cancel(sequence_id)
+
+    def stats(self) -> EngineStats:
+        stats = self._engine.stats()
+        own = {f.name: getattr(stats.totals, f.name) - getattr(self._before, f.name) for f in fields(stats.totals)}
+        return replace(stats, totals=replace(stats.totals, **own))
+
+    def stop(self, *, drain_s: float = 0.0) -> None:
+        with self._gate:
+            self._is_draining = True
+            ids = list(self._open)
+        self._engine.end(ids, "shutdown")
+
+
+class SharedEngine:
+    """A vLLM that many servers, one after the other, show to their tests."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        save_fake_tokenizer(root)
+        make_model(root, vocab_size=fake_tokenizer().size)
+        self.target_tokens = Reference(root)
+        self._memory = map_gate(root / "gate", is_new=True)
+        os.environ[VARIABLE] = str(root / "gate")
+        self.engine = start_engine(root, scheduler="tests.vllm.gated.GatedScheduler")
+        self.engine.calibrate()
+        self.engine.start()
+
+    def gate(self) -> VllmGate:
+        """A closed gate."""
+        return VllmGate(self._memory)
+
+    def patch(self, module: ModuleType, patch: pytest.MonkeyPatch) -> None:
+        """Makes a module's tests run on vLLM."""
+        for name, value in (
+            ("serve_fake", self.serve),
+            ("target_tokens", self.target_tokens),
+            ("StepGate", self.gate),
+        ):
+            if hasattr(module, name):
+                patch.setattr(module, name, value)
+
+    @contextmanager
+    def serve(
+        self,
+        settings: ServerSettings | None = None,
+        *,
+        config: Any = None,
+        runtime: Any = None,
+        gate: VllmGate | None = None,
+        has_chat_template: bool = True,
+        chat_template: str = CHAT_TEMPLATE,
+        drain_s: float = 0.0,
+        name: str = "fake",
+    ) -> Iterator[FakeServer]:
+        """As `tests.serving.serve_fake`. config: its places and queue are taken; runtime: of no effect here."""
+        before = self.engine._config
+        if config is not None:
+            self.engine._config = replace(before, max_running=config.max_running, max_queue=config.max_queue)
+        tokenizer = fake_tokenizer(has_chat_template=has_chat_template, chat_template=chat_template)
+        model = ServedModel(name, tokenizer, frozenset({EOS_ID}), target="vllm")
+        app = create_app(_View(self.engine), model, settings)
+        server = VerifierServer(app, drain_s=drain_s)
+        sock = open_socket("127.0.0.1", 0)
+        thread = threading.Thread(target=server.run, args=([sock],), name="outrider-test-server")
+        thread.start()
+        fake = FakeServer(url_of(sock, is_tls=False), app.state.core, server, cast(Any, None))
+        try:
+            fake.wait_until(lambda: server.started)
+            yield fake
+        finally:
+            if gate is not None:
+                gate.open()
+            if not fake.core.is_draining:
+                server.begin_drain(0.0)
+            thread.join(TIMEOUT_S)
+            sock.close()
+            self.engine._config = before
+            assert not thread.is_alive(), "the server did not end"
+
+    def close(self) -> None:
+        """Ends vLLM."""
+        self.engine.stop()
+        self.engine.close()
+
+
+def shared_by(module: ModuleType, *left_out: str) -> dict[str, Callable[..., Any]]:
+    """A module's tests. left_out: must exist."""
+    found = {name: getattr(module, name) for name in dir(module) if name.startswith("test_")}
+    for name in left_out:
+        del found[name]
+    return found

@@ -1,0 +1,118 @@
+"""`outrider-cloud serve --engine vllm` as a process: from its start over the death of vLLM's process to its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+from tests.serving import read_events, run_session
+from tests.vllm.serving import Reference
+
+from outrider.models.protocol import SessionEnd, SessionOpen
+from outrider.models.tokenizer import Tokenizer
+
+TARGET = Path(__file__).parents[2] / "reference" / "outrider" / "reference" / "target"
+START_S = 240.0
+
+
+def until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Returns once `is_so()` is true."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.05)
+
+
+@contextmanager
+def serving(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
+    """The command, ready, in a process group of its own."""
+    port_file = tmp_path / "port"
+    options = ["--engine", "vllm", "--vllm-option", "dtype=float32", "--vllm-option", "enforce_eager=true"]
+    command = [sys.executable, "-m", "outrider.cloud.server", "serve", str(TARGET), *options]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, "--port", "0", "--port-file", str(port_file)], stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            until(lambda: port_file.exists() or process.poll() is not None, START_S)
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            with httpx.Client(base_url=f"http://127.0.0.1:{port_file.read_text().strip()}", timeout=60.0) as client:
+                yield process, client
+            assert process.wait(60.0) == 0
+            assert not port_file.exists()
+        finally:
+            process.kill()
+            process.wait()
+
+
+def prompt_ids() -> list[int]:
+    return Tokenizer.from_dir(TARGET).encode("def walk(path):", add_special_tokens=False)
+
+
+def test_the_death_of_vllm_is_reported(tmp_path: Path) -> None:
+    """It serves the target's text; without vLLM's process it says that it failed; a signal ends it and its children."""
+    prompt = prompt_ids()
+    with serving(tmp_path) as (process, client):
+        children = psutil.Process(process.pid).children(recursive=True)
+        body = {"prompt": prompt, "max_tokens": 12, "ignore_eos": True}
+        expected = Reference(TARGET)(prompt, 12)
+        assert run_session(client, body).tokens == expected
+        facts = client.get("/v1/model").json()
+        assert facts["name"] == "target" and len(facts["target"]) == 16
+        verified = client.post("/v1/verify", json={"items": [{"prefix": prompt, "draft": expected[:3]}]}).json()
+        assert verified["results"][0]["tokens"] == expected[:4]
+        with client.stream("POST", "/v1/sessions", json=body | {"max_tokens": 900}) as response:
+            events = read_events(response)
+            assert isinstance(next(events), SessionOpen)
+            next(events)
+            for child in children:
+                if any("EngineCore" in part for part in (child.name(), *child.cmdline())):
+                    child.kill()
+            *_, end = events
+        assert isinstance(end, SessionEnd) and end.reason == "error"
+        until(lambda: client.get("/health/ready").status_code == 503)
+        assert client.get("/health/ready").json()["status"] == "failed"
+        refused = client.post("/v1/sessions", json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_failed")
+        process.send_signal(signal.SIGTERM)
+    until(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children))
+
+
+def test_ctrl_c_lets_a_session_finish(tmp_path: Path) -> None:
+    """It reaches every process of the terminal; vLLM's go on until the server has drained."""
+    body = {"prompt": prompt_ids(), "max_tokens": 300, "ignore_eos": True}
+    with serving(tmp_path) as (process, client):
+        with client.stream("POST", "/v1/sessions", json=body) as response:
+            events = read_events(response)
+            next(events), next(events)
+            os.killpg(process.pid, signal.SIGINT)
+            *_, end = events
+        assert isinstance(end, SessionEnd) and end.reason == "length" and end.usage.completion_tokens == 300
+
+
+def test_mistakes_are_said_before_vllm_starts(tmp_path: Path) -> None:
+    """Options that are not allowed, code of a model's own, other formats: one line each, in a second or two."""
+    (tmp_path / "model").mkdir()
+    config = tmp_path / "model" / "config.json"
+    for model, options, reason in (
+        (TARGET, ["--vllm-option", "trust_remote_code=true"], "is not allowed"),
+        (TARGET, ["--vllm-option", "dtype=int3"], "expected auto, float32"),
+        (TARGET, ["--tree", "tree"], "one path a step"),
+        (TARGET, ["--device", "cuda:1"], "--device"),
+        (config.parent, [], "needs code of its own"),
+        ("reference", [], "cannot serve 'reference'"),
+    ):
+        config.write_text(json.dumps({"auto_map": {"AutoModel": "code.py"}}))
+        command = [sys.executable, "-m", "outrider.cloud.server", "serve", str(model), "--engine", "vllm", *options]
+        found = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, check=False)
+        assert found.returncode != 0 and reason in found.stderr, (found.stderr, reason)
+        assert "Traceback" not in found.stderr

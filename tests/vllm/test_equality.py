@@ -1,0 +1,182 @@
+"""The gate for every version of vLLM: with and without drafts, its texts are `pick` over transformers' logits.
+
+The reference target, in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from tests.serving import TIMEOUT_S
+from tests.vllm.serving import Reference, start_engine
+
+from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
+from outrider.cloud.vllm.engine import VllmEngine
+from outrider.models.errors import RequestError
+from outrider.models.sampling import SamplingParams
+from outrider.models.tokenizer import Tokenizer
+from outrider.models.tree_draft import ROOT, TreeDraft
+
+ROOT_DIR = Path(__file__).parents[2] / "reference" / "outrider" / "reference"
+SAMPLINGS = (
+    SamplingParams(temperature=0.8, seed=1 << 62),
+    SamplingParams(temperature=1.0, top_p=0.95, seed=2),
+    SamplingParams(temperature=0.7, top_k=40, top_p=0.9, seed=3),
+    SamplingParams(temperature=1.2, min_p=0.05, seed=(1 << 63) - 1),
+    SamplingParams(),
+)
+NUM_TOKENS = 40
+OTHER = 7
+"""A token that stands for a wrong guess."""
+
+
+class Text:
+    """Generates one text, posting drafts after each commit; a sink."""
+
+    def __init__(
+        self, engine: VllmEngine, truth: Sequence[int], guess: Callable[[Sequence[int], int], list[list[int]]]
+    ):
+        self._engine, self._truth, self._guess = engine, truth, guess
+        self.number = 0
+        self.tokens: list[int] = []
+        self.end: EndEvent | None = None
+        self.ended = threading.Event()
+        self._submitted = threading.Event()
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Begins."""
+        self.number = self._engine.submit(request, self)
+        self._submitted.set()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, CommitEvent):
+            assert event.base == len(self.tokens)
+            self.tokens += event.tokens
+            paths = self._guess(self._truth, len(self.tokens))
+            if paths and self._submitted.wait(TIMEOUT_S):
+                try:
+                    self._engine.draft(self.number, len(self.tokens), paths)
+                except RequestError as error:
+                    assert error.code == "stale_draft" and len(self.tokens) == NUM_TOKENS, error
+        else:
+            self.end = event
+            self.ended.set()
+
+
+def nothing(truth: Sequence[int], at: int) -> list[list[int]]:
+    return []
+
+
+def right(truth: Sequence[int], at: int) -> list[list[int]]:
+    return [list(truth[at : at + 20])] if at < len(truth) else []
+
+
+def wrong(truth: Sequence[int], at: int) -> list[list[int]]:
+    return [[OTHER if token != OTHER else OTHER + 1 for token in truth[at : at + 10]]] if at < len(truth) else []
+
+
+def mixed(truth: Sequence[int], at: int) -> list[list[int]]:
+    """Right for two tokens, then each right with chance 0.75; an alternative second."""
+    rng = random.Random(at)
+    path = [t if i < 2 or rng.random() < 0.75 else OTHER for i, t in enumerate(truth[at : at + 9])]
+    return [path, [OTHER, *truth[at + 1 : at + 4]]] if path else []
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[VllmEngine]:
+    started = start_engine(ROOT_DIR / "target")
+    started.calibrate()
+    yield started
+    started.stop()
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[tuple[tuple[int, ...], SamplingParams, list[int]]]:
+    """Prompt, parameters, and the text by transformers."""
+    reference, tokenizer = Reference(ROOT_DIR / "target"), Tokenizer.from_dir(ROOT_DIR / "target")
+    rows = json.loads((ROOT_DIR / "prompts.json").read_text(encoding="utf-8"))[:100:20]
+    prompts = [tuple(tokenizer.encode(row["text"], add_special_tokens=False)) for row in rows]
+    return [(prompt, params, reference(prompt, NUM_TOKENS, params)) for prompt in prompts for params in SAMPLINGS]
+
+
+@pytest.mark.parametrize("guess", [nothing, right, wrong, mixed])
+def test_texts_are_transformers_and_pick(
+    engine: VllmEngine,
+    texts: list[tuple[tuple[int, ...], SamplingParams, list[int]]],
+    guess: Callable[[Sequence[int], int], list[list[int]]],
+) -> None:
+    """Twenty-five texts at once, five samplings; right drafts save passes, wrong ones change nothing."""
+    running = []
+    for prompt, params, truth in texts:
+        text = Text(engine, truth, guess)
+        text.submit(GenerateRequest(prompt, params, NUM_TOKENS, patience_ms=0.0))
+        running.append(text)
+    for text in running:
+        assert text.ended.wait(4 * TIMEOUT_S)
+    assert [text.tokens for text in running] == [truth for _, _, truth in texts]
+    ends = [text.end for text in running]
+    assert all(end is not None and end.reason == "length" and end.error is None for end in ends)
+    passes = sum(end.usage.target_passes for end in ends if end)
+    accepted = sum(end.usage.accepted_tokens for end in ends if end)
+    assert passes + accepted == NUM_TOKENS * len(texts)
+    if guess in (nothing, wrong):
+        assert accepted == 0
+    else:
+        assert accepted > 0.2 * passes
+
+
+def test_all_right_from_the_beginning(
+    engine: VllmEngine, texts: list[tuple[tuple[int, ...], SamplingParams, list[int]]]
+) -> None:
+    """A draft of the whole text, which `max_draft` cuts: the fewest passes."""
+    prompt, params, truth = texts[0]
+    text = Text(engine, truth, nothing)
+    text.submit(GenerateRequest(prompt, params, NUM_TOKENS, patience_ms=0.0, draft=tuple(truth)))
+    assert text.ended.wait(TIMEOUT_S) and text.end is not None
+    assert text.tokens == truth
+    assert text.end.usage.target_passes <= 6
+
+
+def test_an_alternative_is_used_when_the_likeliest_branch_fails(
+    engine: VllmEngine, texts: list[tuple[tuple[int, ...], SamplingParams, list[int]]]
+) -> None:
+    """vLLM's steps are lines: the rest of a tree stays pending; its right branch is verified after the wrong one."""
+    prompt, params, truth = texts[1]
+    # Node 0 is right; below it, 1 is wrong and likelier, 2 and what follows are right.
+    tail = truth[2:14]
+    tree = TreeDraft(
+        0,
+        0,
+        [truth[0], OTHER if truth[1] != OTHER else OTHER + 1, truth[1], *tail],
+        [ROOT, 0, 0, 2, *range(3, 2 + len(tail))],
+        [15, 14, 13, *[15] * len(tail)],
+    )
+    text = Text(engine, truth, nothing)
+    text.submit(GenerateRequest(prompt, params, NUM_TOKENS, patience_ms=0.0))
+    engine.draft_tree(text.number, tree)
+    assert text.ended.wait(TIMEOUT_S) and text.end is not None
+    assert text.tokens == truth
+    assert text.end.usage.accepted_tokens > 2
+
+
+def test_a_wait_for_drafts_changes_nothing(
+    engine: VllmEngine, texts: list[tuple[tuple[int, ...], SamplingParams, list[int]]]
+) -> None:
+    """Sequences that sit steps out, as the policy decides, beside one that never waits."""
+    running = []
+    for index, (prompt, params, truth) in enumerate(texts[:5]):
+        text = Text(engine, truth, right if index else nothing)
+        lag_ms = 5.0 if index else None
+        text.submit(GenerateRequest(prompt, params, NUM_TOKENS, draft_lag_ms=lag_ms))
+        running.append(text)
+    for text in running:
+        assert text.ended.wait(2 * TIMEOUT_S)
+    assert [text.tokens for text in running] == [truth for _, _, truth in texts[:5]]
+    stats = engine.stats()
+    assert stats.running == stats.queued == 0 and stats.free_blocks == stats.num_blocks

@@ -1,0 +1,62 @@
+"""The equality tests on vLLM's V2 model runner; Triton's interpreter runs its kernels. `make test-vllm` sets it up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.serving import fake_tokenizer
+from tests.vllm.serving import FAULTY_TOKEN, Reference, make_model, start_engine
+from tests.vllm.test_engine import Collector
+from tests.vllm.test_equality import (
+    ROOT_DIR,
+    test_a_wait_for_drafts_changes_nothing,
+    test_all_right_from_the_beginning,
+    test_an_alternative_is_used_when_the_likeliest_branch_fails,
+    test_texts_are_transformers_and_pick,
+    texts,
+)
+
+from outrider.cloud.seam import GenerateRequest
+from outrider.cloud.vllm.engine import VllmEngine
+from outrider.models.sampling import SamplingParams
+
+__all__ = [
+    "test_a_wait_for_drafts_changes_nothing",
+    "test_all_right_from_the_beginning",
+    "test_an_alternative_is_used_when_the_likeliest_branch_fails",
+    "test_texts_are_transformers_and_pick",
+    "texts",
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[VllmEngine]:
+    started = start_engine(ROOT_DIR / "target", "runner=v2")
+    started.calibrate()
+    yield started
+    started.stop()
+    started.close()
+
+
+def test_it_is_the_v2_runner(engine: VllmEngine) -> None:
+    """And nothing that looks like it."""
+    assert "worker.cpu.model_runner" in engine.runner
+
+
+def test_logits_that_are_not_finite_end_their_sequence_only(tmp_path: Path) -> None:
+    """A row that is not a number is reported by the worker; the tokens before it are committed."""
+    make_model(tmp_path, vocab_size=fake_tokenizer().size)
+    truth = Reference(tmp_path)([5, 17, 99], 12)
+    started = start_engine(tmp_path, "runner=v2")
+    try:
+        failed, fine = Collector(), Collector()
+        started.submit(GenerateRequest((1, FAULTY_TOKEN), SamplingParams(), 12), failed)
+        started.submit(GenerateRequest((5, 17, 99), SamplingParams(), 12, draft=(*truth[:4], FAULTY_TOKEN)), fine)
+        error = failed.wait().error
+        assert error is not None and error.code == "model_fault" and failed.tokens == []
+        assert fine.wait().reason == "length" and fine.tokens == truth
+    finally:
+        started.stop()
+        started.close()
