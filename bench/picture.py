@@ -24,7 +24,7 @@ from outrider.edge.cli.line_editor import PROMPT as TYPES
 from outrider.edge.cli.run import run_once
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.devices.placement import AS_BUNDLED
-from outrider.edge.lab.cores import Cores, plan_cores, running_on
+from outrider.edge.lab.cores import CorePlan, plan_cores, running_on
 from outrider.edge.lab.laboratory import cloud_process
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -59,7 +59,7 @@ def main() -> None:
         picture_chat(change_bundle(pair.target, Path(place) / "target", template=TURNS).path, pair.draft, cores)
 
 
-def picture_run(target: Path, draft: Path, cores: Cores) -> None:
+def picture_run(target: Path, draft: Path, cores: CorePlan) -> None:
     """One text and its summary."""
     console = _terminal()
     with cloud_process(target, cores.cloud) as url, running_on(cores.agent):
@@ -72,7 +72,7 @@ def picture_run(target: Path, draft: Path, cores: Cores) -> None:
     _write(console, "run.svg", "outrider run: accepted drafted tokens are green, the target's own are plain")
 
 
-def picture_chat(target: Path, draft: Path, cores: Cores) -> None:
+def picture_chat(target: Path, draft: Path, cores: CorePlan) -> None:
     """Two turns, and what /stats says of them."""
     console = _terminal()
     with cloud_process(target, cores.cloud) as url, running_on(cores.agent):
