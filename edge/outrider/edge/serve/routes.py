@@ -271,7 +271,7 @@ async def _answer(
 async def _while_connected(request: Request, work: Awaitable[Found]) -> Found:
     """What `work` returns; ends it, and raises ClientDisconnect, where the client leaves. The body must have been read.
 
-    Indexing a request's documents takes seconds; nobody should wait for those of a client that has left.
+    Indexing documents takes seconds, a check as long as a text: neither goes on for a client that has left.
     """
 
     async def leave() -> None:
