@@ -511,13 +511,14 @@ class FailingDrafter:
 
 @pytest.mark.parametrize("num_good", [0, 20])
 @pytest.mark.parametrize("mode", [Mode.STREAM, Mode.STOP_AND_WAIT])
-def test_a_draft_that_breaks_costs_only_the_draft(
-    server: FakeServer, caplog: pytest.LogCaptureFixture, mode: Mode, num_good: int
-) -> None:
+def test_a_draft_that_breaks_costs_only_the_draft(caplog: pytest.LogCaptureFixture, mode: Mode, num_good: int) -> None:
     """The text continues without it, a warning is logged and the result has the reason."""
     request = asking(seed=9)
     draft = FailingDrafter(drafter(), num_good)
-    result = run(generate([server.url], request, draft, depth=FixedDepth(8), mode=mode))
+    # Steps of 10 ms: else the text may be over before the draft has made that many calls.
+    slow = FakeBatchRuntime(vocab_size=VOCAB, on_step=lambda batch: time.sleep(0.01))
+    with serve_fake(runtime=slow) as server:
+        result = run(generate([server.url], request, draft, depth=FixedDepth(8), mode=mode))
     assert result.tokens == truth(request)
     assert result.draft_error == "ModelFault: the draft's logits are not finite"
     assert caplog.text.count("drafting failed") == 1

@@ -279,6 +279,34 @@ def kept_text(num_tokens: int = 4) -> KeptText:
     return KeptText(GenerationRequest((1,), PARAMS, COUNT), (), (7,) * num_tokens, None, (), frozenset())
 
 
+def test_a_check_ends_when_its_client_leaves_and_can_be_asked_for_again() -> None:
+    """Its session in the cloud ends, and the answer is not lost."""
+    gate = StepGate()
+    with serve_fake(config=SURE, gate=gate) as cloud:
+        address = httpx.URL(cloud.url)
+        assert address.port is not None
+        with DelayProxy(address.host, address.port) as proxy:
+            port = proxy.port
+        with serve_local(f"http://127.0.0.1:{port}", DRAFTS, offline=DRAFT) as local:
+            answer = httpx.post(f"{local.url}/v1/completions", json=body(), timeout=30.0).json()
+
+            async def leave() -> None:
+                async with httpx.AsyncClient(base_url=local.url, timeout=30.0) as client:
+                    call = asyncio.create_task(client.post("/v1/outrider/verify", json={"id": answer["id"]}))
+                    while not cloud.core.sessions:
+                        await asyncio.sleep(0.002)
+                    call.cancel()
+                    await asyncio.wait({call})
+
+            with DelayProxy(address.host, address.port, listen_port=port):
+                asyncio.run(leave())
+                local.wait_until(local.is_at_rest)
+                gate.open()
+                again = httpx.post(f"{local.url}/v1/outrider/verify", json={"id": answer["id"]}, timeout=30.0)
+                assert again.status_code == 200 and again.json()["choices"][0]["text"] == expected()
+                local.wait_until(local.is_at_rest)
+
+
 def test_run_writes_and_marks_a_text_without_a_cloud(
     fake_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -382,6 +382,12 @@ def test_the_servers_documents_ground_every_text_unless_a_request_says_otherwise
         assert [each["document"] for each in given["own"]] == ["0"]
         long = httpx.post(f"{local.url}/v1/completions", json=fields | {"prompt": [3, 4, 5]}).json()
         assert long["passages"] == []  # a prompt of ids stays as it is
+        whole = httpx.post(f"{local.url}/v1/completions", json=fields).json()
+        asked = {"prompt": QUERY, "max_tokens": 1, "seed": 5}
+        page = httpx.post(f"{local.url}/v1/outrider/generate", json=asked).text.split("\n\n")
+        events = [json.loads(block[6:]) for block in page if block.startswith("data: ")]
+        assert [each["document"] for each in events[0]["passages"]] == ["release.md"]
+        assert events[-1]["num_prompt"] == whole["usage"]["prompt_tokens"]  # the page's texts are grounded, too
         counts = local.core.metrics.counts
         assert 0 < counts["passage_tokens"] < counts["prompt_tokens"]
 

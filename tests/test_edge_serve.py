@@ -276,6 +276,8 @@ def test_probes(client: httpx.Client) -> None:
     assert client.get("/health/live").json() == {"status": "live"}
     ready = client.get("/health/ready")
     assert ready.status_code == 200 and client.head("/health/ready").status_code == 200
+    # A page may come under a name of its own that resolves to this machine; probes do, too.
+    assert client.get("/health/ready", headers={"Host": "evil.example"}).json() == {"status": "ready"}
     assert ready.json()["model"] == "fake" and ready.json()["draft_sequences"] == 4
     with serve_local("http://127.0.0.1:9") as alone:
         answer = httpx.get(f"{alone.url}/health/ready")
@@ -467,10 +469,10 @@ def test_another_user_of_the_machine_cannot_call_without_a_key(tmp_path: Path) -
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         reached.append(scope["path"])
 
-    def call(host: str, rows: Sequence[str], path: str = "/v1/completions", method: str = "POST") -> None:
+    def call(host: str, rows: Sequence[str], path: str = "/v1/models", server: str = "127.0.0.1") -> None:
         table.write_text("\n".join(["  sl  local_address ...", *rows, ""]))
-        scope = {"type": "http", "method": method, "path": path, "client": (host, 4660), "server": ("127.0.0.1", 8077)}
-        layer = OwnUser(app, ["/v1/completions"], [table, tmp_path / "none"])
+        scope = {"type": "http", "method": "GET", "path": path, "client": (host, 4660), "server": (server, 8077)}
+        layer = OwnUser(app, ["/health/live"], [table, tmp_path / "none"])
         asyncio.run(layer(scope, None, None))  # type: ignore[arg-type]
 
     def row(user: int, local: str = "0100007F:1234", state: str = "01") -> str:
@@ -481,14 +483,17 @@ def test_another_user_of_the_machine_cannot_call_without_a_key(tmp_path: Path) -
     call("127.0.0.1", [row(0)])
     call("::ffff:127.0.0.1", [row(own, "0000000000000000FFFF00000100007F:1234")])
     call("::1", [row(own, "00000000000000000000000001000000:1234")])
-    call("192.0.2.7", [])  # not over loopback: the gate's business
-    call("127.0.0.1", [], method="GET")
-    call("127.0.0.1", [], path="/v1/models")
+    call("192.0.2.7", [], server="192.0.2.8")  # not over loopback: the gate's business
+    call("127.0.0.1", [], path="/health/live")
+    call("192.0.2.8", [row(own, "080200C0:1234")])
     assert len(reached) == 7
     for rows in ([row(4321)], [row(4321, state="06")], [row(0, state="06")] if own else [], []):
         with pytest.raises(RequestError) as refused:
             call("127.0.0.1", rows)
         assert (refused.value.code, refused.value.status) == ("other_user", 403)
+    for host, server in (("192.0.2.8", "127.0.0.1"), ("127.0.0.1", "192.0.2.8")):
+        with pytest.raises(RequestError, match="another user"):  # a program may call from any address of its machine
+            call(host, [row(4321, "080200C0:1234"), row(4321)], server=server)
     assert len(reached) == 7
 
 
@@ -507,7 +512,7 @@ def test_the_system_names_the_owner_of_one_connection(
 
     def call(client: tuple[str, int], server: tuple[str, int]) -> None:
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "client": client, "server": server}
-        asyncio.run(OwnUser(app, ["/v1/completions"], [empty])(scope, None, None))  # type: ignore[arg-type]
+        asyncio.run(OwnUser(app, [], [empty])(scope, None, None))  # type: ignore[arg-type]
 
     with ExitStack() as stack:
         try:

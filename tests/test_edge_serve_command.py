@@ -206,7 +206,11 @@ def test_the_verifiers_key_and_the_clients_keys_are_told_apart(
     both = (
         f"{one} is given twice: --key-file holds the key that goes to the verifier, --api-key-file those that clients"
     )
+    shared = tmp_path / "shared"
+    shared.write_text(OTHER_KEY, encoding="utf-8")
+    shared.chmod(0o644)
     for options, endpoint, message in (
+        (["--api-key-file", shared], "", "can be read or written by other users (mode 0644); expected 0600"),
         (["--key-file", several], "", "holds 2 lines; expected one line with the key for the verifier; keys that"),
         (["--key-file", several, "--api-key-file", several], "", "is given twice: --key-file holds"),
         (["--key-file", one, "--api-key-file", one.parent / "." / one.name], "", both),

@@ -28,6 +28,7 @@ SECRET = "zanzibar"
 KEY = "a-key-of-the-device"
 ASKED: dict[str, Any] = {"prompt": f"{SECRET} def verify(", "max_tokens": 12, "ignore_eos": True, "seed": 5}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": SECRET}], "max_tokens": 4, "seed": 5}
+UNKNOWN_ID = 987654
 NEVER = (SECRET, KEY, "verify(")
 
 
@@ -263,14 +264,15 @@ def test_traces_have_no_word_of_a_text_and_errors_only_their_kind(local: LocalEn
     """Also where the verifier's error quotes the request."""
     httpx.post(f"{local.url}/v1/completions", json=ASKED, headers={"Authorization": f"Bearer {KEY}"})
     httpx.post(f"{local.url}/v1/chat/completions", json=CHAT)
-    too_long = {**ASKED, "prompt": SECRET * 700}
-    assert httpx.post(f"{local.url}/v1/completions", json=too_long, timeout=60.0).status_code == 400
+    unknown = {**ASKED, "prompt": [UNKNOWN_ID]}  # the verifier refuses it by name
+    refused = httpx.post(f"{local.url}/v1/completions", json=unknown, timeout=60.0)
+    assert refused.status_code == 400 and str(UNKNOWN_ID) in refused.text
     httpx.get(f"{local.url}/{SECRET}?{SECRET}")
     local.wait_until(lambda: all(span.is_ended for span in provider.spans))
     kinds = [span.attributes["error.type"] for span in provider.spans if "error.type" in span.attributes]
     assert "RequestError" in kinds and all(span.status.description is None for span in provider.spans if span.status)
     written = repr([(span.name, span.attributes) for span in provider.spans])
-    assert not any(word in written for word in NEVER)
+    assert not any(word in written for word in (*NEVER, str(UNKNOWN_ID)))
     assert "POST /v1/render" in written
 
 

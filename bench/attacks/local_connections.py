@@ -1,4 +1,4 @@
-"""Attacks the HTTP layer of the local endpoint: trickled requests, answers and streams that nobody reads."""
+"""Attacks the HTTP layer of the local endpoint: trickled requests, unread answers and streams."""
 
 from __future__ import annotations
 
@@ -37,4 +37,4 @@ def _unread_streams(endpoint: Server, idle: Server) -> Row:
     request = request_bytes(endpoint.port, "POST", GENERATE, body, ATTACKER)
     with beside(endpoint, idle) as seen, attacking(hold, endpoint.port, request, 64):
         time.sleep(10.0)
-    return Row("26", "64 streams of the page that nobody reads", str(seen), WELL, seen.is_well, seen.raw)
+    return Row("26", "64 unread streams of the page", str(seen), WELL, seen.is_well, seen.raw)

@@ -28,6 +28,7 @@ from outrider.edge.serve.server import LocalServer
 from outrider.edge.serve.state import LocalCore, LocalSettings, OfflineSettings
 from outrider.edge.serve.upstream import Upstream
 from outrider.edge.setup.endpoints import Keys
+from outrider.edge.setup.key_file import require_private
 from outrider.edge.tracing import start_tracing
 from outrider.models.command_line import print_line
 from outrider.models.extras import require_packages
@@ -59,6 +60,8 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
         require_packages(["prometheus_client"], "--metrics", "telemetry")
     for each in cloud_keys.endpoints if cloud_keys is not None else ():
         refuse_one_file(each.key_file, options.api_key_file)
+    if options.api_key_file is not None:
+        require_private(options.api_key_file)
     keys = KeyRing.load(options.api_key_file)
     require_safe_host(options.host, keys, is_insecure_allowed=options.insecure_no_keys)
     tls = tls_files(options.tls_cert, options.tls_key)

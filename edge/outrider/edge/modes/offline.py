@@ -34,9 +34,9 @@ MOST_LOOK_S: Final = 10.0
 class OfflineText:
     """A text that the cloud and, without it, the draft wrote.
 
-    verified: the target's tokens. local: the draft's, which follow them, not verified. num_local, num_confirmed,
-    num_replaced: tokens that the draft wrote alone, and what became of them. reason: why the text ended. error: what
-    the last cloud failed with. result: of the last part that a cloud wrote.
+    verified: the target's tokens. local: the draft's, which follow them, not verified. num_local: tokens that the draft
+    wrote alone; num_confirmed, num_replaced: those of them that the target confirmed, and replaced. reason: why the
+    text ended. error: what the last cloud failed with. result: of the last part that a cloud wrote.
     """
 
     verified: list[int] = field(default_factory=list)

@@ -51,7 +51,7 @@ def create_local_app(core: LocalCore) -> Starlette:
         ),
     ]
     if not len(settings.keys) and not settings.any_user:
-        layers.append(Middleware(OwnUser, paths=COSTLY_PATHS))
+        layers.append(Middleware(OwnUser, open_paths={*page_paths(page), *PROBE_PATHS}))
     if settings.allowed_origins:
         cors = Middleware(
             CORSMiddleware,

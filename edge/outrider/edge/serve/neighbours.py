@@ -26,27 +26,28 @@ _ROOT: Final = 0
 
 
 class OwnUser:
-    """ASGI layer that refuses POSTs to `paths` over loopback that come from another user than this process's.
+    """ASGI layer that refuses requests over loopback that come from another user than this process's.
 
-    Root may call: it could do anything else as well.
+    Root may call: it could do anything else as well. open_paths: for everybody.
     """
 
-    def __init__(self, app: ASGIApp, paths: Collection[str], tables: Collection[Path] = TABLES) -> None:
+    def __init__(self, app: ASGIApp, open_paths: Collection[str], tables: Collection[Path] = TABLES) -> None:
         self._app = app
-        self._paths = frozenset(paths)
+        self._open_paths = frozenset(open_paths)
         self._tables = [table for table in tables if os.access(table, os.R_OK)]
         if not self._tables:
             _log.info("this system does not say which user calls; give --api-key-file to keep other users out")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if self._tables and scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in self._paths:
+        if self._tables and scope["type"] == "http" and scope["path"] not in self._open_paths:
             self._check(scope)
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         client, server = scope.get("client"), scope.get("server")
-        if not client or not server or not _is_loopback(client[0]):
+        # A local program may call a loopback address from any other address of this machine.
+        if not client or not server or not (_is_loopback(client[0]) or _is_loopback(server[0])):
             return
         user = _connected_user(client, server)
         if user is None:  # the tables are asked second: they take far longer

@@ -145,6 +145,21 @@ class DroppedEvent(BaseModel):
     max_positions: int
 
 
+class ShownPassage(BaseModel):
+    """A passage of a document in the prompt. Lines count from 1."""
+
+    document: str
+    first_line: int
+    last_line: int
+
+
+class PassagesEvent(BaseModel):
+    """What stands before the prompt, where the server has documents."""
+
+    type: Literal["passages"] = "passages"
+    passages: list[ShownPassage]
+
+
 class ErrorEvent(BaseModel):
     """The text ends here."""
 

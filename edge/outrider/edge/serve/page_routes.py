@@ -15,9 +15,11 @@ from starlette.routing import Route
 
 from outrider.edge.chat.messages import KEPT_SHARE, MAX_RESERVED_SHARE, TOO_LONG, turns_of, without_oldest
 from outrider.edge.results import GenerationRequest
+from outrider.edge.retrieval.grounding import Grounding
 from outrider.edge.serve.facts import facts_or_draft
 from outrider.edge.serve.faults import as_request_error
-from outrider.edge.serve.page_events import DroppedEvent, PageInfo, PageRequest
+from outrider.edge.serve.grounding import ground_messages, ground_prompts, sources_of
+from outrider.edge.serve.page_events import DroppedEvent, PageInfo, PageRequest, PassagesEvent
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.watched_text import WatchedText
 from outrider.models.errors import CloudError, OutriderError, RequestError
@@ -54,7 +56,9 @@ def watching_routes(core: LocalCore) -> list[Route]:
         try:
             text.is_drafted, text.delay_s = body.is_drafted, body.round_trip_ms / 1e3
             text.answer_id = f"page-{secrets.token_urlsafe(12)}"
-            prompt, text.dropped = await _prompt_ids(core, owner, body, facts, is_up=is_up)
+            prompt, text.dropped, grounding = await _prompt_ids(core, owner, body, facts, is_up=is_up)
+            if grounding.passages:
+                text.passages = PassagesEvent.model_validate({"passages": grounding.as_json()})
             stop_ids = frozenset(facts.eos_token_ids)
             wanted = GenerationRequest(
                 tuple(prompt),
@@ -63,7 +67,7 @@ def watching_routes(core: LocalCore) -> list[Route]:
                 patience_ms=core.settings.patience_ms,
                 tokenizer=core.fingerprint,
             )
-            text.begin([wanted], (), stop_ids, facts, is_up=is_up)
+            text.begin([wanted], (), stop_ids, facts, [grounding.quoted], is_up=is_up)
         except OutriderError as error:
             text.close()
             if isinstance(error, CloudError):
@@ -88,17 +92,27 @@ class _Sent:
 
 async def _prompt_ids(
     core: LocalCore, owner: bytes, body: PageRequest, facts: ModelFacts, *, is_up: bool
-) -> tuple[list[int], DroppedEvent | None]:
-    """The prompt's ids. A conversation loses its oldest turns where the context is full; it keeps system messages."""
-    limit = facts.max_positions
+) -> tuple[list[int], DroppedEvent | None, Grounding]:
+    """The prompt's ids, with passages of the server's documents.
+
+    A conversation loses its oldest turns where the context is full; it keeps system messages.
+    """
+    limit, sources = facts.max_positions, sources_of(core, None)
     if body.prompt is not None:
         check_length(core.tokenizer, limit - 1, body.prompt)
-        return (await core.workers.run(owner, encode_prompts, core.tokenizer, [body.prompt]))[0], None
+        if sources is None:
+            return (await core.workers.run(owner, encode_prompts, core.tokenizer, [body.prompt]))[0], None, Grounding()
+        ids, found = await core.workers.run(owner, ground_prompts, sources, [body.prompt], facts, body.max_tokens)
+        return ids[0], None, found[0]
     if not facts.has_chat_template:
         raise no_chat_template(facts.name)
     assert body.messages is not None
+    messages, grounding = body.messages, Grounding()
+    if sources is not None:
+        plain, grounding = await core.workers.run(owner, ground_messages, sources, messages, facts, body.max_tokens)
+        messages = [ChatMessage.model_validate(each) for each in plain]
     reserved = min(body.max_tokens, int(limit * MAX_RESERVED_SHARE))
-    kept = [_Sent(message, message.role, message.for_template()["content"]) for message in body.messages]
+    kept = [_Sent(message, message.role, message.for_template()["content"]) for message in messages]
     num_turns = 0
     while True:
         is_last, length = len(turns_of(kept)) < 2, None
@@ -113,10 +127,11 @@ async def _prompt_ids(
                 break
         kept, num_dropped = without_oldest(kept, length, int(limit * KEPT_SHARE))
         num_turns += num_dropped
-    num_messages = len(body.messages) - len(kept)
+    num_messages = len(messages) - len(kept)
     if not num_turns:
-        return tokens, None
-    return tokens, DroppedEvent(num_turns=num_turns, num_messages=num_messages, max_positions=limit)
+        return tokens, None, grounding
+    dropped = DroppedEvent(num_turns=num_turns, num_messages=num_messages, max_positions=limit)
+    return tokens, dropped, grounding
 
 
 async def _render(

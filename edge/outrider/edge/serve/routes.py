@@ -10,7 +10,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Final
+from typing import Final, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
@@ -35,12 +35,13 @@ from outrider.edge.serve.metrics import ROUTE
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.unverified import VerifyAnswerRequest
 from outrider.edge.serve.verify import verify_answer
-from outrider.models.errors import CloudError, OutriderError
+from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.http import openai
 from outrider.models.http.answers import answer, require_model
 from outrider.models.http.encoding import check_length, encode_chat, encode_prompts, no_chat_template
 from outrider.models.http.errors import FieldError
 from outrider.models.http.requests import owner_of, read_body, sampling_of
+from outrider.models.http.security import PagePolicy
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
 from outrider.models.protocol import ModelFacts
 
@@ -51,6 +52,7 @@ PATHS_ARE: Final = (
 """What an answer 404 says."""
 
 
+Found = TypeVar("Found")
 Encoded = tuple[list[list[int]], list[Grounding] | None]
 """Prompts as token ids, and what each is grounded in; None where a call has no documents."""
 
@@ -64,6 +66,12 @@ class CloudReadiness(BaseModel):
     round_trip_ms: float | None = None
     queue_depth: int | None = None
     free_block_share: float | None = None
+
+
+class HostlessReadiness(BaseModel):
+    """GET /health/ready under a host name that is not allowed."""
+
+    status: str
 
 
 class LocalReadiness(BaseModel):
@@ -155,7 +163,7 @@ def local_routes(core: LocalCore) -> list[Route]:
         body = await core.bodies.parse(owner, VerifyAnswerRequest, await read_body(request.receive))
         with core.unverified.checking(body.id, owner) as kept:
             try:
-                verified = await verify_answer(core, owner, body.id, kept)
+                verified = await _while_connected(request, verify_answer(core, owner, body.id, kept))
             except OutriderError as error:
                 raise as_request_error(error, shows_details=core.settings.shows_details) from None
         return _json(verified)
@@ -171,7 +179,7 @@ def local_routes(core: LocalCore) -> list[Route]:
     async def live(_: Request) -> Response:
         return Response(b'{"status":"live"}', media_type="application/json")
 
-    async def ready(_: Request) -> Response:
+    async def ready(request: Request) -> Response:
         readiness = LocalReadiness(
             status="draining" if core.is_draining else "ready",
             running=core.places.num_taken,
@@ -190,7 +198,9 @@ def local_routes(core: LocalCore) -> list[Route]:
             known = CloudReadiness.model_fields
             states = [asdict(state) for state in core.upstream.fleet.states()]
             readiness.clouds = [CloudReadiness(**{name: state[name] for name in known}) for state in states]
-        return _json(readiness, 200 if readiness.status == "ready" else 503)
+        status = 200 if readiness.status == "ready" else 503
+        # Probes come under any name; so may a page, by a name of its own that resolves to this machine.
+        return _json(readiness if _is_known_host(core, request) else HostlessReadiness(status=readiness.status), status)
 
     async def metrics(request: Request) -> Response:
         content, media_type = core.metrics.exposition(request.headers.get("accept", ""), _gauges(core))
@@ -258,10 +268,10 @@ async def _answer(
     return await answer(texts, num_prompts, shape, body, request, core.settings.keep_alive_s)
 
 
-async def _while_connected(request: Request, work: Awaitable[Encoded]) -> Encoded:
+async def _while_connected(request: Request, work: Awaitable[Found]) -> Found:
     """What `work` returns; ends it, and raises ClientDisconnect, where the client leaves. The body must have been read.
 
-    Indexing a request's documents takes seconds; nobody should wait for those of a client that has left.
+    Indexing documents takes seconds, a check as long as a text: neither goes on for a client that has left.
     """
 
     async def leave() -> None:
@@ -277,6 +287,15 @@ async def _while_connected(request: Request, work: Awaitable[Encoded]) -> Encode
     finally:
         working.cancel()
         leaving.cancel()
+
+
+def _is_known_host(core: LocalCore, request: Request) -> bool:
+    pages = core.settings.pages or PagePolicy(is_keyless=not len(core.settings.keys))
+    try:
+        pages.require_host(next((value for name, value in request.scope["headers"] if name == b"host"), None))
+    except RequestError:
+        return False
+    return True
 
 
 def _gauges(core: LocalCore) -> dict[str, tuple[str, float]]:

@@ -18,6 +18,7 @@ from outrider.edge.serve.page_events import (
     DroppedEvent,
     EndEvent,
     ErrorEvent,
+    PassagesEvent,
     ShownGuess,
     ShownToken,
     StateEvent,
@@ -39,12 +40,13 @@ TICK_S: Final = 0.2
 class WatchedText(LocalTexts):
     """One text. is_drafted: false lets the cloud write alone. delay_s: added to each round trip of this text.
 
-    dropped: what was left out of its conversation.
+    dropped: what was left out of its conversation. passages: of the server's documents, in its prompt.
     """
 
     is_drafted: bool = True
     delay_s: float = 0.0
     dropped: DroppedEvent | None = None
+    passages: PassagesEvent | None = None
     watch: Watch = field(default_factory=Watch)
     _ticks: asyncio.Task[None] | None = None
 
@@ -77,6 +79,8 @@ class WatchedText(LocalTexts):
         try:
             if self.dropped is not None:
                 yield sse.encode(self.dropped)
+            if self.passages is not None:
+                yield sse.encode(self.passages)
             while not self._choices[0].is_over:
                 arrived = await self.reader.take()
                 if not arrived and self.reader.is_closed:

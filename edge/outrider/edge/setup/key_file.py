@@ -44,6 +44,18 @@ def read_key_file(path: Path, *, is_posix: bool = os.name == "posix") -> str:
     return lines[0].decode("ascii")
 
 
+def require_private(path: Path, *, is_posix: bool = os.name == "posix") -> None:
+    """Raises ConfigError where other users can read the file. One that cannot be looked at is left to its reader."""
+    if not is_posix:
+        return
+    try:
+        found = path.stat()
+    except OSError:
+        return
+    if stat.S_ISREG(found.st_mode):  # the shell's own pipes are private
+        _require_private(path, found)
+
+
 def _require_private(path: Path, found: os.stat_result) -> None:
     if found.st_mode & 0o077:
         mode = stat.S_IMODE(found.st_mode)

@@ -189,9 +189,17 @@ function stage(prompt, messages, before) {
   return words;
 }
 
+/** Says which passages of the server's documents stand before the prompt. */
+function showPassages(passages) {
+  const found = passages.map((each) => `${visible(each.document)}, lines ${each.first_line} to ${each.last_line}`);
+  at("passages").textContent = found.length ? `With passages from ${found.join("; ")}.` : "";
+  at("passages").hidden = !found.length;
+}
+
 /** Generates one text into the stage. */
 async function one(request, signal, before = []) {
   const into = stage(request.prompt, request.messages, before);
+  showPassages([]);
   timeline.clear();
   const shown = new Shown(into);
   follow();
@@ -201,7 +209,8 @@ async function one(request, signal, before = []) {
         numDropped = before.length + event.num_messages;
         contextTokens = event.max_positions;
         showDropped();
-      } else shown.take(event);
+      } else if (event.type === "passages") showPassages(event.passages);
+      else shown.take(event);
     });
     return { shown, end: { ...end, request, before } };
   } catch (error) {
