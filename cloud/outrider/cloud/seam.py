@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
+from outrider.cloud.distributions import Distributions
 from outrider.models.errors import RequestError
 from outrider.models.protocol import EndReason
 from outrider.models.runtimes.base import ModelLimits
@@ -109,34 +110,57 @@ Event = CommitEvent | EndEvent
 Sink = Callable[[Event], None]
 
 
-def _shown(text: str, **default: Any) -> Any:
-    """A field with the text that /metrics shows for it."""
-    return field(metadata={"help": text}, **default)
+def _shown(name: str, text: str, **default: Any) -> Any:
+    """A field with the name, after "outrider_", and the text that /metrics shows for it."""
+    return field(metadata={"name": name, "help": text}, **default)
 
 
 @dataclass(slots=True)
 class Totals:
     """Counts and seconds since the engine's start. A pass is one sequence's share of a step that committed tokens.
 
-    Each field is a counter of /metrics; its help text stands here.
+    Each field is a counter of /metrics; its name (vLLM's where vLLM has it) and help text stand here. Fields without
+    are shown by `Distributions`.
     """
 
-    steps: int = _shown("Engine steps.", default=0)
-    step_tokens: int = _shown("Tokens run through the model.", default=0)
-    committed: int = _shown("Tokens committed.", default=0)
-    proposed: int = _shown("Drafted tokens verified; with accepted, the acceptance rate as a ratio of sums.", default=0)
-    accepted: int = _shown("Drafted tokens accepted.", default=0)
-    lookup_proposed: int = _shown("Of the drafted tokens verified, those from prompt lookup.", default=0)
-    lookup_accepted: int = _shown("Of the drafted tokens accepted, those from prompt lookup.", default=0)
-    passes: int = _shown("Target passes that committed tokens.", default=0)
-    preempted: int = _shown("Sequences whose blocks went to older ones.", default=0)
-    finished: int = _shown("Sequences that ended, for any reason.", default=0)
-    faults: int = _shown("Steps that failed in the model or the engine; the log says where.", default=0)
-    tree_steps: int = _shown("Engine steps that verified drafts that branch.", default=0)
-    prefix_hit_tokens: int = _shown("Prompt tokens whose cache was shared.", default=0)
-    waited_s: float = _shown("Seconds that sequences waited for drafts.", default=0.0)
-    model_s: float = _shown("Seconds in the model.", default=0.0)
-    overhead_s: float = _shown("Seconds of engine steps outside the model.", default=0.0)
+    steps: int = _shown("engine_steps", "Engine steps.", default=0)
+    step_tokens: int = _shown("engine_step_tokens", "Tokens run through the model.", default=0)
+    committed: int = _shown("generation_tokens", "Tokens committed.", default=0)
+    passes: int = _shown("target_passes", "Target passes that committed tokens.", default=0)
+    drafts: int = _shown("spec_decode_num_drafts", "Of these, passes that verified drafted tokens.", default=0)
+    proposed: int = _shown("spec_decode_num_draft_tokens", "Drafted tokens verified.", default=0)
+    accepted: int = _shown("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", default=0)
+    tested: int = _shown(
+        "spec_decode_num_tested_tokens",
+        "Drafted positions that the target reached: accepted ones, and the first rejected one of each pass.",
+        default=0,
+    )
+    wasted: int = _shown(
+        "spec_decode_num_wasted_tokens", "Drafted tokens verified and not accepted: wasted nodes.", default=0
+    )
+    lookup_proposed: int = _shown(
+        "spec_decode_num_lookup_draft_tokens", "Of the drafted tokens verified, those from prompt lookup.", default=0
+    )
+    lookup_accepted: int = _shown(
+        "spec_decode_num_lookup_accepted_tokens",
+        "Of the drafted tokens accepted, those from prompt lookup.",
+        default=0,
+    )
+    draft_nodes: int = _shown(
+        "draft_nodes_received", "Drafted nodes of devices that became pending; the rest were stale.", default=0
+    )
+    tree_steps: int = _shown("engine_tree_steps", "Engine steps that verified drafts that branch.", default=0)
+    prompt_tokens: int = _shown("prompt_tokens", "Prompt tokens of sequences that left the queue.", default=0)
+    prefix_queried_tokens: int = _shown("prefix_cache_queries", "Prompt tokens looked up in the cache.", default=0)
+    prefix_hit_tokens: int = _shown("prefix_cache_hits", "Prompt tokens found in the cache.", default=0)
+    preempted: int = _shown("num_preemptions", "Sequences whose blocks went to older ones.", default=0)
+    faults: int = _shown(
+        "engine_faults", "Steps that failed in the model or the engine; the log says where.", default=0
+    )
+    model_s: float = _shown("engine_model_seconds", "Seconds in the model.", default=0.0)
+    overhead_s: float = _shown("engine_overhead_seconds", "Seconds of engine steps outside the model.", default=0.0)
+    finished: int = 0
+    waited_s: float = 0.0
 
     def count_step(self, num_tokens: int, *, model_s: float, overhead_s: float) -> None:
         """Counts one step of the engine: time inside the model, and around it."""
@@ -146,33 +170,57 @@ class Totals:
         self.overhead_s += overhead_s
 
     def count_pass(
-        self, committed: int, proposed: int, accepted: int, lookup_proposed: int = 0, lookup_accepted: int = 0
+        self,
+        committed: int,
+        proposed: int,
+        accepted: int,
+        lookup_proposed: int = 0,
+        lookup_accepted: int = 0,
+        *,
+        tested: int,
     ) -> None:
-        """Counts one sequence's pass."""
-        self.lookup_proposed += lookup_proposed
-        self.lookup_accepted += lookup_accepted
+        """Counts one sequence's pass. tested: drafted positions that the target reached."""
         self.passes += 1
         self.committed += committed
-        self.proposed += proposed
-        self.accepted += accepted
+        if proposed:
+            self.drafts += 1
+            self.proposed += proposed
+            self.accepted += accepted
+            self.tested += tested
+            self.wasted += proposed - accepted
+            self.lookup_proposed += lookup_proposed
+            self.lookup_accepted += lookup_accepted
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """A snapshot for /metrics and /health/ready. Each field but `totals` is a gauge; None: not measured yet."""
+    """A snapshot for /metrics and /health/ready. Fields with a help text are gauges; None: not measured yet.
+
+    Fields in milliseconds are shown in seconds. distributions: the engine's own, still counting.
+    """
 
     totals: Totals
-    running: int = _shown("Sequences in the batch.")
-    queued: int = _shown("Sequences that wait for admission.")
-    parked: int = _shown("Prefixes kept for the verify call or the session that continues them.")
-    parked_blocks: int = _shown("Blocks that parked prefixes hold: not free, but given up when a sequence needs them.")
-    num_blocks: int = _shown("Blocks of the KV cache.")
-    free_blocks: int = _shown("Blocks that a new sequence could have.")
-    patience_ms: float = _shown("Longest wait for a draft that the engine now chooses, milliseconds.")
-    step_ms: float | None = _shown("Measured decode step with nothing drafted, milliseconds.")
-    draft_token_ms: float | None = _shown("Measured extra time of a drafted token in a step, milliseconds.")
-    failed: int = _shown("1 while the engine cannot work and /health/ready answers 503, else 0.", default=0)
-    trees: int = _shown("1 where steps may verify drafts that branch, 0 where only paths: --tree.", default=0)
+    running: int = _shown("num_requests_running", "Sequences in the batch.")
+    queued: int = _shown("num_requests_waiting", "Sequences that wait for admission.")
+    parked: int = _shown(
+        "kv_cache_parked_prefixes", "Prefixes kept for the verify call or the session that continues them."
+    )
+    parked_blocks: int = _shown(
+        "kv_cache_parked_blocks",
+        "Blocks that parked prefixes hold: not free, but given up when a sequence needs them.",
+    )
+    num_blocks: int = _shown("kv_cache_blocks", "Blocks of the KV cache.")
+    free_blocks: int = _shown("kv_cache_free_blocks", "Blocks that a new sequence could have.")
+    patience_ms: float = _shown("draft_patience_seconds", "Longest wait for a draft that the engine now chooses.")
+    step_ms: float | None = _shown("decode_step_seconds", "Measured decode step with nothing drafted.")
+    draft_token_ms: float | None = _shown("draft_token_seconds", "Measured extra time of a drafted token in a step.")
+    failed: int = _shown(
+        "engine_failed", "1 while the engine cannot work and /health/ready answers 503, else 0.", default=0
+    )
+    trees: int = _shown(
+        "engine_trees", "1 where steps may verify drafts that branch, 0 where only paths: --tree.", default=0
+    )
+    distributions: Distributions = field(default_factory=Distributions)
 
 
 class ServingEngine(Protocol):

@@ -34,6 +34,15 @@ class Tally:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    def numbers(self) -> list[float]:
+        """The counts of the buckets, then the sum."""
+        return [*self._counts, self._sum]
+
+    def load(self, numbers: Sequence[float]) -> None:
+        """Takes over what another tally with the same bounds counted, from its `numbers`."""
+        *counts, self._sum = numbers
+        self._counts = [int(count) for count in counts]
+
     def add_to(self, family: HistogramMetricFamily, labels: Mapping[str, str] | None = None) -> None:
         """Adds this histogram to a scrape."""
         from prometheus_client.utils import floatToGoString

@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from outrider.cloud.distributions import num_tested
 from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.engine.config import EngineConfig, TreeForm
 from outrider.cloud.engine.health import Health
@@ -56,6 +57,7 @@ class Engine:
         self._with_trees = verifies_trees(runtime, self._config.form)
         self._drafting = Drafting(self._config.max_draft, self._config.policy, with_trees=self._with_trees)
         self._totals = Totals()
+        self._distributions = self._drafting.distributions
         self._moved_s = 0.0  # seconds of the step in which accepted branches were moved
         self._health = Health(clock)
         self._runner = ModelRunner(runtime, self._health, clock)
@@ -77,7 +79,7 @@ class Engine:
             share_prefixes=self._config.share_prefixes,
             share_between_owners=self._config.share_between_owners,
         )
-        self._scheduler = Scheduler(self._config, self._cache, self._drafting, self._totals)
+        self._scheduler = Scheduler(self._config, self._cache, self._drafting, self._totals, self._clock)
 
     @property
     def limits(self) -> ModelLimits:
@@ -135,7 +137,7 @@ class Engine:
             num_own=len(request.draft) if request.once else None,
         )
         drafts.trie.merge(request.draft, prefer=True)
-        sequence = SequenceState(next(self._ids), request, sink, tokens, drafts)
+        sequence = SequenceState(next(self._ids), request, sink, tokens, drafts, submitted_s=self._clock())
         sequence.usage.prompt_tokens = len(sequence.tokens)
         if held:
             sequence.blocks, sequence.hashes = list(held.blocks), list(held.hashes)
@@ -216,7 +218,7 @@ class Engine:
         step_s, extra_s = curve.step_and_extra() if curve.is_known else (None, None)
         num_running = min(len(self._scheduler.running), self._config.max_running)
         return EngineStats(
-            totals=replace(self._totals),
+            totals=replace(self._totals, draft_nodes=self._drafting.num_nodes),
             running=num_running,
             queued=len(self._scheduler.running) - num_running + self._scheduler.num_queued,
             parked=self._cache.num_parked,
@@ -228,6 +230,7 @@ class Engine:
             patience_ms=max((s.drafts.wait.lag_s * 1e3 for s in list(self._scheduler.running)), default=0.0),
             failed=int(self.fault() is not None),
             trees=int(self._with_trees),
+            distributions=self._distributions,
         )
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
@@ -261,7 +264,9 @@ class Engine:
             self._totals.tree_steps += has_trees
             self._drafting.stepped(size, ran - ready + self._moved_s, has_trees)
         model_s = ran - ready + self._moved_s
-        self._totals.count_step(size.tokens, model_s=model_s, overhead_s=self._clock() - started - model_s)
+        took_s = self._clock() - started
+        self._totals.count_step(size.tokens, model_s=model_s, overhead_s=took_s - model_s)
+        self._distributions.stepped(len(shares), size.tokens, took_s)
         if self._totals.passes > passes:
             self._health.worked()
         elif self._totals.faults > faults and self._health.fault is None:
@@ -343,7 +348,8 @@ class Engine:
             except ModelFault as fault:
                 spoiled.append((share, fault))
                 continue
-            self._take_tokens(share, branch.tokens, now, is_held=self._move_into_place(sequence, branch.nodes))
+            is_held = self._move_into_place(sequence, branch.nodes)
+            self._take_tokens(share, branch.tokens, branch.nodes, now, is_held=is_held)
         for share, not_finite in spoiled:  # last: another forward may overwrite the rows
             self._fail(self._run_apart([share], not_finite), not_finite)
 
@@ -368,10 +374,12 @@ class Engine:
             self._moved_s += self._clock() - started
         return True
 
-    def _take_tokens(self, share: Share, tokens: list[int], now: float, *, is_held: bool) -> None:
+    def _take_tokens(
+        self, share: Share, tokens: list[int], accepted_nodes: Sequence[int], now: float, *, is_held: bool
+    ) -> None:
         """Appends the picked tokens to the sequence, notifies its sink, and ends it where they end it.
 
-        is_held: whether the cache holds the accepted ones in their places; else they run again.
+        accepted_nodes: indices of the accepted drafted tokens. is_held: whether the cache holds the accepted ones in their places; else they run again.
         """
         sequence = share.sequence
         base, proposed, accepted = len(sequence.generated), share.num_drafted, len(tokens) - 1
@@ -383,7 +391,11 @@ class Engine:
         looked_up = sequence.drafts.advance(tokens)
         self._cache.register_full_blocks(sequence)
         sequence.usage.count_pass(len(tokens), proposed, accepted, looked_up)
-        self._totals.count_pass(len(tokens), proposed, accepted, num_lookup_proposed, looked_up)
+        tested = 0
+        if proposed:
+            tested = num_tested(accepted, tokens, share.drafted.after(accepted_nodes))
+            self._distributions.verified(accepted, tested)
+        self._totals.count_pass(len(tokens), proposed, accepted, num_lookup_proposed, looked_up, tested=tested)
         sequence.sink(CommitEvent(base, tuple(tokens), accepted, proposed, looked_up))
         reason = self._end_reason(sequence)
         if reason:
@@ -416,6 +428,7 @@ class Engine:
         else:
             self._cache.drop(sequence)
         self._totals.finished += 1
+        self._distributions.ends[reason] += 1
         del self._sequences[sequence.id]  # last: what raises before this leaves the end to `reset`
         sequence.sink(EndEvent(reason, sequence.usage, error, name))
 
@@ -449,6 +462,7 @@ class Engine:
             )
             for sequence in ended:
                 self._totals.finished += 1
+                self._distributions.ends["error"] += 1
                 try:
                     sequence.sink(EndEvent("error", sequence.usage, fault))
                 except BaseException as second:  # a sink that raises may be the cause

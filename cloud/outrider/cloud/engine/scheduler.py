@@ -11,7 +11,7 @@ Knows blocks and drafts, but neither the model nor the picks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -99,8 +99,9 @@ class Share:
 class Scheduler:
     """The queued sequences and those that have blocks. The engine's thread owns it."""
 
-    def __init__(self, config: EngineConfig, cache: SequenceCache, drafting: Drafting, totals: Totals) -> None:
+    def __init__(self, config: EngineConfig, cache: SequenceCache, drafting: Drafting, totals: Totals, clock: Callable[[], float]) -> None:
         self._config = config
+        self._clock = clock
         self._cache = cache
         self._drafting = drafting
         self._totals = totals
@@ -166,9 +167,14 @@ class Scheduler:
         self.num_queued -= 1
         self.running.append(sequence)
         sequence.turn_began = None
+        if sequence.submitted_s is not None:
+            self._drafting.distributions.queue_s.observe(self._clock() - sequence.submitted_s)
+            sequence.submitted_s = None
+            self._totals.prompt_tokens += sequence.usage.prompt_tokens
         if not sequence.generated:  # what it finds of its own after it gave way was not cached when it came
             sequence.usage.cached_prompt_tokens = min(sequence.computed, sequence.usage.prompt_tokens)
             self._totals.prefix_hit_tokens += sequence.usage.cached_prompt_tokens
+            self._totals.prefix_queried_tokens += sequence.usage.prompt_tokens
         return True
 
     def _givers_to(self, candidate: SequenceState) -> list[SequenceState]:

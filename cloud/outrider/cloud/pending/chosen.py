@@ -27,6 +27,13 @@ class Chosen:
         count = max(0, count)
         return Chosen(self.tokens[:count], self.parents[:count])
 
+    def after(self, nodes: Sequence[int]) -> Sequence[int]:
+        """The tokens that follow the last of `nodes`, a path of indices; without nodes, those at the root."""
+        last = nodes[-1] if nodes else -1
+        if isinstance(self.parents, range):  # a line
+            return self.tokens[last + 1 : last + 2]
+        return [token for token, parent in zip(self.tokens, self.parents, strict=True) if parent == last]
+
     @property
     def is_line(self) -> bool:
         """Whether each token follows the one before it."""

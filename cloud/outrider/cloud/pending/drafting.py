@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from outrider.cloud.distributions import Distributions
 from outrider.cloud.pending.chosen import NOTHING, Chosen
 from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize, StepTimeCurve
@@ -98,6 +99,8 @@ class Drafting:
         self.curve = StepTimeCurve()
         self.acceptance = AcceptanceEstimator(max_draft)
         self.chances = NodeChances()
+        self.distributions = Distributions()
+        self.num_nodes = 0  # of devices, that became pending
         self._tree_s = self._line_s = 0.0  # of tree steps; as the curve says of lines of the same size
         self._num_declined = 0
         self._trial_after = _FIRST_TRIAL
@@ -106,7 +109,8 @@ class Drafting:
 
     def merge(self, drafts: PendingDrafts, base: int, paths: Sequence[Sequence[int]], arrived: float) -> None:
         """Adds what is consistent with the commits since `base`; the newest message's first path is the likeliest."""
-        is_answer = drafts.lag.drafted(base, len(paths[0]), arrived)
+        num_before = drafts.trie.num_nodes
+        is_answer = self._note_lag(drafts, base, len(paths[0]), arrived)
         is_newest = base >= drafts.newest_base
         overlap = len(drafts.committed) - base
         if is_answer and overlap > 0:  # late, but it shows how well the device guesses: else no wait is ever tried
@@ -114,20 +118,30 @@ class Drafting:
         for path in reversed(paths):  # the likeliest last, so that it wins
             if len(path) > overlap and list(path[:overlap]) == drafts.committed[base:]:
                 drafts.trie.merge(path[overlap:], prefer=is_newest)
+        self.num_nodes += max(0, drafts.trie.num_nodes - num_before)
         drafts.newest_base = max(base, drafts.newest_base)
 
     def merge_tree(self, drafts: PendingDrafts, message: TreeDraft, arrived: float) -> None:
         """Adds the nodes of a message that are consistent with the commits."""
         drafts.chances.has_hints = True
         base, overlap = message.base, len(drafts.committed) - message.base
+        num_before = drafts.trie.num_nodes
         length = drafts.trie.merge_tree(message, drafts.committed) - base
+        self.num_nodes += max(0, drafts.trie.num_nodes - num_before)
         late: list[int] = []
         if overlap > 0 and drafts.lag.is_awaited(base):
             late = likeliest_path(message)
             length = max(length, len(late))
-        if drafts.lag.drafted(base, max(1, length), arrived) and late:  # late, as in `merge`
+        if self._note_lag(drafts, base, max(1, length), arrived) and late:  # late, as in `merge`
             drafts.acceptance.observe(late[:overlap], drafts.committed[base:])
         drafts.newest_base = max(base, drafts.newest_base)
+
+    def _note_lag(self, drafts: PendingDrafts, base: int, length: int, arrived: float) -> bool:
+        """As `DraftLag.drafted`; an answer to a commit is counted."""
+        is_answer = drafts.lag.drafted(base, length, arrived)
+        if is_answer:
+            self.distributions.lag_s.observe(drafts.lag.last_s)
+        return is_answer
 
     def committed(
         self, drafts: PendingDrafts, pending: Sequence[int], tokens: Sequence[int], now: float, *, crowding: float
@@ -207,7 +221,9 @@ class Drafting:
             return True
         trie = drafts.trie
         drafts.lag.waited(trie.num_nodes - trie.num_looked_up > drafts.wait_nodes)
-        drafts.waited_s += now - drafts.wait_started
+        waited_s = now - drafts.wait_started
+        drafts.waited_s += waited_s
+        self.distributions.wait_s.observe(waited_s)
         drafts.wait = NO_WAIT
         return False
 

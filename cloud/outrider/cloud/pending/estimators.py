@@ -244,6 +244,11 @@ class DraftLag:
         self._waits = 0.9 * self._waits + 1.0
 
     @property
+    def last_s(self) -> float:
+        """Seconds of the latest answer; only after `drafted` reported one."""
+        return self._first[-1]
+
+    @property
     def answer_rate(self) -> float:
         """Share of waits that a draft ended."""
         return self._hits / self._waits

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from outrider.cloud.distributions import num_tested
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
@@ -31,12 +32,13 @@ class Served:
     """One sequence: its terms, its text, its pending drafts.
 
     proposed: what the present step verifies of them. is_rerun: a step of it had a fault, and it has committed nothing
-    since.
+    since. opened_s: when it came; None once it has left the queue.
     """
 
     terms: Terms
     tokens: list[int]
     drafts: PendingDrafts
+    opened_s: float | None = None
     usage: SequenceUsage = field(default_factory=SequenceUsage)
     proposed: Sequence[int] = ()
     is_rerun: bool = False
@@ -88,7 +90,7 @@ class Book:
             num_own=len(terms.draft) if terms.once else None,
         )
         drafts.trie.merge(terms.draft, prefer=True)
-        served = self._served[terms.number] = Served(terms, tokens, drafts)
+        served = self._served[terms.number] = Served(terms, tokens, drafts, self._clock())
         served.usage.prompt_tokens = len(tokens)
         early = self._early.pop(terms.number, ())
         self._num_early -= len(early)
@@ -100,6 +102,19 @@ class Book:
         """Forgets a sequence."""
         self._served.pop(served.terms.number, None)
         self.totals.finished += not served.terms.is_probe
+
+    def left_queue(self, served: Served, num_cached: int) -> None:
+        """Records that a sequence runs, and how many tokens of its prompt the cache held."""
+        usage = served.usage
+        usage.cached_prompt_tokens = min(num_cached, usage.prompt_tokens)
+        if served.terms.is_probe:
+            return
+        if served.opened_s is not None:
+            self.drafting.distributions.queue_s.observe(self._clock() - served.opened_s)
+            served.opened_s = None
+            self.totals.prompt_tokens += usage.prompt_tokens
+        self.totals.prefix_hit_tokens += usage.cached_prompt_tokens
+        self.totals.prefix_queried_tokens += usage.prompt_tokens
 
     # -- drafts ------------------------------------------------------------------------------------------------------
 
@@ -166,17 +181,25 @@ class Book:
         looked_up = drafts.advance(tokens)
         served.usage.count_pass(len(tokens), proposed, accepted, looked_up)
         if not served.terms.is_probe:
-            self.totals.count_pass(len(tokens), proposed, accepted, num_lookup, looked_up)
+            tested = 0
+            if proposed:
+                tested = num_tested(accepted, tokens, served.proposed[accepted : accepted + 1])
+                self.drafting.distributions.verified(accepted, tested)
+            self.totals.count_pass(len(tokens), proposed, accepted, num_lookup, looked_up, tested=tested)
             if not is_over and not served.terms.once:
                 self.drafting.committed(drafts, pending, tokens, self._clock(), crowding=crowding)
         served.proposed, served.is_rerun = (), False
         return Pass(base, tokens, accepted, proposed, looked_up)
 
-    def stepped(self, size: StepSize, seconds: float, overhead_s: float, *, is_probe: bool = False) -> None:
+    def stepped(
+        self, size: StepSize, seconds: float, overhead_s: float, *, num_sequences: int = 1, is_probe: bool = False
+    ) -> None:
         """Records a step: from its order to its tokens, and the time spent on choosing. is_probe: counted nowhere."""
         self.drafting.stepped(size, seconds, False)
         if not is_probe:
             self.totals.count_step(size.tokens, model_s=seconds, overhead_s=overhead_s)
+            self.totals.draft_nodes = self.drafting.num_nodes
+            self.drafting.distributions.stepped(num_sequences, size.tokens, seconds + overhead_s)
 
     def patience_ms(self) -> float:
         """The longest wait for a draft that is chosen now."""

@@ -28,6 +28,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from outrider.cloud.distributions import Distributions
 from outrider.cloud.engine.requests import check_draft, check_request, check_tree
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.seam import (
@@ -93,6 +94,7 @@ class _Sequence:
     prompt: tuple[int, ...]
     generated: list[int] = field(default_factory=list)
     ending: SequenceEndReason = "cancelled"  # what a cancellation means
+    is_probe: bool = False
     is_added: bool = False  # vLLM knows of it
     is_cancelled: bool = False
 
@@ -109,6 +111,7 @@ class VllmEngine(ServingEngine):
         self._numbers = itertools.count(1)
         self._kept = KeptPrefixes(config.max_kept, time.monotonic, max_s=config.max_kept_s)
         self._totals = Totals()
+        self._distributions = Distributions()
         self._gauges: wire.Gauges | None = None
         self._gate = threading.Lock()  # between `submit` and the end of everything
         self._sending = threading.Lock()  # a socket is for one thread at a time
@@ -277,7 +280,7 @@ class VllmEngine(ServingEngine):
             once=request.once,
             probe=probe,
         )
-        sequence = _Sequence(terms.number, request, sink, prompt)
+        sequence = _Sequence(terms.number, request, sink, prompt, is_probe=probe is not None)
         with self._gate:  # otherwise a request could arrive after the end of everything
             if self._is_draining:
                 raise RequestError("shutting_down", "the server is shutting down; use another server", status=503)
@@ -369,6 +372,8 @@ class VllmEngine(ServingEngine):
     def stats(self) -> EngineStats:
         """A snapshot; cheap."""
         gauges, open_now = self._gauges, len(self._sequences)
+        if gauges is not None:
+            self._distributions.load(gauges.distributions)
         # Reports come after steps: what vLLM has yet to look at counts as running where there are places.
         queued = min(open_now, max(gauges.queued if gauges else 0, open_now - self._config.max_running))
         return EngineStats(
@@ -383,6 +388,7 @@ class VllmEngine(ServingEngine):
             step_ms=gauges.step_ms if gauges else None,
             draft_token_ms=gauges.draft_token_ms if gauges else None,
             failed=int(self.fault() is not None),
+            distributions=self._distributions,
         )
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
@@ -473,6 +479,8 @@ class VllmEngine(ServingEngine):
         name = None
         if error is None and sequence.request.is_parked_after(reason):
             name = self._kept.keep(sequence.request.owner, [*sequence.prompt, *sequence.generated])
+        if not sequence.is_probe:
+            self._distributions.ends[reason] += 1
         sequence.sink(EndEvent(reason, usage, error, name))
         if not self._sequences:
             self._is_empty.set()

@@ -78,7 +78,7 @@ class End(msgspec.Struct, array_like=True):
 
 
 class Gauges(msgspec.Struct, array_like=True):
-    """The engine's state; as EngineStats. totals: the fields of Totals in order."""
+    """The engine's state; as EngineStats. totals: the fields of Totals in order. distributions: their `numbers`."""
 
     totals: list[int | float]
     running: int
@@ -88,6 +88,7 @@ class Gauges(msgspec.Struct, array_like=True):
     patience_ms: float
     step_ms: float | None
     draft_token_ms: float | None
+    distributions: list[list[float]]
 
     def to_totals(self) -> Totals:
         """The counters."""
