@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Final
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+_SAMPLES: Final = {
+    "model_seconds": "engine_model_seconds_total",
+    "overhead_seconds": "engine_overhead_seconds_total",
+    "waited_seconds": "draft_wait_seconds_sum",
+    "steps": "engine_steps_total",
+    "passes": "target_passes_total",
+    "committed": "generation_tokens_total",
+    "proposed": "spec_decode_num_draft_tokens_total",
+    "accepted": "spec_decode_num_accepted_tokens_total",
+    "preempted": "num_preemptions_total",
+    "prefix_hit_tokens": "prefix_cache_hits_total",
+    "tree_steps": "engine_tree_steps_total",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +56,12 @@ class ServerClock:
         return ServerTimes(**self.counters(*(f.name for f in fields(ServerTimes))))
 
     def counters(self, *names: str) -> dict[str, float]:
-        """Counters of the engine by their names in `EngineTotals`."""
+        """Counters of the engine by their names in `seam.Totals`."""
         text = self._http.get("/metrics", headers={"accept": "text/plain"}).text
         found = {
             sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples
         }
-        return {name: found[f"outrider_engine_{name}_total"] for name in names}
+        return {name: found[f"outrider_{_SAMPLES[name]}"] for name in names}
 
     def __enter__(self) -> ServerClock:
         return self

@@ -326,9 +326,9 @@ class Counters:
             **cpu,
             overhead_s=total("outrider_engine_overhead_seconds_total"),
             steps=total("outrider_engine_steps_total"),
-            passes=total("outrider_engine_passes_total"),
-            committed=total("outrider_engine_committed_total"),
-            proposed=total("outrider_engine_proposed_total"),
+            passes=total("outrider_target_passes_total"),
+            committed=total("outrider_generation_tokens_total"),
+            proposed=total("outrider_spec_decode_num_draft_tokens_total"),
             posts=total(r'outrider_http_requests_total\{.*drafts.*status="204".*\}'),
             wall_s=time.perf_counter(),
         )

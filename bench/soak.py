@@ -27,6 +27,8 @@ from outrider.models.sampling import SamplingParams
 from outrider.reference import load_prompts
 
 console = Console()
+OPEN = ("num_requests_running", "num_requests_waiting", "sessions_open")
+"""Gauges that are 0 once nothing runs."""
 KINDS = ("cloud_only", "stream", "stop_and_wait", "left early", "deleted")
 
 
@@ -68,14 +70,12 @@ async def at_rest(url: str) -> dict[str, float]:
         for _ in range(200):
             lines = (await client.get(f"{url}/metrics")).text.splitlines()
             values = dict(line.split() for line in lines if line and not line.startswith("#") and "{" not in line)
-            gauges = {
-                name: float(values[f"outrider_{name}"]) for name in ("engine_running", "engine_queued", "sessions_open")
-            }
+            gauges = {name: float(values[f"outrider_{name}"]) for name in OPEN}
             if not any(gauges.values()):
                 break
             await asyncio.sleep(0.05)
-        for name in ("num_blocks", "free_blocks", "parked", "parked_blocks", "finished_total"):
-            gauges[name] = float(values[f"outrider_engine_{name}"])
+        for name in ("blocks", "free_blocks", "parked_prefixes", "parked_blocks"):
+            gauges[name] = float(values[f"outrider_kv_cache_{name}"])
     return gauges
 
 
@@ -97,8 +97,8 @@ async def soak(lab: Lab, sessions: int, tokens: int, warm_up: int) -> bool:
     steady = [mb for count, mb in samples if count >= sessions // 4]
     growth = steady[-1] - steady[0]
     console.print(f"growth over the last three quarters: {growth:+.2f} MB of {steady[0]:.1f} MB")
-    is_clean = not any(gauges[name] for name in ("engine_running", "engine_queued", "sessions_open"))
-    lost = gauges["num_blocks"] - gauges["free_blocks"] - gauges["parked_blocks"]
+    is_clean = not any(gauges[name] for name in OPEN)
+    lost = gauges["blocks"] - gauges["free_blocks"] - gauges["parked_blocks"]
     console.print(f"blocks lost: {lost:.0f} (parked prefixes hold {gauges['parked_blocks']:.0f})")
     # The first count is from before any session; a connection that read the metrics may still be closing.
     is_clean = is_clean and server.num_fds() <= num_descriptors + 4

@@ -16,10 +16,11 @@ from outrider.cloud.api.bridge import Bridge
 from outrider.cloud.api.draft_budget import TREE_UNIT_BYTES, DraftBudget, DraftLimits
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.stream import SERVER_SEND, SessionStream
+from outrider.cloud.api.watch import SequenceWatch
 from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import SessionEvent, SessionOpen
-from outrider.models.tally import CommitTimer, Tally
+from outrider.models.tally import RequestTally
 
 PROMPT = [5, 17, 99, 3]
 ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
@@ -259,7 +260,7 @@ class Streaming:
         self.num_closed = 0
         mailbox = Bridge().mailbox()
         self.sink = mailbox.sink()
-        timer = CommitTimer(Tally((1.0,)), Tally((1.0,)), 0.0)
+        timer = SequenceWatch(RequestTally(), 0.0)
         stream = SessionStream(
             SessionOpen(session="s", model="m"), mailbox, timer, self._close, keep_alive_s=keep_alive_s
         )

@@ -156,13 +156,15 @@ def test_metrics_tell_what_happened(client: httpx.Client, server: FakeServer) ->
         key = name + json.dumps(labels, sort_keys=True)
         return after[key] - before.get(key, 0.0)
 
-    assert grown("outrider_engine_committed_total") == 24
-    assert grown("outrider_engine_finished_total") == 1
-    assert grown("outrider_ttft_seconds_count") == 1
-    assert grown("outrider_inter_commit_seconds_count") == len(told.commits) - 1
+    assert grown("outrider_generation_tokens_total") == 24
+    assert grown("outrider_request_success_total", finished_reason="length") == 1
+    assert grown("outrider_time_to_first_token_seconds_count") == 1
+    assert grown("outrider_inter_token_latency_seconds_count") == len(told.commits) - 1
     assert grown("outrider_http_requests_total", route="/v1/sessions", method="POST", status="200") == 1
-    for name in ("accepted_total", "proposed_total", "waited_seconds_total", "free_blocks", "patience_ms", "step_ms"):
-        assert f"outrider_engine_{name}{{}}" in after
+    assert grown("outrider_e2e_request_latency_seconds_count") == 1
+    assert grown("outrider_target_passes_total") == len(told.commits)
+    for name in ("kv_cache_free_blocks", "draft_patience_seconds", "decode_step_seconds", "kv_cache_usage_perc"):
+        assert f"outrider_{name}{{}}" in after
     client.get("/no/such/path")
     assert 'route="unmatched"' in client.get("/metrics").text
     assert "/no/such/path" not in client.get("/metrics").text

@@ -19,6 +19,7 @@ from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.results import GenerationRequest, Mode
 from outrider.edge.serve.state import LocalSettings
+from outrider.models import tracing as models_tracing
 from outrider.models.errors import ConfigError
 from outrider.models.extras import is_installed
 from outrider.models.http.security import KeyRing
@@ -94,11 +95,15 @@ def test_metrics_count_texts_by_the_clouds_names(cloud: FakeServer, local: Local
     assert more("outrider_device_committed_total") == 24 and more('outrider_device_texts_total{reason="length"}') == 2
     assert more('outrider_http_requests_total{method="POST",route="/v1/completions",status="200"}') == 2
     assert more('outrider_http_requests_total{method="GET",route="/v1/models/{model:path}",status="404"}') == 1
-    assert more("outrider_ttft_seconds_count") == 2 and found["outrider_device_draft_sequences"] == 4
+    assert more("outrider_time_to_first_token_seconds_count") == 2 and found["outrider_device_draft_sequences"] == 4
     assert found["outrider_device_accepted_total"] <= found["outrider_device_proposed_total"]
+    assert httpx.get(f"{cloud.url}/nowhere").status_code == 404
     theirs = {line.split("{")[0].split()[0] for line in httpx.get(f"{cloud.url}/metrics").text.splitlines()}
     ours = {name.split("{")[0] for name in found if "_device_" not in name and not name.startswith("process_")}
-    assert ours <= theirs and {"outrider_http_request_seconds_bucket", "outrider_inter_commit_seconds_sum"} <= ours
+    assert (
+        ours <= theirs
+        and {"outrider_http_request_duration_seconds_bucket", "outrider_inter_token_latency_seconds_sum"} <= ours
+    )
 
 
 def test_metrics_have_no_word_of_a_text(local: LocalEndpoint) -> None:
@@ -145,7 +150,7 @@ def test_the_standard_variables_decide(variables: dict[str, str], is_asked: bool
 def test_what_cannot_be_exported_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A missing package is a note, since the variable may be meant for others; a wrong value is an error."""
     notes: list[str] = []
-    monkeypatch.setattr(tracing, "is_installed", lambda name: False)
+    monkeypatch.setattr(models_tracing, "is_installed", lambda name: False)
     tracing.start_tracing(notes.append, {"OTEL_TRACES_EXPORTER": "otlp"})()
     assert len(notes) == 1 and "outrider[telemetry]" in notes[0]
     for wrong in (

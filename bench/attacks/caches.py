@@ -108,7 +108,11 @@ def kept_sessions(subject: Subject) -> Iterator[Row]:
             if not _session(server, "", body).get("prefix_hash"):
                 raise NotMeasured("a session got no prefix hash: this version keeps none for sessions")
         lines = ask(server.port, "GET", "/metrics").body.decode().splitlines()
-    found = [float(line.split()[1]) for line in lines if line.startswith("outrider_engine_parked ")]
+    found = [
+        float(line.split()[1])
+        for line in lines
+        if line.startswith(("outrider_kv_cache_parked_prefixes ", "outrider_engine_parked "))
+    ]
     if not found:
         raise NotMeasured("/metrics shows no parked prefixes")
     held = found[0]

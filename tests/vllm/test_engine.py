@@ -123,7 +123,7 @@ def test_metrics_and_facts_are_served(vllm: SharedEngine) -> None:
         run_session(client, {"prompt": list(PROMPT), "max_tokens": 5, "ignore_eos": True})
         ready, text = client.get("/health/ready").json(), client.get("/metrics").text
         assert ready["status"] == "ready" and ready["step_ms"] > 0
-        assert "outrider_engine_committed_total 5.0" in text and "outrider_engine_steps_total" in text
+        assert "outrider_generation_tokens_total 5.0" in text and "outrider_engine_steps_total" in text
         assert client.get("/v1/model").json()["max_positions"] == vllm.engine.limits.max_positions
         assert client.get("/v1/model").json()["eos_token_ids"] == [EOS_ID]
 

@@ -13,4 +13,5 @@ _log = logging.getLogger("outrider")
 def log_fault(error: BaseException) -> None:
     """Logs type and place; the message only of our own errors, since others may quote a prompt."""
     said = f": {error}" if isinstance(error, OutriderError) else ""
-    _log.error("%s%s\n%s", type(error).__name__, said, "".join(traceback.format_tb(error.__traceback__)))
+    trace = "".join(traceback.format_tb(error.__traceback__))
+    _log.error("%s%s\n%s", type(error).__name__, said, trace, extra={"event": "fault"})

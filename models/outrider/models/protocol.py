@@ -227,9 +227,10 @@ class ErrorBody(_Answer):
 
 
 class ErrorAnswer(_Answer):
-    """The one JSON shape of every error."""
+    """The one JSON shape of every error. request_id: as in `X-Request-Id`, for the server's log."""
 
     error: ErrorBody
+    request_id: str | None = None
 
 
 class VerifyResult(_Answer):

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 FAST_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 SLOW_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+LONG_S: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
+METHODS: Final = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS"})
+MAX_CODES: Final = 64
 
 
 class Tally:
@@ -56,43 +59,63 @@ class Tally:
 class CommitTimer:
     """Times the commits of one sequence: the first from the request's arrival, each other from the one before."""
 
-    __slots__ = ("_gap_s", "_last_s", "_next")
+    __slots__ = ("_arrived_s", "_first_s", "_last_s", "_num_tokens", "_tally")
 
-    def __init__(self, ttft_s: Tally, gap_s: Tally, arrived_s: float) -> None:
-        self._next = ttft_s
-        self._gap_s = gap_s
-        self._last_s = arrived_s
+    def __init__(self, tally: RequestTally, arrived_s: float) -> None:
+        self._tally = tally
+        self._arrived_s = arrived_s
+        self._first_s = self._last_s = arrived_s
+        self._num_tokens = 0
 
-    def committed(self) -> None:
+    def committed(self, num_tokens: int) -> None:
         """Notes a commit."""
         now = time.monotonic()
-        self._next.observe(now - self._last_s)
-        self._next = self._gap_s
+        if self._num_tokens:
+            self._tally.inter_token_s.observe(now - self._last_s)
+        else:
+            self._tally.ttft_s.observe(now - self._arrived_s)
+            self._first_s = now
+        self._num_tokens += num_tokens
         self._last_s = now
+
+    def ended(self) -> None:
+        """Notes the end."""
+        self._tally.e2e_s.observe(time.monotonic() - self._arrived_s)
+        if self._num_tokens > 1:
+            self._tally.per_token_s.observe((self._last_s - self._first_s) / (self._num_tokens - 1))
 
 
 class RequestTally:
-    """Requests of a server by route, method and status, and its times. On one event loop."""
+    """Requests of a server by route, method and status, its errors by code, and its times. On one event loop."""
 
     def __init__(self) -> None:
         self.created_s = time.time()
         self.requests: dict[tuple[str, str, int], int] = {}  # by route, method and status
+        self.errors: dict[str, int] = {}  # by code
         self.request_s: dict[str, Tally] = {}  # by route
         self.ttft_s = Tally(SLOW_S)
-        self.gap_s = Tally(FAST_S)
+        self.inter_token_s = Tally(FAST_S)
+        self.per_token_s = Tally(FAST_S)
+        self.e2e_s = Tally(LONG_S)
 
     def answered(self, route: str, method: str, status: int, took_s: float) -> None:
-        """Records a request; took_s: until its response began."""
-        key = (route, method, status)
+        """Records a request; took_s: until its response began. Methods are the client's: unusual ones count as one."""
+        key = (route, method if method in METHODS else "other", status)
         self.requests[key] = self.requests.get(key, 0) + 1
         tally = self.request_s.get(route)
         if tally is None:
             tally = self.request_s[route] = Tally(FAST_S)
         tally.observe(took_s)
 
+    def failed(self, code: str) -> None:
+        """Records an error by its code, one of ours. More codes than MAX_CODES count as "other"."""
+        if code not in self.errors and len(self.errors) >= MAX_CODES:
+            code = "other"
+        self.errors[code] = self.errors.get(code, 0) + 1
+
     def commit_timer(self, arrived_s: float) -> CommitTimer:
         """A timer for one sequence; arrived_s: when its request arrived, by the monotonic clock."""
-        return CommitTimer(self.ttft_s, self.gap_s, arrived_s)
+        return CommitTimer(self, arrived_s)
 
     def counter(
         self, name: str, help_text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], int]
@@ -105,27 +128,47 @@ class RequestTally:
             family.add_metric(label_values, count, created=self.created_s)
         return family
 
-    def request_counter(self) -> CounterMetricFamily:
-        """The requests."""
+    def request_counters(self) -> Iterator[Metric]:
+        """The requests and the errors."""
         values: dict[tuple[str, ...], int] = {
             (route, method, str(status)): count for (route, method, status), count in self.requests.items()
         }
-        return self.counter("http_requests", "HTTP requests answered.", ("route", "method", "status"), values)
+        yield self.counter("http_requests", "HTTP requests answered.", ("route", "method", "status"), values)
+        errors: dict[tuple[str, ...], int] = {(code,): count for code, count in self.errors.items()}
+        yield self.counter("request_errors", "Errors reported to clients, by their code.", ("code",), errors)
 
-    def times(self, ttft_help: str, gap_help: str) -> Iterator[Metric]:
+    def times(self) -> Iterator[Metric]:
         """The times of requests and commits."""
         from prometheus_client.core import HistogramMetricFamily
 
         request_s = HistogramMetricFamily(
-            "outrider_http_request_seconds", "Time until a response began.", labels=("route",)
+            "outrider_http_request_duration_seconds", "Time until a response began.", labels=("route",), unit="seconds"
         )
         for route, tally in self.request_s.items():
             tally.add_to(request_s, {"route": route})
         yield request_s
         for name, help_text, tally in (
-            ("ttft", ttft_help, self.ttft_s),
-            ("inter_commit", gap_help, self.gap_s),
+            ("time_to_first_token", "From a request's arrival to its first tokens.", self.ttft_s),
+            (
+                "inter_token_latency",
+                "Between two commits of a sequence; several tokens may come with one, as in vLLM.",
+                self.inter_token_s,
+            ),
+            (
+                "request_time_per_output_token",
+                "Mean time per token after the first, of each sequence that ended.",
+                self.per_token_s,
+            ),
+            ("e2e_request_latency", "From a request's arrival to the end of its sequence.", self.e2e_s),
         ):
-            family = HistogramMetricFamily(f"outrider_{name}_seconds", help_text)
-            tally.add_to(family)
-            yield family
+            yield histogram(name + "_seconds", help_text, tally)
+
+
+def histogram(name: str, help_text: str, tally: Tally) -> HistogramMetricFamily:
+    """A histogram without labels. name: without "outrider_"; one that ends in _seconds has that unit."""
+    from prometheus_client.core import HistogramMetricFamily
+
+    unit = "seconds" if name.endswith("_seconds") else ""
+    family = HistogramMetricFamily(f"outrider_{name}", help_text, unit=unit)
+    tally.add_to(family)
+    return family

@@ -1,8 +1,8 @@
 """Builds the verifier's HTTP application.
 
-A request passes these layers, from the outside in: the HTTP metrics, the error boundary, the body limit, the gate
-(host, origin, key, media type and rate), then FastAPI's router. All layers are plain ASGI. The drafts endpoint stands
-in front of them, with a gate of its own.
+A request passes these layers, from the outside in: the request's id, the HTTP metrics, the error boundary, the body
+limit, the gate (host, origin, key, media type and rate), the trace, then FastAPI's router. All layers are plain ASGI.
+The drafts endpoint stands in front of them, with a gate of its own.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from outrider.cloud.api.openapi import install_openapi
 from outrider.cloud.api.sessions import session_routes
 from outrider.cloud.api.state import Core, ServedModel, ServerSettings
 from outrider.cloud.api.stream import SERVER_SEND
+from outrider.cloud.api.traces import TracedRequests
 from outrider.cloud.api.verify import verify_routes
 from outrider.cloud.seam import ServingEngine
 from outrider.models.http.counted_requests import CountedRequests
 from outrider.models.http.errors import ErrorBoundary
 from outrider.models.http.limits import BodyLimit, RateLimiter, Slots
+from outrider.models.http.request_context import RequestIds
 from outrider.models.http.security import Gate, PagePolicy
 
 PROBE_PATHS: Final = ("/health/live", "/health/ready", "/health", "/healthz", "/livez", "/readyz")
@@ -39,6 +41,15 @@ OPEN_PATHS: Final = ("/openapi.json", "/docs")
 """Answered without a key."""
 COSTLY_PATHS: Final = ("/v1/sessions", "/v1/verify", "/v1/completions", "/v1/chat/completions", "/v1/render")
 """Counted against a key's rate. Drafts are not: sessions and owners have budgets of them."""
+
+OPERATIONS: Final = {
+    "/v1/sessions": "text_completion",
+    "/v1/verify": "verify",
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/render": "render",
+}
+"""What is traced, by OpenTelemetry's names of operations where it has one."""
 
 
 class VerifierApp(FastAPI):
@@ -89,10 +100,14 @@ def create_app(
     )
     app.drafts = DraftsEndpoint(core, partial(gate, media_types=MEDIA_TYPES), DraftBudget(settings.draft_limits))
     # Added from the inside out.
+    app.add_middleware(
+        TracedRequests, traces=settings.traces, metrics=core.metrics, model=model.name, operations=OPERATIONS
+    )
     app.add_middleware(gate)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(ErrorBoundary)
     app.add_middleware(CountedRequests, tally=core.metrics, route_of=route_of)
+    app.add_middleware(RequestIds)
     # FastAPI builds the routes when the first request looks for its own: that takes time then, and changes the warning
     # filters of the whole process.
     for route in app.routes:

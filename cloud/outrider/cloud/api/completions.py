@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from outrider.cloud.api.generation import Generation
 from outrider.cloud.api.state import Core
+from outrider.cloud.api.traces import trace_of
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.http import openai
 from outrider.models.http.answers import answer, require_model
@@ -109,7 +110,9 @@ async def _answer(
         requests = [
             GenerateRequest(tuple(prompt), params, max_tokens, stop_ids, owner=owner) for prompt in await encode()
         ]
-        await generation.submit(requests, body.stop_strings, arrived_s)
+        if (trace := trace_of(request.scope)) is not None:
+            trace.asked(params, max_tokens)
+        await generation.submit(requests, body.stop_strings, request.scope, arrived_s)
     except BaseException:
         generation.close()
         raise

@@ -24,8 +24,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.cloud.api.draft_budget import TREE_UNIT_BYTES, UNIT_BYTES, DraftBudget
 from outrider.cloud.api.state import Core
 from outrider.models.errors import RequestError
-from outrider.models.http.errors import Throttled, as_answer, error_response, method_not_allowed
+from outrider.models.http.errors import ERROR_CODE, Throttled, as_answer, error_response, method_not_allowed
 from outrider.models.http.limits import body_too_large
+from outrider.models.http.request_context import HEADER, enter_request
 from outrider.models.http.requests import parse
 from outrider.models.http.security import ANYBODY, JSON_MEDIA_TYPE, OWNER, media_type_of
 from outrider.models.protocol import DraftRequest
@@ -79,7 +80,10 @@ class DraftsEndpoint:
             return  # the server is closing, or the client left while its body was read
         except Exception as error:
             await _answer(error, scope, receive, send)
-        self._core.metrics.answered(DRAFTS_PATH, scope["method"], scope[_STATUS], time.perf_counter() - started_s)
+        metrics = self._core.metrics
+        metrics.answered(DRAFTS_PATH, scope["method"], scope[_STATUS], time.perf_counter() - started_s)
+        if (code := scope.get(ERROR_CODE)) is not None:
+            metrics.failed(code)
 
     async def _take(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] != "POST":
@@ -94,7 +98,7 @@ class DraftsEndpoint:
         num_bytes = _announced(scope)
         spent = self._budget.spend(session_id, owner, max_bytes if num_bytes is None else num_bytes, unit_bytes)
         if spent is not None:
-            core.metrics.num_dropped[spent] += 1
+            core.metrics.num_dropped.add(spent)
             await asyncio.sleep(self._delay_s)
             raise Throttled(
                 "rate_limited", f"more drafts than the {spent}'s budget; this one was dropped", retry_after_s=1
@@ -132,6 +136,7 @@ class DraftsEndpoint:
 
 async def _answer(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
     # Not in `__call__`: a variable there would be part of a circle with its own traceback, left to the collector.
+    enter_request(next((value for name, value in scope["headers"] if name == HEADER), None))
     answer = as_answer(error)
     if _STATUS not in scope:
         scope[_STATUS] = answer.status

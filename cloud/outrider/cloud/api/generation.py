@@ -6,23 +6,25 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from starlette.types import Scope
+
 from outrider.cloud.api.bridge import Mailbox
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.verify import shutting_down
+from outrider.cloud.api.watch import SequenceWatch, watch
 from outrider.cloud.seam import CommitEvent, EndEvent, GenerateRequest, SequenceUsage
 from outrider.models.http.answers import usage_of
 from outrider.models.http.errors import internal_error
 from outrider.models.http.openai import CompletionUsage
 from outrider.models.http.shapes import Delta
 from outrider.models.http.text import TextAssembler
-from outrider.models.tally import CommitTimer
 
 
 @dataclass(slots=True)
 class _Choice:
     sequence_id: int
     assembler: TextAssembler
-    timer: CommitTimer
+    watch: SequenceWatch
     is_over: bool = False
     has_ended_text: bool = False
 
@@ -46,13 +48,15 @@ class Generation:
         generation._num_slots = num_choices
         return generation
 
-    async def submit(self, requests: Sequence[GenerateRequest], stop_strings: Sequence[str], arrived_s: float) -> None:
-        """Submits a sequence for each request. Raises RequestError; call `close` then too."""
+    async def submit(
+        self, requests: Sequence[GenerateRequest], stop_strings: Sequence[str], scope: Scope, arrived_s: float
+    ) -> None:
+        """Submits a sequence for each request. scope: the call's. Raises RequestError; call `close` then too."""
         for index, request in enumerate(requests):
             detokenizer = self.core.model.tokenizer.detokenizer(context=request.prompt)
             assembler = TextAssembler(detokenizer, stop_strings, request.stop_ids)
             sequence_id = self.core.engine.submit(request, self.mailbox.sink(index))
-            self._choices.append(_Choice(sequence_id, assembler, self.core.metrics.commit_timer(arrived_s)))
+            self._choices.append(_Choice(sequence_id, assembler, watch(self.core.metrics, scope, arrived_s, index)))
             await asyncio.sleep(0)  # 64 long prompts at once would delay every stream
 
     def close(self) -> None:
@@ -105,7 +109,7 @@ class Generation:
 
     def _commit(self, index: int, event: CommitEvent) -> list[Delta]:
         choice = self._choices[index]
-        choice.timer.committed()
+        choice.watch.committed(event)
         if choice.has_ended_text:
             return []  # committed between the stop string and the cancellation
         text = choice.assembler.push(event.tokens)
@@ -118,6 +122,7 @@ class Generation:
     def _end(self, index: int, event: EndEvent) -> list[Delta]:
         choice = self._choices[index]
         choice.is_over = True
+        choice.watch.ended(event)
         if event.reason == "shutdown":
             raise shutting_down()
         if event.reason == "error":

@@ -1,23 +1,41 @@
-"""Collects what Prometheus reads at /metrics.
+"""Collects what Prometheus reads at /metrics. docs/metrics.md lists all of it; a test compares the two.
 
-The engine's numbers come from its snapshot at each scrape. Only what the HTTP side alone sees is recorded as it
-happens: requests, dropped drafts, time to first token, time between commits. These are recorded thousands of times a
-second, all on the event loop, so they are plain numbers that become metrics at a scrape.
+Names are vLLM's where vLLM has the same, after "outrider_". The engine's numbers come from its snapshot at each scrape.
+Only what the HTTP side alone sees is recorded as it happens: requests, dropped drafts, times of commits. These are
+recorded thousands of times a second, all on the event loop, so they are plain numbers that become metrics at a scrape.
+
+Another part of the server adds its own with `add_counter` and `add_gauge`. No label is made by a client.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from typing import Final
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.types import Scope
 
+from outrider.cloud.distributions import MAX_POSITIONS, Distributions
 from outrider.cloud.seam import EngineStats
-from outrider.models.tally import RequestTally
+from outrider.models.tally import RequestTally, histogram
+
+_LEAST_POSITIONS: Final = 16
+"""Drafted positions that are always shown; more once they were seen."""
+
+
+class LabelledCounts:
+    """A counter of `add_counter`: numbers by the values of its label. Values that were not announced are a bug."""
+
+    def __init__(self, values: Sequence[str]) -> None:
+        self.counts = dict.fromkeys(values or ("",), 0)
+
+    def add(self, value: str = "", count: int = 1) -> None:
+        """Counts. On the event loop, or with a caller's own lock."""
+        self.counts[value] += count
 
 
 class Metrics(RequestTally):
@@ -26,54 +44,127 @@ class Metrics(RequestTally):
     num_dropped: drafts that were not taken because a budget was used up, by its name.
     """
 
-    def __init__(self, stats: Callable[[], EngineStats], num_sessions: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        num_sessions: Callable[[], int],
+        server: Mapping[str, str] | None = None,
+    ) -> None:
+        """server: labels of outrider_server_info, such as version and model_name."""
         super().__init__()
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(stats, num_sessions))
+        self._registry.register(_Families(lambda: _engine_families(stats(), self.created_s)))
         ProcessCollector(registry=self._registry)
-        self._registry.register(_HttpCollector(self))
-        self.num_dropped = {"session": 0, "owner": 0}
+        self._registry.register(_Families(self.request_counters))
+        self._registry.register(_Families(self.times))
+        if server:
+            self._registry.register(_Families(lambda: iter([_info(server)])))
+        self.add_gauge("sessions_open", "Open event streams.", num_sessions)
+        self.num_dropped = self.add_counter(
+            "drafts_dropped",
+            "Draft messages that were not taken because a budget was used up.",
+            "budget",
+            ("session", "owner"),
+        )
+
+    def add_counter(self, name: str, help_text: str, label: str = "", values: Sequence[str] = ()) -> LabelledCounts:
+        """A new counter `outrider_NAME_total`, with one label or none. values: all that the label may be."""
+        counts = LabelledCounts(values)
+        labels = (label,) if label else ()
+
+        def collect() -> Iterator[Metric]:
+            yield self.counter(
+                name, help_text, labels, {(value,) if label else (): n for value, n in counts.counts.items()}
+            )
+
+        self._registry.register(_Families(collect))
+        return counts
+
+    def add_gauge(self, name: str, help_text: str, read: Callable[[], float | None]) -> None:
+        """A new gauge `outrider_NAME`. read: called at each scrape; None leaves the gauge out."""
+
+        def collect() -> Iterator[Metric]:
+            value = read()
+            if value is not None:
+                yield GaugeMetricFamily(f"outrider_{name}", help_text, value=value)
+
+        self._registry.register(_Families(collect))
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """All metrics in the text format that `accept` prefers, and its content type."""
         encoder, content_type = choose_encoder(accept)
         return encoder(self._registry), content_type
 
-
-class _HttpCollector(Collector):
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Metric]:
-        metrics = self._metrics
-        yield metrics.request_counter()
-        yield metrics.counter(
-            "drafts_dropped",
-            "Draft messages that were not taken because a budget was used up.",
-            ("budget",),
-            {(budget,): n for budget, n in metrics.num_dropped.items()},
-        )
-        yield from metrics.times(
-            "Time from a request's arrival to its first committed token.", "Time between two commits of a sequence."
-        )
+    def families(self) -> list[Metric]:
+        """All metrics as they are now."""
+        return list(self._registry.collect())
 
 
-class _EngineCollector(Collector):
-    def __init__(self, stats: Callable[[], EngineStats], num_sessions: Callable[[], int]) -> None:
-        self._stats = stats
-        self._num_sessions = num_sessions
+class _Families(Collector):
+    def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        self._collect = collect
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        yield GaugeMetricFamily("outrider_sessions_open", "Open event streams.", value=self._num_sessions())
-        for gauge in fields(stats):
-            value = getattr(stats, gauge.name)
-            if gauge.name != "totals" and value is not None:
-                yield GaugeMetricFamily(f"outrider_engine_{gauge.name}", gauge.metadata["help"], value=value)
-        for counter in fields(stats.totals):
-            name = counter.name.removesuffix("_s") + "_seconds" if counter.name.endswith("_s") else counter.name
-            value = getattr(stats.totals, counter.name)
-            yield CounterMetricFamily(f"outrider_engine_{name}", counter.metadata["help"], value=value)
+        return self._collect()
+
+    def describe(self) -> list[Metric]:
+        return []  # else `register` would scrape once, before the engine is there
+
+
+def _info(labels: Mapping[str, str]) -> Metric:
+    return InfoMetricFamily("outrider_server", "What is served; always 1.", value=dict(labels))
+
+
+def _engine_families(stats: EngineStats, created_s: float) -> Iterator[Metric]:
+    for gauge in fields(stats):
+        value = getattr(stats, gauge.name)
+        if "name" in gauge.metadata and value is not None:
+            value = value / 1e3 if gauge.name.endswith("_ms") else value
+            yield GaugeMetricFamily(f"outrider_{gauge.metadata['name']}", gauge.metadata["help"], value=value)
+    yield GaugeMetricFamily(
+        "outrider_kv_cache_usage_perc",
+        "Share of the KV cache's blocks that sequences hold: 1 is full.",
+        value=1.0 - stats.free_blocks / max(1, stats.num_blocks),
+    )
+    for counter in fields(stats.totals):
+        if "name" in counter.metadata:
+            name, value = counter.metadata["name"], getattr(stats.totals, counter.name)
+            yield CounterMetricFamily(f"outrider_{name}", counter.metadata["help"], value=value, created=created_s)
+    yield from _distribution_families(stats.distributions, created_s)
+
+
+def _distribution_families(found: Distributions, created_s: float) -> Iterator[Metric]:
+    ends = CounterMetricFamily("outrider_request_success", "Sequences that ended, by how.", labels=("finished_reason",))
+    for reason, count in found.ends.items():
+        ends.add_metric((reason,), count, created=created_s)
+    yield ends
+    tested = found.tested_by_position
+    num_shown = max(_LEAST_POSITIONS, MAX_POSITIONS - next((i for i, n in enumerate(reversed(tested)) if n), 64))
+    for name, help_text, counts in (
+        (
+            "accepted",
+            "Passes that accepted a drafted token at this position; 0 is the first.",
+            found.accepted_by_position,
+        ),
+        ("tested", "Passes that tested a drafted token at this position: those before it were accepted.", tested),
+    ):
+        family = CounterMetricFamily(f"outrider_spec_decode_num_{name}_tokens_per_pos", help_text, labels=("position",))
+        for position, count in enumerate(counts[:num_shown]):
+            family.add_metric((str(position),), count, created=created_s)
+        yield family
+    for name, help_text, tally in (
+        ("engine_batch_size", "Sequences of a step.", found.batch_size),
+        ("iteration_tokens", "Tokens of a step.", found.step_tokens),
+        ("engine_step_duration_seconds", "Time of a step, in the model and around it.", found.step_s),
+        ("request_queue_time_seconds", "From a sequence's submission until it first has its place.", found.queue_s),
+        ("draft_wait_seconds", "Waits of sequences for drafts: patience that was used.", found.wait_s),
+        (
+            "draft_lag_seconds",
+            "From a commit after which little was pending to the first draft that knows of it.",
+            found.lag_s,
+        ),
+    ):
+        yield histogram(name, help_text, tally)
 
 
 def route_of(scope: Scope) -> str:

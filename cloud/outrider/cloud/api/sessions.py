@@ -13,8 +13,11 @@ from starlette.responses import Response
 
 from outrider.cloud.api.state import Core, Session
 from outrider.cloud.api.stream import SessionStream
+from outrider.cloud.api.traces import trace_of
+from outrider.cloud.api.watch import watch
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.http import sse
+from outrider.models.http.request_context import current_request, session_tag
 from outrider.models.http.requests import owner_of, read_body, sampling_of
 from outrider.models.protocol import SessionOpen, SessionRequest
 
@@ -52,6 +55,10 @@ def session_routes(core: Core) -> APIRouter:
             raise
         session_id = secrets.token_urlsafe(_SESSION_ID_BYTES)
         core.sessions.add(session_id, session)
+        if (current := current_request()) is not None:
+            current.session = session_tag(session_id)
+        if (trace := trace_of(request.scope)) is not None:
+            trace.asked(generate.params, generate.max_tokens)
 
         def close() -> None:
             core.engine.cancel(session.sequence_id)
@@ -71,8 +78,8 @@ def session_routes(core: Core) -> APIRouter:
                 target=core.model.target,
                 keep_alive_s=core.settings.keep_alive_s,
             )
-            timer = core.metrics.commit_timer(arrived_s)
-            return SessionStream(opened, mailbox, timer, close, keep_alive_s=core.settings.keep_alive_s)
+            watched = watch(core.metrics, request.scope, arrived_s)
+            return SessionStream(opened, mailbox, watched, close, keep_alive_s=core.settings.keep_alive_s)
         except BaseException:
             close()
             raise

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import time
 from dataclasses import dataclass, field
+from importlib.metadata import version
 
 from outrider.cloud.api.bridge import Bridge
 from outrider.cloud.api.download_places import DownloadLimits, DraftFiles, Places
 from outrider.cloud.api.draft_budget import DraftLimits
 from outrider.cloud.api.metrics import Metrics
+from outrider.cloud.api.traces import Traces
 from outrider.cloud.seam import ServingEngine
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import FieldError
@@ -28,7 +30,7 @@ class ServerSettings:
     rate_per_s: requests that start work, per second and key; 0 is no limit. max_patience_ms: bound on every session's
     patience. keep_alive_s: silence on a stream after which a comment is sent; `open` reports it. pages:
     which names and pages may call; None: PagePolicy's defaults. draft_limits: budgets of draft messages.
-    download_limits: bounds on downloads of drafts.
+    download_limits: bounds on downloads of drafts. traces: what records spans; None: nothing does.
     """
 
     keys: KeyRing = field(default_factory=KeyRing)
@@ -40,6 +42,7 @@ class ServerSettings:
     pages: PagePolicy | None = None
     draft_limits: DraftLimits = field(default_factory=DraftLimits)
     download_limits: DownloadLimits = field(default_factory=DownloadLimits)
+    traces: Traces | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,8 @@ class Core:
     is_draining: bool = False
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.engine.stats, lambda: len(self.sessions))
+        facts = {"version": version("outrider"), "model_name": self.model.name, "target": self.model.target}
+        self.metrics = Metrics(self.engine.stats, lambda: len(self.sessions), facts)
         self.downloads = Places(self.settings.download_limits)
         self.bodies = Bodies(self.settings.max_body_bytes)
 

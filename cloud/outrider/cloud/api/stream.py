@@ -16,12 +16,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.bridge import Delivery, Mailbox
+from outrider.cloud.api.watch import SequenceWatch
 from outrider.cloud.seam import CommitEvent, EndEvent
 from outrider.models.faults import log_fault
 from outrider.models.http import sse
 from outrider.models.http.errors import error_body, internal_error
 from outrider.models.protocol import SessionEnd, SessionOpen, Usage
-from outrider.models.tally import CommitTimer
 
 SERVER_SEND: Final = "outrider.send"
 """Key of the ASGI scope that holds the server's own `send`, below all layers."""
@@ -39,14 +39,14 @@ class SessionStream(Response):
         self,
         opened: SessionOpen,
         mailbox: Mailbox,
-        timer: CommitTimer,
+        watch: SequenceWatch,
         on_close: Callable[[], None],
         *,
         keep_alive_s: float,
     ) -> None:
         self._opened = opened
         self._mailbox = mailbox
-        self._timer = timer
+        self._watch = watch
         self._on_close = on_close
         self._keep_alive_s = keep_alive_s
         self._backlog = b""  # to send once the client has read more
@@ -83,10 +83,11 @@ class SessionStream(Response):
         chunk = b""
         for _, event in items:
             if isinstance(event, EndEvent):
+                self._watch.ended(event)
                 chunk += sse.encode(_end(event))
                 self._has_ended = True
                 break
-            self._timer.committed()
+            self._watch.committed(event)
             chunk += encode_commit(event)
         self._write(chunk)
 

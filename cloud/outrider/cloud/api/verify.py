@@ -15,9 +15,12 @@ from starlette.responses import Response
 
 from outrider.cloud.api.bridge import Delivery, Mailbox
 from outrider.cloud.api.state import Core
+from outrider.cloud.api.traces import RequestTrace, trace_of
+from outrider.cloud.api.watch import log_failure
 from outrider.cloud.seam import CommitEvent, GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import error_body, from_validation, internal_error
+from outrider.models.http.request_context import current_request
 from outrider.models.http.requests import faults_of, owner_of, read_body, sampling_of
 from outrider.models.http.sse import closed_on_disconnect
 from outrider.models.protocol import MAX_VERIFY_ITEMS, VerifyAnswer, VerifyItem, VerifyResult
@@ -54,7 +57,7 @@ def verify_routes(core: Core) -> APIRouter:
         """
         owner = owner_of(request)
         body = await read_body(request.receive)
-        batch = _Batch(core, owner)
+        batch = _Batch(core, owner, trace_of(request.scope))
         with core.bodies.hold(owner, body):  # to the call's end: its items wait
             try:
                 async with closed_on_disconnect(batch.mailbox, request.receive):
@@ -75,10 +78,11 @@ class _Batch:
     item each. The body is parsed when the first slot is free, so that calls that wait hold little.
     """
 
-    def __init__(self, core: Core, owner: bytes) -> None:
+    def __init__(self, core: Core, owner: bytes, trace: RequestTrace | None) -> None:
         self.mailbox: Mailbox = core.bridge.mailbox()
         self._core = core
         self._owner = owner
+        self._trace = trace
         self._errors: dict[int, RequestError] = {}
         self._results: list[VerifyResult] = []
         self._running: dict[int, int] = {}  # item -> the engine's sequence; each has a slot
@@ -167,22 +171,28 @@ class _Batch:
         index, event = delivery
         so_far = self._results[index]
         if isinstance(event, CommitEvent):
+            if self._trace is not None:
+                self._trace.committed(event, index)
             update: dict[str, Any] = {
                 "accepted": so_far.accepted + event.accepted,
                 "tokens": [*so_far.tokens, *event.tokens],
             }
         else:
             del self._running[index]
+            if self._trace is not None:
+                self._trace.ended(event)
             self._core.slots.release(self._owner)
             if event.reason == "shutdown":
                 return self._fail(index, shutting_down())
             if event.reason == "error":
+                log_failure(event.error.code if event.error else "internal_error", current_request())
                 return self._fail(index, event.error or internal_error())
             update = {"finish_reason": _FINISHED.get(event.reason), "prefix_hash": event.prefix_hash}
         self._results[index] = so_far.model_copy(update=update)
 
     def _fail(self, index: int, error: RequestError) -> None:
         self._errors[index] = error
+        self._core.metrics.failed(error.code)
         self._results[index] = VerifyResult(error=error_body(error))
 
 

@@ -379,7 +379,8 @@ class Engine:
     ) -> None:
         """Appends the picked tokens to the sequence, notifies its sink, and ends it where they end it.
 
-        accepted_nodes: indices of the accepted drafted tokens. is_held: whether the cache holds the accepted ones in their places; else they run again.
+        accepted_nodes: indices of the accepted drafted tokens. is_held: whether the cache holds them in their places;
+        else they run again.
         """
         sequence = share.sequence
         base, proposed, accepted = len(sequence.generated), share.num_drafted, len(tokens) - 1

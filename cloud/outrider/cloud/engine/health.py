@@ -58,13 +58,17 @@ class Health:
     def worked(self) -> None:
         """Notes a step that committed tokens, or a probe that succeeded."""
         if self._failure is not None:
-            _log.warning("the engine works again")
+            _log.warning("the engine works again", extra={"event": "engine_recovered"})
         self._failure, self._num_raised = None, 0
 
     def failed(self, error: BaseException) -> None:
         """Notes a probe that failed."""
         if self._failure is None:
-            _log.error("the engine fails (%s): /health/ready answers 503 until a step succeeds", type(error).__name__)
+            _log.error(
+                "the engine fails (%s): /health/ready answers 503 until a step succeeds",
+                type(error).__name__,
+                extra={"event": "engine_failed"},
+            )
         self._failure = f"no step succeeds: {type(error).__name__}"
         self._next_probe = self._clock() + _PROBE_EVERY_S
 

@@ -99,7 +99,9 @@ class Share:
 class Scheduler:
     """The queued sequences and those that have blocks. The engine's thread owns it."""
 
-    def __init__(self, config: EngineConfig, cache: SequenceCache, drafting: Drafting, totals: Totals, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: EngineConfig, cache: SequenceCache, drafting: Drafting, totals: Totals, clock: Callable[[], float]
+    ) -> None:
         self._config = config
         self._clock = clock
         self._cache = cache

@@ -6,6 +6,7 @@ calibration, and the line that says that the server is ready.
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.download_places import DraftFiles
 from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.api.traces import traces_from_environment
 from outrider.cloud.server.embedded import BundleTarget
 from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.options import EngineName, ServeOptions
@@ -31,6 +33,8 @@ from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
 from outrider.models.visible import visible
 
+_log = logging.getLogger("outrider.cloud")
+
 
 def serve(options: ServeOptions) -> None:
     """Serves until a signal ends it. Raises OutriderError for what the user can put right."""
@@ -39,7 +43,7 @@ def serve(options: ServeOptions) -> None:
     require_safe_host(options.host, keys, is_insecure_allowed=options.insecure_no_keys)
     tls = tls_files(options.tls_cert, options.tls_key)
     _require_writable(options.port_file)
-    with open_socket(options.host, options.port) as sock:
+    with open_socket(options.host, options.port) as sock, traces_from_environment(_log.warning) as traces:
         pages = _page_policy(options, sock.getsockname()[0], is_keyless=not len(keys))
         target = _open_target(options)
         drafts = _drafts(options.drafts, target)
@@ -51,6 +55,7 @@ def serve(options: ServeOptions) -> None:
                 rate_per_s=options.rate,
                 max_patience_ms=options.patience_ms,
                 pages=pages,
+                traces=traces,
             )
             server = VerifierServer(
                 create_app(loaded.engine, target.model, settings, drafts),

@@ -53,7 +53,8 @@ class VerifierServer(BoundedServer):
         """
         self._num_signals += 1
         if self._num_signals == 1:
-            _log.info("draining for up to %g s; a second signal ends at once", self._drain_s)
+            words = "draining for up to %g s; a second signal ends at once"
+            _log.info(words, self._drain_s, extra={"event": "drain"})
             self.begin_drain(self._drain_s)
         elif self._num_signals == 2:
             self.begin_drain(0.0)

@@ -115,7 +115,7 @@ class LocalTexts:
 
         def on_tokens(batch: TokenBatch) -> None:
             tokens.extend(batch.tokens)
-            timer.committed()
+            timer.committed(len(batch.tokens))
             metrics.committed(batch)
             self.reader.put((index, batch))
 
@@ -140,6 +140,7 @@ class LocalTexts:
                     core.upstream.confirm(facts)
                 loan.has_failed = result.draft_error is not None
                 ended = True
+                timer.ended()
                 metrics.ended(result)
                 self.reader.put((index, result))
             except Exception as error:

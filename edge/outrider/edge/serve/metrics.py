@@ -29,7 +29,6 @@ _COUNTERS: Final = {
     "resumed": "Sessions that were lost and opened again.",
     "draft_failures": "Texts whose draft failed; they went on without it.",
 }
-_METHODS: Final = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 
 
 class LocalMetrics(RequestTally):
@@ -40,10 +39,6 @@ class LocalMetrics(RequestTally):
         self.counts: Counter[str] = Counter()
         self.texts: Counter[str] = Counter()  # by how they ended
         self.hits: Counter[str] = Counter()  # by what guessed
-
-    def answered(self, route: str, method: str, status: int, took_s: float) -> None:
-        """Records a request; took_s: until its response began."""
-        super().answered(route, method if method in _METHODS else "other", status, took_s)
 
     def text_timer(self) -> CommitTimer:
         """A timer for the commits of a text that begins now."""
@@ -96,10 +91,8 @@ class LocalMetrics(RequestTally):
             ("hits", "Tokens that had been guessed, by what guessed them.", "source", self.hits),
         ):
             yield self.counter(f"device_{name}", help_text, (label,), {(key,): n for key, n in counts.items()})
-        yield self.request_counter()
-        yield from self.times(
-            "Time from a text's beginning to its first committed token.", "Time between two commits of a text."
-        )
+        yield from self.request_counters()
+        yield from self.times()
 
 
 class _Families:

@@ -13,9 +13,8 @@ from starlette.responses import JSONResponse, Response
 
 from outrider.models.errors import RequestError
 from outrider.models.http import openai, sse
-from outrider.models.http.errors import FieldError, error_body
+from outrider.models.http.errors import FieldError, error_answer
 from outrider.models.http.shapes import Delta, Shape, unverified_field
-from outrider.models.protocol import ErrorAnswer
 
 DONE: Final = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams."""
@@ -90,7 +89,7 @@ async def _stream(texts: Texts, shape: Shape, *, includes_usage: bool) -> AsyncG
             yield shape.last(texts.completion_usage())
         yield DONE
     except RequestError as error:
-        yield sse.encode(ErrorAnswer(error=error_body(error))) + DONE
+        yield sse.encode(error_answer(error)) + DONE
 
 
 def usage_of(

@@ -1,4 +1,4 @@
-"""Counts the requests of a server, and times them until their responses begin."""
+"""Counts the requests of a server and their errors, and times them until their responses begin."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.models.http.errors import ERROR_CODE
 from outrider.models.tally import RequestTally
 
 
@@ -28,6 +29,8 @@ class CountedRequests:
             if message["type"] == "http.response.start":
                 took_s = time.perf_counter() - started_s
                 self._tally.answered(self._route_of(scope), scope["method"], message["status"], took_s)
+                if (code := scope.get(ERROR_CODE)) is not None:
+                    self._tally.failed(code)
             await send(message)
 
         await self._app(scope, receive, note_start)

@@ -15,9 +15,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
+from outrider.models.http.request_context import current_request
 from outrider.models.protocol import ErrorAnswer, ErrorBody
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+ERROR_CODE: Final = "outrider.error"
+"""Key of the ASGI scope that holds the code of the error that was answered."""
 MAX_PARAM_CHARS: Final = 100
 """Longest piece of a request that an error quotes: a field's name, a path."""
 
@@ -81,9 +84,21 @@ def from_validation(faults: Sequence[Any], *, prefix: str = "") -> RequestError:
     return FieldError("invalid_parameter", f"{param}: {message}", param=param)
 
 
+def error_bytes(error: RequestError) -> bytes:
+    """An error's body."""
+    answer = error_answer(error)
+    return answer.model_dump_json(exclude={"request_id"} if answer.request_id is None else None).encode()
+
+
+def error_answer(error: RequestError) -> ErrorAnswer:
+    """The wire form of an error with the id of the request that is served."""
+    request = current_request()
+    return ErrorAnswer(error=error_body(error), request_id=request.request_id if request else None)
+
+
 def error_response(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
     """The response for an error; 429 and 503 carry Retry-After."""
-    body = ErrorAnswer(error=error_body(error)).model_dump_json().encode()
+    body = error_bytes(error)
     sent = dict(headers or {})
     if error.status in (429, 503):
         sent.setdefault("retry-after", str(error.retry_after_s if isinstance(error, Throttled) else 1))
@@ -91,7 +106,22 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
         sent.setdefault("connection", "close")  # otherwise the rest of the body would have to be read
     if error.status == 401:
         sent.setdefault("www-authenticate", "Bearer")
-    return Response(body, error.status, sent, "application/json")
+    return _ErrorResponse(error.code, body, error.status, sent)
+
+
+class _ErrorResponse(Response):
+    """An error's answer, which notes its code for those who count requests."""
+
+    media_type = "application/json"
+
+    def __init__(self, code: str, body: bytes, status: int, headers: Mapping[str, str]) -> None:
+        super().__init__(body, status, headers)
+        self._code = code
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        scope[ERROR_CODE] = self._code
+        await super().__call__(scope, receive, send)
 
 
 class ErrorBoundary:

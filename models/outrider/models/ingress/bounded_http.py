@@ -23,10 +23,9 @@ from uvicorn.server import ServerState
 
 from outrider.models.errors import RequestError
 from outrider.models.faults import log_fault
-from outrider.models.http.errors import error_body
+from outrider.models.http.errors import error_bytes
 from outrider.models.http.requests import too_many_bytes
 from outrider.models.ingress.connections import ConnectionTable, Ticket
-from outrider.models.protocol import ErrorAnswer
 
 USED: Final = (
     *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
@@ -343,7 +342,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 def _answer(refusal: RequestError) -> bytes:
     """A whole HTTP answer."""
-    body = ErrorAnswer(error=error_body(refusal)).model_dump_json().encode()
+    body = error_bytes(refusal)
     phrase = HTTPStatus(refusal.status).phrase
     retry = "retry-after: 1\r\n" if refusal.status == 503 else ""
     head = (

@@ -1,0 +1,281 @@
+"""Traces the requests that start work: a span per request below the device's, with an event per step.
+
+Attributes have OpenTelemetry's names (HTTP and GenAI). A span holds times, counts and outcomes: no text, no token, no
+seed, no key. Nobody can make the server record everything: a caller's `sampled` flag counts only within a rate per
+owner and in all; without the flag nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.cloud.api.metrics import LabelledCounts, Metrics, route_of
+from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
+from outrider.models.http.errors import ERROR_CODE
+from outrider.models.http.request_context import current_request
+from outrider.models.http.security import ANYBODY, OWNER
+from outrider.models.sampling import SamplingParams
+from outrider.models.tracing import HEADER, RemoteContext, end_provider, make_provider, make_tracer, parse_traceparent
+
+TRACE: Final = "outrider.trace"
+"""Key of the ASGI scope that holds the request's trace, where it is recorded."""
+MAX_EVENTS: Final = 128
+"""Steps of a span that are recorded one by one."""
+_MAX_OWNERS: Final = 1024
+_HEADER: Final = HEADER.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class TraceLimits:
+    """Spans per second that are recorded, of an owner and in all; `*_burst`: how many at once."""
+
+    owner_per_s: float = 5.0
+    owner_burst: float = 20.0
+    per_s: float = 50.0
+    burst: float = 200.0
+
+
+class SpanBudget:
+    """Token buckets of spans. Owners beyond the latest 1,024 are forgotten: the bucket for all bounds them."""
+
+    def __init__(self, limits: TraceLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._all = limits.burst, clock()
+        self._owners: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
+
+    def spend(self, owner: bytes) -> bool:
+        """Takes a span from both buckets; False, and takes none, if one is empty."""
+        now, limits = self._clock(), self._limits
+        level, then = self._all
+        level = min(limits.burst, level + (now - then) * limits.per_s)
+        own, own_then = self._owners.pop(owner, (limits.owner_burst, now))
+        own = min(limits.owner_burst, own + (now - own_then) * limits.owner_per_s)
+        is_free = level >= 1.0 and own >= 1.0
+        self._all = level - is_free, now
+        self._owners[owner] = own - is_free, now
+        if len(self._owners) > _MAX_OWNERS:
+            self._owners.popitem(last=False)
+        return is_free
+
+
+class Traces:
+    """What records a server's spans: OpenTelemetry's provider, within a budget."""
+
+    def __init__(self, provider: Any, limits: TraceLimits | None = None) -> None:
+        self._tracer = make_tracer(provider)
+        self._budget = SpanBudget(limits or TraceLimits())
+
+    def begin(
+        self, name: str, owner: bytes, parent: RemoteContext | None
+    ) -> RequestTrace | Literal["over_rate"] | None:
+        """A request's span, which has begun; None where the caller, or the sampler of the variables, wants none."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind
+
+        if parent is not None and not parent.is_sampled:
+            return None
+        if not self._budget.spend(owner):
+            return "over_rate"
+        context = parent.as_context() if parent is not None else Context()
+        span = self._tracer.start_span(name, context, kind=SpanKind.SERVER)
+        return RequestTrace(span) if span.is_recording() else None
+
+
+class RequestTrace:
+    """The span of a request and what was learned for it. On the event loop."""
+
+    def __init__(self, span: Any) -> None:
+        self._span = span
+        self._usage = SequenceUsage()
+        self._reasons: list[str] = []
+        self._num_events = self._num_steps = 0
+        self._started_s = time.monotonic()
+        self._first_s: float | None = None
+
+    @property
+    def trace_id(self) -> str:
+        """32 hexadecimal digits."""
+        return f"{self._span.get_span_context().trace_id:032x}"
+
+    def asked(self, params: SamplingParams, max_tokens: int) -> None:
+        """Notes what was asked for; without the seed, which is as good as the text to who has the prompt."""
+        self.set(
+            {
+                "gen_ai.request.max_tokens": max_tokens,
+                "gen_ai.request.temperature": params.temperature,
+                "gen_ai.request.top_p": params.top_p,
+                "gen_ai.request.top_k": params.top_k,
+            }
+        )
+
+    def committed(self, event: CommitEvent, index: int) -> None:
+        """Adds an event for a step of the sequence `index`; MAX_EVENTS at most."""
+        self._num_steps += 1
+        if self._first_s is None:
+            self._first_s = time.monotonic()
+        if self._num_events < MAX_EVENTS:
+            self._num_events += 1
+            self._span.add_event(
+                "step",
+                {
+                    "outrider.sequence": index,
+                    "outrider.base": event.base,
+                    "outrider.tokens": len(event.tokens),
+                    "outrider.proposed": event.proposed,
+                    "outrider.accepted": event.accepted,
+                },
+            )
+
+    def ended(self, event: EndEvent) -> None:
+        """Adds what a sequence of the request took."""
+        self._usage.add(event.usage)
+        self._reasons.append(event.reason)
+        if event.error is not None:
+            self.fail(event.error.code)
+
+    def fail(self, code: str) -> None:
+        """Notes an error by its code: its words may quote the request."""
+        self.set({"error.type": code})
+
+    def set(self, attributes: Mapping[str, Any]) -> None:
+        """Sets attributes."""
+        self._span.set_attributes(attributes)
+
+    def end(self, status: int | None) -> None:
+        """Ends the span. status: the answer's; None where the client left before it."""
+        from opentelemetry.trace import Status, StatusCode
+
+        usage = self._usage
+        if self._reasons:
+            self.set(
+                {
+                    "gen_ai.usage.input_tokens": usage.prompt_tokens,
+                    "gen_ai.usage.output_tokens": usage.completion_tokens,
+                    "gen_ai.usage.cache_read.input_tokens": usage.cached_prompt_tokens,
+                    "gen_ai.response.finish_reasons": self._reasons,
+                    "outrider.target_passes": usage.target_passes,
+                    "outrider.accepted_tokens": usage.accepted_tokens,
+                    "outrider.rejected_tokens": usage.rejected_tokens,
+                    "outrider.waited_s": usage.waited_s,
+                }
+            )
+        if self._num_steps:
+            assert self._first_s is not None
+            self.set(
+                {
+                    "outrider.steps": self._num_steps,
+                    "gen_ai.response.time_to_first_chunk": self._first_s - self._started_s,
+                }
+            )
+        if status is None or (self._num_steps and not self._reasons):
+            self.set({"outrider.cancelled": True})
+        if status is not None:
+            self.set({"http.response.status_code": status})
+            if status >= 500 or "error" in self._reasons:
+                self._span.set_status(Status(StatusCode.ERROR))
+        self._span.end()
+
+
+def trace_of(scope: Scope) -> RequestTrace | None:
+    """The request's trace; None where none is recorded."""
+    found: RequestTrace | None = scope.get(TRACE)
+    return found
+
+
+class TracedRequests:
+    """ASGI layer, inside the gate: only who may call makes spans. operations: GenAI's name of what each path does."""
+
+    def __init__(
+        self, app: ASGIApp, traces: Traces | None, metrics: Metrics, model: str, operations: Mapping[str, str]
+    ) -> None:
+        self._app = app
+        self._traces = traces
+        self._model = model
+        self._operations = operations
+        self._counts: LabelledCounts = metrics.add_counter(
+            "trace_spans",
+            "Requests whose spans were recorded, and those left out because of the rate.",
+            "outcome",
+            ("recorded", "over_rate"),
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        parent = _parent(scope)
+        request = current_request()
+        if parent is not None and request is not None:
+            request.trace_id = f"{parent.trace_id:032x}"
+        trace = self._begin(scope, parent)
+        if trace is None:
+            return await self._app(scope, receive, send)
+        scope[TRACE] = trace
+        if request is not None:
+            request.trace_id = trace.trace_id
+            trace.set({"outrider.request_id": request.request_id})
+        status: int | None = None
+
+        async def note_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note_status)
+        except Exception:
+            status = status or 500
+            raise
+        finally:
+            trace.set({"http.request.method": scope["method"], "http.route": route_of(scope)})
+            if (code := scope.get(ERROR_CODE)) is not None:
+                trace.fail(code)
+            trace.end(status)
+
+    def _begin(self, scope: Scope, parent: RemoteContext | None) -> RequestTrace | None:
+        operation = self._operations.get(scope["path"])
+        if self._traces is None or operation is None or scope["method"] != "POST":
+            return None
+        trace = self._traces.begin(f"{operation} {self._model}", scope.get(OWNER, ANYBODY), parent)
+        if trace == "over_rate":
+            self._counts.add("over_rate")
+            return None
+        if trace is not None:
+            self._counts.add("recorded")
+            trace.set(
+                {
+                    "gen_ai.operation.name": operation,
+                    "gen_ai.provider.name": "outrider",
+                    "gen_ai.request.model": self._model,
+                    "gen_ai.response.model": self._model,
+                }
+            )
+        return trace
+
+
+def _parent(scope: Scope) -> RemoteContext | None:
+    """The caller's context; None where the header is missing, wrong, or there twice."""
+    found = [value for name, value in scope["headers"] if name == _HEADER]
+    return parse_traceparent(found[0]) if len(found) == 1 else None
+
+
+@contextmanager
+def traces_from_environment(note: Callable[[str], None]) -> Iterator[Traces | None]:
+    """What records spans where the OTEL_ variables ask for it; sends what is left at the end. Raises ConfigError."""
+    provider = make_provider(note, "outrider-cloud")
+    if provider is None:
+        yield None
+        return
+    try:
+        yield Traces(provider)
+    finally:
+        end_provider(provider)

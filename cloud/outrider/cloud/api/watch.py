@@ -1,0 +1,68 @@
+"""Notes what becomes of a request's sequence: its times for /metrics, its steps for the trace, its error for the log.
+
+A commit is noted once per sequence and step, so what is off costs one comparison.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.types import Scope
+
+from outrider.cloud.api.traces import RequestTrace, trace_of
+from outrider.cloud.seam import CommitEvent, EndEvent
+from outrider.models.http.request_context import current_request
+from outrider.models.tally import RequestTally
+
+_log = logging.getLogger("outrider.cloud")
+
+
+class SequenceWatch:
+    """One sequence of a request. index: which of the request's. On the event loop."""
+
+    __slots__ = ("_ids", "_index", "_tally", "_timer", "_trace")
+
+    def __init__(
+        self, tally: RequestTally, arrived_s: float, trace: RequestTrace | None = None, index: int = 0
+    ) -> None:
+        self._tally = tally
+        self._timer = tally.commit_timer(arrived_s)
+        self._trace = trace
+        self._index = index
+        self._ids = current_request()  # events arrive outside of the request's task
+
+    def committed(self, event: CommitEvent) -> None:
+        """Notes a commit."""
+        self._timer.committed(len(event.tokens))
+        if self._trace is not None:
+            self._trace.committed(event, self._index)
+
+    def ended(self, event: EndEvent) -> None:
+        """Notes the end."""
+        self._timer.ended()
+        if self._trace is not None:
+            self._trace.ended(event)
+        if event.reason == "error":
+            code = event.error.code if event.error is not None else "internal_error"
+            self._tally.failed(code)
+            log_failure(code, self._ids)
+
+
+def watch(tally: RequestTally, scope: Scope, arrived_s: float, index: int = 0) -> SequenceWatch:
+    """Watches a sequence of the request with this scope."""
+    return SequenceWatch(tally, arrived_s, trace_of(scope), index)
+
+
+def log_failure(code: str, ids: object) -> None:
+    """Logs a sequence that failed: the engine has logged why, without knowing the request. ids: a RequestContext."""
+    _log.error(
+        "a sequence failed: %s",
+        code,
+        extra={
+            "event": "sequence_failed",
+            "code": code,
+            "request_id": getattr(ids, "request_id", None),
+            "trace_id": getattr(ids, "trace_id", None),
+            "session": getattr(ids, "session", None),
+        },
+    )
