@@ -37,6 +37,16 @@ class Tally:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    @property
+    def count(self) -> int:
+        """Values observed."""
+        return sum(self._counts)
+
+    @property
+    def total(self) -> float:
+        """Their sum."""
+        return self._sum
+
     def numbers(self) -> list[float]:
         """The counts of the buckets, then the sum."""
         return [*self._counts, self._sum]

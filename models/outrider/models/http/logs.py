@@ -60,16 +60,20 @@ def _found(record: logging.LogRecord) -> dict[str, Any]:
     return found
 
 
+def formatter_of(format_: LogFormat) -> logging.Formatter:
+    """What writes a line."""
+    if format_ is LogFormat.JSON:
+        return _JsonFormatter()
+    return _TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+
 def configure_logging(format_: LogFormat) -> None:
     """Sends everything from INFO up to standard error; uvicorn's and httpx's own from WARNING up.
 
     httpx would log every message of drafts, with its session's id.
     """
     handler = logging.StreamHandler(sys.stderr)
-    if format_ is LogFormat.JSON:
-        handler.setFormatter(_JsonFormatter())
-    else:
-        handler.setFormatter(_TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(formatter_of(format_))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for name in ("uvicorn", "httpx"):
         logging.getLogger(name).setLevel(logging.WARNING)
