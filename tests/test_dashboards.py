@@ -1,0 +1,155 @@
+"""Checks deploy/grafana, deploy/prometheus and docs/metrics.md against the metrics of a running server."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from tests.metrics_table import BEGIN, DOCUMENT, END, IN_VLLM, families, table
+from tests.promtool import promtool
+from tests.serving import FakeServer, serve_fake
+
+from outrider.cloud.api.drafts import DRAFTS_PATH
+
+yaml = pytest.importorskip("yaml")
+ROOT = Path(__file__).parent.parent
+RULES = ROOT / "deploy" / "prometheus"
+DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "outrider.json").read_text(encoding="utf-8"))
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+QUERIES = [(panel["title"], target) for panel in PANELS for target in panel["targets"]]
+ALERTS = [rule for group in yaml.safe_load((RULES / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+NAME = re.compile(r"\b((?:outrider|process)_[a-z0-9_]+)(?:\{([^}]*(?:\{[^}]*\}[^}]*)*)\})?")
+MATCHER = re.compile(r"([a-z_]+)(?:=~|!~|!=|=)\"")
+GROUPING = re.compile(r"\b(?:by|on|without) \(([a-z_, ]*)\)")
+OF_THE_SCRAPE = {"job", "instance"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FakeServer]:
+    with serve_fake() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def found(server: FakeServer) -> list[Metric]:
+    """The families of a server that has served a text."""
+    return families(server)
+
+
+@pytest.fixture(scope="module")
+def labels(server: FakeServer, found: list[Metric]) -> dict[str, set[str]]:
+    """The labels of each sample's name, as /metrics shows them."""
+    by_name: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text):
+        for sample in family.samples:
+            by_name.setdefault(sample.name, set()).update(sample.labels)
+    return by_name
+
+
+def check_query(query: str, labels: dict[str, set[str]]) -> None:
+    """Every metric exists, and every label is one of its, or of the scrape."""
+    used: set[str] = set()
+    names = NAME.findall(query)
+    assert names
+    for name, matchers in names:
+        assert name in labels, name
+        used |= labels[name]
+        assert set(MATCHER.findall(matchers)) <= labels[name] | OF_THE_SCRAPE, (name, matchers)
+    for group in GROUPING.findall(query):
+        assert {label.strip() for label in group.split(",")} <= used | OF_THE_SCRAPE, query
+
+
+@pytest.mark.parametrize(("title", "target"), QUERIES, ids=[f"{title} {target['refId']}" for title, target in QUERIES])
+def test_a_panel_asks_for_what_is_there(title: str, target: dict[str, Any], labels: dict[str, set[str]]) -> None:
+    """Metrics and labels, also those of its legend."""
+    check_query(target["expr"], labels)
+    grouped = {label.strip() for group in GROUPING.findall(target["expr"]) for label in group.split(",")}
+    shown = set(re.findall(r"\{\{([a-z_]+)\}\}", target["legendFormat"]))
+    assert shown <= (grouped or OF_THE_SCRAPE)
+
+
+def test_the_panels_show_every_metric(found: list[Metric]) -> None:
+    """A new metric gets a place on the dashboard."""
+    asked = " ".join(target["expr"] for _, target in QUERIES)
+    missing = [family.name for family in found if not re.search(rf"\b{family.name}(_total|_bucket|_info|\b)", asked)]
+    assert not missing
+
+
+def test_the_dashboard_is_whole() -> None:
+    """Ids are unique, panels do not overlap, queries name the variables that there are."""
+    assert DASHBOARD["schemaVersion"] == 42 and DASHBOARD["uid"] and DASHBOARD["id"] is None
+    ids = [panel["id"] for panel in DASHBOARD["panels"]]
+    assert len(set(ids)) == len(ids)
+    cells = [
+        cell
+        for at in (panel["gridPos"] for panel in DASHBOARD["panels"])
+        for cell in product(range(at["x"], at["x"] + at["w"]), range(at["y"], at["y"] + at["h"]))
+    ]
+    assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24
+    variables = {each["name"] for each in DASHBOARD["templating"]["list"]}
+    used = set(re.findall(r"\$\{?([a-z_]+)", json.dumps(DASHBOARD["panels"])))
+    assert variables == {"datasource", "job", "instance"} and used - {"__rate_interval", "__range"} == variables
+
+
+def test_prometheus_can_read_the_panels_queries(tmp_path: Path) -> None:
+    """promtool parses each as the expression of a recording rule."""
+    rules = [
+        {"record": f"panel:query{index}", "expr": re.sub(r"\$__[a-z_]+", "5m", target["expr"])}
+        for index, (_, target) in enumerate(QUERIES)
+    ]
+    path = tmp_path / "rules.json"  # JSON is YAML
+    path.write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))
+    promtool("check", "rules", path)
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=[alert["alert"] for alert in ALERTS])
+def test_an_alert_asks_for_what_is_there(alert: dict[str, Any], labels: dict[str, set[str]]) -> None:
+    """Metrics and labels; each has a severity, a summary and advice."""
+    check_query(alert["expr"], labels | {"up": set()}) if "up{" not in alert["expr"] else None
+    for route in re.findall(r'route!?="([^"]*)"', alert["expr"]):
+        assert route == DRAFTS_PATH
+    assert alert["labels"]["severity"] in ("warning", "critical")
+    assert set(alert["annotations"]) == {"summary", "description"} and "for" in alert
+
+
+def test_every_alert_fires_in_its_unit_test_and_is_silent_in_another() -> None:
+    """By promtool's own tests."""
+    cases = [
+        (each["alertname"], bool(each["exp_alerts"]))
+        for test in yaml.safe_load((RULES / "alerts_test.yml").read_text())["tests"]
+        for each in test["alert_rule_test"]
+    ]
+    names = {alert["alert"] for alert in ALERTS}
+    assert {name for name, fires in cases if fires} == names
+    assert {name for name, fires in cases if not fires} >= names - {"OutriderEngineFailed"}
+    promtool("check", "rules", RULES / "alerts.yml")
+    promtool("test", "rules", RULES / "alerts_test.yml")
+
+
+def test_the_scrape_configuration_is_one(tmp_path: Path) -> None:
+    """With the key's file and the rules beside it."""
+    for name in ("prometheus.yml", "alerts.yml"):
+        shutil.copy(RULES / name, tmp_path)
+    (tmp_path / "outrider.key").write_text("a-key\n")
+    promtool("check", "config", tmp_path / "prometheus.yml")
+
+
+def test_prometheus_finds_nothing_to_say_about_the_names(server: FakeServer, found: list[Metric]) -> None:
+    """promtool's lint: suffixes, units, help."""
+    promtool("check", "metrics", stdin=httpx.get(f"{server.url}/metrics").text)
+
+
+def test_the_document_lists_every_metric(found: list[Metric]) -> None:
+    """docs/metrics.md has what `python -m tests.metrics_table` writes."""
+    written = DOCUMENT.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+    assert written == table(found)
+    assert {name.removeprefix("outrider_") for name in (family.name for family in found)} >= set(IN_VLLM)
