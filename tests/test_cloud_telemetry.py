@@ -191,10 +191,12 @@ def test_others_add_their_metrics() -> None:
     stats = EngineStats(Totals(), 0, 0, 0, 0, 1, 1, 0.0, None, None)
     metrics = Metrics(lambda: stats, lambda: 0)
     counts = metrics.add_counter("store_lookups", "Lookups.", "outcome", ("hit", "miss"))
+    metrics.add_counts("reloads", "Files.", ("file", "result"), lambda: {("keys", "read"): 3})
     metrics.add_gauge("store_up", "Whether it answers.", lambda: gauges[0])
     counts.add("hit", 2)
     text = metrics.exposition("")[0].decode()
     assert 'outrider_store_lookups_total{outcome="hit"} 2.0' in text and 'outcome="miss"} 0.0' in text
+    assert 'outrider_reloads_total{file="keys",result="read"} 3.0' in text
     assert "outrider_store_up" not in text
     gauges[0] = 1.0
     assert "outrider_store_up 1.0" in metrics.exposition("")[0].decode()

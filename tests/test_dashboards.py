@@ -30,7 +30,7 @@ ALERTS = [rule for group in yaml.safe_load((RULES / "alerts.yml").read_text())["
 NAME = re.compile(r"\b((?:outrider|process)_[a-z0-9_]+)(?:\{([^}]*(?:\{[^}]*\}[^}]*)*)\})?")
 MATCHER = re.compile(r"([a-z_]+)(?:=~|!~|!=|=)\"")
 GROUPING = re.compile(r"\b(?:by|on|without) \(([a-z_, ]*)\)")
-OF_THE_SCRAPE = {"job", "instance"}
+OF_THE_SCRAPE = {"job", "instance", "replica"}  # the front of replicas adds the last
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from tests.engine_harness import Clock
 from tests.serving import save_fake_tokenizer
 from typer.testing import CliRunner
 
+from outrider.cloud.distributions import Distributions
 from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.seam import GenerateRequest
@@ -266,6 +267,30 @@ def test_drafts_become_a_path_and_alternatives_stay() -> None:
     assert verified(on, served) == [1, 2, 3, 4]  # max_draft
     on.close(served)
     assert on.totals.finished == 1 and on.totals.committed == 2
+
+
+def test_the_book_counts_what_metrics_show() -> None:
+    """Queue time, prompts, cache hits, acceptance by position and steps; nothing of probes. It crosses as numbers."""
+    on, clock = book()
+    served = on.open(Terms(1, SAMPLED, 20), [9, 9, 9])
+    probe = on.open(Terms(2, SAMPLED, 20, probe=3), [1, 2, 3])
+    clock.now += 0.5
+    for each in (served, served, probe):  # the second time after it gave way
+        on.left_queue(each, 2)
+    on.take_paths(1, 0, [[5, 6, 7]], clock.now)
+    assert verified(on, served) == [5, 6, 7]
+    commit(on, served, 5, 8)
+    on.stepped(StepSize(4, 10), 0.02, 0.001, num_sequences=1)
+    on.stepped(StepSize(4, 10), 0.02, 0.001, is_probe=True)
+    found, totals = on.drafting.distributions, on.totals
+    assert found.queue_s.count == 1 and found.queue_s.total == pytest.approx(0.5)
+    assert (totals.prompt_tokens, totals.prefix_queried_tokens, totals.prefix_hit_tokens) == (3, 6, 4)
+    assert (totals.proposed, totals.accepted, totals.tested, totals.wasted, totals.draft_nodes) == (3, 1, 2, 2, 3)
+    assert found.accepted_by_position[:2] == [1, 0] and found.tested_by_position[:3] == [1, 1, 0]
+    assert found.step_s.count == 1 and found.step_s.total == pytest.approx(0.021)
+    shown = Distributions()
+    shown.load(found.numbers())
+    assert shown.numbers() == found.numbers()
 
 
 def test_a_draft_may_come_before_its_sequence() -> None:

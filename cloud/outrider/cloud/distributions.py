@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Final
+from typing import Final, get_args
 
+from outrider.models.protocol import EndReason
 from outrider.models.tally import Tally
 
 MAX_POSITIONS: Final = 64
 """Drafted positions of a pass that are told apart: no engine verifies more."""
-END_REASONS: Final = ("stop", "length", "context", "once", "cancelled", "shutdown", "error")
-"""How a sequence may end: the seam's SequenceEndReason."""
+END_REASONS: Final = (*get_args(EndReason), "once")
+"""How a sequence may end."""
 _COUNTS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 _TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _STEP_S: Final = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.024, 2.048, 8.192, 32.768)
@@ -49,6 +50,10 @@ class Distributions:
         self.batch_size.observe(num_sequences)
         self.step_tokens.observe(num_tokens)
         self.step_s.observe(seconds)
+
+    def ended(self, reason: str) -> None:
+        """Counts a sequence's end."""
+        self.ends[reason] = self.ends.get(reason, 0) + 1
 
     def verified(self, accepted: int, tested: int) -> None:
         """Counts a pass that verified drafted tokens."""

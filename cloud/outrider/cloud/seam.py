@@ -127,7 +127,7 @@ class Totals:
     step_tokens: int = _shown("engine_step_tokens", "Tokens run through the model.", default=0)
     committed: int = _shown("generation_tokens", "Tokens committed.", default=0)
     passes: int = _shown("target_passes", "Target passes that committed tokens.", default=0)
-    drafts: int = _shown("spec_decode_num_drafts", "Of these, passes that verified drafted tokens.", default=0)
+    drafts: int = _shown("spec_decode_num_drafts", "Target passes that verified drafted tokens.", default=0)
     proposed: int = _shown("spec_decode_num_draft_tokens", "Drafted tokens verified.", default=0)
     accepted: int = _shown("spec_decode_num_accepted_tokens", "Drafted tokens accepted.", default=0)
     tested: int = _shown(

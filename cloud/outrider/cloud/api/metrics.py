@@ -4,7 +4,8 @@ Names are vLLM's where vLLM has the same, after "outrider_". The engine's number
 Only what the HTTP side alone sees is recorded as it happens: requests, dropped drafts, times of commits. These are
 recorded thousands of times a second, all on the event loop, so they are plain numbers that become metrics at a scrape.
 
-Another part of the server adds its own with `add_counter` and `add_gauge`. No label is made by a client.
+Another part of the server adds its own with `add_counter`, `add_counts`, `add_gauge` or `add_families`. No client makes
+a label.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ class Metrics(RequestTally):
         """server: labels of outrider_server_info, such as version and model_name."""
         super().__init__()
         self._registry = CollectorRegistry()
-        self._registry.register(_Families(lambda: _engine_families(stats(), self.created_s)))
+        self.add_families(lambda: _engine_families(stats(), self.created_s))
         ProcessCollector(registry=self._registry)
-        self._registry.register(_Families(self.request_counters))
-        self._registry.register(_Families(self.times))
+        self.add_families(self.request_counters)
+        self.add_families(self.times)
         if server:
-            self._registry.register(_Families(lambda: iter([_info(server)])))
+            self.add_families(lambda: iter([_info(server)]))
         self.add_gauge("sessions_open", "Open event streams.", num_sessions)
         self.num_dropped = self.add_counter(
             "drafts_dropped",
@@ -71,14 +72,16 @@ class Metrics(RequestTally):
         """A new counter `outrider_NAME_total`, with one label or none. values: all that the label may be."""
         counts = LabelledCounts(values)
         labels = (label,) if label else ()
-
-        def collect() -> Iterator[Metric]:
-            yield self.counter(
-                name, help_text, labels, {(value,) if label else (): n for value, n in counts.counts.items()}
-            )
-
-        self._registry.register(_Families(collect))
+        self.add_counts(
+            name, help_text, labels, lambda: {(value,) if label else (): n for value, n in counts.counts.items()}
+        )
         return counts
+
+    def add_counts(
+        self, name: str, help_text: str, labels: Sequence[str], read: Callable[[], Mapping[tuple[str, ...], int]]
+    ) -> None:
+        """A new counter `outrider_NAME_total` that another part counts. read: the counts by the labels' values."""
+        self.add_families(lambda: iter([self.counter(name, help_text, labels, read())]))
 
     def add_gauge(self, name: str, help_text: str, read: Callable[[], float | None]) -> None:
         """A new gauge `outrider_NAME`. read: called at each scrape; None leaves the gauge out."""
@@ -88,6 +91,10 @@ class Metrics(RequestTally):
             if value is not None:
                 yield GaugeMetricFamily(f"outrider_{name}", help_text, value=value)
 
+        self.add_families(collect)
+
+    def add_families(self, collect: Callable[[], Iterator[Metric]]) -> None:
+        """New metrics of any kind. collect: called at each scrape."""
         self._registry.register(_Families(collect))
 
     def exposition(self, accept: str) -> tuple[bytes, str]:

@@ -160,7 +160,7 @@ class RequestTrace:
                     "gen_ai.usage.input_tokens": usage.prompt_tokens,
                     "gen_ai.usage.output_tokens": usage.completion_tokens,
                     "gen_ai.usage.cache_read.input_tokens": usage.cached_prompt_tokens,
-                    "gen_ai.response.finish_reasons": self._reasons,
+                    "gen_ai.response.finish_reasons": self._reasons[:MAX_EVENTS],
                     "outrider.target_passes": usage.target_passes,
                     "outrider.accepted_tokens": usage.accepted_tokens,
                     "outrider.rejected_tokens": usage.rejected_tokens,

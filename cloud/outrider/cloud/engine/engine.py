@@ -429,7 +429,7 @@ class Engine:
         else:
             self._cache.drop(sequence)
         self._totals.finished += 1
-        self._distributions.ends[reason] += 1
+        self._distributions.ended(reason)
         del self._sequences[sequence.id]  # last: what raises before this leaves the end to `reset`
         sequence.sink(EndEvent(reason, sequence.usage, error, name))
 
@@ -463,7 +463,7 @@ class Engine:
             )
             for sequence in ended:
                 self._totals.finished += 1
-                self._distributions.ends["error"] += 1
+                self._distributions.ended("error")
                 try:
                     sequence.sink(EndEvent("error", sequence.usage, fault))
                 except BaseException as second:  # a sink that raises may be the cause

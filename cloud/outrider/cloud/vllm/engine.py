@@ -480,7 +480,7 @@ class VllmEngine(ServingEngine):
         if error is None and sequence.request.is_parked_after(reason):
             name = self._kept.keep(sequence.request.owner, [*sequence.prompt, *sequence.generated])
         if not sequence.is_probe:
-            self._distributions.ends[reason] += 1
+            self._distributions.ended(reason)
         sequence.sink(EndEvent(reason, usage, error, name))
         if not self._sequences:
             self._is_empty.set()
