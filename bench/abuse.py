@@ -47,6 +47,7 @@ from bench.attacks.shapes import booleans
 from bench.attacks.sharing import held_prefixes, large_verify_calls, long_sessions, unequal_owners
 from bench.attacks.subject import NotMeasured, Subject
 from bench.attacks.terminal import escapes, huge_answers
+from bench.attacks.traces import hostile_contexts
 from bench.attacks.trees import large_trees, malformed_trees, orphan_flood, sure_wrong_trees
 from bench.attacks.waiting import late_drafts, long_hints
 from bench.report import write_json
@@ -95,6 +96,7 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (28, delayed_texts),
     (29, local_hostile),
     (30, slow_verifier),
+    (31, hostile_contexts),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 
