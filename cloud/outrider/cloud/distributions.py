@@ -57,8 +57,8 @@ class Distributions:
 
     def verified(self, accepted: int, tested: int) -> None:
         """Counts a pass that verified drafted tokens."""
-        self._accepted[min(accepted, MAX_POSITIONS)] += 1
-        self._tested[min(tested, MAX_POSITIONS)] += 1
+        self._accepted[accepted if accepted < MAX_POSITIONS else MAX_POSITIONS] += 1
+        self._tested[tested if tested < MAX_POSITIONS else MAX_POSITIONS] += 1
 
     @property
     def accepted_by_position(self) -> list[int]:
@@ -91,7 +91,7 @@ def num_tested(accepted: int, tokens: Sequence[int], drafted_next: Sequence[int]
     tokens: what the pass committed. drafted_next: the verified tokens that follow the last accepted one. A pass that
     ends its sequence may commit a token that was guessed without accepting it: that rejects nothing.
     """
-    return accepted + (len(drafted_next) > 0 and tokens[-1] not in drafted_next)
+    return accepted + 1 if drafted_next and tokens[-1] not in drafted_next else accepted
 
 
 def _from_lengths(lengths: Sequence[int]) -> list[int]:

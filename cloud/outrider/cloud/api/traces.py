@@ -38,8 +38,8 @@ class TraceLimits:
 
     owner_per_s: float = 5.0
     owner_burst: float = 20.0
-    per_s: float = 50.0
-    burst: float = 200.0
+    per_s: float = 20.0
+    burst: float = 100.0
 
 
 class SpanBudget:

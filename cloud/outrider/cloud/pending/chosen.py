@@ -30,8 +30,10 @@ class Chosen:
     def after(self, nodes: Sequence[int]) -> Sequence[int]:
         """The tokens that follow the last of `nodes`, a path of indices; without nodes, those at the root."""
         last = nodes[-1] if nodes else -1
+        if last == len(self.tokens) - 1:
+            return ()
         if isinstance(self.parents, range):  # a line
-            return self.tokens[last + 1 : last + 2]
+            return (self.tokens[last + 1],)
         return [token for token, parent in zip(self.tokens, self.parents, strict=True) if parent == last]
 
     @property
