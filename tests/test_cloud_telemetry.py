@@ -454,7 +454,8 @@ def test_every_answer_has_its_own_request_id(server: FakeServer) -> None:
             ids.append(response.headers["x-request-id"])
             response.read()
         refused = client.post("/v1/sessions/none/drafts", json={"base": 0, "paths": [[1]]})
-        ids.append(refused.json()["request_id"])
+        ids.append(refused.headers["x-request-id"])
+        assert refused.json()["request_id"] == ids[-1]
     assert len(set(ids)) == 5
 
 

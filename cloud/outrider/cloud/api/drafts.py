@@ -136,11 +136,11 @@ class DraftsEndpoint:
 
 async def _answer(error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
     # Not in `__call__`: a variable there would be part of a circle with its own traceback, left to the collector.
-    enter_request(next((value for name, value in scope["headers"] if name == HEADER), None))
+    request = enter_request(next((value for name, value in scope["headers"] if name == HEADER), None))
     answer = as_answer(error)
     if _STATUS not in scope:
         scope[_STATUS] = answer.status
-        headers = {"allow": "POST"} if answer.status == 405 else None
+        headers = {HEADER.decode(): request.request_id} | ({"allow": "POST"} if answer.status == 405 else {})
         await error_response(answer, headers)(scope, receive, send)
 
 

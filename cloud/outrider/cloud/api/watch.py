@@ -1,4 +1,4 @@
-"""Notes what becomes of a request's sequence: its times for /metrics, its steps for the trace, its error for the log.
+"""Notes the commits and the end of a sequence: times for /metrics, steps for the trace, an error for the log.
 
 A commit is noted once per sequence and step, so what is off costs one comparison.
 """
