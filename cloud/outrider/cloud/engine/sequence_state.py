@@ -18,7 +18,7 @@ class SequenceState:
     chain: chain hashes of its full blocks as far as they were ever needed; tokens do not change, so neither do these.
     turn: who goes first of an owner's sequences: the lowest. It rises when the sequence runs tokens.
     queued_at, turn_began: the engine's step at which it was queued, and at which it first committed since it has
-    blocks; None before.
+    blocks; None before. due_at: when its deadline passes, by the engine's clock; None for no deadline.
     """
 
     id: int
@@ -33,7 +33,13 @@ class SequenceState:
     turn: int = 0
     queued_at: int = 0
     turn_began: int | None = None
+    due_at: float | None = None
     usage: SequenceUsage = field(default_factory=SequenceUsage)
+
+    @property
+    def priority(self) -> int:
+        """The higher, the sooner it is served."""
+        return self.request.priority
 
     @property
     def generated(self) -> list[int]:

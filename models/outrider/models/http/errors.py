@@ -18,6 +18,8 @@ from outrider.models.faults import log_fault
 from outrider.models.protocol import ErrorAnswer, ErrorBody
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+ERROR_CODE: Final = "outrider.error"
+"""Key of the ASGI scope that holds the code of the error that was answered."""
 MAX_PARAM_CHARS: Final = 100
 """Longest piece of a request that an error quotes: a field's name, a path."""
 
@@ -34,8 +36,7 @@ class Throttled(RequestError):
     """A RequestError 429 for a client over its rate. retry_after_s: when its next call would be accepted."""
 
     def __init__(self, code: str, message: str, *, retry_after_s: int) -> None:
-        super().__init__(code, message, status=429)
-        self.retry_after_s = retry_after_s
+        super().__init__(code, message, status=429, retry_after_s=retry_after_s)
 
 
 def error_body(error: RequestError) -> ErrorBody:
@@ -86,12 +87,25 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
     body = ErrorAnswer(error=error_body(error)).model_dump_json().encode()
     sent = dict(headers or {})
     if error.status in (429, 503):
-        sent.setdefault("retry-after", str(error.retry_after_s if isinstance(error, Throttled) else 1))
+        sent.setdefault("retry-after", str(error.retry_after_s or 1))
     if error.status == 413:
         sent.setdefault("connection", "close")  # otherwise the rest of the body would have to be read
     if error.status == 401:
         sent.setdefault("www-authenticate", "Bearer")
-    return Response(body, error.status, sent, "application/json")
+    return ErrorResponse(body, error.status, sent, "application/json", code=error.code)
+
+
+class ErrorResponse(Response):
+    """The response for an error; notes the error's code in the ASGI scope, for the audit log."""
+
+    def __init__(self, body: bytes, status: int, headers: Mapping[str, str], media_type: str, *, code: str) -> None:
+        super().__init__(body, status, headers, media_type)
+        self._code = code
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        scope[ERROR_CODE] = self._code
+        await super().__call__(scope, receive, send)
 
 
 class ErrorBoundary:
