@@ -1,8 +1,8 @@
 """Reads files again when they change, without a restart: keys, certificates.
 
-A thread looks once a second, so no request pays for it. A change counts once the files have kept still from one look to
-the next, so that a file which an editor still writes is not read; `check_soon` (SIGHUP) reads them at the next look. What
-cannot be read leaves the server as it is: the log says so once for each change, and a metric counts it.
+A thread looks once a second, so no request pays for it. A change counts once the files have kept still from one look
+to the next, so that a file which an editor still writes is not read; `check_soon` (SIGHUP) reads them at the next look.
+What cannot be read leaves the server as it is: the log says so once for each change, and a metric counts it.
 """
 
 from __future__ import annotations
@@ -68,14 +68,13 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
 class FileWatch:
     """Checks files on a thread of its own while it is entered. counts: what was read again, by name and result."""
 
-    def __init__(self, files: Sequence[WatchedFiles]) -> None:
+    def __init__(self, files: Sequence[WatchedFiles], counts: Counter[tuple[str, str]] | None = None) -> None:
         self._files = tuple(files)
+        self.counts = Counter[tuple[str, str]]() if counts is None else counts
+        self.counts.update({(each.name, result): 0 for each in files for result in ("ok", "failed")})
         self._is_forced = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="outrider-files", daemon=True)
-        self.counts: Counter[tuple[str, str]] = Counter(
-            {(each.name, result): 0 for each in files for result in ("ok", "failed")}
-        )
 
     def __enter__(self) -> Self:
         if self._files:
@@ -86,6 +85,11 @@ class FileWatch:
         self._ended.set()
         if self._files:
             self._thread.join()
+
+    @property
+    def has_files(self) -> bool:
+        """Whether there is anything to read again."""
+        return bool(self._files)
 
     def check_soon(self) -> None:
         """Reads all files again at the next look. Safe in a signal handler: it takes no lock."""

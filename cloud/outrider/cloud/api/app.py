@@ -1,8 +1,8 @@
 """Builds the verifier's HTTP application.
 
-A request passes these layers, from the outside in: the HTTP metrics, the error boundary, the body limit, the gate
-(host, origin, key, media type and rate), then FastAPI's router. All layers are plain ASGI. The drafts endpoint stands
-in front of them, with a gate of its own.
+A request passes these layers, from the outside in: the audit log where there is one, the HTTP metrics, the error
+boundary, the body limit, the gate (host, origin, key and scope, media type and rate), then FastAPI's router. All layers
+are plain ASGI. The drafts endpoint stands in front of them, with a gate of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Final
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
+from outrider.cloud.api.audit import AuditedRequests
 from outrider.cloud.api.completions import completion_routes
 from outrider.cloud.api.download_places import DraftFiles
 from outrider.cloud.api.downloads import download_routes
@@ -38,7 +39,15 @@ PROBE_PATHS: Final = ("/health/live", "/health/ready", "/health", "/healthz", "/
 OPEN_PATHS: Final = ("/openapi.json", "/docs")
 """Answered without a key."""
 COSTLY_PATHS: Final = ("/v1/sessions", "/v1/verify", "/v1/completions", "/v1/chat/completions", "/v1/render")
-"""Counted against a key's rate. Drafts are not: sessions and owners have budgets of them."""
+"""Counted against a key's rate, and written to the audit log. Drafts are neither: sessions and owners have budgets of
+them."""
+_DOWNLOADS: Final = "/v1/drafts/"
+
+
+def _is_work(scope: Scope) -> bool:
+    """Whether the audit log has a line for the request though it was not refused."""
+    path = scope["path"]
+    return path in COSTLY_PATHS or path.startswith(_DOWNLOADS)
 
 
 class VerifierApp(FastAPI):
@@ -65,7 +74,7 @@ def create_app(
     drafts: what devices may download.
     """
     settings = settings or ServerSettings()
-    core = Core(engine, model, settings, Slots(settings.max_sessions), drafts)
+    core = Core(engine, model, settings, Slots(settings.max_sessions, settings.keys.sessions_of), drafts)
     app = VerifierApp(
         title="Outrider verifier",
         version=version("outrider"),
@@ -93,6 +102,10 @@ def create_app(
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(ErrorBoundary)
     app.add_middleware(CountedRequests, tally=core.metrics, route_of=route_of)
+    if settings.audit is not None:
+        app.add_middleware(
+            AuditedRequests, log=settings.audit, route_of=route_of, is_work=_is_work, quiet_paths=PROBE_PATHS
+        )
     # FastAPI builds the routes when the first request looks for its own: that takes time then, and changes the warning
     # filters of the whole process.
     for route in app.routes:

@@ -9,6 +9,8 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from outrider.cloud.api.admission import Asked
+from outrider.cloud.api.audit import AUDIT
 from outrider.cloud.api.generation import Generation
 from outrider.cloud.api.state import Core
 from outrider.cloud.seam import GenerateRequest
@@ -109,7 +111,8 @@ async def _answer(
         requests = [
             GenerateRequest(tuple(prompt), params, max_tokens, stop_ids, owner=owner) for prompt in await encode()
         ]
-        await generation.submit(requests, body.stop_strings, arrived_s)
+        asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
+        await generation.submit(requests, body.stop_strings, asked)
     except BaseException:
         generation.close()
         raise

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.cloud.api.draft_budget import TREE_UNIT_BYTES, UNIT_BYTES, DraftBudget
 from outrider.cloud.api.state import Core
 from outrider.models.errors import RequestError
-from outrider.models.http.errors import Throttled, as_answer, error_response, method_not_allowed
+from outrider.models.http.errors import ERROR_CODE, Throttled, as_answer, error_response, method_not_allowed
 from outrider.models.http.limits import body_too_large
 from outrider.models.http.requests import parse
 from outrider.models.http.security import ANYBODY, JSON_MEDIA_TYPE, OWNER, media_type_of
@@ -79,6 +79,10 @@ class DraftsEndpoint:
             return  # the server is closing, or the client left while its body was read
         except Exception as error:
             await _answer(error, scope, receive, send)
+        audit = self._core.settings.audit
+        if audit is not None and scope[_STATUS] in (401, 403, 429):
+            refused = {"endpoint": DRAFTS_PATH, "status": scope[_STATUS], "end": scope.get(ERROR_CODE)}
+            audit.refused(refused, is_counted_only=True)
         self._core.metrics.answered(DRAFTS_PATH, scope["method"], scope[_STATUS], time.perf_counter() - started_s)
 
     async def _take(self, scope: Scope, receive: Receive, send: Send) -> None:

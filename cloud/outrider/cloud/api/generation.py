@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.bridge import Mailbox
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.verify import shutting_down
@@ -46,13 +47,13 @@ class Generation:
         generation._num_slots = num_choices
         return generation
 
-    async def submit(self, requests: Sequence[GenerateRequest], stop_strings: Sequence[str], arrived_s: float) -> None:
+    async def submit(self, requests: Sequence[GenerateRequest], stop_strings: Sequence[str], asked: Asked) -> None:
         """Submits a sequence for each request. Raises RequestError; call `close` then too."""
         for index, request in enumerate(requests):
             detokenizer = self.core.model.tokenizer.detokenizer(context=request.prompt)
             assembler = TextAssembler(detokenizer, stop_strings, request.stop_ids)
-            sequence_id = self.core.engine.submit(request, self.mailbox.sink(index))
-            self._choices.append(_Choice(sequence_id, assembler, self.core.metrics.commit_timer(arrived_s)))
+            sequence_id = self.core.admission.submit(request, self.mailbox.sink(index), asked)
+            self._choices.append(_Choice(sequence_id, assembler, self.core.metrics.commit_timer(asked.arrived_s)))
             await asyncio.sleep(0)  # 64 long prompts at once would delay every stream
 
     def close(self) -> None:

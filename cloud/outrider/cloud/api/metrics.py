@@ -7,7 +7,7 @@ second, all on the event loop, so they are plain numbers that become metrics at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -23,7 +23,8 @@ from outrider.models.tally import RequestTally
 class Metrics(RequestTally):
     """The server's metrics, in a registry of their own, so that one process can hold two servers.
 
-    num_dropped: drafts that were not taken because a budget was used up, by its name.
+    num_dropped: drafts that were not taken because a budget was used up, by its name. reloads: files that were read
+    again, by name and result. num_audit_lost: lines that the audit log could not write; None without one.
     """
 
     def __init__(self, stats: Callable[[], EngineStats], num_sessions: Callable[[], int]) -> None:
@@ -33,6 +34,8 @@ class Metrics(RequestTally):
         ProcessCollector(registry=self._registry)
         self._registry.register(_HttpCollector(self))
         self.num_dropped = {"session": 0, "owner": 0}
+        self.reloads: Mapping[tuple[str, str], int] = {}
+        self.num_audit_lost: Callable[[], int] | None = None
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """All metrics in the text format that `accept` prefers, and its content type."""
@@ -53,6 +56,16 @@ class _HttpCollector(Collector):
             ("budget",),
             {(budget,): n for budget, n in metrics.num_dropped.items()},
         )
+        if metrics.reloads:
+            yield metrics.counter(
+                "reloads",
+                "Files that were read again after a change.",
+                ("file", "result"),
+                dict(metrics.reloads.items()),
+            )
+        if metrics.num_audit_lost is not None:
+            lost: dict[tuple[str, ...], int] = {(): metrics.num_audit_lost()}
+            yield metrics.counter("audit_lines_lost", "Lines that the audit log could not write.", (), lost)
         yield from metrics.times(
             "Time from a request's arrival to its first committed token.", "Time between two commits of a sequence."
         )

@@ -7,12 +7,16 @@ with each other and with everything else. Items beyond their owner's share of sl
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 from typing import Any, Final, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
+from outrider.cloud.api.admission import Asked
+from outrider.cloud.api.audit import AUDIT
 from outrider.cloud.api.bridge import Delivery, Mailbox
 from outrider.cloud.api.state import Core
 from outrider.cloud.seam import CommitEvent, GenerateRequest
@@ -20,7 +24,14 @@ from outrider.models.errors import RequestError
 from outrider.models.http.errors import error_body, from_validation, internal_error
 from outrider.models.http.requests import faults_of, owner_of, read_body, sampling_of
 from outrider.models.http.sse import closed_on_disconnect
-from outrider.models.protocol import MAX_VERIFY_ITEMS, VerifyAnswer, VerifyItem, VerifyResult
+from outrider.models.protocol import (
+    MAX_VERIFY_ITEMS,
+    DeadlineMs,
+    Priority,
+    VerifyAnswer,
+    VerifyItem,
+    VerifyResult,
+)
 
 MAX_WAITING_CALLS: Final = 256
 """Calls of one owner that may wait for their first slot; each holds its body."""
@@ -39,6 +50,8 @@ class VerifyEnvelope(BaseModel):
 
     items: list[Any] = Field(min_length=1, max_length=MAX_VERIFY_ITEMS)
     tokenizer: str | None = None
+    priority: Priority | None = None
+    deadline_ms: DeadlineMs | None = None
 
 
 def verify_routes(core: Core) -> APIRouter:
@@ -52,9 +65,10 @@ def verify_routes(core: Core) -> APIRouter:
         Results come in the items' order; an item that fails has `error`. When all items fail with one HTTP status, the
         whole answer has that status (a lone `prefix_not_held`: 409) and `error` beside `results`.
         """
+        asked = Asked(time.monotonic(), entry=request.scope.get(AUDIT))
         owner = owner_of(request)
         body = await read_body(request.receive)
-        batch = _Batch(core, owner)
+        batch = _Batch(core, owner, asked)
         with core.bodies.hold(owner, body):  # to the call's end: its items wait
             try:
                 async with closed_on_disconnect(batch.mailbox, request.receive):
@@ -75,10 +89,11 @@ class _Batch:
     item each. The body is parsed when the first slot is free, so that calls that wait hold little.
     """
 
-    def __init__(self, core: Core, owner: bytes) -> None:
+    def __init__(self, core: Core, owner: bytes, asked: Asked) -> None:
         self.mailbox: Mailbox = core.bridge.mailbox()
         self._core = core
         self._owner = owner
+        self._asked = asked
         self._errors: dict[int, RequestError] = {}
         self._results: list[VerifyResult] = []
         self._running: dict[int, int] = {}  # item -> the engine's sequence; each has a slot
@@ -104,6 +119,7 @@ class _Batch:
         try:
             envelope = await self._core.bodies.parse(owner, VerifyEnvelope, body, is_held=True)
             self._core.require_tokenizer(envelope.tokenizer)
+            self._asked = replace(self._asked, priority=envelope.priority, deadline_ms=envelope.deadline_ms)
             self._results = [VerifyResult()] * len(envelope.items)
             items = envelope.items
             for index in range(len(items)):
@@ -121,7 +137,9 @@ class _Batch:
     def _start(self, index: int, raw: Any) -> bool:
         """Submits an item; returns whether it runs."""
         try:
-            self._running[index] = self._core.engine.submit(self._request(raw), self.mailbox.sink(index))
+            self._running[index] = self._core.admission.submit(
+                self._request(raw), self.mailbox.sink(index), self._asked
+            )
             return True
         except ValidationError as error:
             self._fail(index, from_validation(faults_of(error), prefix=f"items.{index}"))

@@ -145,8 +145,8 @@ class Owners:
     def candidates(self, overdue_since: int, *, by_age: bool = False) -> Iterator[SequenceState]:
         """The heads of the owners' queues, until the caller has enough: the highest priority first, unless `by_age`.
 
-        Then what was queued before `overdue_since`, then owners with the fewest sequences that have blocks, then who has waited longest. An owner whose head was
-        admitted meanwhile comes again with the next one.
+        Then what was queued before `overdue_since`, then owners with the fewest sequences that have blocks, then who
+        has waited longest. An owner whose head was admitted meanwhile comes again with the next one.
         """
 
         def entry(index: int, owner: Owner) -> tuple[int, bool, int, int, int, Owner]:

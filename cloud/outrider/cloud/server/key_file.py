@@ -61,7 +61,9 @@ def _change(path: Path, change: Callable[[list[str], list[ApiKey]], list[str]]) 
             lines = path.read_text(encoding="utf-8").splitlines() if keys or path.exists() else []
             partial = path.with_name(path.name + ".part")
             partial.unlink(missing_ok=True)  # left by a command that was killed
-            with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            with os.fdopen(
+                os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+            ) as file:
                 file.write("".join(f"{line}\n" for line in change(lines, keys)))
                 file.flush()
                 os.fsync(file.fileno())

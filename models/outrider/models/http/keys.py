@@ -67,7 +67,7 @@ class ApiKey:
 
     @classmethod
     def plain(cls, key: str) -> ApiKey:
-        """A key that is given itself; it has every scope and no limits of its own. Raises ConfigError for a short one."""
+        """A key that is given itself, with every scope and no limits of its own. Raises ConfigError for a short one."""
         if len(key) < MIN_KEY_CHARS:
             raise ConfigError(f"an API key has {len(key)} characters; expected {MIN_KEY_CHARS} or more")
         digest = hashlib.sha256(key.encode()).digest()
@@ -104,7 +104,9 @@ class ApiKey:
         for each in fields(self)[3:]:
             value = getattr(self, each.name)
             if value:
-                parts.append(f"{_shown(each.name)}={value:g}" if isinstance(value, float) else f"{_shown(each.name)}={value}")
+                parts.append(
+                    f"{_shown(each.name)}={value:g}" if isinstance(value, float) else f"{_shown(each.name)}={value}"
+                )
         return " ".join(parts)
 
     def require(self, scope: Scope) -> None:
@@ -112,7 +114,9 @@ class ApiKey:
         if scope not in self.scopes:
             held = ", ".join(sorted(self.scopes))
             raise RequestError(
-                "scope_missing", f"this API key has the scope {held}; the route needs {scope}: use another key", status=403
+                "scope_missing",
+                f"this API key has the scope {held}; the route needs {scope}: use another key",
+                status=403,
             )
 
 
@@ -188,7 +192,7 @@ class KeyRing:
         return self._path
 
     def reload(self) -> Collection[bytes]:
-        """Reads the file again. Returns the owners that may no longer generate; raises ConfigError and keeps the keys."""
+        """Reads the file again; returns owners that may no longer generate. Raises ConfigError and keeps the keys."""
         if self._path is None:
             return ()
         from_file = read_key_lines(self._path)
@@ -209,6 +213,11 @@ class KeyRing:
         """Whether work of this owner may go on: its key is there and has the scope, or no keys are required."""
         key = self._by_digest.get(owner)
         return not self._by_digest or (key is not None and Scope.GENERATE in key.scopes)
+
+    def sessions_of(self, owner: bytes) -> int | None:
+        """The owner's own limit of open sequences, if it has one."""
+        key = self._by_digest.get(owner)
+        return None if key is None else key.sessions
 
     def find(self, authorization: bytes | None) -> ApiKey | None:
         """The key of the Authorization header's bytes; None without keys. Raises RequestError 401 `unauthorized`.
