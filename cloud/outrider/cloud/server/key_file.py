@@ -58,13 +58,13 @@ def _change(path: Path, change: Callable[[list[str], list[ApiKey]], list[str]]) 
     try:
         with _locked(path.parent):
             keys = read_key_lines(path) if path.exists() else []
-            lines = path.read_text(encoding="utf-8").splitlines() if keys or path.exists() else []
+            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            text = "".join(f"{line}\n" for line in change(lines, keys))
             partial = path.with_name(path.name + ".part")
             partial.unlink(missing_ok=True)  # left by a command that was killed
-            with os.fdopen(
-                os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
-            ) as file:
-                file.write("".join(f"{line}\n" for line in change(lines, keys)))
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(path)

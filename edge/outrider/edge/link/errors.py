@@ -60,6 +60,9 @@ def lost(url: str, error: httpx.TransportError) -> EndpointLost:
     if isinstance(error, httpx.RemoteProtocolError) and not re.search("(?i)disconnected|closed", str(error)):
         return ProtocolBroken(url, f"its answer is not HTTP ({short(str(error))})")
     words = f"{url}: {type(error).__name__}: {error}" if str(error) else f"{url}: {type(error).__name__}"
+    if url.startswith("https:") and "without sending a response" in words:
+        # A refused handshake looks the same: with TLS 1.3 the client believes that it is connected by then.
+        words += " If it asks for client certificates, give --tls-client-cert with one that it accepts."
     return EndpointLost(words, is_absent=isinstance(error, httpx.ConnectError | httpx.ConnectTimeout))
 
 

@@ -35,11 +35,12 @@ class TlsFiles:
         """Settings for connections, from what the files hold now. Raises ConfigError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            context.load_cert_chain(self.certificate, self.key)
+            # An empty password: without one OpenSSL would ask at the terminal for that of an encrypted key.
+            context.load_cert_chain(self.certificate, self.key, password="")
         except OSError as error:  # ssl.SSLError is one
             raise ConfigError(
                 f"cannot serve HTTPS with {self.certificate} and {self.key} ({error.strerror or error}); expected a "
-                "certificate chain and its private key, both PEM"
+                "certificate chain and its private key without a password, both PEM"
             ) from None
         if self.client_ca is not None:
             try:
@@ -60,9 +61,9 @@ class TlsFiles:
 
 
 def subject_of(certificate: Mapping[str, Any]) -> str:
-    """The name on a verified certificate, as `SSLSocket.getpeercert` gives it.
+    """The name on a verified certificate, as `SSLSocket.getpeercert` gives it: its subject, such as "CN=phone,O=Acme".
 
-    The name is its subject, such as "CN=phone-7,O=Acme". A certificate without a subject is known by its first alternative name; "" where it has neither.
+    A certificate without a subject is known by its first alternative name; "" where it has neither.
     """
     parts = [f"{_SHORT.get(name, name)}={value}" for group in certificate.get("subject", ()) for name, value in group]
     names = [f"{kind}:{value}" for kind, value in certificate.get("subjectAltName", ())]
