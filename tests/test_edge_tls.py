@@ -57,7 +57,7 @@ def make_signed(place: Path, name: str, authority: tuple[Path, Path]) -> ClientC
     """A client's certificate, signed by the authority, and its key."""
     certificate, key, request = (place / f"{name}.{end}" for end in ("pem", "key", "csr"))
     openssl("req", *CURVE, "-keyout", key, "-out", request, "-subj", f"/O=Acme/CN={name}")
-    signer = ["-CA", authority[0], "-CAkey", authority[1], "-CAcreateserial", "-days", "1"]
+    signer: list[str | Path] = ["-CA", authority[0], "-CAkey", authority[1], "-CAcreateserial", "-days", "1"]
     openssl("x509", "-req", "-in", request, *signer, "-out", certificate)
     return ClientCertificate(certificate, key)
 

@@ -32,7 +32,7 @@ from outrider.cloud.seam import ServingEngine
 from outrider.models.http.counted_requests import CountedRequests
 from outrider.models.http.errors import ErrorBoundary
 from outrider.models.http.limits import BodyLimit, RateLimiter, Slots
-from outrider.models.http.security import Gate, PagePolicy
+from outrider.models.http.security import METRICS_PATH, Gate, PagePolicy
 
 PROBE_PATHS: Final = ("/health/live", "/health/ready", "/health", "/healthz", "/livez", "/readyz")
 """Answered without a key, under any host name: load balancers probe by address."""
@@ -42,6 +42,12 @@ COSTLY_PATHS: Final = ("/v1/sessions", "/v1/verify", "/v1/completions", "/v1/cha
 """Counted against a key's rate, and written to the audit log. Drafts are neither: sessions and owners have budgets of
 them."""
 _DOWNLOADS: Final = "/v1/drafts/"
+
+
+def _endpoint_of(scope: Scope) -> str:
+    """The route's pattern, also of a request that the gate refused before the router saw it."""
+    path: str = scope["path"]
+    return path if path in COSTLY_PATHS or path == METRICS_PATH else route_of(scope)
 
 
 def _is_work(scope: Scope) -> bool:
@@ -104,7 +110,7 @@ def create_app(
     app.add_middleware(CountedRequests, tally=core.metrics, route_of=route_of)
     if settings.audit is not None:
         app.add_middleware(
-            AuditedRequests, log=settings.audit, route_of=route_of, is_work=_is_work, quiet_paths=PROBE_PATHS
+            AuditedRequests, log=settings.audit, route_of=_endpoint_of, is_work=_is_work, quiet_paths=PROBE_PATHS
         )
     # FastAPI builds the routes when the first request looks for its own: that takes time then, and changes the warning
     # filters of the whole process.
