@@ -163,7 +163,10 @@ class _Batch:
         if len(self._errors) == len(self._results) and len(statuses) == 1:
             status = statuses.pop()
             body = body.model_copy(update={"error": self._results[0].error})
-        return Response(body.model_dump_json(exclude_none=True), status, media_type="application/json")
+        headers = {}
+        if status in (429, 503):
+            headers["retry-after"] = str(max(error.retry_after_s or 1 for error in self._errors.values()))
+        return Response(body.model_dump_json(exclude_none=True), status, headers, media_type="application/json")
 
     def _request(self, raw: Any) -> GenerateRequest:
         item = VerifyItem.model_validate(raw)
