@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import ssl
 import subprocess
 import sys
 from collections import Counter
@@ -18,10 +17,10 @@ from tests.serving import StepGate, serve_fake
 from outrider.edge.cli.cloud_flags import certificate_in_use
 from outrider.edge.cli.draft_source import clouds_of
 from outrider.edge.cli.pull_options import PullOptions
+from outrider.edge.link.certificate import ClientCertificate
 from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.errors import EndpointLost
 from outrider.edge.link.sender import DraftMessage
-from outrider.edge.link.tls import ClientCertificate
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.ingress.sockets import TlsFiles, tls_files
 from outrider.models.protocol import SessionOpen, SessionRequest
@@ -148,8 +147,9 @@ def test_certificates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     certificate, key = make_own(tmp_path, "own")
     locked = tmp_path / "locked.key"
     openssl("ec", "-in", key, "-aes128", "-passout", "pass:secret", "-out", locked)
+    locked.chmod(0o600)
     with pytest.raises(ConfigError, match="without a password"):
-        ClientCertificate(certificate, locked).load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        certificate_in_use(certificate, locked)
     with pytest.raises(ConfigError, match="without a password"):
         TlsFiles(certificate, locked)
     with pytest.raises(ConfigError, match="give --tls-client-cert"):

@@ -9,7 +9,7 @@ import click
 import typer
 from click.core import ParameterSource
 
-from outrider.edge.link.tls import ClientCertificate
+from outrider.edge.link.certificate import ClientCertificate
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.setup.key_file import read_key_file, require_private
 from outrider.edge.setup.settings import Settings
@@ -43,14 +43,16 @@ TlsClientKey = Annotated[
 
 
 def certificate_in_use(certificate: Path | None, key: Path | None) -> ClientCertificate | None:
-    """What the device shows to servers. Raises ConfigError for a key without a certificate, or one others can read."""
+    """What the device shows to servers. Raises ConfigError for a lone key, or for files that cannot be used."""
     if certificate is None:
         if key is not None:
             raise ConfigError("--tls-client-key is the key of a certificate; give --tls-client-cert too")
         return None
     certificate, key = certificate.expanduser(), key.expanduser() if key is not None else None
     require_private(key or certificate)
-    return ClientCertificate(certificate, key)
+    shown = ClientCertificate(certificate, key)
+    shown.check()
+    return shown
 
 
 def keys_in_use(api_key: str | None, key_file: Path | None, *, allow_http: bool = False) -> Keys:

@@ -21,11 +21,12 @@ from pydantic import BaseModel, ValidationError
 
 from outrider.edge import tracing
 from outrider.edge.link.address import verifier_url as verifier_url  # also for importers of this module
+from outrider.edge.link.certificate import ClientCertificate
 from outrider.edge.link.checks import SessionCheck, check_rendered, check_result
 from outrider.edge.link.errors import EndpointLost, ProtocolBroken, lost, refusal_error, retry_after_s, short, silent
 from outrider.edge.link.sender import DraftMessage
 from outrider.edge.link.sse import EventParser
-from outrider.edge.link.tls import ClientCertificate, system_tls
+from outrider.edge.link.tls import system_tls
 from outrider.edge.results import ByteCounts
 from outrider.models.errors import OutriderError, RequestError
 from outrider.models.hosts import is_loopback

@@ -8,32 +8,10 @@ from __future__ import annotations
 
 import importlib
 import ssl
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
-from outrider.models.errors import ConfigError
+from outrider.edge.link.certificate import ClientCertificate
 from outrider.models.extras import missing_extra
-
-
-@dataclass(frozen=True, slots=True)
-class ClientCertificate:
-    """PEM files of the certificate chain that the device shows, and of its private key; None: in the same file."""
-
-    certificate: Path
-    key: Path | None = None
-
-    def load_into(self, context: ssl.SSLContext) -> None:
-        """Has connections show it. Raises ConfigError where the files cannot be used."""
-        try:
-            # An empty password: without one OpenSSL would ask at the terminal for that of an encrypted key.
-            context.load_cert_chain(self.certificate, self.key, password="")
-        except OSError as error:  # ssl.SSLError is one
-            where = f"{self.certificate} and {self.key}" if self.key is not None else str(self.certificate)
-            raise ConfigError(
-                f"cannot show a client certificate with {where} ({error.strerror or error}); expected a certificate "
-                "chain and its private key without a password, both PEM"
-            ) from None
 
 
 def system_tls(certificate: ClientCertificate | None = None) -> ssl.SSLContext:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from outrider.edge.link.address import verifier_url, without_password
-from outrider.edge.link.tls import ClientCertificate
+from outrider.edge.link.certificate import ClientCertificate
 from outrider.edge.setup.config_file import ENDPOINT, ConfigFile, described
 from outrider.edge.setup.key_file import read_key_file
 from outrider.models.errors import ConfigError
