@@ -427,13 +427,23 @@ class Engine:
         if sequence.generated:
             self._finish(sequence, "deadline")
         else:
-            self._finish(sequence, "error", deadline_exceeded())
+            self._finish(sequence, "error", deadline_exceeded(), is_sound=True)
 
-    def _finish(self, sequence: SequenceState, reason: SequenceEndReason, error: RequestError | None = None) -> None:
-        """Frees everything the sequence holds, or parks it, and notifies its sink."""
+    def _finish(
+        self,
+        sequence: SequenceState,
+        reason: SequenceEndReason,
+        error: RequestError | None = None,
+        *,
+        is_sound: bool = False,
+    ) -> None:
+        """Frees everything the sequence holds, or parks it, and notifies its sink.
+
+        is_sound: the error says nothing against the blocks, so they may be shared again.
+        """
         self._scheduler.remove(sequence)
         name = None
-        if error is not None:
+        if error is not None and not is_sound:
             self._cache.discard(sequence)
         elif sequence.request.is_parked_after(reason):
             name = self._cache.park(sequence)
