@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
+from bench.attacks.admission import audit_flood, borrowed_priority, deadline_flood, little_budget
 from bench.attacks.bodies import wrong_elements
 from bench.attacks.browser import foreign_pages
 from bench.attacks.caches import guessed_hash, kept_sessions, others_prompts, session_hash
@@ -96,7 +97,11 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (28, delayed_texts),
     (29, local_hostile),
     (30, slow_verifier),
-    (31, hostile_contexts),
+    (31, little_budget),
+    (32, borrowed_priority),
+    (33, deadline_flood),
+    (34, audit_flood),
+    (35, hostile_contexts),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 

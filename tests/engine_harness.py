@@ -105,6 +105,8 @@ class Harness:
         draft_lag_ms: float | None = None,
         owner: bytes = b"",
         keep: bool = False,
+        priority: int = 0,
+        deadline_ms: float | None = None,
     ) -> tuple[int, Collector]:
         """Submits a request with a fresh collector."""
         collector = Collector()
@@ -120,6 +122,8 @@ class Harness:
             draft_lag_ms,
             owner,
             keep,
+            priority,
+            deadline_ms,
         )
         return self.engine.submit(request, collector), collector
 

@@ -303,6 +303,9 @@ def test_a_certificate_of_another_time_points_at_the_clock(monkeypatch: pytest.M
     """A wrong clock refuses every certificate."""
 
     class Context:
+        def __init__(self, certificate: object) -> None:
+            assert certificate is None
+
         def wrap_socket(self, *_: object, **__: object) -> None:
             error = ssl.SSLCertVerificationError(1, "refused")
             error.verify_message = "certificate is not yet valid"

@@ -1,46 +1,170 @@
-"""Tests that a device trusts the servers that its system trusts, and no others."""
+"""Tests that a device trusts the servers that its system trusts, and no others, and a server devices by their
+certificates."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests.serving import serve_fake
+from tests.serving import StepGate, serve_fake
 
-from outrider.edge.link.client import CloudClient
+from outrider.edge.cli.cloud_flags import certificate_in_use
+from outrider.edge.cli.draft_source import clouds_of
+from outrider.edge.cli.pull_options import PullOptions
+from outrider.edge.link.certificate import ClientCertificate
+from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.errors import EndpointLost
-from outrider.models.errors import RuntimeUnavailable
-from outrider.models.ingress.sockets import TlsFiles
+from outrider.edge.link.sender import DraftMessage
+from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.ingress.sockets import TlsFiles, tls_files
+from outrider.models.protocol import SessionOpen, SessionRequest
+from outrider.models.watched_files import WatchedFiles
 
 OPENSSL = shutil.which("openssl")
 
 
-async def status(url: str) -> str:
+CURVE = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
+
+
+async def status(url: str, certificate: ClientCertificate | None = None) -> str:
     """Of the server's readiness."""
-    async with CloudClient(url) as client:
+    async with CloudClient(url, ClientOptions(certificate=certificate)) as client:
         return (await client.ready()).status
+
+
+def openssl(*arguments: str | Path) -> None:
+    """Runs the command."""
+    assert OPENSSL is not None
+    subprocess.run([OPENSSL, *map(str, arguments)], check=True, capture_output=True)
+
+
+def make_own(place: Path, name: str) -> tuple[Path, Path]:
+    """A certificate of 127.0.0.1 that signs itself, and its key."""
+    certificate, key = place / f"{name}.pem", place / f"{name}.key"
+    named = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    openssl("req", "-x509", *CURVE, "-keyout", key, "-out", certificate, *named)
+    return certificate, key
+
+
+def make_signed(place: Path, name: str, authority: tuple[Path, Path]) -> ClientCertificate:
+    """A client's certificate, signed by the authority, and its key."""
+    certificate, key, request = (place / f"{name}.{end}" for end in ("pem", "key", "csr"))
+    openssl("req", *CURVE, "-keyout", key, "-out", request, "-subj", f"/O=Acme/CN={name}")
+    signer: list[str | Path] = ["-CA", authority[0], "-CAkey", authority[1], "-CAcreateserial", "-days", "1"]
+    openssl("x509", "-req", "-in", request, *signer, "-out", certificate)
+    return ClientCertificate(certificate, key)
 
 
 @pytest.mark.skipif(OPENSSL is None, reason="needs the openssl command")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems keep their roots elsewhere")
 def test_a_root_of_the_system_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A certificate of a company's own authority, which no package has; without it the server is refused."""
-    assert OPENSSL is not None
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    files = ["-keyout", str(key), "-out", str(certificate), "-nodes", "-days", "1"]
-    name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    subprocess.run([OPENSSL, "req", "-x509", *curve, *files, *name], check=True, capture_output=True)
+    certificate, key = make_own(tmp_path, "server")
     with serve_fake(tls=TlsFiles(certificate, key)) as server:
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         assert asyncio.run(status(server.url)) == "ready"
         monkeypatch.delenv("SSL_CERT_FILE")
         with pytest.raises(EndpointLost, match="CERTIFICATE_VERIFY_FAILED"):
             asyncio.run(status(server.url))
+
+
+@pytest.mark.skipif(OPENSSL is None, reason="needs the openssl command")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems keep their roots elsewhere")
+def test_clients_show_a_certificate_whose_subject_is_the_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one, or with another authority's, there is no connection; sessions belong to the subject."""
+    certificate, key = make_own(tmp_path, "server")
+    authority, other = make_own(tmp_path, "ca"), make_own(tmp_path, "other-ca")
+    phone, tablet = (make_signed(tmp_path, name, authority) for name in ("phone", "tablet"))
+    stranger = make_signed(tmp_path, "stranger", other)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    gate = StepGate()
+    with serve_fake(tls=TlsFiles(certificate, key, authority[0]), gate=gate) as server:
+        assert asyncio.run(status(server.url, phone)) == "ready"
+        for unknown in (None, stranger):
+            with pytest.raises(EndpointLost, match="--tls-client-cert"):
+                asyncio.run(status(server.url, unknown))
+
+        async def post_to_a_session_of_the_phone() -> None:
+            drafts = DraftMessage("application/json", b'{"base": 0, "paths": [[1]]}')
+            async with (
+                CloudClient(server.url, ClientOptions(certificate=phone)) as own,
+                CloudClient(server.url, ClientOptions(certificate=tablet)) as foreign,
+                own.open_session(SessionRequest(prompt=[1, 2], max_tokens=4)) as stream,
+            ):
+                opened = await anext(stream)
+                assert isinstance(opened, SessionOpen)
+                (session,) = server.core.sessions._sessions.values()
+                assert session.owner == b"subject:CN=phone,O=Acme"
+                await own.post_drafts(opened.session, drafts)
+                with pytest.raises(EndpointLost, match="unknown_session"):
+                    await foreign.post_drafts(opened.session, drafts)
+
+        asyncio.run(post_to_a_session_of_the_phone())
+
+
+@pytest.mark.skipif(OPENSSL is None, reason="needs the openssl command")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems keep their roots elsewhere")
+def test_new_certificates_are_served_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New connections get the new certificate and the new authority; files that do not fit change nothing."""
+    old, new, authority = (make_own(tmp_path, name) for name in ("old", "new", "ca"))
+    served = (tmp_path / "served.pem", tmp_path / "served.key")
+
+    def put(certificate: Path, key: Path) -> None:
+        for source, target in ((certificate, served[0]), (key, served[1])):
+            target.write_bytes(source.read_bytes())
+
+    put(*old)
+    with serve_fake(tls=TlsFiles(*served)) as server:
+        assert server.server.tls is not None
+        files, counts = WatchedFiles("certificates", served, server.server.tls.reload), Counter[tuple[str, str]]()
+        monkeypatch.setenv("SSL_CERT_FILE", str(new[0]))
+        with pytest.raises(EndpointLost):
+            asyncio.run(status(server.url))
+        served[0].write_bytes(new[0].read_bytes())  # its key is not there yet
+        files.check(counts, is_forced=True)
+        assert counts == {("certificates", "failed"): 1}
+        monkeypatch.setenv("SSL_CERT_FILE", str(old[0]))
+        assert asyncio.run(status(server.url)) == "ready"
+        put(*new)
+        files.check(counts, is_forced=True)
+        monkeypatch.setenv("SSL_CERT_FILE", str(new[0]))
+        assert asyncio.run(status(server.url)) == "ready"
+        assert counts["certificates", "ok"] == 1
+    assert TlsFiles(*served, authority[0]).paths == (*served, authority[0])
+    with pytest.raises(ConfigError, match="certificates of authorities"):
+        TlsFiles(*served, served[1])
+
+
+@pytest.mark.skipif(OPENSSL is None, reason="needs the openssl command")
+def test_certificates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    """A key without a certificate, a key that others can read, a key with a password, a CA without HTTPS."""
+    certificate, key = make_own(tmp_path, "own")
+    locked = tmp_path / "locked.key"
+    openssl("ec", "-in", key, "-aes128", "-passout", "pass:secret", "-out", locked)
+    locked.chmod(0o600)
+    with pytest.raises(ConfigError, match="without a password"):
+        certificate_in_use(certificate, locked)
+    with pytest.raises(ConfigError, match="without a password"):
+        TlsFiles(certificate, locked)
+    with pytest.raises(ConfigError, match="give --tls-client-cert"):
+        certificate_in_use(None, key)
+    if os.name == "posix":
+        key.chmod(0o644)
+        with pytest.raises(ConfigError, match="chmod 600"):
+            certificate_in_use(certificate, key)
+    key.chmod(0o600)
+    assert certificate_in_use(certificate, key) == ClientCertificate(certificate, key)
+    options = PullOptions(tls_client_cert=certificate, tls_client_key=key)
+    (cloud,) = clouds_of(["https://cloud.example"], options.keys())
+    assert cloud[1].certificate == ClientCertificate(certificate, key)
+    with pytest.raises(ConfigError, match="--tls-client-ca needs HTTPS"):
+        tls_files(None, None, certificate)
 
 
 def test_plain_http_needs_no_roots(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,9 @@ class GenerateRequest:
     draft_lag_ms: time from a commit to the drafts that know of it; a first guess, until it is measured.
     prefix_hash: the hash of a parked prefix that `prompt` continues; the engine raises `prefix_not_held` if it is gone.
     owner: who asks (a key, or an address): owners share the engine evenly and share no cache.
+    priority: higher ones go first; among equals owners share evenly. Nobody starves. vLLM ignores it.
+    deadline_ms: time from `submit` after which the sequence ends: with its text so far, or, where it has none, with the
+    error `deadline_exceeded`. None: no such bound.
     """
 
     prompt: tuple[int, ...]
@@ -42,6 +45,8 @@ class GenerateRequest:
     draft_lag_ms: float | None = None
     owner: bytes = b""
     keep: bool = False
+    priority: int = 0
+    deadline_ms: float | None = None
 
     def is_parked_after(self, reason: SequenceEndReason) -> bool:
         """Whether the cache is kept after this end for what continues the sequence."""

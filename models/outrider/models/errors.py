@@ -74,13 +74,15 @@ class ModelFault(OutriderError):
 class RequestError(OutriderError):
     """A request that the server refuses.
 
-    `code` is stable and meant for programs, `status` is the HTTP status that goes with it.
+    `code` is stable and meant for programs, `status` is the HTTP status that goes with it. retry_after_s: when another
+    try may succeed; None: not known.
     """
 
-    def __init__(self, code: str, message: str, *, status: int = 400) -> None:
+    def __init__(self, code: str, message: str, *, status: int = 400, retry_after_s: int | None = None) -> None:
         super().__init__(message)
         self.code = code
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class CloudError(OutriderError):

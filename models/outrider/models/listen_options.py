@@ -24,6 +24,12 @@ class AccessOptions:
 
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM; with --tls-key, serves HTTPS.")] = None
     tls_key: Annotated[Path | None, typer.Option(help="Private key, PEM.")] = None
+    tls_client_ca: Annotated[
+        Path | None,
+        typer.Option(
+            help="Clients must show a certificate of these authorities, PEM; without keys its subject is the owner."
+        ),
+    ] = None
     allowed_host: Annotated[
         list[str],
         typer.Option(

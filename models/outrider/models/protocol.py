@@ -13,7 +13,7 @@ committed when one is resumed. `base` counts tokens committed *in this session*.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AllowInfNan,
@@ -39,11 +39,17 @@ MAX_PATH_TOKENS = 64
 MAX_VERIFY_ITEMS = 256
 MAX_STOP_IDS = 1024
 MAX_COUNT = 2**31 - 1
+MAX_PRIORITY = 100
+MAX_DEADLINE_MS = 86_400_000.0
 DRAFT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 """Pattern of an offered draft's name: one plain part of a path."""
 
 TokenId = Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Priority = Annotated[int, Strict(), Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+DeadlineMs = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0.0, le=MAX_DEADLINE_MS)]
+PRIORITY: Final = "higher is served first; at most the key's, which is also the default"
+DEADLINE: Final = "from the request's arrival: work that still waits is refused, a text ends as it is; unset: none"
 StopIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
 Integer = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), AllowInfNan(False)]
@@ -51,7 +57,7 @@ Number = Annotated[float, Strict(), AllowInfNan(False)]
 # Inline: one field needs no component of its own in the OpenAPI document.
 _RuleField = Annotated[Rule, WithJsonSchema({"title": "Rule", "type": "string", "enum": [rule.value for rule in Rule]})]
 _TARGET = "identity of the target: a text is finished by the one that began it"
-EndReason = Literal["stop", "length", "context", "cancelled", "shutdown", "error"]
+EndReason = Literal["stop", "length", "context", "cancelled", "shutdown", "deadline", "error"]
 
 
 class _Request(BaseModel):
@@ -115,6 +121,8 @@ class SessionRequest(SamplingFields):
     keep_prefix: StrictBool = Field(
         default=False, description="keep prompt and text for a while; the end names them by a hash"
     )
+    priority: Priority | None = Field(default=None, description=PRIORITY)
+    deadline_ms: DeadlineMs | None = Field(default=None, description=DEADLINE)
 
 
 class SessionOpen(_Answer):
@@ -215,6 +223,8 @@ class VerifyRequest(_Request):
 
     items: Annotated[list[VerifyItem], Field(fail_fast=True, min_length=1, max_length=MAX_VERIFY_ITEMS)]
     tokenizer: str | None = None
+    priority: Priority | None = Field(default=None, description=PRIORITY)
+    deadline_ms: DeadlineMs | None = Field(default=None, description=DEADLINE)
 
 
 class ErrorBody(_Answer):

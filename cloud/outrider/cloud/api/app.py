@@ -1,8 +1,8 @@
 """Builds the verifier's HTTP application.
 
-A request passes these layers, from the outside in: the request's id, the HTTP metrics, the error boundary, the body
-limit, the gate (host, origin, key, media type and rate), the trace, then FastAPI's router. All layers are plain ASGI.
-The drafts endpoint stands in front of them, with a gate of its own.
+A request passes these layers, from the outside in: the audit log where there is one, the request's id, the HTTP
+metrics, the error boundary, the body limit, the gate (host, origin, key and scope, media type and rate), the trace,
+then FastAPI's router. All layers are plain ASGI. The drafts endpoint stands in front of them, with a gate of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Final
 from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
+from outrider.cloud.api.audit import AuditedRequests
 from outrider.cloud.api.completions import completion_routes
 from outrider.cloud.api.download_places import DraftFiles
 from outrider.cloud.api.downloads import download_routes
@@ -33,14 +34,29 @@ from outrider.models.http.counted_requests import CountedRequests
 from outrider.models.http.errors import ErrorBoundary
 from outrider.models.http.limits import BodyLimit, RateLimiter, Slots
 from outrider.models.http.request_context import RequestIds
-from outrider.models.http.security import Gate, PagePolicy
+from outrider.models.http.security import METRICS_PATH, Gate, PagePolicy
 
 PROBE_PATHS: Final = ("/health/live", "/health/ready", "/health", "/healthz", "/livez", "/readyz")
 """Answered without a key, under any host name: load balancers probe by address."""
 OPEN_PATHS: Final = ("/openapi.json", "/docs")
 """Answered without a key."""
 COSTLY_PATHS: Final = ("/v1/sessions", "/v1/verify", "/v1/completions", "/v1/chat/completions", "/v1/render")
-"""Counted against a key's rate. Drafts are not: sessions and owners have budgets of them."""
+"""Counted against a key's rate, and written to the audit log. Drafts are neither: sessions and owners have budgets of
+them."""
+_DOWNLOADS: Final = "/v1/drafts/"
+
+
+def _endpoint_of(scope: Scope) -> str:
+    """The route's pattern, also of a request that the gate refused before the router saw it."""
+    path: str = scope["path"]
+    return path if path in COSTLY_PATHS or path == METRICS_PATH else route_of(scope)
+
+
+def _is_work(scope: Scope) -> bool:
+    """Whether the audit log has a line for the request though it was not refused."""
+    path = scope["path"]
+    return path in COSTLY_PATHS or path.startswith(_DOWNLOADS)
+
 
 OPERATIONS: Final = {
     "/v1/sessions": "text_completion",
@@ -76,7 +92,7 @@ def create_app(
     drafts: what devices may download.
     """
     settings = settings or ServerSettings()
-    core = Core(engine, model, settings, Slots(settings.max_sessions), drafts)
+    core = Core(engine, model, settings, Slots(settings.max_sessions, settings.keys.sessions_of), drafts)
     app = VerifierApp(
         title="Outrider verifier",
         version=version("outrider"),
@@ -108,6 +124,10 @@ def create_app(
     app.add_middleware(ErrorBoundary)
     app.add_middleware(CountedRequests, tally=core.metrics, route_of=route_of)
     app.add_middleware(RequestIds)
+    if settings.audit is not None:
+        app.add_middleware(
+            AuditedRequests, log=settings.audit, route_of=_endpoint_of, is_work=_is_work, quiet_paths=PROBE_PATHS
+        )
     # FastAPI builds the routes when the first request looks for its own: that takes time then, and changes the warning
     # filters of the whole process.
     for route in app.routes:

@@ -9,6 +9,8 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from outrider.cloud.api.admission import Asked
+from outrider.cloud.api.audit import AUDIT
 from outrider.cloud.api.generation import Generation
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.traces import trace_of
@@ -112,7 +114,8 @@ async def _answer(
         ]
         if (trace := trace_of(request.scope)) is not None:
             trace.asked(params, max_tokens)
-        await generation.submit(requests, body.stop_strings, request.scope, arrived_s)
+        asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
+        await generation.submit(requests, body.stop_strings, asked, request.scope)
     except BaseException:
         generation.close()
         raise

@@ -80,6 +80,10 @@ class DraftsEndpoint:
             return  # the server is closing, or the client left while its body was read
         except Exception as error:
             await _answer(error, scope, receive, send)
+        audit = self._core.settings.audit
+        if audit is not None and scope[_STATUS] in (401, 403, 429):
+            refused = {"endpoint": DRAFTS_PATH, "status": scope[_STATUS], "end": scope.get(ERROR_CODE)}
+            audit.refused(refused, is_counted_only=True)
         metrics = self._core.metrics
         metrics.answered(DRAFTS_PATH, scope["method"], scope[_STATUS], time.perf_counter() - started_s)
         if (code := scope.get(ERROR_CODE)) is not None:

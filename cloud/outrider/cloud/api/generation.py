@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from starlette.types import Scope
 
+from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.bridge import Mailbox
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.verify import shutting_down
@@ -49,14 +50,15 @@ class Generation:
         return generation
 
     async def submit(
-        self, requests: Sequence[GenerateRequest], stop_strings: Sequence[str], scope: Scope, arrived_s: float
+        self, requests: Sequence[GenerateRequest], stop_strings: Sequence[str], asked: Asked, scope: Scope
     ) -> None:
         """Submits a sequence for each request. scope: the call's. Raises RequestError; call `close` then too."""
         for index, request in enumerate(requests):
             detokenizer = self.core.model.tokenizer.detokenizer(context=request.prompt)
             assembler = TextAssembler(detokenizer, stop_strings, request.stop_ids)
-            sequence_id = self.core.engine.submit(request, self.mailbox.sink(index))
-            self._choices.append(_Choice(sequence_id, assembler, watch(self.core.metrics, scope, arrived_s, index)))
+            sequence_id = self.core.admission.submit(request, self.mailbox.sink(index), asked)
+            timer = watch(self.core.metrics, scope, asked.arrived_s, index)
+            self._choices.append(_Choice(sequence_id, assembler, timer))
             await asyncio.sleep(0)  # 64 long prompts at once would delay every stream
 
     def close(self) -> None:

@@ -11,6 +11,8 @@ import time
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from outrider.cloud.api.admission import Asked
+from outrider.cloud.api.audit import AUDIT
 from outrider.cloud.api.state import Core, Session
 from outrider.cloud.api.stream import SessionStream
 from outrider.cloud.api.traces import trace_of
@@ -47,9 +49,10 @@ def session_routes(core: Core) -> APIRouter:
             keep=body.keep_prefix,
         )
         mailbox = core.bridge.mailbox()
+        asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
         core.slots.take(owner)
         try:
-            session = Session(core.engine.submit(generate, mailbox.sink()), owner)
+            session = Session(core.admission.submit(generate, mailbox.sink(), asked), owner)
         except BaseException:
             core.slots.release(owner)
             raise

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 
+from outrider.cloud.api.admission import Admission
+from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.api.bridge import Bridge
 from outrider.cloud.api.download_places import DownloadLimits, DraftFiles, Places
 from outrider.cloud.api.draft_budget import DraftLimits
@@ -27,21 +30,26 @@ class ServerSettings:
     """How the server treats its clients.
 
     keys: the API keys. max_sessions: sequences that one key may have open in sessions and completions.
-    rate_per_s: requests that start work, per second and key; 0 is no limit. max_patience_ms: bound on every session's
-    patience. keep_alive_s: silence on a stream after which a comment is sent; `open` reports it. pages:
-    which names and pages may call; None: PagePolicy's defaults. draft_limits: budgets of draft messages.
-    download_limits: bounds on downloads of drafts. traces: what records spans; None: nothing does.
+    rate_per_s: requests that start work, per second and key; 0 is no limit. tokens_per_minute: of prompts (not cached)
+    and texts, per key; None is no limit. A key's own limits come before these. max_patience_ms: bound on every
+    session's patience. keep_alive_s: silence on a stream after which a comment is sent; `open` reports it. pages: which
+    names and pages may call; None: PagePolicy's defaults. draft_limits: budgets of draft messages.
+    download_limits: bounds on downloads of drafts. audit: the audit log. reloads: files that were read again, by name
+    and result. traces: what records spans; None: nothing does.
     """
 
     keys: KeyRing = field(default_factory=KeyRing)
     max_body_bytes: int = 1 << 20  # parsing more than this would delay every stream
     max_sessions: int = 256
     rate_per_s: float = 0.0
+    tokens_per_minute: int | None = None
     max_patience_ms: float | None = None
     keep_alive_s: float = 5.0
     pages: PagePolicy | None = None
     draft_limits: DraftLimits = field(default_factory=DraftLimits)
     download_limits: DownloadLimits = field(default_factory=DownloadLimits)
+    audit: AuditLog | None = None
+    reloads: Mapping[tuple[str, str], int] = field(default_factory=dict)
     traces: Traces | None = None
 
 
@@ -117,6 +125,7 @@ class Core:
     slots: Slots
     drafts: tuple[DraftFiles, ...] = ()
     metrics: Metrics = field(init=False)
+    admission: Admission = field(init=False)
     bridge: Bridge = field(default_factory=Bridge)
     bodies: Bodies = field(init=False)
     downloads: Places = field(init=False)
@@ -126,6 +135,15 @@ class Core:
     def __post_init__(self) -> None:
         facts = {"version": version("outrider"), "model_name": self.model.name, "target": self.model.target}
         self.metrics = Metrics(self.engine.stats, lambda: len(self.sessions), facts)
+        settings = self.settings
+        self.admission = Admission(self.engine, settings.keys, settings.tokens_per_minute)
+        self.metrics.add_counts(
+            "reloads", "Files that were read again after a change.", ("file", "result"), lambda: dict(settings.reloads.items())
+        )
+        if (audit := settings.audit) is not None:
+            self.metrics.add_counts(
+                "audit_lines_lost", "Lines that the audit log could not write.", (), lambda: {(): audit.num_lost}
+            )
         self.downloads = Places(self.settings.download_limits)
         self.bodies = Bodies(self.settings.max_body_bytes)
 

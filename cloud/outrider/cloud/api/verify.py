@@ -7,12 +7,16 @@ with each other and with everything else. Items beyond their owner's share of sl
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 from typing import Any, Final, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
+from outrider.cloud.api.admission import Asked
+from outrider.cloud.api.audit import AUDIT
 from outrider.cloud.api.bridge import Delivery, Mailbox
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.traces import RequestTrace, trace_of
@@ -23,7 +27,14 @@ from outrider.models.http.errors import error_body, from_validation, internal_er
 from outrider.models.http.request_context import current_request
 from outrider.models.http.requests import faults_of, owner_of, read_body, sampling_of
 from outrider.models.http.sse import closed_on_disconnect
-from outrider.models.protocol import MAX_VERIFY_ITEMS, VerifyAnswer, VerifyItem, VerifyResult
+from outrider.models.protocol import (
+    MAX_VERIFY_ITEMS,
+    DeadlineMs,
+    Priority,
+    VerifyAnswer,
+    VerifyItem,
+    VerifyResult,
+)
 
 MAX_WAITING_CALLS: Final = 256
 """Calls of one owner that may wait for their first slot; each holds its body."""
@@ -42,6 +53,8 @@ class VerifyEnvelope(BaseModel):
 
     items: list[Any] = Field(min_length=1, max_length=MAX_VERIFY_ITEMS)
     tokenizer: str | None = None
+    priority: Priority | None = None
+    deadline_ms: DeadlineMs | None = None
 
 
 def verify_routes(core: Core) -> APIRouter:
@@ -55,9 +68,10 @@ def verify_routes(core: Core) -> APIRouter:
         Results come in the items' order; an item that fails has `error`. When all items fail with one HTTP status, the
         whole answer has that status (a lone `prefix_not_held`: 409) and `error` beside `results`.
         """
+        asked = Asked(time.monotonic(), entry=request.scope.get(AUDIT))
         owner = owner_of(request)
         body = await read_body(request.receive)
-        batch = _Batch(core, owner, trace_of(request.scope))
+        batch = _Batch(core, owner, asked, trace_of(request.scope))
         with core.bodies.hold(owner, body):  # to the call's end: its items wait
             try:
                 async with closed_on_disconnect(batch.mailbox, request.receive):
@@ -78,10 +92,11 @@ class _Batch:
     item each. The body is parsed when the first slot is free, so that calls that wait hold little.
     """
 
-    def __init__(self, core: Core, owner: bytes, trace: RequestTrace | None) -> None:
+    def __init__(self, core: Core, owner: bytes, asked: Asked, trace: RequestTrace | None) -> None:
         self.mailbox: Mailbox = core.bridge.mailbox()
         self._core = core
         self._owner = owner
+        self._asked = asked
         self._trace = trace
         self._errors: dict[int, RequestError] = {}
         self._results: list[VerifyResult] = []
@@ -108,6 +123,7 @@ class _Batch:
         try:
             envelope = await self._core.bodies.parse(owner, VerifyEnvelope, body, is_held=True)
             self._core.require_tokenizer(envelope.tokenizer)
+            self._asked = replace(self._asked, priority=envelope.priority, deadline_ms=envelope.deadline_ms)
             self._results = [VerifyResult()] * len(envelope.items)
             items = envelope.items
             for index in range(len(items)):
@@ -125,7 +141,9 @@ class _Batch:
     def _start(self, index: int, raw: Any) -> bool:
         """Submits an item; returns whether it runs."""
         try:
-            self._running[index] = self._core.engine.submit(self._request(raw), self.mailbox.sink(index))
+            self._running[index] = self._core.admission.submit(
+                self._request(raw), self.mailbox.sink(index), self._asked
+            )
             return True
         except ValidationError as error:
             self._fail(index, from_validation(faults_of(error), prefix=f"items.{index}"))
@@ -149,7 +167,10 @@ class _Batch:
         if len(self._errors) == len(self._results) and len(statuses) == 1:
             status = statuses.pop()
             body = body.model_copy(update={"error": self._results[0].error})
-        return Response(body.model_dump_json(exclude_none=True), status, media_type="application/json")
+        headers = {}
+        if status in (429, 503):
+            headers["retry-after"] = str(max(error.retry_after_s or 1 for error in self._errors.values()))
+        return Response(body.model_dump_json(exclude_none=True), status, headers, media_type="application/json")
 
     def _request(self, raw: Any) -> GenerateRequest:
         item = VerifyItem.model_validate(raw)

@@ -21,10 +21,11 @@ from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.engine.config import EngineConfig, TreeForm
 from outrider.cloud.engine.health import Health
 from outrider.cloud.engine.parked import ParkedPrefix
-from outrider.cloud.engine.requests import check_draft, check_request, check_tree
+from outrider.cloud.engine.requests import check_draft, check_request, check_tree, deadline_exceeded
 from outrider.cloud.engine.runner import ModelRunner, Rows, picked
 from outrider.cloud.engine.scheduler import Scheduler, Share
 from outrider.cloud.engine.sequence_state import SequenceState
+from outrider.cloud.engine.turnover import Turnover
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
@@ -59,6 +60,7 @@ class Engine:
         self._totals = Totals()
         self._distributions = self._drafting.distributions
         self._moved_s = 0.0  # seconds of the step in which accepted branches were moved
+        self._turnover = Turnover()
         self._health = Health(clock)
         self._runner = ModelRunner(runtime, self._health, clock)
         self._gate = threading.Lock()  # between `submit` and `reset`
@@ -138,6 +140,8 @@ class Engine:
         )
         drafts.trie.merge(request.draft, prefer=True)
         sequence = SequenceState(next(self._ids), request, sink, tokens, drafts, submitted_s=self._clock())
+        if request.deadline_ms is not None:
+            sequence.due_at = self._clock() + request.deadline_ms / 1e3
         sequence.usage.prompt_tokens = len(sequence.tokens)
         if held:
             sequence.blocks, sequence.hashes = list(held.blocks), list(held.hashes)
@@ -165,7 +169,14 @@ class Engine:
         is_full = num_waiting >= self._config.max_queue and requests[owner] * num_owners >= self._config.max_queue
         is_heavy = tokens.total() >= max_tokens and tokens[owner] * num_owners >= max_tokens
         if is_full or is_heavy or num_waiting >= 2 * self._config.max_queue:
-            raise RequestError("overloaded", f"{num_waiting} requests are queued already; try again later", status=503)
+            raise RequestError(
+                "overloaded",
+                f"{num_waiting} requests are queued already; try again later",
+                status=503,
+                retry_after_s=self._turnover.retry_after_s(
+                    max(1, num_waiting - self._config.max_queue + 1), self._clock()
+                ),
+            )
 
     def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
         """Adds guesses of what follows the first `base` tokens that the sequence committed, likeliest path first.
@@ -241,10 +252,16 @@ class Engine:
         self._read_inbox()
         self._cache.release_old()
         self._probe_if_due()
+        for sequence in self._scheduler.overdue(started):
+            self._expire(sequence)
         self._scheduler.admit()
         shares = self._scheduler.gather(started)
         if not shares:
-            deadlines = (self._scheduler.next_deadline(started), self._health.seconds_to_probe())
+            deadlines = (
+                self._scheduler.next_deadline(started),
+                self._scheduler.seconds_to_due(started),
+                self._health.seconds_to_probe(),
+            )
             return min((seconds for seconds in deadlines if seconds is not None), default=None)
         ready = self._clock()
         size = StepSize(sum(len(share.new) for share in shares), sum(share.num_attended for share in shares))
@@ -418,11 +435,28 @@ class Engine:
         if sequence is not None:
             self._finish(sequence, "cancelled")
 
-    def _finish(self, sequence: SequenceState, reason: SequenceEndReason, error: RequestError | None = None) -> None:
-        """Frees everything the sequence holds, or parks it, and notifies its sink."""
+    def _expire(self, sequence: SequenceState) -> None:
+        """Ends a sequence at its deadline: with its text, or with an error where it has none."""
+        if sequence.generated:
+            self._finish(sequence, "deadline")
+        else:
+            self._finish(sequence, "error", deadline_exceeded(), is_sound=True)
+
+    def _finish(
+        self,
+        sequence: SequenceState,
+        reason: SequenceEndReason,
+        error: RequestError | None = None,
+        *,
+        is_sound: bool = False,
+    ) -> None:
+        """Frees everything the sequence holds, or parks it, and notifies its sink.
+
+        is_sound: the error says nothing against the blocks, so they may be shared again.
+        """
         self._scheduler.remove(sequence)
         name = None
-        if error is not None:
+        if error is not None and not is_sound:
             self._cache.discard(sequence)
         elif sequence.request.is_parked_after(reason):
             name = self._cache.park(sequence)
@@ -430,6 +464,7 @@ class Engine:
             self._cache.drop(sequence)
         self._totals.finished += 1
         self._distributions.ended(reason)
+        self._turnover.note(self._clock())
         del self._sequences[sequence.id]  # last: what raises before this leaves the end to `reset`
         sequence.sink(EndEvent(reason, sequence.usage, error, name))
 

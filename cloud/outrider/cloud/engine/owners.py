@@ -3,7 +3,8 @@
 An owner is a key or an address. Owners share evenly what is scarce, however many sequences each of them has; so do the
 sequences of one owner. What cannot be divided goes round: to whoever has gone without it for longest. A newcomer comes
 behind those that wait already, so that no flood of newcomers, and nothing that was used while there was enough, keeps
-anybody waiting for more than a round.
+anybody waiting for more than a round. All this holds among sequences of one priority; higher ones come first, except
+where the caller asks to go by age.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def even_level(wanted: Sequence[int], total: int) -> float:
 class Owner:
     """One client: its sequences that wait for blocks, and those that have them.
 
+    queue: those with a higher priority first, in order among equals.
     place_turn, token_turn: who goes first where places, or prompt tokens, cannot be divided evenly: the lowest.
     """
 
@@ -64,6 +66,20 @@ class Owner:
     def num_sequences(self) -> int:
         """With and without blocks."""
         return len(self.running) + len(self.queue)
+
+    def enqueue(self, sequence: SequenceState, *, is_first: bool = False) -> None:
+        """Queues a sequence behind its equals, or before them."""
+        queue, priority = self.queue, sequence.priority
+        if not is_first and (not queue or queue[-1].priority >= priority):
+            return queue.append(sequence)
+        before = (i for i, other in enumerate(queue) if other.priority < priority + is_first)
+        queue.insert(next(before, len(queue)), sequence)
+
+    def next_queued(self, *, by_age: bool) -> SequenceState:
+        """The next of the queue, which is not empty; by_age: the one that waits longest, whatever its priority."""
+        if by_age and self.queue[0].priority != self.queue[-1].priority:
+            return min(self.queue, key=lambda sequence: sequence.queued_at)
+        return self.queue[0]
 
 
 class Owners:
@@ -96,7 +112,7 @@ class Owners:
         if owner is None:
             owner = self._owners[sequence.request.owner] = Owner(next(self._turns), next(self._turns))
         sequence.turn = next(self._turns)
-        owner.queue.append(sequence)
+        owner.enqueue(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
         """Forgets a sequence, and its owner with its last one."""
@@ -117,28 +133,26 @@ class Owners:
         owner.running[sequence] = None
 
     def returned(self, sequence: SequenceState, *, is_first: bool) -> None:
-        """Moves a sequence back to its owner's queue: to its head, or behind those that have waited longer."""
+        """Moves a sequence back to its owner's queue: before its equals, or behind those that have waited longer."""
         owner = self.of(sequence)
         del owner.running[sequence]
-        if is_first:
-            owner.queue.appendleft(sequence)
-        else:
-            owner.queue.append(sequence)
+        owner.enqueue(sequence, is_first=is_first)
 
     def level(self, num_places: int) -> float:
         """Places that an owner may have at most, were all its sequences ready; infinite if there are enough for all."""
         return even_level([owner.num_sequences for owner in self], num_places)
 
-    def candidates(self, overdue_since: int) -> Iterator[SequenceState]:
-        """The heads of the owners' queues, until the caller has enough: what was queued before `overdue_since` first.
+    def candidates(self, overdue_since: int, *, by_age: bool = False) -> Iterator[SequenceState]:
+        """The heads of the owners' queues, until the caller has enough: the highest priority first, unless `by_age`.
 
-        Then owners with the fewest sequences that have blocks, then who has waited longest. An owner whose head was
-        admitted meanwhile comes again with the next one.
+        Then what was queued before `overdue_since`, then owners with the fewest sequences that have blocks, then who
+        has waited longest. An owner whose head was admitted meanwhile comes again with the next one.
         """
 
-        def entry(index: int, owner: Owner) -> tuple[bool, int, int, int, Owner]:
-            queued_at = owner.queue[0].queued_at
-            return queued_at >= overdue_since, len(owner.running), queued_at, index, owner
+        def entry(index: int, owner: Owner) -> tuple[int, bool, int, int, int, Owner]:
+            head = owner.next_queued(by_age=by_age)
+            rank, queued_at = 0 if by_age else -head.priority, head.queued_at
+            return rank, queued_at >= overdue_since, len(owner.running), queued_at, index, owner
 
         heap = [entry(index, owner) for index, owner in enumerate(self) if owner.queue]
         heapq.heapify(heap)
@@ -146,43 +160,62 @@ class Owners:
             *_, index, owner = heapq.heappop(heap)
             if not owner.queue:
                 continue
-            head = owner.queue[0]
+            head = owner.next_queued(by_age=by_age)
             yield head
-            if owner.queue and owner.queue[0] is not head:
+            if owner.queue and owner.next_queued(by_age=by_age) is not head:
                 heapq.heappush(heap, entry(index, owner))
 
-    def take_places(self, ready: Sequence[SequenceState], num_places: int) -> list[SequenceState]:
-        """Chooses who takes part in a step, in the order of `ready`.
+    def take_places(
+        self, ready: Sequence[SequenceState], num_places: int, *, by_age: bool = False
+    ) -> list[SequenceState]:
+        """Chooses who takes part in a step, in the order of `ready`: the highest priority first, unless `by_age`.
 
         Places are shared evenly by the owners that can use them; an owner's go to those whose turn it is.
         """
-        chosen = list(ready)
-        if len(ready) > num_places:
-            of_owner: dict[Owner, list[SequenceState]] = {}
-            for sequence in ready:
-                of_owner.setdefault(self.of(sequence), []).append(sequence)
-            owners = sorted(of_owner, key=lambda owner: owner.place_turn)
-            wanted = [len(of_owner[owner]) for owner in owners]
-            shares = split_evenly(wanted, num_places)
-            taking_part: set[SequenceState] = set()
-            for owner, count in zip(owners, shares, strict=True):
-                taking_part.update(sorted(of_owner[owner], key=lambda s: s.turn)[:count])
-            for owner in _favoured(owners, wanted, shares):
-                owner.place_turn = next(self._turns)
-            chosen = [s for s in ready if s in taking_part]
-        return chosen
+        if len(ready) <= num_places:
+            return list(ready)
+        taking_part: set[SequenceState] = set()
+        for equals in _classes(ready, by_age=by_age):
+            taking_part |= self._share_places(equals, num_places - len(taking_part))
+        return [s for s in ready if s in taking_part]
+
+    def _share_places(self, equals: Sequence[SequenceState], num_places: int) -> set[SequenceState]:
+        if len(equals) <= num_places:
+            return set(equals)
+        if not num_places:
+            return set()
+        of_owner: dict[Owner, list[SequenceState]] = {}
+        for sequence in equals:
+            of_owner.setdefault(self.of(sequence), []).append(sequence)
+        owners = sorted(of_owner, key=lambda owner: owner.place_turn)
+        wanted = [len(of_owner[owner]) for owner in owners]
+        shares = split_evenly(wanted, num_places)
+        taking_part: set[SequenceState] = set()
+        for owner, count in zip(owners, shares, strict=True):
+            taking_part.update(sorted(of_owner[owner], key=lambda s: s.turn)[:count])
+        for owner in _favoured(owners, wanted, shares):
+            owner.place_turn = next(self._turns)
+        return taking_part
 
     def took_part(self, sequences: Iterable[SequenceState]) -> None:
         """Puts sequences that ran tokens behind their owners' others, in the order that they had."""
         for sequence in sorted(sequences, key=lambda s: s.turn):
             sequence.turn = next(self._turns)
 
-    def split_tokens(self, prompts: Sequence[SequenceState], total: int) -> dict[SequenceState, int]:
-        """Divides a step's prompt tokens: evenly between owners.
+    def split_tokens(
+        self, prompts: Sequence[SequenceState], total: int, *, by_age: bool = False
+    ) -> dict[SequenceState, int]:
+        """Divides a step's prompt tokens: the highest priority first, unless `by_age`; evenly between owners.
 
         Half of an owner's share goes evenly to its sequences, so that none stands still; the rest to those with the
         fewest tokens to run, so that the first token comes soon on average.
         """
+        given: dict[SequenceState, int] = {}
+        for equals in _classes(prompts, by_age=by_age):
+            given |= self._share_tokens(equals, total - sum(given.values()))
+        return given
+
+    def _share_tokens(self, prompts: Sequence[SequenceState], total: int) -> dict[SequenceState, int]:
         of_owner: dict[Owner, list[SequenceState]] = {}
         for sequence in sorted(prompts, key=lambda s: s.turn):
             of_owner.setdefault(self.of(sequence), []).append(sequence)
@@ -201,6 +234,16 @@ class Owners:
                 given[sequence] += more
                 share -= more
         return given
+
+
+def _classes(sequences: Sequence[SequenceState], *, by_age: bool) -> Iterator[Sequence[SequenceState]]:
+    """Sequences of one priority after the other, the highest first; all at once with `by_age`."""
+    priorities = {sequence.priority for sequence in sequences}
+    if by_age or len(priorities) <= 1:
+        yield sequences
+        return
+    for priority in sorted(priorities, reverse=True):
+        yield [sequence for sequence in sequences if sequence.priority == priority]
 
 
 def _favoured(owners: Sequence[Owner], wanted: Sequence[int], shares: Sequence[int]) -> list[Owner]:

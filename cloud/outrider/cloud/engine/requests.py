@@ -29,6 +29,13 @@ def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) 
     _check_tokens(request.draft, "draft", limits)
 
 
+def deadline_exceeded() -> RequestError:
+    """The error of a sequence that has no text at its deadline."""
+    return RequestError(
+        "deadline_exceeded", "the request's deadline_ms passed before its text began; allow more time", status=504
+    )
+
+
 def check_draft(base: int, paths: Sequence[Sequence[int]], generated: Sequence[int], limits: ModelLimits) -> None:
     """Raises RequestError `draft_ahead`, `token_out_of_range`, or `stale_draft` when no path is of use."""
     committed = len(generated)  # grows meanwhile: a useful draft may be stale at the merge

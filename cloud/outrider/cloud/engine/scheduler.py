@@ -1,7 +1,8 @@
 """Decides who takes part in a step, with which tokens, and who gives way when blocks run out.
 
 Two things are scarce. *Places*: at most `max_running` sequences take part in a step; where more could, owners share the
-places evenly, step by step. *Blocks*: a sequence that has none waits in its owner's queue; where they do not suffice,
+places evenly, step by step; those with a higher priority come first, but for every eighth step, so that nobody starves.
+*Blocks*: a sequence that has none waits in its owner's queue; where they do not suffice,
 those that have had their turn give theirs away. A sequence that waits for a draft takes no place. Within a step,
 decoding sequences come first, then their drafts, then prompt chunks in the rest of the step's token budget.
 
@@ -31,6 +32,8 @@ _TURN_STEPS: Final = 32
 """Steps for which a sequence keeps its blocks once it has committed a token: computing them again must pay off."""
 _OVERDUE_STEPS: Final = 64
 """Steps after which a queued sequence is next, even if smaller ones would fit before it."""
+_AGE_STEPS: Final = 8
+"""One step of so many goes by age alone: those with a low priority get an eighth of the engine, whoever else waits."""
 _MAX_REFUSED: Final = 16
 """Queued sequences without room that a step looks at: looking at those of a thousand owners would cost 0.2 s."""
 
@@ -111,6 +114,8 @@ class Scheduler:
         self._step = 0
         self.running: list[SequenceState] = []  # those that have blocks, oldest first
         self.num_queued = 0
+        self._dues: dict[SequenceState, float] = {}  # sequences with a deadline, and when it passes
+        self._first_due = float("inf")
         self._level = float("inf")  # places that an owner may have at most
         self._holders: dict[SequenceState, None] = {}  # queued, with the blocks of a parked prefix that they continue
 
@@ -128,6 +133,9 @@ class Scheduler:
         self.num_queued += 1
         if sequence.blocks:
             self._holders[sequence] = None
+        if sequence.due_at is not None:
+            self._dues[sequence] = sequence.due_at
+            self._first_due = min(self._first_due, sequence.due_at)
 
     def remove(self, sequence: SequenceState) -> None:
         """Removes a sequence, queued or running; the caller frees its blocks."""
@@ -137,16 +145,36 @@ class Scheduler:
             self.num_queued -= 1
             self._holders.pop(sequence, None)
         self._owners.remove(sequence)
+        self._dues.pop(sequence, None)
+
+    def overdue(self, now: float) -> list[SequenceState]:
+        """The sequences whose deadline has passed; the caller ends them."""
+        if now < self._first_due:
+            return []
+        late = [sequence for sequence, due_at in self._dues.items() if due_at <= now]
+        self._first_due = min((due_at for due_at in self._dues.values() if due_at > now), default=float("inf"))
+        return late
+
+    def seconds_to_due(self, now: float) -> float | None:
+        """Seconds until the next deadline of a sequence; None where none has one."""
+        return max(0.0, self._first_due - now) if self._dues else None
+
+    @property
+    def _by_age(self) -> bool:
+        """Whether this step goes by age, and not by priority."""
+        return self._step % _AGE_STEPS == 0
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Gives queued sequences blocks for their tokens and the next one: owners in turn, each owner's in order."""
+        """Gives queued sequences blocks for their tokens and the next one: by priority; owners in turn, each owner's in
+        order.
+        """
         self._step += 1
         if not self.num_queued:
             return
         overdue_since, num_refused = self._step - _OVERDUE_STEPS, 0
-        for candidate in self._owners.candidates(overdue_since):
+        for candidate in self._owners.candidates(overdue_since, by_age=self._by_age):
             if not self._admit(candidate):
                 num_refused += 1
                 if candidate.queued_at < overdue_since or num_refused == _MAX_REFUSED:
@@ -182,15 +210,20 @@ class Scheduler:
     def _givers_to(self, candidate: SequenceState) -> list[SequenceState]:
         """Who gives blocks to a queued sequence, in order.
 
-        First those queued with blocks; then, of the sequences that had their turn, those of owners that have more
-        sequences in the cache, and those of the candidate's own owner.
+        First those queued with blocks; then, of the sequences that had their turn, those with a lower priority; those
+        with the same one, or any in a step that goes by age, where they are of owners that have more sequences in the
+        cache, or of the candidate's own owner.
         """
         own = self._owners.of(candidate)
         eligible = []
         for sequence in self.running:
             if self._had_turn(sequence):
                 owner = self._owners.of(sequence)
-                if owner is own or len(owner.running) > len(own.running):
+                if self._by_age or sequence.priority == candidate.priority:
+                    is_eligible = owner is own or len(owner.running) > len(own.running)
+                else:
+                    is_eligible = sequence.priority < candidate.priority
+                if is_eligible:
                     eligible.append(sequence)
         eligible.sort(key=self._precedence, reverse=True)
         return [*(s for s in reversed(self._holders) if s is not candidate), *eligible]
@@ -205,9 +238,12 @@ class Scheduler:
         steps_to_recompute = len(sequence.tokens) // self._config.token_budget
         return self._step - sequence.turn_began >= max(_TURN_STEPS, 2 * steps_to_recompute)
 
-    def _precedence(self, sequence: SequenceState) -> tuple[int, int]:
-        """The higher, the sooner it gives way: sequences of the largest owner, then those with the longest turn."""
-        return len(self._owners.of(sequence).running), self._step - (sequence.turn_began or 0)
+    def _precedence(self, sequence: SequenceState) -> tuple[int, int, int]:
+        """The higher, the sooner it gives way: those with the lowest priority, of the largest owner, with the longest
+        turn.
+        """
+        num_running = len(self._owners.of(sequence).running)
+        return -sequence.priority, num_running, self._step - (sequence.turn_began or 0)
 
     def _reserve(self, sequence: SequenceState, length: int, taking_part: set[SequenceState]) -> bool:
         """Reserves blocks for `length` tokens; others that do not take part give way. False if this one had to."""
@@ -248,7 +284,7 @@ class Scheduler:
         if late:
             ready = [s for s in ready if s not in late]
         self._level = self._owners.level(self._config.max_running)
-        ready = self._owners.take_places(ready, self._config.max_running)
+        ready = self._owners.take_places(ready, self._config.max_running, by_age=self._by_age)
         decoding = [s for s in ready if s.num_missing == 1]
         prompts = [s for s in ready if s.num_missing > 1]
         budget = max(0, self._config.token_budget - len(decoding))
@@ -260,7 +296,7 @@ class Scheduler:
         context = sum(s.computed for s in decoding) / max(1, len(decoding))
         drafts = self._drafting.choose([s.drafts for s in decoding], max(0, budget - for_prompts), fixed, context)
         left = max(budget - sum(len(chosen.tokens) for chosen in drafts.values()), for_prompts)
-        chunks = self._owners.split_tokens(prompts, left)
+        chunks = self._owners.split_tokens(prompts, left, by_age=self._by_age)
         shares: list[Share] = []
         taking_part: set[SequenceState] = set()
         for sequence in [*decoding, *prompts]:

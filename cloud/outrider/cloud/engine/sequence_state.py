@@ -19,6 +19,7 @@ class SequenceState:
     turn: who goes first of an owner's sequences: the lowest. It rises when the sequence runs tokens.
     queued_at, turn_began: the engine's step at which it was queued, and at which it first committed since it has
     blocks; None before. submitted_s: when it was submitted; None once it has left the queue for the first time.
+    due_at: when its deadline passes, by the engine's clock; None for no deadline.
     """
 
     id: int
@@ -34,7 +35,13 @@ class SequenceState:
     queued_at: int = 0
     turn_began: int | None = None
     submitted_s: float | None = None
+    due_at: float | None = None
     usage: SequenceUsage = field(default_factory=SequenceUsage)
+
+    @property
+    def priority(self) -> int:
+        """The higher, the sooner it is served."""
+        return self.request.priority
 
     @property
     def generated(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from outrider.cloud.server.keys import keys_app
 from outrider.cloud.server.options import ServeOptions
 from outrider.models.command_line import make_app, run_app, takes_options
 from outrider.models.extras import importing
@@ -18,6 +19,9 @@ def serve(options: ServeOptions) -> None:
     with importing(WHAT, EXTRA):
         from outrider.cloud.server.serve import serve
     serve(options)
+
+
+app.add_typer(keys_app)
 
 
 def main() -> None:

@@ -53,7 +53,10 @@ class ServeOptions(AccessOptions):
         typer.Option(help="Directory of draft bundles that devices may download with `outrider pull`.", metavar="DIR"),
     ] = None
     api_key_file: Annotated[
-        Path | None, typer.Option(help="API keys, one per line. Also from OUTRIDER_API_KEYS, separated by commas.")
+        Path | None,
+        typer.Option(
+            help="API keys, one per line; see `outrider-cloud keys`. Also from OUTRIDER_API_KEYS, separated by commas."
+        ),
     ] = None
     insecure_no_keys: Annotated[
         bool, typer.Option("--insecure-no-keys", help="Listen beyond this machine without API keys.")
@@ -123,6 +126,13 @@ class ServeOptions(AccessOptions):
     rate: Annotated[
         float, typer.Option(min=0.0, help="Requests per second and key, drafts not counted; 0: no limit.")
     ] = 0.0
+    tokens_per_minute: Annotated[
+        int | None,
+        typer.Option(min=1, help="Per key: prompts, without what is cached, and texts; default: no limit."),
+    ] = None
+    audit_log: Annotated[
+        Path | None, typer.Option(help="Write a JSON line per request here, without prompts or texts.", metavar="FILE")
+    ] = None
     drain_s: Annotated[
         float, typer.Option(min=0.0, help="How long running requests may take to finish at shutdown.")
     ] = 30.0

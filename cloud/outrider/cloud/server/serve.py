@@ -9,12 +9,16 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import signal
 import sys
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from outrider.cloud.api.app import create_app
+from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.api.download_places import DraftFiles
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.traces import traces_from_environment
@@ -32,6 +36,7 @@ from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
 from outrider.models.reference_export import DEFAULT_VERIFIER_URL, REFERENCE
 from outrider.models.visible import visible
+from outrider.models.watched_files import FileWatch, WatchedFiles
 
 _log = logging.getLogger("outrider.cloud")
 
@@ -40,22 +45,31 @@ def serve(options: ServeOptions) -> None:
     """Serves until a signal ends it. Raises OutriderError for what the user can put right."""
     configure_logging(options.log_format)
     keys = KeyRing.load(options.api_key_file)
-    require_safe_host(options.host, keys, is_insecure_allowed=options.insecure_no_keys)
-    tls = tls_files(options.tls_cert, options.tls_key)
+    is_open = options.insecure_no_keys or options.tls_client_ca is not None
+    require_safe_host(options.host, keys, is_insecure_allowed=is_open)
+    tls = tls_files(options.tls_cert, options.tls_key, options.tls_client_ca)
     _require_writable(options.port_file)
     with open_socket(options.host, options.port) as sock, traces_from_environment(_log.warning) as traces:
         pages = _page_policy(options, sock.getsockname()[0], is_keyless=not len(keys))
         target = _open_target(options)
         drafts = _drafts(options.drafts, target)
-        with target.load() as loaded, _port_file_removed(options.port_file):
+        with (
+            target.load() as loaded,
+            _port_file_removed(options.port_file),
+            _audit_log(options.audit_log) as audit,
+        ):
+            reloads = Counter[tuple[str, str]]()
             settings = ServerSettings(
                 keys=keys,
                 max_body_bytes=options.max_body_bytes,
                 max_sessions=options.max_sessions,
                 rate_per_s=options.rate,
+                tokens_per_minute=options.tokens_per_minute,
                 max_patience_ms=options.patience_ms,
                 pages=pages,
                 traces=traces,
+                audit=audit,
+                reloads=reloads,
             )
             server = VerifierServer(
                 create_app(loaded.engine, target.model, settings, drafts),
@@ -79,7 +93,8 @@ def serve(options: ServeOptions) -> None:
             relieve_collector()
             loaded.engine.start()
             try:
-                server.run(sockets=[sock])
+                with FileWatch(_watched(server, keys), reloads) as watch, _read_on_hangup(watch, audit):
+                    server.run(sockets=[sock])
             finally:
                 loaded.engine.stop()  # before the model goes
 
@@ -93,6 +108,40 @@ def _open_target(options: ServeOptions) -> Target:
     if options.vllm_option:
         raise ConfigError("--vllm-option is for --engine vllm; leave it out")
     return BundleTarget(options)
+
+
+def _watched(server: VerifierServer, keys: KeyRing) -> list[WatchedFiles]:
+    """The files that are read again while the server runs."""
+    files: list[WatchedFiles] = []
+    if keys.path is not None and keys.path.is_file():  # and not a pipe of the shell
+        files.append(WatchedFiles("keys", [keys.path], lambda: server.admission.revoke(keys.reload())))
+    if server.tls is not None:
+        files.append(WatchedFiles("certificates", server.tls.files.paths, server.tls.reload))
+    return files
+
+
+@contextmanager
+def _audit_log(path: Path | None) -> Iterator[AuditLog | None]:
+    log = AuditLog(path) if path is not None else None
+    try:
+        yield log
+    finally:
+        if log is not None:
+            log.close()
+
+
+@contextmanager
+def _read_on_hangup(watch: FileWatch, audit: AuditLog | None) -> Iterator[None]:
+    """SIGHUP reads the watched files again, and opens the audit log again, where there is one of either."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not (is_main and hasattr(signal, "SIGHUP") and (watch.has_files or audit is not None)):
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, lambda *_: watch.check_soon())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles
 
 if TYPE_CHECKING:
+    from outrider.cloud.api.admission import Admission
     from outrider.cloud.api.state import Core
 
 _log = logging.getLogger("outrider.cloud")
@@ -45,6 +46,11 @@ class VerifierServer(BoundedServer):
         self._num_signals = 0
         limits = limits or ConnectionLimits(max_body_bytes=self._core.settings.max_body_bytes)
         super().__init__(app, limits, tls=tls, on_ready=on_ready)
+
+    @property
+    def admission(self) -> Admission:
+        """What admits work, and ends that of removed keys."""
+        return self._core.admission
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal begins the draining, the second ends what runs, a third does not even wait for that.

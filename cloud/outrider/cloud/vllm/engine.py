@@ -29,7 +29,7 @@ import zmq
 import zmq.asyncio
 
 from outrider.cloud.distributions import Distributions
-from outrider.cloud.engine.requests import check_draft, check_request, check_tree
+from outrider.cloud.engine.requests import check_draft, check_request, check_tree, deadline_exceeded
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.seam import (
     CommitEvent,
@@ -290,6 +290,9 @@ class VllmEngine(ServingEngine):
                 self._heard_at = time.monotonic()
             self._sequences[terms.number] = sequence
         self._loop.call_soon_threadsafe(self._begin, sequence, terms)
+        if request.deadline_ms is not None:
+            delay_s = request.deadline_ms / 1e3
+            self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, self.end, [terms.number], "deadline")
         return terms.number
 
     def _require_room(self, request: GenerateRequest) -> None:
@@ -476,6 +479,8 @@ class VllmEngine(ServingEngine):
         sequence = self._sequences.pop(number, None)
         if sequence is None:
             return
+        if reason == "deadline" and not sequence.generated:
+            reason, error = "error", deadline_exceeded()
         name = None
         if error is None and sequence.request.is_parked_after(reason):
             name = self._kept.keep(sequence.request.owner, [*sequence.prompt, *sequence.generated])

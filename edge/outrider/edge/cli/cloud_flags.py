@@ -9,8 +9,9 @@ import click
 import typer
 from click.core import ParameterSource
 
+from outrider.edge.link.certificate import ClientCertificate
 from outrider.edge.setup.endpoints import Keys
-from outrider.edge.setup.key_file import read_key_file
+from outrider.edge.setup.key_file import read_key_file, require_private
 from outrider.edge.setup.settings import Settings
 from outrider.models.errors import ConfigError
 
@@ -25,6 +26,33 @@ KeyFile = Annotated[Path | None, typer.Option(help="File that holds the verifier
 AllowHttp = Annotated[
     bool, typer.Option("--allow-http", help="Send the key over http:// beyond this machine, readable on the way.")
 ]
+
+
+TlsClientCert = Annotated[
+    Path | None,
+    typer.Option(
+        help="Certificate chain to show to servers that ask for one, PEM; without --tls-client-key with its key.",
+        metavar="FILE",
+        show_default=False,
+    ),
+]
+TlsClientKey = Annotated[
+    Path | None,
+    typer.Option(help="Its private key, PEM; only you may read it.", metavar="FILE", show_default=False),
+]
+
+
+def certificate_in_use(certificate: Path | None, key: Path | None) -> ClientCertificate | None:
+    """What the device shows to servers. Raises ConfigError for a lone key, or for files that cannot be used."""
+    if certificate is None:
+        if key is not None:
+            raise ConfigError("--tls-client-key is the key of a certificate; give --tls-client-cert too")
+        return None
+    certificate, key = certificate.expanduser(), key.expanduser() if key is not None else None
+    require_private(key or certificate)
+    shown = ClientCertificate(certificate, key)
+    shown.check()
+    return shown
 
 
 def keys_in_use(api_key: str | None, key_file: Path | None, *, allow_http: bool = False) -> Keys:

@@ -47,7 +47,7 @@ def clouds_of(urls: Sequence[str], keys: Keys) -> Clouds:
     """The addresses with their keys. Raises ConfigError for an address or a key file that cannot be used."""
     for url in urls:
         verifier_url(url)
-    return [(url, ClientOptions(api_key=keys.for_url(url, urls))) for url in urls]
+    return [(url, ClientOptions(api_key=keys.for_url(url, urls), certificate=keys.certificate)) for url in urls]
 
 
 def find_drafts(

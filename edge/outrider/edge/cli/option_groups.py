@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import typer
 
-from outrider.edge.cli.cloud_flags import AllowHttp, ApiKey, Clouds, KeyFile, keys_in_use
+from outrider.edge.cli.cloud_flags import (
+    AllowHttp,
+    ApiKey,
+    Clouds,
+    KeyFile,
+    TlsClientCert,
+    TlsClientKey,
+    certificate_in_use,
+    keys_in_use,
+)
 from outrider.edge.cli.draft_flags import (
     BatteryWork,
     Depth,
@@ -47,17 +56,23 @@ class SourceOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyOptions:
-    """Which key the clouds get."""
+    """Which key the clouds get, and which certificate the device shows."""
 
     __slots__ = ()
 
     api_key: ApiKey = None
     key_file: KeyFile = None
     allow_http: AllowHttp = False
+    tls_client_cert: TlsClientCert = None
+    tls_client_key: TlsClientKey = None
 
     def keys(self) -> Keys:
-        """The keys for the command that runs now. Raises as `keys_in_use`."""
-        return keys_in_use(self.api_key, self.key_file, allow_http=self.allow_http)
+        """The keys, and the device's certificate, for the command that runs now.
+
+        Raises as `keys_in_use` and `certificate_in_use`.
+        """
+        keys = keys_in_use(self.api_key, self.key_file, allow_http=self.allow_http)
+        return replace(keys, certificate=certificate_in_use(self.tls_client_cert, self.tls_client_key))
 
 
 @dataclass(frozen=True, kw_only=True)

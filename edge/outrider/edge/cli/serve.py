@@ -39,6 +39,7 @@ from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, tls_files, url_of
 from outrider.models.visible import visible
+from outrider.models.watched_files import FileWatch, WatchedFiles
 
 _log = logging.getLogger("outrider.serve")
 
@@ -63,8 +64,9 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
     if options.api_key_file is not None:
         require_private(options.api_key_file)
     keys = KeyRing.load(options.api_key_file)
-    require_safe_host(options.host, keys, is_insecure_allowed=options.insecure_no_keys)
-    tls = tls_files(options.tls_cert, options.tls_key)
+    is_open = options.insecure_no_keys or options.tls_client_ca is not None
+    require_safe_host(options.host, keys, is_insecure_allowed=is_open)
+    tls = tls_files(options.tls_cert, options.tls_key, options.tls_client_ca)
     make_depth(options.depth, Estimates())
     agent_options = make_options(options.width, options.effort, options.draft_bytes, options.is_looked_up)
     clouds = clouds_of(options.cloud, cloud_keys or Keys(options.api_key, is_http_allowed=options.allow_http))
@@ -102,8 +104,14 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
         )
         end_tracing = start_tracing(lambda words: _log.warning("%s", words))
         relieve_collector()  # else a full collection stops all texts for a tenth of a second
+        files = (
+            [WatchedFiles("keys", [keys.path], keys.reload)] if keys.path is not None and keys.path.is_file() else []
+        )
+        if server.tls is not None:
+            files.append(WatchedFiles("certificates", server.tls.files.paths, server.tls.reload))
         try:
-            server.run(sockets=[sock])
+            with FileWatch(files):
+                server.run(sockets=[sock])
         finally:
             end_tracing()
 

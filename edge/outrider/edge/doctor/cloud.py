@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from outrider.edge.doctor.findings import Finding, fault, ok, warning
 from outrider.edge.link.address import without_password
+from outrider.edge.link.certificate import ClientCertificate
 from outrider.edge.link.tls import system_tls
 from outrider.edge.setup.endpoints import is_plain_http
 from outrider.models.hosts import is_loopback
@@ -53,12 +54,13 @@ class Facts(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Cloud:
-    """An address, its key, and whether the key may go there without encryption."""
+    """An address, its key, whether the key may go there without encryption, and what the device shows there."""
 
     url: str
     key: str | None = None
     label: str = ""
     is_http_allowed: bool = False
+    certificate: ClientCertificate | None = None
 
 
 @dataclass(slots=True)
@@ -88,7 +90,7 @@ class CloudReport:
         with httpx.Client(
             timeout=httpx.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             trust_env=not is_loopback(host),
-            verify=tls_context() if parts.scheme == "https" else True,
+            verify=tls_context(self.cloud.certificate) if parts.scheme == "https" else True,
         ) as client:
             yield from self._check_http(client)
 
@@ -128,7 +130,7 @@ class CloudReport:
     def _check_tls(self, connection: socket.socket, host: str) -> Finding:
         name = self.step_name("TLS")
         try:
-            with tls_context().wrap_socket(connection, server_hostname=host) as secured:
+            with tls_context(self.cloud.certificate).wrap_socket(connection, server_hostname=host) as secured:
                 certificate = secured.getpeercert() or {}
                 until = certificate.get("notAfter", "an unknown time")
                 return ok(name, f"{secured.version()}, certificate valid until {until}")
@@ -276,9 +278,9 @@ class CloudReport:
             return response.status_code, response.headers, body[:MAX_ANSWER_BYTES]
 
 
-def tls_context() -> ssl.SSLContext:
+def tls_context(certificate: ClientCertificate | None) -> ssl.SSLContext:
     """The settings of the agent's own connections."""
-    return system_tls()
+    return system_tls(certificate)
 
 
 def check_tokenizer(report: CloudReport, name: str, fingerprint: str) -> Finding:

@@ -91,7 +91,7 @@ def _examine_cloud(
     if key is not None:
         secrets.add(key)
     label = _label(address, endpoint) if len(patient.urls) > 1 else ""
-    report = CloudReport(Cloud(address, key, label, patient.keys.allows_http(address)))
+    report = CloudReport(Cloud(address, key, label, patient.keys.allows_http(address), patient.keys.certificate))
     reports.append(report)
     yield from report.findings()
     if report.facts is not None:

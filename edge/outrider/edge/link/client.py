@@ -21,8 +21,9 @@ from pydantic import BaseModel, ValidationError
 
 from outrider.edge import tracing
 from outrider.edge.link.address import verifier_url as verifier_url  # also for importers of this module
+from outrider.edge.link.certificate import ClientCertificate
 from outrider.edge.link.checks import SessionCheck, check_rendered, check_result
-from outrider.edge.link.errors import EndpointLost, ProtocolBroken, lost, refusal_error, short, silent
+from outrider.edge.link.errors import EndpointLost, ProtocolBroken, lost, refusal_error, retry_after_s, short, silent
 from outrider.edge.link.sender import DraftMessage
 from outrider.edge.link.sse import EventParser
 from outrider.edge.link.tls import system_tls
@@ -78,7 +79,7 @@ class ClientOptions:
     within three times this, or shows within that time that it is alive; for a stream, what its `open` says counts.
     stream_timeout_s: longest silence of a stream whose server does not say how often it writes (an older one).
     call_timeout_s: longest verification by a server that is alive. max_connections: one for the stream, the rest for
-    drafts in flight.
+    drafts in flight. certificate: what the device shows to servers that ask for one.
     """
 
     api_key: str | None = None
@@ -88,6 +89,7 @@ class ClientOptions:
     stream_timeout_s: float = 120.0
     call_timeout_s: float = 600.0
     max_connections: int = 12
+    certificate: ClientCertificate | None = None
 
 
 class CloudClient:
@@ -116,7 +118,7 @@ class CloudClient:
             keepalive_expiry=60.0,
         )
         self._http = httpx.AsyncClient(
-            verify=system_tls() if transport is None and self.url.startswith("https:") else True,
+            verify=system_tls(options.certificate) if transport is None and self.url.startswith("https:") else True,
             timeout=self._timeouts(self._silence_s),
             limits=limits,
             transport=transport,
@@ -329,7 +331,10 @@ class CloudClient:
         if (coding := response.headers.get("content-encoding", "identity")).lower() != "identity":
             raise ProtocolBroken(self.url, f"its answer is encoded as {short(coding)!r}; asked for was 'identity'")
         if status >= 400:
-            raise self._refusal(status, await self._read(response, MAX_ERROR_BYTES, is_cut=True))
+            error = self._refusal(status, await self._read(response, MAX_ERROR_BYTES, is_cut=True))
+            if isinstance(error, EndpointLost):
+                error.retry_after_s = retry_after_s(response.headers.get("retry-after"))
+            raise error
 
     async def _read(self, response: httpx.Response, max_bytes: int, *, is_cut: bool = False) -> bytes:
         """The body. is_cut: leaves out what is beyond `max_bytes`, which else raises ProtocolBroken."""

@@ -34,7 +34,8 @@ class RetryPolicy:
     Once an endpoint has answered, failures must also have gone on for `max_outage_s`: a server that restarts refuses
     many connections in a few seconds. A URL that never answered is wrong more often than late, except at a loopback
     address: a server that was started a moment ago refuses connections while it loads, so failures must have gone on
-    for `max_loading_s`. After each whole round of endpoints comes a pause, which doubles.
+    for `max_loading_s`. After each whole round of endpoints comes a pause, which doubles. An endpoint that asks for a
+    longer one (Retry-After) is not tried before, and others come first.
     """
 
     max_failures: int = 6
@@ -78,6 +79,7 @@ class Endpoints:
         self._on_trouble = on_trouble
         self._fleet = fleet
         self._current = 0
+        self._not_before: dict[str, float] = {}  # by URL: when it may be tried again
         self._has_answered = False
         self._failures: list[str] = []
         self._outage_began_at = 0.0
@@ -174,6 +176,8 @@ class Endpoints:
             self._fleet.failed(failed, error)
         if isinstance(error, EndpointUnfit):
             text.unfit[failed] = error
+        if error.retry_after_s:
+            self._not_before[failed] = now + error.retry_after_s
         num_fit = sum(client.url not in text.unfit for client in self._clients)
         if num_fit == 0:
             raise _none_fit(list(text.unfit.values()))
@@ -194,20 +198,24 @@ class Endpoints:
         elif num_failures == num_fit:
             self._on_trouble(f"{self._question(text) if error.is_absent else f'{error}.'} Trying again.")
         num_rounds, num_tried = divmod(num_failures, num_fit)
+        pause_s = self._not_before.get(following, now) - now
         if num_tried == 0:
             doublings = min(num_rounds - 1, 32)  # a float holds no more than 1023
-            await self._sleep(min(retry.max_pause_s, retry.first_pause_s * 2**doublings))
+            pause_s = max(pause_s, min(retry.max_pause_s, retry.first_pause_s * 2**doublings))
+        if pause_s > 0.0:
+            await self._sleep(pause_s)
 
     def _next(self, text: TextOrigin) -> int:
-        """The endpoint after the current one; one that is down only where all that are fit are."""
-        num = len(self._clients)
+        """The endpoint after the current one, of those that may be tried soonest; one that is down only where all that
+        are fit are.
+        """
+        num, now = len(self._clients), self._clock()
         after = [(self._current + steps) % num for steps in range(1, num + 1)]
+        fit = [index for index in after if self._clients[index].url not in text.unfit]
         if self._fleet is not None:
-            for index in after:
-                url = self._clients[index].url
-                if url not in text.unfit and not self._fleet.is_down(url):
-                    return index
-        return after[0]
+            fleet = self._fleet
+            fit = [index for index in fit if not fleet.is_down(self._clients[index].url)] or fit
+        return min(fit or after, key=lambda index: max(now, self._not_before.get(self._clients[index].url, now)))
 
     def _report_success(self, client: CloudClient) -> None:
         if self._fleet is not None:

@@ -19,6 +19,8 @@ from outrider.models.protocol import ErrorBody
 
 # Answers that another endpoint, or the same one a little later, may not give.
 _PASSING_STATUS: Final = frozenset({404, 408, 410, 429, 500, 502, 503, 504})
+MAX_RETRY_AFTER_S: Final = 60.0
+"""A server that asks for a longer wait is asked again after this."""
 MAX_WORDS: Final = 600
 """Characters of a server's text that an error message repeats."""
 
@@ -26,13 +28,15 @@ MAX_WORDS: Final = 600
 class EndpointLost(CloudError):
     """This endpoint cannot be reached, is overloaded, or lost the session; another attempt may succeed.
 
-    is_absent: nothing answers at its address. status: of its HTTP answer, if it gave one.
+    is_absent: nothing answers at its address. status: of its HTTP answer, if it gave one. retry_after_s: how long that
+    answer asks to wait.
     """
 
     def __init__(self, message: str, *, is_absent: bool = False, status: int | None = None) -> None:
         super().__init__(message)
         self.is_absent = is_absent
         self.status = status
+        self.retry_after_s = 0.0
 
 
 class EndpointUnfit(EndpointLost):
@@ -56,7 +60,17 @@ def lost(url: str, error: httpx.TransportError) -> EndpointLost:
     if isinstance(error, httpx.RemoteProtocolError) and not re.search("(?i)disconnected|closed", str(error)):
         return ProtocolBroken(url, f"its answer is not HTTP ({short(str(error))})")
     words = f"{url}: {type(error).__name__}: {error}" if str(error) else f"{url}: {type(error).__name__}"
+    if url.startswith("https:") and "without sending a response" in words:
+        # A refused handshake looks the same: with TLS 1.3 the client believes that it is connected by then.
+        words += " If it asks for client certificates, give --tls-client-cert with one that it accepts."
     return EndpointLost(words, is_absent=isinstance(error, httpx.ConnectError | httpx.ConnectTimeout))
+
+
+def retry_after_s(header: str | None) -> float:
+    """The seconds of a Retry-After header, at most `MAX_RETRY_AFTER_S`; 0 where it has none. A date counts as none."""
+    if header is None or not re.fullmatch(r"[0-9]{1,9}", header.strip()):
+        return 0.0
+    return min(MAX_RETRY_AFTER_S, float(header))
 
 
 def silent(url: str, silence_s: float) -> EndpointLost:

@@ -10,13 +10,20 @@ import importlib
 import ssl
 from typing import Any, cast
 
+from outrider.edge.link.certificate import ClientCertificate
 from outrider.models.extras import missing_extra
 
 
-def system_tls() -> ssl.SSLContext:
-    """Settings that verify a server by the system's roots. Raises RuntimeUnavailable without the edge's packages."""
+def system_tls(certificate: ClientCertificate | None = None) -> ssl.SSLContext:
+    """Settings that verify a server by the system's roots, and show it the device's certificate where there is one.
+
+    Raises RuntimeUnavailable without the edge's packages, ConfigError as `ClientCertificate.load_into`.
+    """
     try:
         truststore: Any = importlib.import_module("truststore")
     except ModuleNotFoundError as error:
         raise missing_extra(error, "https", "edge") from error
-    return cast(ssl.SSLContext, truststore.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+    context = cast(ssl.SSLContext, truststore.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+    if certificate is not None:
+        certificate.load_into(context)
+    return context

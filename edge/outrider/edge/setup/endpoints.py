@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from outrider.edge.link.address import verifier_url, without_password
+from outrider.edge.link.certificate import ClientCertificate
 from outrider.edge.setup.config_file import ENDPOINT, ConfigFile, described
 from outrider.edge.setup.key_file import read_key_file
 from outrider.models.errors import ConfigError
@@ -98,13 +99,15 @@ class Keys:
     """Which key goes to which address. general: from --api-key, OUTRIDER_API_KEY or key_file.
 
     is_asked: the general key comes from a flag or the environment, so it is meant for the one address in use.
-    is_http_allowed: it may go over http:// beyond this machine (--allow-http).
+    is_http_allowed: it may go over http:// beyond this machine (--allow-http). certificate: shown to every server that
+    asks for one; it is no secret.
     """
 
     general: str | None = None
     is_asked: bool = False
     endpoints: tuple[Endpoint, ...] = ()
     is_http_allowed: bool = False
+    certificate: ClientCertificate | None = None
 
     def for_url(self, url: str, urls: Sequence[str]) -> str | None:
         """The key to send to `url`. Raises as `key_of`, and ConfigError where the key would go without encryption."""

@@ -37,8 +37,7 @@ class Throttled(RequestError):
     """A RequestError 429 for a client over its rate. retry_after_s: when its next call would be accepted."""
 
     def __init__(self, code: str, message: str, *, retry_after_s: int) -> None:
-        super().__init__(code, message, status=429)
-        self.retry_after_s = retry_after_s
+        super().__init__(code, message, status=429, retry_after_s=retry_after_s)
 
 
 def error_body(error: RequestError) -> ErrorBody:
@@ -101,20 +100,20 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
     body = error_bytes(error)
     sent = dict(headers or {})
     if error.status in (429, 503):
-        sent.setdefault("retry-after", str(error.retry_after_s if isinstance(error, Throttled) else 1))
+        sent.setdefault("retry-after", str(error.retry_after_s or 1))
     if error.status == 413:
         sent.setdefault("connection", "close")  # otherwise the rest of the body would have to be read
     if error.status == 401:
         sent.setdefault("www-authenticate", "Bearer")
-    return _ErrorResponse(error.code, body, error.status, sent)
+    return ErrorResponse(body, error.status, sent, code=error.code)
 
 
-class _ErrorResponse(Response):
-    """An error's answer, which notes its code for those who count requests."""
+class ErrorResponse(Response):
+    """The response for an error; notes the error's code in the ASGI scope, for the audit log and the metrics."""
 
     media_type = "application/json"
 
-    def __init__(self, code: str, body: bytes, status: int, headers: Mapping[str, str]) -> None:
+    def __init__(self, body: bytes, status: int, headers: Mapping[str, str], *, code: str) -> None:
         super().__init__(body, status, headers)
         self._code = code
 

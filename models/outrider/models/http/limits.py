@@ -1,4 +1,4 @@
-"""Bounds what one client can take: body size, requests per second, open sequences.
+"""Bounds what one client can take: body size, requests per second, tokens per minute, open sequences.
 
 Knows clients only as opaque bytes. The engine bounds the rest: prompt length, queue, blocks.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -66,14 +67,22 @@ class RateLimiter:
         self._rate_per_s = rate_per_s
         self._capacity = max(1.0, rate_per_s * BURST_S)
         self._clock = clock
+        self._others: dict[float, RateLimiter] = {}  # by rate: key files name few
         # Owner -> level and when that was, the oldest first.
         self._levels: OrderedDict[bytes, tuple[float, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._levels)
 
-    def spend(self, owner: bytes) -> None:
-        """Takes one request from the owner's bucket. Raises RequestError 429 `rate_limited`."""
+    def spend(self, owner: bytes, rate_per_s: float | None = None) -> None:
+        """Takes one request from the owner's bucket. rate_per_s: the owner's own; None: as all others.
+
+        Raises RequestError 429 `rate_limited`.
+        """
+        if rate_per_s is not None and rate_per_s != self._rate_per_s:
+            if rate_per_s not in self._others:
+                self._others[rate_per_s] = RateLimiter(rate_per_s, self._clock)
+            return self._others[rate_per_s].spend(owner)
         if not self._rate_per_s:
             return
         now = self._clock()
@@ -99,11 +108,68 @@ class RateLimiter:
             self._levels.popitem(last=False)
 
 
-class Slots:
-    """Counts the sequences that each owner has open, at most `max_each`. Lives on one event loop."""
+class TokenBudget:
+    """A bucket of tokens per owner, which fills in a minute. Any thread may call it.
 
-    def __init__(self, max_each: int) -> None:
+    A request is admitted once its prompt fits what is there, or the bucket is full. Tokens that its text then takes
+    may exceed that: the debt is paid before the owner's next request. Forgets buckets that are full again.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        # Owner -> level, when that was, tokens per minute; the least recently used first.
+        self._levels: OrderedDict[bytes, tuple[float, float, int]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._levels)
+
+    def admit(self, owner: bytes, num_tokens: int, per_minute: int) -> None:
+        """Takes a prompt's tokens. Raises RequestError 429 `tokens_exhausted`, and takes none, if it does not fit."""
+        with self._lock:
+            now = self._clock()
+            level = self._level(owner, now, per_minute)
+            missing = min(num_tokens, per_minute) - level
+            self._put(owner, level if missing > 0 else level - num_tokens, now, per_minute)
+        if missing > 0:
+            wait_s = max(1, math.ceil(missing * 60.0 / per_minute))
+            raise Throttled(
+                "tokens_exhausted",
+                f"this client has used its {per_minute} tokens per minute; retry in {wait_s} s",
+                retry_after_s=wait_s,
+            )
+
+    def take(self, owner: bytes, num_tokens: int, per_minute: int) -> None:
+        """Takes tokens that a text used, or gives back where `num_tokens` is negative."""
+        with self._lock:
+            now = self._clock()
+            level = self._level(owner, now, per_minute) - num_tokens
+            self._put(owner, min(float(per_minute), level), now, per_minute)
+
+    def _level(self, owner: bytes, now: float, per_minute: int) -> float:
+        level, then, capacity = self._levels.get(owner, (float(per_minute), now, per_minute))
+        level += per_minute - capacity if level >= capacity else 0  # a new limit starts full where the old one was
+        return min(float(per_minute), level + (now - then) * per_minute / 60.0)
+
+    def _put(self, owner: bytes, level: float, now: float, per_minute: int) -> None:
+        self._levels[owner] = (level, now, per_minute)
+        self._levels.move_to_end(owner)
+        while self._levels:
+            level, then, capacity = next(iter(self._levels.values()))
+            if level + (now - then) * capacity / 60.0 < capacity and len(self._levels) <= MAX_BUCKETS:
+                return
+            self._levels.popitem(last=False)
+
+
+class Slots:
+    """Counts the sequences that each owner has open, at most `max_each`. Lives on one event loop.
+
+    own_limit: an owner's own limit, None for `max_each`.
+    """
+
+    def __init__(self, max_each: int, own_limit: Callable[[bytes], int | None] = lambda owner: None) -> None:
         self._max_each = max_each
+        self._own_limit = own_limit
         self._taken: Counter[bytes] = Counter()
         self._waiting: dict[bytes, deque[asyncio.Future[None]]] = {}
 
@@ -117,13 +183,19 @@ class Slots:
         """Calls of `wait` that have no slot yet."""
         return sum(map(len, self._waiting.values()))
 
+    def limit(self, owner: bytes) -> int:
+        """Sequences that the owner may have open."""
+        own = self._own_limit(owner)
+        return self._max_each if own is None else own
+
     def take(self, owner: bytes, count: int = 1) -> None:
         """Takes `count` slots. Raises RequestError 429 `too_many_sessions`, and takes none, when too few are free."""
-        if self._taken[owner] + count > self._max_each:
+        limit = self.limit(owner)
+        if self._taken[owner] + count > limit:
             raise RequestError(
                 "too_many_sessions",
                 f"this client has {self._taken[owner]} open sequences and the request needs {count} more; at most "
-                f"{self._max_each} may be open. End some first",
+                f"{limit} may be open. End some first",
                 status=429,
             )
         self._taken[owner] += count
@@ -134,7 +206,7 @@ class Slots:
         Cancelled, it takes none. Raises RequestError 429 `too_many_sessions` if `max_waiting` others wait already.
         """
         queue = self._waiting.get(owner)
-        if queue is None and self._taken[owner] < self._max_each:
+        if queue is None and self._taken[owner] < self.limit(owner):
             self._taken[owner] += 1
             return
         queue = self._waiting.setdefault(owner, deque())
@@ -160,7 +232,7 @@ class Slots:
         """Frees `count` slots; calls that wait take them at once."""
         self._taken[owner] -= count
         queue = self._waiting.get(owner)
-        while queue and self._taken[owner] < self._max_each:
+        while queue and self._taken[owner] < self.limit(owner):
             turn = queue.popleft()
             if not turn.cancelled():
                 self._taken[owner] += 1

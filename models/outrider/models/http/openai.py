@@ -1,8 +1,8 @@
 """Defines the OpenAI-compatible messages.
 
 An unsupported field that would change the output is refused by name. Unknown fields are ignored, because clients send
-many. Additions to OpenAI's fields: `top_k`, `min_p`, `ignore_eos` and `stop_token_ids` in requests; `seed` in answers,
-so that any answer can be reproduced.
+many. Additions to OpenAI's fields: `top_k`, `min_p`, `ignore_eos`, `stop_token_ids`, `priority` and `deadline_ms` in
+requests; `seed` in answers, so that any answer can be reproduced.
 """
 
 from __future__ import annotations
@@ -25,7 +25,17 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from outrider.models.http.errors import FieldError
-from outrider.models.protocol import MAX_COUNT, Integer, Number, StopIds, TokenId
+from outrider.models.protocol import (
+    DEADLINE,
+    MAX_COUNT,
+    PRIORITY,
+    DeadlineMs,
+    Integer,
+    Number,
+    Priority,
+    StopIds,
+    TokenId,
+)
 from outrider.models.sampling import MAX_SEED, SamplingParams
 
 MAX_PROMPTS: Final = 64
@@ -175,6 +185,8 @@ class GenerationRequest(BaseModel):
     ignore_eos: StrictBool | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
+    priority: Priority | None = Field(default=None, description=PRIORITY)
+    deadline_ms: DeadlineMs | None = Field(default=None, description=DEADLINE)
 
     @classmethod
     def neutral_values(cls) -> dict[str, tuple[Any, ...]]:

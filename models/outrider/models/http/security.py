@@ -1,31 +1,31 @@
 """Decides who may call, and who owns a session: API keys, and what a browser says about the page that calls.
 
-Only SHA-256 digests of keys are kept. A comparison takes the same time whichever key matches, and whether one does.
-Without keys anybody may call who reaches the port, so `serve` then refuses to listen beyond loopback, and a client's
-address is the owner.
+Only SHA-256 digests of keys are kept. Without keys the owner is the subject of the client's certificate where clients
+show one, or else the client's address: then anybody may call who reaches the port, so `serve` refuses to listen beyond
+loopback.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Send
+from starlette.types import Scope as AsgiScope
 
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.hosts import client_network, is_loopback
+from outrider.models.http.keys import KEY, Scope
+from outrider.models.http.keys import KeyRing as KeyRing  # also for importers of this module
 from outrider.models.http.limits import RateLimiter
 
-KEYS_VARIABLE: Final = "OUTRIDER_API_KEYS"
-MIN_KEY_CHARS: Final = 16
 OWNER: Final = "outrider.owner"
 """Key of the ASGI scope that holds the client's identity."""
+SUBJECT: Final = "outrider.subject"
+"""Key of the ASGI scope that holds the name on the client's verified certificate."""
+METRICS_PATH: Final = "/metrics"
 
 ANYBODY: Final = b""
 """The owner where neither a key nor an address is known."""
@@ -41,55 +41,6 @@ _LOOKED_AT: Final = frozenset({b"authorization", b"content-type", b"host", b"ori
 _MAX_QUOTED_CHARS: Final = 100
 _MAX_AUTHORITY_BYTES: Final = 300
 """No name of DNS with its port is longer."""
-
-
-class KeyRing:
-    """The accepted keys; without any, no key is required."""
-
-    def __init__(self, keys: Iterable[str] = ()) -> None:
-        self._digests: list[bytes] = []
-        for key in keys:
-            if len(key) < MIN_KEY_CHARS:
-                raise ConfigError(f"an API key has {len(key)} characters; expected {MIN_KEY_CHARS} or more")
-            self._digests.append(hashlib.sha256(key.encode()).digest())
-
-    @classmethod
-    def load(cls, path: Path | None) -> KeyRing:
-        """Keys from `path`, one per line (blank lines and lines that begin with # are skipped), and from the
-        environment variable OUTRIDER_API_KEYS, separated by commas. Raises ConfigError if the file has none or cannot
-        be read.
-        """
-        keys = [key.strip() for key in os.environ.get(KEYS_VARIABLE, "").split(",") if key.strip()]
-        if path is not None:
-            try:
-                lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-            except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"the key file {path} cannot be read: {error}") from None
-            from_file = [line for line in lines if line and not line.startswith("#")]
-            if not from_file:
-                raise ConfigError(f"the key file {path} has no key; write one per line")
-            keys += from_file
-        return cls(keys)
-
-    def __len__(self) -> int:
-        return len(self._digests)
-
-    def owner(self, authorization: bytes | None) -> bytes:
-        """The client's identity, from the Authorization header's bytes. Raises RequestError 401 `unauthorized`."""
-        if not self._digests:
-            return ANYBODY
-        scheme, _, key = (authorization or b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not key:
-            raise RequestError(
-                "unauthorized", "an API key is required: send the header `Authorization: Bearer <key>`", status=401
-            )
-        digest = hashlib.sha256(key.strip()).digest()
-        found = False
-        for known in self._digests:
-            found |= hmac.compare_digest(known, digest)
-        if not found:
-            raise RequestError("unauthorized", "this API key is not accepted", status=401)
-        return digest
 
 
 class PagePolicy:
@@ -203,7 +154,7 @@ class Gate:
         self._pages = pages
         self._media_types = tuple(media_types)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         """ASGI."""
         if scope["type"] == "http":
             path = scope["path"]
@@ -211,7 +162,7 @@ class Gate:
                 self._check(scope, path)
         await self._app(scope, receive, send)
 
-    def _check(self, scope: Scope, path: str) -> None:
+    def _check(self, scope: AsgiScope, path: str) -> None:
         found: dict[bytes, bytes] = {}
         for name, value in scope["headers"]:
             if name in _LOOKED_AT:
@@ -224,16 +175,22 @@ class Gate:
             self._pages.require_origin(found.get(b"origin"), found.get(b"sec-fetch-site"), host, is_write=is_write)
         if path in self._open_paths:
             return
-        owner = self._keys.owner(found.get(b"authorization"))
-        if not len(self._keys) and scope.get("client"):
-            owner = client_network(scope["client"][0]).encode()
+        key = self._keys.find(found.get(b"authorization"))
+        if key is not None:
+            owner = key.digest
+            scope[KEY] = key
+            key.require(Scope.METRICS if path == METRICS_PATH else Scope.GENERATE)
+        elif scope.get(SUBJECT):
+            owner = b"subject:" + scope[SUBJECT].encode()
+        else:
+            owner = client_network(scope["client"][0]).encode() if scope.get("client") else ANYBODY
         scope[OWNER] = owner
         if method == "POST":
             is_costly = path in self._costly_paths
             if is_costly or self._media_types:
                 _require_media_type(found.get(b"content-type"), self._media_types or (JSON_MEDIA_TYPE,))
             if is_costly:
-                self._limiter.spend(owner)
+                self._limiter.spend(owner, None if key is None else key.requests_per_second)
 
 
 def media_type_of(content_type: bytes | None) -> bytes:
@@ -271,10 +228,10 @@ def page_policy(
 
 
 def require_safe_host(host: str, keys: KeyRing, *, is_insecure_allowed: bool) -> None:
-    """Raises ConfigError if other machines can reach `host` and no key is required."""
+    """Raises ConfigError if other machines can reach `host` and neither a key nor a certificate is required."""
     if len(keys) or is_insecure_allowed or is_loopback(host):
         return
     raise ConfigError(
         f"refusing to listen on {host} without API keys: anybody who reaches this port could use the model. Give "
-        f"--api-key-file, or --insecure-no-keys to allow it"
+        f"--api-key-file or --tls-client-ca, or --insecure-no-keys to allow it"
     )

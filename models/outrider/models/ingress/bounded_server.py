@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -15,7 +15,7 @@ from outrider.models.ingress.bounded_http import BoundedProtocol
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.connections import ConnectionTable, Ticket, reserve_files
 from outrider.models.ingress.listener import Listener
-from outrider.models.ingress.sockets import TlsFiles
+from outrider.models.ingress.sockets import ServedTls, TlsFiles
 
 _log = logging.getLogger("outrider.ingress")
 
@@ -29,7 +29,8 @@ _FLUSH_S: Final = 5
 class BoundedServer(uvicorn.Server):
     """uvicorn that bounds its clients. Run it with `run(sockets=[...])`.
 
-    limits: of connections and unread requests. on_ready: called once the server accepts connections.
+    limits: of connections and unread requests. on_ready: called once the server accepts connections. Its `tls` can be
+    reloaded while it runs.
     """
 
     def __init__(
@@ -42,7 +43,8 @@ class BoundedServer(uvicorn.Server):
     ) -> None:
         self._limits = limits
         self._on_ready = on_ready
-        super().__init__(_config(app, tls))
+        self.tls = ServedTls(tls) if tls is not None else None
+        super().__init__(_config(app))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Opens for business. In place of uvicorn's, whose sockets admit everybody."""
@@ -54,7 +56,7 @@ class BoundedServer(uvicorn.Server):
         self.table = ConnectionTable(self._limits, num_allowed=num_allowed)
         self.table.start(asyncio.get_running_loop())
         self.servers = [
-            Listener(sock, self.table, self._protocol, tls=self.config.ssl, backlog=self.config.backlog)  # type: ignore[misc]  # has what uvicorn uses of an asyncio.Server
+            Listener(sock, self.table, self._protocol, tls=self.tls, backlog=self.config.backlog)  # type: ignore[misc]  # has what uvicorn uses of an asyncio.Server
             for sock in sockets
         ]
         self.started = True
@@ -69,10 +71,7 @@ class BoundedServer(uvicorn.Server):
         self.table.stop()
 
 
-def _config(app: ASGIApp, tls: TlsFiles | None) -> uvicorn.Config:
-    options: dict[str, Any] = {}
-    if tls is not None:
-        options = {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
+def _config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         lifespan="off",
@@ -86,5 +85,4 @@ def _config(app: ASGIApp, tls: TlsFiles | None) -> uvicorn.Config:
         date_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=_FLUSH_S,
-        **options,
     )

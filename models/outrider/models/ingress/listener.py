@@ -10,13 +10,13 @@ import asyncio
 import errno
 import logging
 import socket
-import ssl
 from functools import partial
 from typing import Any, Final
 
 from outrider.models.faults import log_fault
 from outrider.models.ingress.bounded_http import too_many_connections
 from outrider.models.ingress.connections import ConnectionTable, MakeProtocol, Ticket
+from outrider.models.ingress.sockets import ServedTls
 
 _log = logging.getLogger("outrider.ingress")
 
@@ -35,7 +35,7 @@ class Listener:
         table: ConnectionTable,
         make_protocol: MakeProtocol,
         *,
-        tls: ssl.SSLContext | None,
+        tls: ServedTls | None,
         backlog: int,
     ) -> None:
         self._socket = sock
@@ -85,7 +85,10 @@ class Listener:
         if self._tls is not None:
             bounds = {"ssl_handshake_timeout": self._table.limits.handshake_s, "ssl_shutdown_timeout": _SHUTDOWN_S}
         await asyncio.get_running_loop().connect_accepted_socket(
-            lambda: self._make_protocol(ticket), accepted, ssl=self._tls, **bounds
+            lambda: self._make_protocol(ticket),
+            accepted,
+            ssl=None if self._tls is None else self._tls.context,
+            **bounds,
         )
 
     def _opened(self, accepted: socket.socket, ticket: Ticket, task: asyncio.Task[None]) -> None:

@@ -5,40 +5,92 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from outrider.models.errors import ConfigError
 
+_SHORT: Final = {"commonName": "CN", "organizationName": "O", "organizationalUnitName": "OU", "countryName": "C"}
 READY_PREFIX: Final = "OUTRIDER_READY "
 """The line on standard output that says that a server is up begins with this; its URL follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files of the certificate chain and its private key. Raises ConfigError if they cannot be used."""
+    """PEM files of the certificate chain and its private key. Raises ConfigError if they cannot be used.
+
+    client_ca: certificates of the authorities that clients must show a certificate of; None asks for none.
+    """
 
     certificate: Path
     key: Path
+    client_ca: Path | None = None
 
     def __post_init__(self) -> None:
+        self.context()
+
+    def context(self) -> ssl.SSLContext:
+        """Settings for connections, from what the files hold now. Raises ConfigError."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key)
+            # An empty password: without one OpenSSL would ask at the terminal for that of an encrypted key.
+            context.load_cert_chain(self.certificate, self.key, password="")
         except OSError as error:  # ssl.SSLError is one
             raise ConfigError(
                 f"cannot serve HTTPS with {self.certificate} and {self.key} ({error.strerror or error}); expected a "
-                "certificate chain and its private key, both PEM"
+                "certificate chain and its private key without a password, both PEM"
             ) from None
+        if self.client_ca is not None:
+            try:
+                context.load_verify_locations(self.client_ca)
+            except OSError as error:
+                raise ConfigError(
+                    f"clients cannot be checked by {self.client_ca} ({error.strerror or error}); expected certificates "
+                    "of authorities, PEM"
+                ) from None
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """All files."""
+        own = (self.certificate, self.key)
+        return own if self.client_ca is None else (*own, self.client_ca)
 
 
-def tls_files(certificate: Path | None, key: Path | None) -> TlsFiles | None:
-    """The files of the options; None where neither is given. Raises ConfigError if one is missing."""
+def subject_of(certificate: Mapping[str, Any]) -> str:
+    """The name on a verified certificate, as `SSLSocket.getpeercert` gives it: its subject, such as "CN=phone,O=Acme".
+
+    A certificate without a subject is known by its first alternative name; "" where it has neither.
+    """
+    parts = [f"{_SHORT.get(name, name)}={value}" for group in certificate.get("subject", ()) for name, value in group]
+    names = [f"{kind}:{value}" for kind, value in certificate.get("subjectAltName", ())]
+    return ",".join(reversed(parts)) or next(iter(names), "")
+
+
+class ServedTls:
+    """The settings of new connections. `reload` reads the files again; connections that are open keep theirs."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self.files = files
+        self.context = files.context()
+
+    def reload(self) -> None:
+        """Takes what the files hold now. Raises ConfigError, and keeps what it has. Any thread."""
+        self.context = self.files.context()
+
+
+def tls_files(certificate: Path | None, key: Path | None, client_ca: Path | None = None) -> TlsFiles | None:
+    """The files of the options; None where none is given. Raises ConfigError if one is missing."""
     if certificate is None and key is None:
+        if client_ca is not None:
+            raise ConfigError("--tls-client-ca needs HTTPS: give --tls-cert and --tls-key")
         return None
     if certificate is None or key is None:
         raise ConfigError("HTTPS needs both --tls-cert and --tls-key")
-    return TlsFiles(certificate, key)
+    return TlsFiles(certificate, key, client_ca)
 
 
 def open_socket(host: str, port: int) -> socket.socket:

@@ -1,0 +1,186 @@
+"""Admits work to the engine: the key that still counts, its tokens per minute, priority and deadline.
+
+Follows each sequence to its end: charges the tokens that it takes, fills the audit entry of its request, and ends it
+where its key is removed meanwhile. The engine never learns of keys. Admission delays or refuses; it changes no token.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Final
+
+from outrider.cloud.api.audit import AuditEntry
+from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, ServingEngine, Sink
+from outrider.models.errors import RequestError
+from outrider.models.http.keys import KeyRing, key_is_removed
+from outrider.models.http.limits import TokenBudget
+
+NO_KEY_PRIORITY: Final = 0
+"""The highest priority of a request without a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks for beside its text.
+
+    priority: None for the key's. deadline_ms: from the request's arrival. arrived_s: by the monotonic clock.
+    entry: of the audit log, where there is one.
+    """
+
+    arrived_s: float
+    priority: int | None = None
+    deadline_ms: float | None = None
+    entry: AuditEntry | None = None
+
+
+class Admission:
+    """Submits sequences for the routes. `submit` runs on the event loop, `revoke` on any thread."""
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        keys: KeyRing,
+        tokens_per_minute: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """tokens_per_minute: of an owner whose key has no limit of its own; None is no limit."""
+        self._engine = engine
+        self._keys = keys
+        self._tokens_per_minute = tokens_per_minute
+        self._clock = clock
+        self.budget = TokenBudget(clock)
+        self._lock = threading.Lock()
+        self._open: dict[int, _Followed] = {}
+
+    def submit(self, request: GenerateRequest, sink: Sink, asked: Asked) -> int:
+        """As the engine's `submit`, for a request that asks for this.
+
+        Raises RequestError as the engine does; also `unauthorized`, `tokens_exhausted`, `deadline_exceeded`.
+        """
+        owner, key = request.owner, self._keys.of_owner(request.owner)
+        if not self._keys.may_generate(owner):
+            raise key_is_removed()
+        highest = NO_KEY_PRIORITY if key is None else key.priority
+        request = replace(
+            request,
+            priority=highest if asked.priority is None else min(highest, asked.priority),
+            deadline_ms=self._left_ms(asked),
+        )
+        per_minute = self._tokens_per_minute
+        if key is not None and key.tokens_per_minute is not None:
+            per_minute = key.tokens_per_minute
+        if key is None and per_minute is None and asked.entry is None:
+            return self._engine.submit(request, sink)
+        if per_minute is not None:
+            self.budget.admit(owner, len(request.prompt), per_minute)
+        followed = _Followed(self, request, sink, per_minute, asked.entry)
+        try:
+            number = self._engine.submit(request, followed)
+        except BaseException:
+            if per_minute is not None:
+                self.budget.take(owner, -len(request.prompt), per_minute)
+            raise
+        followed.begin(number)
+        if not self._keys.may_generate(owner):  # removed a moment ago
+            self.revoke([owner])
+        return number
+
+    def _left_ms(self, asked: Asked) -> float | None:
+        """What is left of the deadline. Raises RequestError 504 where nothing is."""
+        if asked.deadline_ms is None:
+            return None
+        left_ms = asked.deadline_ms - (self._clock() - asked.arrived_s) * 1e3
+        if left_ms <= 0.0:
+            raise RequestError(
+                "deadline_exceeded",
+                "the request's deadline_ms passed before its text began; allow more time",
+                status=504,
+            )
+        return left_ms
+
+    def revoke(self, owners: Collection[bytes]) -> None:
+        """Ends the sequences of these owners with the error `unauthorized`."""
+        with self._lock:
+            theirs = [(number, each) for number, each in self._open.items() if each.owner in owners]
+        for number, followed in theirs:
+            followed.is_revoked = True
+            self._engine.cancel(number)
+
+    def _opened(self, number: int, followed: _Followed) -> None:
+        with self._lock:
+            if not followed.is_over:
+                self._open[number] = followed
+
+    def _ended(self, number: int | None) -> None:
+        with self._lock:
+            if number is not None:
+                self._open.pop(number, None)
+
+
+class _Followed:
+    """A sink around another: of one sequence that is charged, audited, or ended with its key."""
+
+    __slots__ = (
+        "_admission",
+        "_entry",
+        "_num_charged",
+        "_number",
+        "_per_minute",
+        "_sink",
+        "is_over",
+        "is_revoked",
+        "owner",
+    )
+
+    def __init__(
+        self,
+        admission: Admission,
+        request: GenerateRequest,
+        sink: Sink,
+        per_minute: int | None,
+        entry: AuditEntry | None,
+    ) -> None:
+        self._admission = admission
+        self._sink = sink
+        self._per_minute = per_minute
+        self._entry = entry
+        self._num_charged = len(request.prompt)
+        self._number: int | None = None
+        self.owner = request.owner
+        self.is_over = False
+        self.is_revoked = False
+        if entry is not None:
+            entry.submitted(len(request.prompt))
+
+    def begin(self, number: int) -> None:
+        """The engine has taken the sequence."""
+        self._number = number
+        self._admission._opened(number, self)
+
+    def __call__(self, event: Event) -> None:
+        """On the engine's thread."""
+        if isinstance(event, CommitEvent):
+            if self._per_minute is not None:
+                self._admission.budget.take(self.owner, len(event.tokens), self._per_minute)
+            if self._entry is not None:
+                self._entry.committed(len(event.tokens), event.accepted)
+        else:
+            event = self._end(event)
+        self._sink(event)
+
+    def _end(self, event: EndEvent) -> EndEvent:
+        self.is_over = True
+        self._admission._ended(self._number)
+        if self.is_revoked and event.reason == "cancelled":
+            event = replace(event, reason="error", error=key_is_removed())
+        if self._per_minute is not None:
+            # A held prefix was not charged, though it counts as cached.
+            num_held = event.usage.prompt_tokens - self._num_charged
+            num_cached = max(0, event.usage.cached_prompt_tokens - num_held)
+            self._admission.budget.take(self.owner, -num_cached, self._per_minute)
+        if self._entry is not None:
+            self._entry.ended(event.error.code if event.error is not None else event.reason)
+        return event

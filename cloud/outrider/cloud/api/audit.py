@@ -1,0 +1,298 @@
+"""Writes the audit log: who used what, when, how much, and how it ended; never a prompt, a text or a key.
+
+One JSON object per line. A request that the server refused gets a line of its own while there are few; a flood of them
+is counted, one line per window, so that nobody fills the disk with refusals. Lines are written on a thread of their
+own. A disk that is full, or a file that cannot be opened, loses lines and stops nothing: the log says so once, and a
+metric counts them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.models.errors import ConfigError
+from outrider.models.hosts import client_network
+from outrider.models.http.errors import ERROR_CODE
+from outrider.models.http.keys import KEY
+from outrider.models.http.security import SUBJECT
+
+AUDIT: Final = "outrider.audit"
+"""Key of the ASGI scope that holds the request's entry."""
+WINDOW_S: Final = 10.0
+MAX_REFUSED_LINES: Final = 20
+"""Refused requests that get a line of their own, per window; the rest are counted."""
+MAX_WAITING: Final = 10_000
+"""Lines that wait for a slow disk."""
+_LOOK_S: Final = 1.0
+"""Seconds between two looks whether the file was moved away."""
+_FLUSH_S: Final = 5.0
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+_log = logging.getLogger("outrider.audit")
+
+
+@dataclass(slots=True)
+class AuditEntry:
+    """What a request's sequences took. The engine's thread fills it."""
+
+    request_id: str
+    num_prompt: int = 0
+    num_generated: int = 0
+    num_accepted: int = 0
+    num_sequences: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+
+    def submitted(self, num_prompt: int) -> None:
+        """A sequence was submitted."""
+        self.num_sequences += 1
+        self.num_prompt += num_prompt
+
+    def committed(self, num_tokens: int, num_accepted: int) -> None:
+        """A sequence committed tokens."""
+        self.num_generated += num_tokens
+        self.num_accepted += num_accepted
+
+    def ended(self, reason: str) -> None:
+        """A sequence ended: its reason, or its error's code."""
+        self.ends[reason] += 1
+
+    @property
+    def end(self) -> str | None:
+        """How the sequences ended, several reasons joined; `left` for those whose client left. None without any."""
+        reasons = sorted(self.ends)
+        if self.ends.total() < self.num_sequences:
+            reasons.append("left")
+        return "+".join(reasons) or None
+
+
+class AuditLog:
+    """The file. Any thread may write; `close` writes what waits.
+
+    num_lost: lines that could not be written.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Opens the file, with mode 0600. Raises ConfigError if it cannot be written."""
+        self._path = path
+        self._clock = clock
+        self.num_lost = 0
+        self._has_complained = False
+        self._is_moved = False  # and could not be opened again
+        self._is_torn = False  # the last line was cut by a full disk
+        self._lines: deque[bytes] = deque()
+        self._condition = threading.Condition()
+        self._is_closing = False
+        self._looked_s = clock()
+        self._window_s = clock()
+        self._num_refused = 0
+        self._refused: Counter[tuple[str, int, str]] = Counter()
+        try:
+            self._descriptor: int | None = self._open()
+        except OSError as error:
+            raise ConfigError(f"the audit log {path} cannot be written: {error.strerror}; name another file") from None
+        self._thread = threading.Thread(target=self._run, name="outrider-audit", daemon=True)
+        self._thread.start()
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Writes a line soon; never blocks on the disk."""
+        encoded = json.dumps({"time": _now(), **line}, separators=(",", ":")).encode() + b"\n"
+        with self._condition:
+            if len(self._lines) >= MAX_WAITING:
+                self.num_lost += 1
+                return
+            self._lines.append(encoded)
+            self._condition.notify()
+
+    def refused(self, line: dict[str, Any], *, is_counted_only: bool = False) -> None:
+        """Writes a refused request: a line of its own, or a count where there were many in this window."""
+        with self._condition:
+            is_single = not is_counted_only and self._num_refused < MAX_REFUSED_LINES
+            self._num_refused += is_single
+            if not is_single:
+                self._refused[str(line["endpoint"]), int(line["status"]), str(line["end"])] += 1
+        if is_single:
+            self.write(line)
+
+    def close(self) -> None:
+        """Writes what waits, for up to some seconds, and closes the file."""
+        with self._condition:
+            self._is_closing = True
+            self._condition.notify()
+        self._thread.join(_FLUSH_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                if not self._lines and not self._is_closing:
+                    self._condition.wait(_LOOK_S)
+                lines, is_last = list(self._lines), self._is_closing
+                self._lines.clear()
+                lines += self._counts(is_last)
+            self._reopen_if_moved()
+            self._append(lines)
+            if is_last:
+                break
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+    def _counts(self, is_last: bool) -> list[bytes]:
+        """The lines that count refused requests, at the end of a window."""
+        now = self._clock()
+        if now - self._window_s < WINDOW_S and not is_last:
+            return []
+        self._window_s, self._num_refused = now, 0
+        counts, self._refused = self._refused, Counter()
+        return [
+            json.dumps(
+                {"time": _now(), "endpoint": endpoint, "status": status, "end": end, "refused_requests": count},
+                separators=(",", ":"),
+            ).encode()
+            + b"\n"
+            for (endpoint, status, end), count in counts.items()
+        ]
+
+    def _open(self) -> int:
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        if os.name == "posix" and stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.fchmod(descriptor, 0o600)  # it may have been there
+        return descriptor
+
+    def _reopen_if_moved(self) -> None:
+        now = self._clock()
+        if now - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = now
+        try:
+            found = self._path.stat()
+            if self._descriptor is not None:
+                held = os.fstat(self._descriptor)
+                if (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino):
+                    return
+        except OSError:
+            pass  # moved away: make a new one
+        try:
+            opened = self._open()
+        except OSError as error:
+            self._is_moved = True
+            return self._complain(error)  # the old one takes the lines
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._descriptor, self._is_torn, self._is_moved = opened, False, False
+
+    def _append(self, lines: list[bytes]) -> None:
+        for index, line in enumerate(lines):
+            data = (b"\n" if self._is_torn else b"") + line
+            try:
+                assert self._descriptor is not None
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
+            except OSError as error:
+                self._is_torn = self._is_torn or len(data) < len(line)
+                self.num_lost += len(lines) - index
+                return self._complain(error)
+            self._is_torn = False
+            self._has_complained = self._is_moved
+
+    def _complain(self, error: OSError) -> None:
+        if not self._has_complained:
+            self._has_complained = True
+            _log.warning("the audit log %s cannot be written: %s; its lines are lost", self._path, error.strerror)
+
+
+class AuditedRequests:
+    """ASGI layer, outermost: gives each request an id and an entry, and writes its line once it is over.
+
+    route_of: gives the pattern of the route that answers. is_work: whether a request is written where it is not
+    refused. quiet_paths: never written, such as health probes.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        log: AuditLog,
+        route_of: Callable[[Scope], str],
+        is_work: Callable[[Scope], bool],
+        quiet_paths: Collection[str] = (),
+    ) -> None:
+        self._quiet_paths = frozenset(quiet_paths)
+        self._app = app
+        self._log = log
+        self._route_of = route_of
+        self._is_work = is_work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http" or scope["path"] in self._quiet_paths:
+            return await self._app(scope, receive, send)
+        started_s = time.monotonic()
+        entry = scope[AUDIT] = AuditEntry(_request_id(scope))
+        status = 499  # the client left before the answer
+
+        async def note_start(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                named = (b"x-request-id", entry.request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), named]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note_start)
+        finally:
+            self._write(scope, entry, status, time.monotonic() - started_s)
+
+    def _write(self, scope: Scope, entry: AuditEntry, status: int, took_s: float) -> None:
+        is_refused = status >= 400 and not entry.num_sequences
+        if not is_refused and not self._is_work(scope):
+            return
+        line = {
+            "endpoint": self._route_of(scope),
+            "method": scope["method"],
+            **caller_of(scope),
+            "request_id": entry.request_id,
+            "status": status,
+            "end": entry.end or scope.get(ERROR_CODE),
+            "prompt_tokens": entry.num_prompt,
+            "generated_tokens": entry.num_generated,
+            "accepted_tokens": entry.num_accepted,
+            "duration_ms": round(took_s * 1e3, 1),
+        }
+        if is_refused:
+            self._log.refused(line)
+        else:
+            self._log.write(line)
+
+
+def caller_of(scope: Scope) -> dict[str, str | None]:
+    """Who called: the key's name, the name on the certificate, the network."""
+    key, client = scope.get(KEY), scope.get("client")
+    caller: dict[str, str | None] = {
+        "key": None if key is None else key.name,
+        "network": client_network(client[0]) if client else None,
+    }
+    return caller | ({"subject": scope[SUBJECT]} if scope.get(SUBJECT) else {})
+
+
+def _request_id(scope: Scope) -> str:
+    """The client's X-Request-Id if it is a plain one, else one of our own."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    return given.decode() if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+
+
+def _now() -> str:
+    now = time.time()
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e3):03d}Z"

@@ -1,0 +1,121 @@
+"""Tests `outrider-cloud serve` with keys, audit log and tokens per minute: what it reads again while it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from tests.serving import EOS_ID, fake_tokenizer
+
+from outrider.cloud.api.state import ServedModel
+from outrider.cloud.engine import Engine
+from outrider.cloud.engine.thread import EngineThread
+from outrider.cloud.server import serve as serve_module
+from outrider.cloud.server.options import ServeOptions
+from outrider.models import watched_files
+from outrider.models.errors import ConfigError
+from outrider.models.http.keys import ApiKey
+from outrider.models.runtimes.fake import FakeBatchRuntime
+
+ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header that carries a key."""
+    return {"authorization": f"Bearer {key}"}
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    """Returns once it is so: the server runs beside."""
+    deadline = time.monotonic() + 30.0
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@contextmanager
+def fake_target() -> Iterator[Any]:
+    """What `serve` serves, over the fake language."""
+    tokenizer = fake_tokenizer()
+    engine = EngineThread(Engine(FakeBatchRuntime(vocab_size=tokenizer.size)))
+
+    @contextmanager
+    def load() -> Iterator[Any]:
+        yield SimpleNamespace(engine=engine, summary="a fake target")
+
+    model = ServedModel("fake", tokenizer, frozenset({EOS_ID}))
+    yield SimpleNamespace(load=load, model=model, path=Path("fake"), source_name="fake")
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs SIGHUP")
+def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a change, and at once on SIGHUP; a broken file is counted; the audit log names each key."""
+    keys, audit, port_file = tmp_path / "keys", tmp_path / "audit.jsonl", tmp_path / "port"
+    keys.write_text(f"{ALICE}\n")
+    monkeypatch.setattr(watched_files, "LOOK_S", 0.02)
+    failures: list[BaseException] = []
+
+    def use(url: str) -> None:
+        body = {"prompt": [1, 2], "max_tokens": 2, "ignore_eos": True}
+
+        def status(key: str) -> int:
+            return client.post("/v1/completions", json=body, headers=bearer(key)).status_code
+
+        with httpx.Client(base_url=url) as client:
+            assert (status(ALICE), status(BOB)) == (200, 401)
+            keys.write_text(f"sha256:{ApiKey.plain(BOB).digest.hex()} name=bob scopes=generate,metrics\n")
+            wait_for(lambda: status(BOB) == 200)
+            assert status(ALICE) == 401
+            keys.write_text("broken\n")
+            os.kill(os.getpid(), signal.SIGHUP)
+            failed = 'outrider_reloads_total{file="keys",result="failed"} 1.0'
+            wait_for(lambda: failed in client.get("/metrics", headers=bearer(BOB)).text)
+            assert status(BOB) == 200
+            assert client.post("/v1/completions", json=body | {"prompt": [1] * 90}, headers=bearer(BOB)).is_error
+
+    def beside() -> None:
+        try:
+            wait_for(port_file.exists)
+            use(f"http://127.0.0.1:{port_file.read_text().strip()}")
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    options = ServeOptions(
+        "fake", port=0, port_file=port_file, api_key_file=keys, audit_log=audit, tokens_per_minute=80, drain_s=0.0
+    )
+    before = signal.getsignal(signal.SIGHUP)
+    with fake_target() as target:
+        monkeypatch.setattr(serve_module, "_open_target", lambda _: target)
+        monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
+        thread = threading.Thread(target=beside)
+        thread.start()
+        serve_module.serve(options)
+        thread.join()
+    if failures:
+        raise failures[0]
+    assert signal.getsignal(signal.SIGHUP) == before
+    lines = [json.loads(line) for line in audit.read_text().splitlines()]
+    worked = {line["key"] for line in lines if line["status"] == 200}
+    assert worked == {ApiKey.plain(ALICE).name, "bob"}
+    assert "tokens_exhausted" in {line["end"] for line in lines}
+
+
+def test_mistakes_show_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CA without HTTPS; a server beyond loopback needs keys or client certificates."""
+    monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
+    with pytest.raises(ConfigError, match="--tls-client-ca needs HTTPS"):
+        serve_module.serve(ServeOptions("fake", port=0, tls_client_ca=tmp_path / "ca.pem"))
+    with pytest.raises(ConfigError, match="--api-key-file or --tls-client-ca"):
+        serve_module.serve(ServeOptions("fake", port=0, host="0.0.0.0"))

@@ -1,0 +1,290 @@
+"""Tests what the API asks of the engine: tokens per minute, priorities within a key's, deadlines; and Retry-After."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any, cast
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.serving import StepGate, read_events, run_session, serve_fake, target_tokens
+
+from outrider.cloud.api.admission import Admission, Asked
+from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.seam import CommitEvent, EndEvent, GenerateRequest, SequenceUsage, ServingEngine, Sink
+from outrider.models.errors import RequestError
+from outrider.models.http.errors import Throttled
+from outrider.models.http.keys import ApiKey, KeyRing
+from outrider.models.http.limits import MAX_BUCKETS, Slots, TokenBudget
+from outrider.models.protocol import Commit, SessionEnd
+from outrider.models.sampling import SamplingParams
+
+KEY, OTHER = "a-key-with-limits-of-its-own", "another-key-without-limits"
+OWNER = ApiKey.plain(KEY).digest
+PROMPT = [5, 6, 7, 8]
+BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 6, "ignore_eos": True}
+
+
+def ring(attributes: str) -> KeyRing:
+    """KEY with these attributes, and OTHER as it is."""
+    return KeyRing([ApiKey.parse(f"sha256:{OWNER.hex()} name=limited {attributes}"), OTHER])
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header that carries a key."""
+    return {"authorization": f"Bearer {key}"}
+
+
+class Scripted:
+    """An engine that takes everything, and notes it."""
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[GenerateRequest, Sink]] = []
+        self.cancelled: list[int] = []
+
+    def submit(self, request: GenerateRequest, sink: Sink) -> int:
+        """Takes it."""
+        self.taken.append((request, sink))
+        return len(self.taken)
+
+    def cancel(self, number: int) -> None:
+        """Notes it."""
+        self.cancelled.append(number)
+
+
+class Clock:
+    """Seconds that pass only on request."""
+
+    now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def admission_of(engine: Scripted, keys: KeyRing, clock: Clock, per_minute: int | None = None) -> Admission:
+    """Admission before a scripted engine."""
+    return Admission(cast(ServingEngine, engine), keys, per_minute, clock)
+
+
+def request_of(prompt: Sequence[int], owner: bytes = OWNER) -> GenerateRequest:
+    """A request of the limited key."""
+    return GenerateRequest(tuple(prompt), SamplingParams(), 10, owner=owner)
+
+
+# -- tokens per minute -----------------------------------------------------------------------------------------------
+
+
+def test_a_bucket_of_tokens_fills_in_a_minute() -> None:
+    """A prompt waits until it fits, debts of texts are paid first, and the advice is true to the second."""
+    clock = Clock()
+    budget = TokenBudget(clock)
+    budget.admit(b"a", 50, 60)
+    budget.take(b"a", 30, 60)  # 20 of debt
+    with pytest.raises(Throttled) as refused:
+        budget.admit(b"a", 10, 60)
+    assert (refused.value.code, refused.value.retry_after_s) == ("tokens_exhausted", 30)
+    budget.admit(b"b", 60, 60)
+    clock.now += 29.9
+    with pytest.raises(Throttled):
+        budget.admit(b"a", 10, 60)
+    clock.now += 0.1
+    budget.admit(b"a", 10, 60)
+    clock.now += 60.0
+    budget.admit(b"a", 500, 60)  # longer than a minute's tokens: admitted once the bucket is full
+    with pytest.raises(Throttled) as refused:
+        budget.admit(b"a", 1, 60)
+    assert refused.value.retry_after_s == 441
+    clock.now += 600.0
+    budget.admit(b"c", 1, 60)
+    assert len(budget) == 1  # full ones are forgotten
+
+
+@given(st.lists(st.tuples(st.integers(1, 80), st.integers(0, 40)), max_size=30), st.integers(1, 60))
+@settings(max_examples=200, deadline=None)
+def test_nobody_gets_more_than_its_tokens(wishes: list[tuple[int, int]], per_minute: int) -> None:
+    """In the long run: a bucketful, its rate, and the last prompt."""
+    clock = Clock()
+    budget, taken, began = TokenBudget(clock), 0, clock.now
+    for num_tokens, seconds in wishes:
+        clock.now += seconds
+        try:
+            budget.admit(b"a", num_tokens, per_minute)
+        except Throttled:
+            continue
+        assert taken <= per_minute + (clock.now - began) * per_minute / 60 + 1e-6
+        taken += num_tokens
+
+
+def test_the_owners_that_are_remembered_are_bounded() -> None:
+    """Without keys anybody can be many."""
+    budget = TokenBudget(Clock())
+    for number in range(MAX_BUCKETS + 100):
+        budget.admit(number.to_bytes(4, "big"), 1, 60)
+    assert len(budget) == MAX_BUCKETS
+
+
+def test_prompts_and_texts_are_charged_and_cached_tokens_are_not() -> None:
+    """At admission the prompt, then each commit; at the end what was cached comes back, except a held prefix."""
+    engine, clock = Scripted(), Clock()
+    admission = admission_of(engine, ring("tokens-per-minute=100"), clock)
+    events: list[Any] = []
+    admission.submit(request_of(range(40)), events.append, Asked(clock.now))
+    (_, sink), *_ = engine.taken
+    sink(CommitEvent(0, (1, 2, 3), 0, 0))
+    with pytest.raises(Throttled):  # 57 are left
+        admission.submit(request_of(range(58)), events.append, Asked(clock.now))
+    assert len(engine.taken) == 1
+    # 44 before the prompt were held: of 60 cached ones, 16 are the prompt's.
+    sink(EndEvent("length", SequenceUsage(prompt_tokens=84, completion_tokens=3, cached_prompt_tokens=60)))
+    admission.submit(request_of(range(73)), events.append, Asked(clock.now))
+    with pytest.raises(Throttled):
+        admission.submit(request_of(range(1)), events.append, Asked(clock.now))
+    admission.submit(request_of(range(900), ApiKey.plain(OTHER).digest), events.append, Asked(clock.now))
+    assert [type(event) for event in events] == [CommitEvent, EndEvent]
+
+
+def test_a_request_that_the_engine_refuses_costs_no_tokens() -> None:
+    """What was taken for its prompt is given back."""
+
+    class Full(Scripted):
+        def submit(self, request: GenerateRequest, sink: Sink) -> int:
+            raise RequestError("overloaded", "full", status=503)
+
+    clock = Clock()
+    admission = admission_of(Full(), ring("tokens-per-minute=10"), clock)
+    for _ in range(5):
+        with pytest.raises(RequestError, match="full"):
+            admission.submit(request_of(range(9)), lambda event: None, Asked(clock.now))
+
+
+def test_a_key_over_its_tokens_gets_429_with_the_true_wait() -> None:
+    """Sessions, completions and verify items alike; the server's own limit holds for keys without one."""
+    with (
+        serve_fake(ServerSettings(ring("tokens-per-minute=12"), tokens_per_minute=6_000_000)) as server,
+        httpx.Client(base_url=server.url) as client,
+    ):
+        assert run_session_with(client, BODY, KEY) == target_tokens(PROMPT, 6)
+        for path in ("/v1/sessions", "/v1/completions"):
+            refused = client.post(path, json=BODY, headers=bearer(KEY))
+            assert refused.json()["error"]["code"] == "tokens_exhausted"
+            assert (refused.status_code, refused.headers["retry-after"]) in ((429, "10"), (429, "9"))
+        verify = client.post("/v1/verify", json={"items": [{"prefix": PROMPT}]}, headers=bearer(KEY))
+        assert (verify.status_code, verify.json()["error"]["code"]) == (429, "tokens_exhausted")
+        assert verify.headers["retry-after"] in ("10", "9")
+        assert run_session_with(client, BODY, OTHER) == target_tokens(PROMPT, 6)
+        server.wait_until(server.is_empty)
+
+
+def run_session_with(client: httpx.Client, body: dict[str, Any], key: str) -> list[int]:
+    """The tokens of a session with this key."""
+    client.headers = httpx.Headers(bearer(key))
+    tokens = run_session(client, body).tokens
+    client.headers = httpx.Headers()
+    return tokens
+
+
+def test_slots_of_an_owner_may_be_fewer_or_more() -> None:
+    """An owner's own limit holds for taking and for waiting."""
+    limits = {b"few": 1, b"many": 3}
+
+    async def check() -> None:
+        slots = Slots(2, limits.get)
+        slots.take(b"many", 3)
+        slots.take(b"other", 2)
+        slots.take(b"few")
+        for owner in (b"few", b"many", b"other"):
+            with pytest.raises(RequestError, match="may be open"):
+                slots.take(owner)
+        waiting = asyncio.ensure_future(slots.wait(b"few"))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        slots.release(b"few")
+        await waiting
+        assert slots.num_taken == 6
+
+    asyncio.run(check())
+
+
+# -- priorities and deadlines ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("asked", "given_"), [(None, 5), (3, 3), (9, 5), (-100, -100)])
+def test_a_request_gets_no_more_than_its_keys_priority(asked: int | None, given_: int) -> None:
+    """The key's is the default and the most."""
+    engine, clock = Scripted(), Clock()
+    admission_of(engine, ring("priority=5"), clock).submit(
+        request_of(PROMPT), lambda event: None, Asked(clock.now, priority=asked)
+    )
+    assert engine.taken[0][0].priority == given_
+
+
+def test_without_a_key_there_is_no_priority() -> None:
+    """A client may put itself last, and never first."""
+    engine, clock = Scripted(), Clock()
+    admission = admission_of(engine, KeyRing(), clock)
+    for asked in (None, 100, -7):
+        admission.submit(request_of(PROMPT, b"127.0.0.1"), lambda event: None, Asked(clock.now, priority=asked))
+    assert [request.priority for request, _ in engine.taken] == [0, 0, -7]
+
+
+def test_the_time_before_the_engine_counts_against_a_deadline() -> None:
+    """Parsing, tokenizing, waiting for a slot: the engine gets what is left, and no request that has nothing left."""
+    engine, clock = Scripted(), Clock()
+    admission = admission_of(engine, KeyRing(), clock)
+    admission.submit(request_of(PROMPT), lambda event: None, Asked(clock.now - 0.25, deadline_ms=1000.0))
+    left = engine.taken[0][0].deadline_ms
+    assert left is not None and left == pytest.approx(750.0)
+    with pytest.raises(RequestError, match="deadline_ms passed") as error:
+        admission.submit(request_of(PROMPT), lambda event: None, Asked(clock.now - 1.0, deadline_ms=1000.0))
+    assert (error.value.code, error.value.status, len(engine.taken)) == ("deadline_exceeded", 504, 1)
+
+
+def test_a_running_text_ends_at_its_deadline_with_what_it_has() -> None:
+    """A session's reason is `deadline`, a completion's `length`."""
+    gate = StepGate()
+    body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True, "temperature": 0, "deadline_ms": 500.0}
+    with (
+        serve_fake(gate=gate) as server,
+        httpx.Client(base_url=server.url, timeout=60.0) as client,
+        client.stream("POST", "/v1/sessions", json=body) as session,
+        client.stream("POST", "/v1/completions", json=body | {"stream": True}) as completion,
+    ):
+        stats = server.core.engine.stats
+
+        def is_over() -> bool:
+            gate.allow(1)
+            return stats().totals.finished == 2
+
+        server.wait_until(is_over)
+        *events, end = read_events(session)
+        assert isinstance(end, SessionEnd) and end.reason == "deadline"
+        tokens = [token for event in events if isinstance(event, Commit) for token in event.tokens]
+        assert tokens == target_tokens(PROMPT, end.usage.completion_tokens) and tokens
+        *_, last, done = [line for line in completion.iter_lines() if line]
+        assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert done == "data: [DONE]"
+        server.wait_until(server.is_empty)
+
+
+@pytest.mark.parametrize("path", ["/v1/sessions", "/v1/completions", "/v1/verify"])
+def test_a_deadline_that_has_passed_is_answered_504(path: str) -> None:
+    """Before anything runs."""
+    body = {"items": [{"prefix": PROMPT}]} if path == "/v1/verify" else BODY
+    with serve_fake() as server:
+        late = httpx.post(server.url + path, json=body | {"deadline_ms": 1e-9})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert server.core.engine.stats().totals.steps == 0 and server.is_empty()
+
+
+@pytest.mark.parametrize("field", [{"priority": 101}, {"priority": "1"}, {"deadline_ms": 0}, {"deadline_ms": 1e9}])
+@pytest.mark.parametrize("path", ["/v1/sessions", "/v1/completions", "/v1/verify"])
+def test_values_beyond_their_range_are_refused_by_name(path: str, field: dict[str, Any]) -> None:
+    """The same on every route."""
+    body = {"items": [{"prefix": PROMPT}]} if path == "/v1/verify" else BODY
+    with serve_fake() as server:
+        refused = httpx.post(server.url + path, json=body | field)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(field)))

@@ -1,0 +1,165 @@
+"""Tests the audit log: who used what and how it ended; no prompt, no text, no key; bounded, and never in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.serving import StepGate, read_events, run_session, serve_fake
+
+from outrider.cloud.api.audit import MAX_REFUSED_LINES, MAX_WAITING, AuditLog
+from outrider.cloud.api.state import ServerSettings
+from outrider.models.errors import ConfigError
+from outrider.models.http.keys import ApiKey, KeyRing
+
+KEY = "a-key-of-the-audited-team"
+SECRET = "my secret prompt"
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def settings_of(log: AuditLog) -> ServerSettings:
+    """With one named key."""
+    line = f"sha256:{ApiKey.plain(KEY).digest.hex()} name=team-a"
+    return ServerSettings(KeyRing([ApiKey.parse(line)]), audit=log)
+
+
+def test_a_line_says_who_used_what_and_how_it_ended(tmp_path: Path) -> None:
+    """One per request that starts work, written when it is over; its id is in the answer."""
+    path, gate = tmp_path / "audit.jsonl", StepGate()
+    log = AuditLog(path)
+    with (
+        serve_fake(settings_of(log), gate=gate) as server,
+        httpx.Client(base_url=server.url, headers=HEADERS) as client,
+    ):
+        body = {"prompt": [5, 6, 7], "max_tokens": 4000, "ignore_eos": True}
+        with client.stream("POST", "/v1/sessions", json=body) as left:
+            gate.allow(2)
+            events = read_events(left)
+            next(events), next(events)
+        gate.open()
+        server.wait_until(server.is_empty)
+        run_session(client, body | {"max_tokens": 5})
+        named = {"x-request-id": "from-the-client.1"}
+        body = {"prompt": SECRET, "max_tokens": 4, "ignore_eos": True}
+        answer = client.post("/v1/completions", json=body, headers=named)
+        assert answer.headers["x-request-id"] == "from-the-client.1"
+        num_prompt = answer.json()["usage"]["prompt_tokens"]
+        items = [{"prefix": [1, 2], "draft": [3]}, {"prefix": [4]}]
+        verify = client.post("/v1/verify", json={"items": items}, headers={"x-request-id": "two\twords"})
+        own_id = verify.headers["x-request-id"]
+        assert client.get("/health/ready").status_code == client.get("/v1/models").status_code == 200
+    log.close()
+    first, second, third, fourth = lines_of(path)
+    assert first["end"] in ("left", "cancelled") and first["status"] == 200 and first["generated_tokens"] >= 1
+    assert second | {"time": 0, "duration_ms": 0, "request_id": ""} == {
+        "time": 0,
+        "endpoint": "/v1/sessions",
+        "method": "POST",
+        "key": "team-a",
+        "network": "127.0.0.1",
+        "request_id": "",
+        "status": 200,
+        "end": "length",
+        "prompt_tokens": 3,
+        "generated_tokens": 5,
+        "accepted_tokens": 0,
+        "duration_ms": 0,
+    }
+    assert (third["request_id"], third["prompt_tokens"]) == ("from-the-client.1", num_prompt)
+    assert (fourth["request_id"], fourth["end"], fourth["prompt_tokens"]) == (own_id, "once", 3)
+    text = path.read_text()
+    assert SECRET not in text and KEY not in text and ApiKey.plain(KEY).digest.hex() not in text
+    if os.name == "posix":
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_refused_requests_are_written_until_there_are_many(tmp_path: Path) -> None:
+    """Some get a line with the error's code; a flood becomes one count per route, status and code."""
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(path, clock=lambda: 0.0)  # one window, until the log is closed
+    with serve_fake(settings_of(log)) as server, httpx.Client(base_url=server.url) as client:
+        for _ in range(MAX_REFUSED_LINES + 30):
+            assert client.post("/v1/completions", json={"prompt": SECRET}).status_code == 401
+        assert client.post("/v1/completions", json={}, headers=HEADERS).status_code == 400
+        assert client.post("/v1/sessions/x/drafts", json={}).status_code == 401
+        assert client.get("/metrics", headers=HEADERS).status_code == 403
+    log.close()
+    *single, one, two, three, four = lines_of(path)
+    assert len(single) == MAX_REFUSED_LINES
+    assert {(line["status"], line["end"], line["key"]) for line in single} == {(401, "unauthorized", None)}
+    counts = {
+        (line["endpoint"], line["status"], line["end"]): line["refused_requests"] for line in (one, two, three, four)
+    }
+    assert counts == {
+        ("/v1/completions", 401, "unauthorized"): 30,
+        ("/v1/completions", 400, "invalid_parameter"): 1,
+        ("/v1/sessions/{session_id}/drafts", 401, "unauthorized"): 1,
+        ("/metrics", 403, "scope_missing"): 1,
+    }
+
+
+def test_a_rotated_log_is_opened_again(tmp_path: Path) -> None:
+    """What is renamed keeps its lines, the next go to a new file."""
+    path, now = tmp_path / "audit.jsonl", [0.0]
+    path.write_text("")
+    path.chmod(0o644)
+    log = AuditLog(path, clock=lambda: now[0])
+    log.write({"n": 1})
+    wait_for(lambda: len(lines_of(path)) == 1)
+    path.rename(tmp_path / "audit.1")
+    now[0] = 2.0
+    log.write({"n": 2})
+    log.close()
+    assert [line["n"] for line in lines_of(tmp_path / "audit.1")] == [1]
+    assert [line["n"] for line in lines_of(path)] == [2]
+    if os.name == "posix":
+        assert {stat.S_IMODE(each.stat().st_mode) for each in tmp_path.iterdir()} == {0o600}
+
+
+def wait_for(is_so: Any) -> None:
+    """Returns once it is so: the log writes on a thread of its own."""
+    import time
+
+    deadline = time.monotonic() + 30.0
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+def test_a_full_disk_loses_lines_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Requests are answered; one warning, and a metric that counts."""
+    log = AuditLog(Path("/dev/full"))
+    key = KeyRing([KEY])
+    with (
+        serve_fake(ServerSettings(key, audit=log)) as server,
+        httpx.Client(base_url=server.url, headers=HEADERS) as client,
+    ):
+        for _ in range(3):
+            answer = client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1})
+            assert answer.status_code == 200
+        server.wait_until(lambda: log.num_lost == 3)
+        assert "outrider_audit_lines_lost_total 3.0" in client.get("/metrics").text
+    log.close()
+    assert sum("lines are lost" in record.message for record in caplog.records) == 1
+
+
+def test_a_log_that_cannot_be_written_is_a_mistake_at_the_start(tmp_path: Path) -> None:
+    """And lines that wait for a slow disk are bounded."""
+    with pytest.raises(ConfigError, match="name another file"):
+        AuditLog(tmp_path / "nowhere" / "audit.jsonl")
+    log = AuditLog(tmp_path / "audit.jsonl")
+    log.close()
+    for number in range(MAX_WAITING + 5):  # nobody writes them any more
+        log.write({"n": number})
+    assert log.num_lost == 5

@@ -1,0 +1,215 @@
+"""Tests API keys: digests in a file that is read again, scopes, limits of their own, and what a removal ends."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.serving import StepGate, read_events, serve_fake
+from typer.testing import CliRunner
+
+from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.server.key_file import add_key, new_key, remove_key
+from outrider.cloud.server.main import app
+from outrider.models.errors import ConfigError, RequestError
+from outrider.models.http.keys import ApiKey, KeyRing, Scope, read_key_lines
+from outrider.models.protocol import Commit, SessionEnd
+from outrider.models.watched_files import WatchedFiles
+
+ALICE, BOB = "alice-has-a-long-key", "bob-has-another-long-key"
+PROMPT = [5, 6, 7]
+
+
+def line_of(key: str, attributes: str = "") -> str:
+    """The line of a key file."""
+    return f"sha256:{ApiKey.plain(key).digest.hex()} {attributes}".strip()
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header that carries a key."""
+    return {"authorization": f"Bearer {key}"}
+
+
+def written(path: Path, *lines: str) -> Path:
+    """A key file."""
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def code_of(answer: httpx.Response) -> tuple[int, str]:
+    """Status and code of an error."""
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_is_a_key_or_a_digest_with_attributes() -> None:
+    """What is written is what is read; a plain key has every scope, a digest only what its line says."""
+    full = ApiKey(b"x" * 32, "team-a", frozenset(Scope), 2.5, 16, 60_000, -3)
+    assert ApiKey.parse(full.as_line()) == full
+    assert ApiKey.parse(ALICE).scopes == frozenset(Scope)
+    bare = ApiKey.parse(line_of(ALICE))
+    assert (bare.scopes, bare.digest) == (frozenset({Scope.GENERATE}), ApiKey.plain(ALICE).digest)
+    assert bare.name == f"key-{bare.digest.hex()[:8]}"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("sha256:12ab", "expected 64 hex digits"),
+        (line_of(ALICE, "scopes=write"), "expected one or more of generate,metrics"),
+        (line_of(ALICE, "sessions=many"), "expected a whole number"),
+        (line_of(ALICE, "sessions=0"), "expected more than 0"),
+        (line_of(ALICE, "requests-per-second=nan"), "expected more than 0"),
+        (line_of(ALICE, "priority=101"), "expected -100 to 100"),
+        (line_of(ALICE, "colour=red"), "expected NAME=VALUE"),
+        (line_of(ALICE, "name=a name=b"), "once each"),
+        (line_of(ALICE, "name=a/b"), "letters, digits"),
+        ("short", "expected 16 or more"),
+    ],
+)
+def test_a_wrong_line_is_refused_by_its_number_and_not_quoted(tmp_path: Path, line: str, message: str) -> None:
+    """A plain line may be a key, so no message shows one."""
+    path = written(tmp_path / "keys", "# ours", line)
+    with pytest.raises(ConfigError, match=f"line 2: .*{message}") as error:
+        KeyRing.load(path)
+    assert line not in str(error.value)
+
+
+def test_names_and_digests_are_unique(tmp_path: Path) -> None:
+    """Two keys of one name could not be told apart in the audit log."""
+    for lines in ((line_of(ALICE, "name=a"), line_of(BOB, "name=a")), (line_of(ALICE, "name=a"), ALICE)):
+        with pytest.raises(ConfigError, match=r"line 2: .*earlier line"):
+            read_key_lines(written(tmp_path / "keys", *lines))
+    assert len(read_key_lines(written(tmp_path / "keys", ALICE, ALICE))) == 2  # the same one, as before
+
+
+def test_commands_make_list_and_remove_keys(tmp_path: Path) -> None:
+    """The key is printed once, the file has its digest and mode 0600, other lines stay."""
+    path, run = written(tmp_path / "keys", "# ours", ALICE), CliRunner()
+    limits = ["--sessions", "4", "--tokens-per-minute", "9000", "--requests-per-second", "0.5", "--priority", "7"]
+    made = run.invoke(app, ["keys", "add", "team-a", str(path), "--scope", "generate", "--scope", "metrics", *limits])
+    assert made.exit_code == 0, made.output
+    key = made.stdout.strip()
+    assert key.startswith("outrider_") and key not in path.read_text()
+    assert path.read_text().startswith(f"# ours\n{ALICE}\n")
+    if os.name == "posix":
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    found = KeyRing.load(path).find(b"Bearer " + key.encode())
+    assert found == ApiKey(ApiKey.plain(key).digest, "team-a", frozenset(Scope), 0.5, 4, 9000, 7)
+    listed = run.invoke(app, ["keys", "list", str(path)]).stdout
+    assert "team-a" in listed and "9000" in listed and key not in listed and ALICE not in listed
+    with pytest.raises(ConfigError, match="choose another name"):
+        add_key(path, ApiKey.parse(line_of(BOB, "name=team-a")))
+    assert run.invoke(app, ["keys", "remove", "team-a", str(path)]).exit_code == 0
+    assert path.read_text() == f"# ours\n{ALICE}\n"
+    with pytest.raises(ConfigError, match="no key with the name"):
+        remove_key(path, "team-a")
+    assert [each.name for each in tmp_path.iterdir()] == ["keys"]
+    assert new_key() != new_key()
+
+
+def test_a_changed_file_is_read_once_it_keeps_still(tmp_path: Path) -> None:
+    """A file that changes between two looks is left alone; one that is broken leaves the old keys, and is counted."""
+    path = written(tmp_path / "keys", ALICE)
+    ring, counts = KeyRing.load(path), Counter[tuple[str, str]]()
+    files = WatchedFiles("keys", [path], ring.reload)
+    files.check(counts)
+    assert not counts
+    written(path, BOB)
+    files.check(counts)
+    assert ring.owner(b"Bearer " + ALICE.encode())  # it may still be written
+    files.check(counts)
+    assert counts == {("keys", "ok"): 1} and ring.owner(b"Bearer " + BOB.encode())
+    with pytest.raises(RequestError, match="not accepted"):
+        ring.owner(b"Bearer " + ALICE.encode())
+    for broken in (["short"], ["# none"]):
+        written(path, *broken)
+        for _ in range(3):
+            files.check(counts)
+    path.unlink()
+    files.check(counts, is_forced=True)
+    assert counts == {("keys", "ok"): 1, ("keys", "failed"): 3} and len(ring) == 1
+    assert ring.owner(b"Bearer " + BOB.encode())
+
+
+# -- the server ------------------------------------------------------------------------------------------------------
+
+
+def test_a_route_needs_its_scope() -> None:
+    """/metrics needs `metrics`, all others `generate`; the error names the one that is missing."""
+    keys = [ApiKey.parse(line_of(ALICE, "scopes=generate")), ApiKey.parse(line_of(BOB, "scopes=metrics"))]
+    with serve_fake(ServerSettings(KeyRing(keys))) as server, httpx.Client(base_url=server.url) as client:
+        body = {"prompt": PROMPT, "max_tokens": 1}
+        assert client.post("/v1/completions", json=body, headers=bearer(ALICE)).status_code == 200
+        assert client.get("/metrics", headers=bearer(BOB)).status_code == 200
+        refused = client.get("/metrics", headers=bearer(ALICE))
+        assert code_of(refused) == (403, "scope_missing") and "metrics" in refused.json()["error"]["message"]
+        refused = client.post("/v1/completions", json=body, headers=bearer(BOB))
+        assert code_of(refused) == (403, "scope_missing") and "generate" in refused.json()["error"]["message"]
+        assert code_of(client.get("/v1/models", headers=bearer(BOB))) == (403, "scope_missing")
+        assert code_of(client.post("/v1/sessions/x/drafts", json={}, headers=bearer(BOB))) == (403, "scope_missing")
+        assert code_of(client.get("/metrics")) == (401, "unauthorized")
+        assert client.get("/health/ready").status_code == 200
+
+
+def test_a_key_has_limits_of_its_own() -> None:
+    """Its rate and its sessions come before the server's; other keys keep the server's."""
+    keys = KeyRing([ApiKey.parse(line_of(ALICE, "sessions=1 requests-per-second=0.001")), BOB])
+    gate = StepGate()
+    with serve_fake(ServerSettings(keys), gate=gate) as server, httpx.Client(base_url=server.url) as client:
+        body = {"prompt": PROMPT, "max_tokens": 1}
+        two = {"prompt": [PROMPT, PROMPT], "max_tokens": 1}
+        assert code_of(client.post("/v1/completions", json=two, headers=bearer(ALICE))) == (429, "too_many_sessions")
+        refused = client.post("/v1/completions", json=body, headers=bearer(ALICE))
+        assert code_of(refused) == (429, "rate_limited") and int(refused.headers["retry-after"]) > 900
+        gate.open()
+        for _ in range(3):
+            assert client.post("/v1/completions", json=two, headers=bearer(BOB)).status_code == 200
+
+
+def test_the_removal_of_a_key_ends_its_work(tmp_path: Path) -> None:
+    """Streams of the removed key end with `unauthorized`, its next request is refused; other keys notice nothing."""
+    path, gate = written(tmp_path / "keys", ALICE, BOB), StepGate()
+    keys = KeyRing.load(path)
+    body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True}
+    with (
+        serve_fake(ServerSettings(keys), gate=gate) as server,
+        httpx.Client(base_url=server.url) as client,
+        client.stream("POST", "/v1/sessions", json=body, headers=bearer(ALICE)) as session,
+        client.stream("POST", "/v1/completions", json=body | {"stream": True}, headers=bearer(ALICE)) as text,
+        client.stream("POST", "/v1/sessions", json=body | {"max_tokens": 9}, headers=bearer(BOB)) as other,
+    ):
+        server.wait_until(lambda: server.core.engine.stats().running + server.core.engine.stats().queued >= 1)
+        gate.allow(3)
+        events = read_events(session)
+        next(events)
+        assert isinstance(next(events), Commit)
+        written(path, BOB)
+        WatchedFiles("keys", [path], lambda: server.core.admission.revoke(keys.reload())).check(
+            Counter(), is_forced=True
+        )
+        gate.open()
+        *_, end = events
+        assert isinstance(end, SessionEnd) and end.reason == "error"
+        assert end.error is not None and end.error.code == "unauthorized"
+        assert '"unauthorized"' in text.read().decode()
+        *_, end = read_events(other)
+        assert isinstance(end, SessionEnd) and end.reason == "length" and end.usage.completion_tokens == 9
+        assert code_of(client.post("/v1/sessions", json=body, headers=bearer(ALICE))) == (401, "unauthorized")
+        server.wait_until(server.is_empty)
+        assert not server.core.admission._open
+
+
+def test_reloads_are_counted_in_metrics() -> None:
+    """By file and result."""
+    settings = ServerSettings(reloads={("keys", "ok"): 2, ("keys", "failed"): 1})
+    with serve_fake(settings) as server:
+        shown = httpx.get(server.url + "/metrics").text
+    assert 'outrider_reloads_total{file="keys",result="ok"} 2.0' in shown
+    assert 'outrider_reloads_total{file="keys",result="failed"} 1.0' in shown
