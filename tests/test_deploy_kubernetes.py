@@ -6,11 +6,16 @@ repository: ray-operator/config/crd/bases/ray.io_rayservices.yaml). Without it o
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import json
 import os
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import kubernetes_validate
 import pytest
@@ -19,6 +24,7 @@ from tests.dockerfile import Dockerfile
 from tests.serve_command import serve_options
 
 from outrider.cloud.api.app import PROBE_PATHS
+from outrider.cloud.server.options import ServeOptions
 from outrider.models.http.security import KEYS_VARIABLE, MIN_KEY_CHARS
 
 ROOT = Path(__file__).parent.parent
@@ -139,8 +145,8 @@ def test_the_autoscaler_asks_for_a_metric_that_the_server_has() -> None:
 
     (metric,) = load("horizontalpodautoscaler.yaml")["spec"]["metrics"]
     with serve_fake() as server:
-        body, _ = server.core.metrics.exposition("")
-    assert f"\n{metric['pods']['metric']['name']} " in body.decode()
+        body = httpx.get(server.url + "/metrics").text
+    assert re.search(rf"^{metric['pods']['metric']['name']}[ {{]", body, re.MULTILINE)
 
 
 def test_the_example_key_is_no_key_of_anybody() -> None:
@@ -246,6 +252,9 @@ def test_rays_ports_are_open_to_its_own_pods_and_the_operator_only() -> None:
     assert to_own == {"to": [{"podSelector": own}]} and {port["port"] for port in dns["ports"]} == {53}
 
 
+APPLICATION = yaml.safe_load(load("ray-service.yaml")["spec"]["serveConfigV2"])
+
+
 def test_the_ray_service_runs_the_image_with_its_ray() -> None:
     """The version of Ray is the extra's; head and workers are one image, whose paths are mounted."""
     cluster = load("ray-service.yaml")["spec"]["rayClusterConfig"]
@@ -253,7 +262,41 @@ def test_the_ray_service_runs_the_image_with_its_ray() -> None:
     assert f"ray[serve]=={cluster['rayVersion']};" in project
     (head,), (worker,) = (template["spec"]["containers"] for template in ray_pods().values())
     assert head["image"] == worker["image"]
-    (application,) = yaml.safe_load(load("ray-service.yaml")["spec"]["serveConfigV2"])["applications"]
+    (application,) = APPLICATION["applications"]
     mounts = {mount["mountPath"] for mount in worker["volumeMounts"]}
     named = [Path(value) for value in application["args"].values() if str(value).startswith("/")]
     assert named and all(str(path) in mounts or str(path.parent) in mounts for path in named)
+
+
+def test_every_worker_has_a_front_and_a_replica() -> None:
+    """The Service reaches all workers, so each listens: as many fronts as workers, by a resource of each worker."""
+    (application,) = APPLICATION["applications"]
+    arguments, deployments = application["args"], {each["name"]: each for each in application["deployments"]}
+    (workers,) = load("ray-service.yaml")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    offered = json.loads(json.loads(workers["rayStartParams"]["resources"]))
+    for name, resource in (("front", "front"), ("replicas", "verifier")):
+        assert deployments[name]["num_replicas"] == workers["replicas"] == workers["maxReplicas"]
+        assert deployments[name]["ray_actor_options"]["resources"] == {resource: offered[resource]} == {resource: 1}
+    assert arguments["replicas"] == workers["replicas"]
+    (container,) = ray_pods()["worker"]["spec"]["containers"]
+    assert [port["containerPort"] for port in container["ports"]] == [arguments["port"]]
+    assert container["readinessProbe"]["httpGet"] == {"path": "/health/ready", "port": container["ports"][0]["name"]}
+    cpus = sum(each["ray_actor_options"]["num_cpus"] for each in deployments.values())
+    assert cpus <= int(container["resources"]["limits"]["cpu"])
+    assert ray_pods()["worker"]["spec"]["terminationGracePeriodSeconds"] > arguments["drain_s"] + 30
+    assert arguments["host"] == "0.0.0.0" and APPLICATION["proxy_location"] == "Disabled"
+
+
+def test_the_ray_application_is_the_servers() -> None:
+    """Ray Serve accepts the configuration; its function exists, and its arguments are options of the server."""
+    schema = pytest.importorskip("ray.serve.schema")
+    schema.ServeDeploySchema.model_validate(APPLICATION)
+    (application,) = APPLICATION["applications"]
+    module, _, function = application["import_path"].partition(":")
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not here")
+    assert callable(getattr(importlib.import_module(module), function))
+    assert application["args"].keys() <= {each.name for each in fields(ServeOptions)}
+    beside = ROOT / "deploy" / "ray" / "serve.yaml"
+    (for_serve_deploy,) = yaml.safe_load(beside.read_text(encoding="utf-8"))["applications"]
+    assert for_serve_deploy["import_path"] == application["import_path"]
