@@ -1,0 +1,58 @@
+"""What docs/operations.md names exists: options, metrics, alerts; its formula gives the size of a KV cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import httpx
+import typer.main
+import yaml
+from tests.serving import serve_fake
+
+from outrider.cloud.server.main import app as cloud_app
+from outrider.edge.cli.main import app as edge_app
+from outrider.export.make.pair import PairPaths
+from outrider.models.bundle import Bundle
+from outrider.models.runtimes import open_batch_runtime
+from outrider.models.runtimes.base import RuntimeOptions
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+OF_OTHERS = {"--unit", "--now", "--follow", "--stop-timeout", "--sessions"}
+"""Options of systemctl, journalctl, docker and the benchmarks."""
+ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
+
+
+def test_options_exist() -> None:
+    """Each belongs to `outrider-cloud serve`, `outrider run` or `outrider serve`."""
+    known = set(OF_OTHERS)
+    for app, names in ((cloud_app, ("serve",)), (edge_app, ("run", "serve"))):
+        group = typer.main.get_command(app)
+        for name in names:
+            known |= {option for each in group.commands[name].params for option in each.opts}  # type: ignore[attr-defined]
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TEXT))
+    assert named - known <= {"--ray"} and OF_OTHERS <= named
+
+
+def test_metrics_and_alerts_exist() -> None:
+    """By their names at /metrics, and in the alert rules."""
+    with serve_fake() as server:
+        exposed = set(re.findall(r"^(\w+?)(?:_bucket|_count|_sum)?[ {]", httpx.get(server.url + "/metrics").text, re.M))
+    assert set(re.findall(r"`((?:outrider|process)_[a-z_]+)`", TEXT)) - exposed == {"outrider_request_errors_total"}
+    rules = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    alerts = {rule["alert"] for group in rules for rule in group["rules"]}
+    assert set(re.findall(r"`(Outrider[A-Z]\w+)`", TEXT)) <= alerts
+
+
+def test_the_formula_gives_the_blocks_of_a_kv_cache(reference_pair: PairPaths) -> None:
+    """`2 * layers * kv_heads * head_size * 4` bytes a token, in blocks of 32."""
+    assert "2 * layers * kv_heads * head_size * bytes of a value" in TEXT and "blocks of 32" in TEXT
+    bundle = Bundle.open(reference_pair.target)
+    shape, size = bundle.manifest.architecture, 64 << 20
+    runtime = open_batch_runtime("openvino", bundle.model_file, RuntimeOptions(kv_cache_bytes=size, device="CPU"))
+    try:
+        token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_size * 4
+        assert runtime.block_size == 32 and runtime.num_blocks == size // (token_bytes * 32)
+    finally:
+        runtime.close()
