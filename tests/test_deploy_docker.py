@@ -30,6 +30,7 @@ from tests.serve_command import serve_options
 
 from outrider.cloud.api.app import PROBE_PATHS
 from outrider.export.make.pair import PairPaths
+from outrider.models.bundle import Bundle
 from outrider.models.ingress.sockets import READY_PREFIX
 
 ROOT = Path(__file__).parent.parent
@@ -153,8 +154,8 @@ def contained(command: list[str], cache: Path) -> list[str]:
 
 
 @contextmanager
-def container(words: list[str], cache: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Runs a server's command line as a container would; gives the process outside and the server's URL."""
+def container(words: list[str], cache: Path) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """Runs a server's command line as a container would; gives the process outside, its URL and its first line."""
     variables = os.environ | {"HOME": str(cache), "OUTRIDER_CACHE": str(cache), "TMPDIR": str(cache)}
     command = contained([sys.executable, "-m", "outrider.cloud.server", *words], cache)
     log = cache / "log"
@@ -164,9 +165,10 @@ def container(words: list[str], cache: Path) -> Iterator[tuple[subprocess.Popen[
     ):
         try:
             assert process.stdout is not None
+            first = process.stdout.readline()
             for line in process.stdout:
                 if line.startswith(READY_PREFIX):
-                    yield process, line.removeprefix(READY_PREFIX).strip()
+                    yield process, line.removeprefix(READY_PREFIX).strip(), first
                     break
             else:
                 pytest.fail(f"the server ended before it was ready: {log.read_text()}")
@@ -209,7 +211,11 @@ def test_the_images_command_serves_is_probed_and_drains(reference_pair: PairPath
     image = Dockerfile.read(PLACE / "Dockerfile.cpu")
     words = [replaced.get(word, word) for word in image.command[1:]]
     headers = {"authorization": f"Bearer {KEY}"}
-    with container([*words, "--threads", "1"], scratch) as (process, bound):
+    with container([*words, "--threads", "1"], scratch) as (process, bound, first):
+        shape = Bundle.open(model).manifest.architecture
+        token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_size * 4
+        num_blocks = (256 << 20) // (token_bytes * 32)
+        assert f"room for {num_blocks} KV blocks" in first, "the formula of docs/operations.md"
         url = f"http://127.0.0.1:{urlsplit(bound).port}"
         server = server_of(process)
         if process.pid != server.pid:

@@ -1,4 +1,4 @@
-"""What docs/operations.md names exists: options, metrics, alerts; its formula gives the size of a KV cache."""
+"""What docs/operations.md names exists: options, metrics, alerts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,6 @@ from tests.serving import serve_fake
 
 from outrider.cloud.server.main import app as cloud_app
 from outrider.edge.cli.main import app as edge_app
-from outrider.export.make.pair import PairPaths
-from outrider.models.bundle import Bundle
-from outrider.models.runtimes import open_batch_runtime
-from outrider.models.runtimes.base import RuntimeOptions
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
@@ -43,16 +39,3 @@ def test_metrics_and_alerts_exist() -> None:
     rules = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
     alerts = {rule["alert"] for group in rules for rule in group["rules"]}
     assert set(re.findall(r"`(Outrider[A-Z]\w+)`", TEXT)) <= alerts
-
-
-def test_the_formula_gives_the_blocks_of_a_kv_cache(reference_pair: PairPaths) -> None:
-    """`2 * layers * kv_heads * head_size * 4` bytes a token, in blocks of 32."""
-    assert "2 * layers * kv_heads * head_size * bytes of a value" in TEXT and "blocks of 32" in TEXT
-    bundle = Bundle.open(reference_pair.target)
-    shape, size = bundle.manifest.architecture, 64 << 20
-    runtime = open_batch_runtime("openvino", bundle.model_file, RuntimeOptions(kv_cache_bytes=size, device="CPU"))
-    try:
-        token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_size * 4
-        assert runtime.block_size == 32 and runtime.num_blocks == size // (token_bytes * 32)
-    finally:
-        runtime.close()
