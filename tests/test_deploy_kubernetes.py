@@ -281,6 +281,7 @@ def test_every_worker_has_a_front_and_a_replica() -> None:
     assert [port["containerPort"] for port in container["ports"]] == [arguments["port"]]
     assert container["readinessProbe"]["httpGet"] == {"path": "/health/ready", "port": container["ports"][0]["name"]}
     cpus = sum(each["ray_actor_options"]["num_cpus"] for each in deployments.values())
+    assert deployments["replicas"]["ray_actor_options"]["num_cpus"] == arguments["threads"]
     assert cpus <= int(container["resources"]["limits"]["cpu"])
     assert ray_pods()["worker"]["spec"]["terminationGracePeriodSeconds"] > arguments["drain_s"] + 30
     assert arguments["host"] == "0.0.0.0" and APPLICATION["proxy_location"] == "Disabled"
