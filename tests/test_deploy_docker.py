@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,9 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from email import message_from_string
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from urllib.parse import urlsplit
 
 import httpx
@@ -27,11 +30,12 @@ import psutil
 import pytest
 from tests.dockerfile import Dockerfile
 from tests.serve_command import serve_options
+from tests.serving import serve_fake
 
 from outrider.cloud.api.app import PROBE_PATHS
 from outrider.export.make.pair import PairPaths
 from outrider.models.bundle import Bundle
-from outrider.models.ingress.sockets import READY_PREFIX
+from outrider.models.ingress.sockets import READY_PREFIX, TlsFiles
 
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "deploy" / "docker"
@@ -182,9 +186,9 @@ def server_of(process: subprocess.Popen[str]) -> psutil.Process:
     return next(iter(outside.children()), outside)
 
 
-def ask(url: str, *options: str) -> tuple[int, str]:
+def ask(url: str, *options: str, **more: str) -> tuple[int, str]:
     """Runs the image's health check; its exit status, and what it prints."""
-    variables = {"OUTRIDER_READY_URL": url + "/health/ready", "http_proxy": "http://127.0.0.1:9"}
+    variables = {"OUTRIDER_READY_URL": url + "/health/ready", "http_proxy": "http://127.0.0.1:9", **more}
     done = subprocess.run([sys.executable, "-I", str(READY), *options], env=variables, capture_output=True, text=True)
     return done.returncode, (done.stdout + done.stderr).strip()
 
@@ -260,24 +264,55 @@ def open_session(client: httpx.Client, url: str, max_tokens: int) -> Iterator[di
     return stream
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+def test_a_server_with_tls_is_probed(tmp_path: Path) -> None:
+    """Its certificate need not name loopback; a server that asks for a client's certificate gets one."""
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    files = ["-keyout", str(key), "-out", str(certificate), "-nodes", "-days", "2"]
+    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    subprocess.run([*new, *files, "-subj", "/CN=cloud.example.com"], check=True, capture_output=True)
+    with serve_fake(tls=TlsFiles(certificate, key)) as server:
+        assert server.url.startswith("https://") and ask(server.url) == (0, "ready")
+    asking = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    asking.load_cert_chain(certificate, key)
+    asking.load_verify_locations(certificate)
+    asking.verify_mode = ssl.CERT_REQUIRED
+    with answering(b'{"status": "ready"}', asking) as url:
+        assert ask(url)[0] == 1
+        assert ask(url, OUTRIDER_READY_CERT=str(certificate), OUTRIDER_READY_KEY=str(key)) == (0, "ready")
+
+
 def test_another_server_on_the_port_is_not_ready(tmp_path: Path) -> None:
     """The health check believes an Outrider server only."""
-    from http.server import BaseHTTPRequestHandler, HTTPServer
-    from threading import Thread
+    with answering(b'["ready"]') as url:
+        code, words = ask(url, "--not-failed")
+    assert code == 1 and "not with the readiness of an Outrider server" in words
 
-    class Other(BaseHTTPRequestHandler):
+
+@contextmanager
+def answering(body: bytes, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """A server that answers everything with `body`; gives its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(b'["ready"]')
+            self.wfile.write(body)
 
-        def log_message(self, format: str, *args: object) -> None:
+        def log_message(self, format: str, *arguments: object) -> None:
             """Silent."""
 
-    with HTTPServer(("127.0.0.1", 0), Other) as other:
-        thread = Thread(target=other.serve_forever)
+    class Quiet(HTTPServer):
+        def handle_error(self, request: object, address: object) -> None:
+            """A client that fails the handshake is expected."""
+
+    with Quiet(("127.0.0.1", 0), Handler) as server:
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
+        thread = Thread(target=server.serve_forever)
         thread.start()
-        code, words = ask(f"http://127.0.0.1:{other.server_port}", "--not-failed")
-        other.shutdown()
-        thread.join()
-    assert code == 1 and "not with the readiness of an Outrider server" in words
+        try:
+            yield f"{'https' if tls else 'http'}://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
