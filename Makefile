@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test test-vllm lint types wheel check format clean
+.PHONY: demo test test-vllm lint types wheel check docs release format clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo $(ARGS)
@@ -34,6 +34,14 @@ wheel: $(STAMP)
 	$(BIN)/python tests/wheel_job.py
 
 check: lint types test wheel
+
+# Writes docs/api.md from the OpenAPI document.
+docs: $(STAMP)
+	$(BIN)/python -m tools.api_page
+
+# Makes dist/: the wheels that the wheel job has tested, a list of what is installed, checksums, an audit.
+release: $(STAMP)
+	$(BIN)/python -m tools.release $(ARGS)
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

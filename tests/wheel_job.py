@@ -1,11 +1,14 @@
 """Builds the wheels, installs each extra for devices into a fresh environment, and checks that it works without torch.
 
-Run by `make wheel`. Everything runs in a temporary directory, isolated from the checkout.
+Run by `make wheel`. Everything runs in a temporary directory, isolated from the checkout. `--keep DIR` copies what was
+tested there, for a release.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -94,6 +97,9 @@ def size_mb(folder: Path) -> float:
 
 def main() -> None:
     """Runs the job."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--keep", type=Path, help="directory for the wheels and source archives that passed")
+    keep: Path | None = parser.parse_args().keep
     with tempfile.TemporaryDirectory(prefix="outrider-wheel-") as scratch:
         place = Path(scratch)
         wheel = build(ROOT, place / "dist", OUTRIDER_RELEASE="1")  # the sdist, and the wheel from it
@@ -114,6 +120,9 @@ def main() -> None:
             run(scripts / "outrider", "run", "--help", cwd=place)
         run(scripts / "python", "-m", "pip", "install", "--quiet", pair, cwd=place)
         run(scripts / "python", "-I", "-c", PAIR_PROOF, cwd=place)
+        if keep is not None:
+            for path in (*wheel.parent.iterdir(), *pair.parent.iterdir()):
+                shutil.copy2(path, keep)
         print("wheel job: passed")
 
 

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from outrider.cloud.api import error_codes
 from outrider.cloud.api.drafts import DRAFTS_PATH, MAX_TREE_BYTES
 from outrider.models import protocol
 from outrider.models.http import openai
@@ -68,14 +69,15 @@ def _complete(document: dict[str, Any], needs_key: bool, open_paths: Collection[
         refs = [{"$ref": _REF.format(model=model.__name__)} for model in models]
         content = document["paths"][path]["post"]["responses"]["200"].setdefault("content", {})
         content["text/event-stream"] = {"schema": _event_schema(refs, ends_with_done=path in _WITH_DONE)}
-    error = {"$ref": _REF.format(model=protocol.ErrorAnswer.__name__)}
-    for operations in document["paths"].values():
-        for operation in operations.values():
-            operation["responses"].pop("422", None)  # invalid requests are 400 here
-            operation["responses"]["default"] = {
-                "description": "Any error",
-                "content": {"application/json": {"schema": error}},
-            }
+    for path, operations in document["paths"].items():
+        shared = error_codes.shared_codes(needs_key=path not in open_paths)
+        for method, operation in operations.items():
+            responses = operation["responses"]
+            responses.pop("422", None)  # invalid requests are 400 here
+            for status, codes in error_codes.own_codes(method, path).items():
+                responses.setdefault(str(status), _error(_listed(codes)))
+            others = "; ".join(f"{status} {_listed(codes)}" for status, codes in shared.items())
+            responses["default"] = _error(f"Any other error: {others}")
     if needs_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
@@ -83,6 +85,15 @@ def _complete(document: dict[str, Any], needs_key: bool, open_paths: Collection[
             for operation in document["paths"][path].values():
                 operation["security"] = []
     return document
+
+
+def _error(words: str) -> dict[str, Any]:
+    schema = {"$ref": _REF.format(model=protocol.ErrorAnswer.__name__)}
+    return {"description": words, "content": {"application/json": {"schema": schema}}}
+
+
+def _listed(codes: tuple[str, ...]) -> str:
+    return ", ".join(f"`{code}`" for code in codes)
 
 
 def _event_schema(refs: list[dict[str, Any]], *, ends_with_done: bool) -> dict[str, Any]:

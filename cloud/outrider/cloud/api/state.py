@@ -138,7 +138,10 @@ class Core:
         settings = self.settings
         self.admission = Admission(self.engine, settings.keys, settings.tokens_per_minute)
         self.metrics.add_counts(
-            "reloads", "Files that were read again after a change.", ("file", "result"), lambda: dict(settings.reloads.items())
+            "reloads",
+            "Files that were read again after a change.",
+            ("file", "result"),
+            lambda: dict(settings.reloads.items()),
         )
         if (audit := settings.audit) is not None:
             self.metrics.add_counts(

@@ -1,0 +1,121 @@
+"""docs/api.md: up to date with the OpenAPI document, and its curl lines run against a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.drafts import make_draft
+from tests.serving import StepGate, serve_fake
+from tools.api_page import CURL, PAGE, document, page
+
+from outrider.cloud.api.error_codes import shared_codes
+from outrider.cloud.api.state import ServerSettings
+from outrider.models.http.security import KeyRing
+
+KEY = "sixteen-characters"
+DOCUMENT = document()
+SECTION = re.compile(r"^## ((?:GET|POST|DELETE) \S+)\n(.*?)(?=^## )", re.MULTILINE | re.DOTALL)
+SESSION = "POST /v1/sessions"
+IN_A_SESSION = ("POST /v1/sessions/{session_id}/drafts", "DELETE /v1/sessions/{session_id}")
+
+
+def lines_of_the_page() -> dict[str, str]:
+    """The curl line of each section of docs/api.md."""
+    found = {}
+    for name, text in SECTION.findall(PAGE.read_text(encoding="utf-8")):
+        (found[name],) = re.findall(r"```sh\n(.*?)\n```", text, re.DOTALL)
+    return found
+
+
+def test_the_page_is_up_to_date() -> None:
+    """It is what `make docs` writes."""
+    assert PAGE.read_text(encoding="utf-8") == page(DOCUMENT), "run make docs"
+
+
+def test_the_page_has_every_endpoint_and_every_field_of_its_messages() -> None:
+    """A section each; an endpoint without a curl line is refused by name."""
+    sections = dict(SECTION.findall(PAGE.read_text(encoding="utf-8")))
+    for path, operations in DOCUMENT["paths"].items():
+        for method, operation in operations.items():
+            text = sections[f"{method.upper()} {path}"]
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                name = content["schema"].get("$ref", "").rpartition("/")[2]
+                for field in DOCUMENT["components"]["schemas"][name]["properties"] if name else ():
+                    assert f"`{field}`" in text, f"{method} {path} does not show {field}"
+            for status, answer in operation["responses"].items():
+                if status[0] == "4":
+                    assert f"| {status} | {answer['description']} |" in text
+    more = {**DOCUMENT, "paths": {**DOCUMENT["paths"], "/v1/new": {"get": {}}}}
+    with pytest.raises(ValueError, match=r"no curl line for, or has one too many for: GET /v1/new$"):
+        page(more)
+
+
+def test_the_document_names_the_error_codes_that_the_protocol_explains() -> None:
+    """Each code of docs/protocol.md is at an endpoint with its status, and the other way round."""
+    explained = set()
+    for line in (PAGE.parent / "protocol.md").read_text(encoding="utf-8").splitlines():
+        if row := re.match(r"\| ((?:`[a-z_]+`(?:, )?)+) \| ([\d, a-z]+) \|", line):
+            explained |= {
+                (code, status) for code in re.findall(r"\w+", row[1]) for status in re.findall(r"\d+", row[2])
+            }
+    named = {
+        (code, status)
+        for operations in DOCUMENT["paths"].values()
+        for operation in operations.values()
+        for status, answer in operation["responses"].items()
+        if status[0] in "45"
+        for code in re.findall(r"`(\w+)`", answer["description"])
+    }
+    named |= {(code, str(status)) for status, codes in shared_codes(needs_key=True).items() for code in codes}
+    both_rows = {("not_found", "405"), ("method_not_allowed", "404")}  # two codes and two statuses in one row
+    assert explained - both_rows == named
+
+
+@pytest.mark.skipif(shutil.which("curl") is None or shutil.which("sh") is None, reason="curl is not installed")
+def test_the_pages_curl_lines_are_answered(tmp_path: Path) -> None:
+    """Each as it stands on the page, with a status that the document gives for success."""
+    make_draft(tmp_path / "cpu-int8")
+    gate = StepGate()
+    lines = lines_of_the_page()
+    assert lines.keys() == CURL.keys()
+    with serve_fake(ServerSettings(keys=KeyRing([KEY])), drafts=tmp_path, gate=gate) as server:
+        variables = {"URL": server.url, "KEY": KEY, "MODEL": "fake", "DRAFT": "cpu-int8", "no_proxy": "*"}
+        stream = ["sh", "-c", lines[SESSION]]
+        with subprocess.Popen(stream, env=variables, stdout=subprocess.PIPE, text=True) as session:
+            assert session.stdout is not None
+            events = events_of(session.stdout)
+            variables["SESSION"] = next(events)["session"]
+            for name in IN_A_SESSION:  # nothing is committed while the gate is closed
+                assert run(lines[name], variables)[0] == "204"
+            gate.open()
+            assert list(events)[-1]["reason"] == "cancelled"
+            assert session.wait() == 0
+        for name, line in lines.items():
+            if name not in (SESSION, *IN_A_SESSION):
+                method, path = name.split()
+                status, body = run(line, variables)
+                answers = DOCUMENT["paths"][path][method.lower()]["responses"]
+                assert status[0] == "2" and status in answers, f"{name}: {status} {body}"
+                assert body
+        assert run(lines["GET /v1/model"], variables | {"KEY": "another-key-altogether"})[0] == "401"
+
+
+def events_of(lines: Iterator[str]) -> Iterator[dict[str, str]]:
+    """The events of a stream."""
+    for line in lines:
+        if line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def run(line: str, variables: dict[str, str]) -> tuple[str, str]:
+    """Runs a curl line in a shell; gives the answer's status and its body."""
+    command = ["sh", "-c", f"{line} --write-out '\n%{{http_code}}'"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=60)
+    body, _, status = done.stdout.rpartition("\n")
+    return status, body

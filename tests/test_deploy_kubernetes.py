@@ -1,0 +1,302 @@
+"""The Kubernetes manifests: their schemas, and what they say about the image, the server and each other.
+
+KubeRay's schema is in no package: OUTRIDER_KUBERAY_CRD names the file of its RayService definition (in KubeRay's
+repository: ray-operator/config/crd/bases/ray.io_rayservices.yaml). Without it only the fields that we use are checked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from tests.dockerfile import Dockerfile
+from tests.serve_command import serve_options
+
+from outrider.cloud.api.app import PROBE_PATHS
+from outrider.cloud.server.options import ServeOptions
+
+ROOT = Path(__file__).parent.parent
+PLACE = ROOT / "deploy" / "kubernetes"
+MANIFESTS = sorted(path.name for path in PLACE.glob("*.yaml") if path.name != "ray-service.yaml")
+ANSWERED = {"/health/live", "/health/ready"}
+
+
+def load(name: str) -> dict[str, Any]:
+    """A manifest: each file holds one."""
+    (document,) = yaml.safe_load_all((PLACE / name).read_text(encoding="utf-8"))
+    assert isinstance(document, dict)
+    return document
+
+
+DEPLOYMENT = load("deployment.yaml")
+POD = DEPLOYMENT["spec"]["template"]["spec"]
+(SERVER,) = POD["containers"]
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifests_fit_kubernetes_schema(name: str) -> None:
+    """Strictly: a field that Kubernetes does not know is an error, as it would be dropped."""
+    kubernetes_validate.validate(load(name), "1.37", strict=True)
+    misspelt = load(name) | {"metadate": {}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(misspelt, "1.37", strict=True)
+
+
+def command() -> list[str]:
+    """The container's command line: the image's entry point, the pod's arguments, the ConfigMap's values."""
+    values = load("configmap.yaml")["data"]
+    for each in SERVER["env"]:
+        field = each["valueFrom"]["resourceFieldRef"]
+        assert field["containerName"] == SERVER["name"]
+        values[each["name"]] = SERVER["resources"]["requests"][field["resource"].removeprefix("requests.")]
+    used = {name for word in SERVER["args"] for name in re.findall(r"\$\((\w+)\)", word)}
+    assert used == values.keys(), "each value is used, and each that is used is there"
+    entry = Dockerfile.read(ROOT / "deploy" / "docker" / "Dockerfile.cpu").stages[-1].one("ENTRYPOINT").exec_form
+    return entry + [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in SERVER["args"]]
+
+
+def test_the_containers_command_is_one_of_the_server() -> None:
+    """Its options parse, and its port and paths are those that are declared and mounted."""
+    options = serve_options(command())
+    (port,) = SERVER["ports"]
+    assert options["port"] == port["containerPort"] and options["host"] == "0.0.0.0"
+    mounts = {mount["mountPath"]: mount for mount in SERVER["volumeMounts"]}
+    assert mounts.keys() == {"/model", "/run/secrets/outrider", "/cache", "/tmp"}
+    assert mounts[options["bundle"]]["readOnly"]
+    assert {volume["name"] for volume in POD["volumes"]} == {mount["name"] for mount in mounts.values()}
+    keys = Path(options["api_key_file"])
+    assert mounts[str(keys.parent)]["readOnly"] and keys.name in load("secret.example.yaml")["stringData"]
+    assert SERVER["image"].split(":")[1] == project_version()
+
+
+def project_version() -> str:
+    """The version in pyproject.toml."""
+    found = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert found
+    return found[1]
+
+
+def test_probes_ask_what_the_server_answers_without_a_key() -> None:
+    """Paths that exist and need no key; the health check's file is in the image."""
+    paths = {SERVER[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe")}
+    assert paths == ANSWERED <= set(PROBE_PATHS)
+    assert {SERVER[probe]["httpGet"]["port"] for probe in ("startupProbe", "readinessProbe")} == {"http"}
+    image = Dockerfile.read(ROOT / "deploy" / "docker" / "Dockerfile.cpu")
+    assert SERVER["livenessProbe"]["exec"]["command"] == [*image.health_check, "--not-failed"]
+
+
+def test_a_pod_drains_before_it_is_killed() -> None:
+    """The grace period is above the wait for the endpoint's removal and the drain together."""
+    waits_s = SERVER["lifecycle"]["preStop"]["sleep"]["seconds"] + serve_options(command())["drain_s"]
+    assert POD["terminationGracePeriodSeconds"] >= waits_s + 10
+
+
+@pytest.mark.parametrize("name", ["deployment.yaml", "head", "worker"])
+def test_pods_run_without_rights(name: str) -> None:
+    """Not as root, on a read-only file system, without capabilities and without a token of the cluster."""
+    pod = POD if name == "deployment.yaml" else ray_pods()[name]["spec"]
+    assert pod["automountServiceAccountToken"] is False and pod["enableServiceLinks"] is False
+    assert "hostNetwork" not in pod and "hostPID" not in pod
+    assert not [volume for volume in pod["volumes"] if "hostPath" in volume]
+    user = Dockerfile.read(ROOT / "deploy" / "docker" / "Dockerfile.cpu").stages[-1].one("USER").text
+    context = pod["securityContext"]
+    assert context["runAsNonRoot"] is True and f"{context['runAsUser']}:{context['runAsGroup']}" == user
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in pod["containers"]:
+        closed = container["securityContext"]
+        assert closed["readOnlyRootFilesystem"] is True and closed["allowPrivilegeEscalation"] is False
+        assert closed["capabilities"] == {"drop": ["ALL"]}
+        assert not any(each["name"] == "OUTRIDER_API_KEYS" for each in container["env"]), "keys are files"
+
+
+def test_manifests_select_each_other() -> None:
+    """Service, policy, budget and autoscaler mean the pods of the Deployment; names that are referred to exist."""
+    labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
+    assert DEPLOYMENT["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert load("service.yaml")["spec"]["selector"] == labels
+    assert load("networkpolicy.yaml")["spec"]["podSelector"]["matchLabels"] == labels
+    assert load("poddisruptionbudget.yaml")["spec"]["selector"]["matchLabels"] == labels
+    scaled = load("horizontalpodautoscaler.yaml")["spec"]["scaleTargetRef"]
+    assert (scaled["kind"], scaled["name"]) == (DEPLOYMENT["kind"], DEPLOYMENT["metadata"]["name"])
+    assert POD["serviceAccountName"] == load("serviceaccount.yaml")["metadata"]["name"]
+    assert SERVER["envFrom"] == [{"configMapRef": {"name": load("configmap.yaml")["metadata"]["name"]}}]
+    (secret,) = [volume["secret"]["secretName"] for volume in POD["volumes"] if "secret" in volume]
+    assert secret == load("secret.example.yaml")["metadata"]["name"]
+    (port,) = load("service.yaml")["spec"]["ports"]
+    assert port["targetPort"] == SERVER["ports"][0]["name"]
+    assert load("service.yaml")["spec"]["sessionAffinity"] == "ClientIP", "drafts reach the pod of their session"
+
+
+def test_the_autoscaler_asks_for_a_metric_that_the_server_has() -> None:
+    """By the name at /metrics."""
+    from tests.serving import serve_fake
+
+    (metric,) = load("horizontalpodautoscaler.yaml")["spec"]["metrics"]
+    with serve_fake() as server:
+        body = httpx.get(server.url + "/metrics").text
+    assert re.search(rf"^{metric['pods']['metric']['name']}[ {{]", body, re.MULTILINE)
+
+
+def test_the_example_key_is_no_key_of_anybody() -> None:
+    """It is long enough to start with, and says what it is."""
+    keys = load("secret.example.yaml")["stringData"]["keys"].split()
+    assert keys == ["replace-this-example-key"] and len(keys[0]) >= 16
+
+
+RAY_FIELDS = {
+    "": {"apiVersion", "kind", "metadata", "spec"},
+    "spec": {
+        "upgradeStrategy",
+        "rayClusterDeletionDelaySeconds",
+        "excludeHeadPodFromServeSvc",
+        "serveConfigV2",
+        "rayClusterConfig",
+    },
+    "spec.rayClusterConfig": {
+        "rayVersion",
+        "enableInTreeAutoscaling",
+        "authOptions",
+        "headGroupSpec",
+        "workerGroupSpecs",
+    },
+    "spec.rayClusterConfig.headGroupSpec": {"rayStartParams", "template"},
+    "spec.rayClusterConfig.workerGroupSpecs": {
+        "groupName",
+        "replicas",
+        "minReplicas",
+        "maxReplicas",
+        "rayStartParams",
+        "template",
+    },
+}
+"""Fields of KubeRay 1.7's RayService v1 that are used, by the path of their object; a pod's are Kubernetes' own."""
+
+
+def ray_pods() -> dict[str, dict[str, Any]]:
+    """The pod templates of the Ray cluster."""
+    cluster = load("ray-service.yaml")["spec"]["rayClusterConfig"]
+    (workers,) = cluster["workerGroupSpecs"]
+    return {"head": cluster["headGroupSpec"]["template"], "worker": workers["template"]}
+
+
+def test_the_ray_service_has_known_fields_and_pods() -> None:
+    """Its fields are in the list above, and its pods fit Kubernetes' schema strictly."""
+    service = load("ray-service.yaml")
+    assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
+    for path, known in RAY_FIELDS.items():
+        objects: list[Any] = [service]
+        for name in path.split(".") if path else ():
+            found = [each[name] for each in objects]
+            objects = [item for each in found for item in (each if isinstance(each, list) else [each])]
+        assert all(each.keys() == known for each in objects), path
+    for name, template in ray_pods().items():
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, **template["metadata"]}}
+        kubernetes_validate.validate(pod | {"spec": template["spec"]}, "1.37", strict=True)
+
+
+def closed(schema: Any) -> Any:
+    """A schema in which objects have no fields but those named, as an API server checks them."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {name: closed(value) for name, value in schema.items()}
+    is_open = inner.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in inner
+    if inner.get("type") == "object" and "properties" in inner and not is_open:
+        inner["additionalProperties"] = False
+    if inner.get("x-kubernetes-int-or-string"):  # `pattern` is for its strings only
+        inner = {"anyOf": [{"type": "integer"}, {"type": "string", "pattern": inner.get("pattern", "")}]}
+    return inner
+
+
+def test_the_ray_service_fits_kuberays_schema() -> None:
+    """KubeRay's own definition of RayService v1, closed to unknown fields."""
+    place = os.environ.get("OUTRIDER_KUBERAY_CRD")
+    if not place:
+        pytest.skip("OUTRIDER_KUBERAY_CRD names no file; see this module's docstring")
+    definition = yaml.CSafeLoader(Path(place).read_text(encoding="utf-8")).get_single_data()
+    (version,) = [each for each in definition["spec"]["versions"] if each["name"] == "v1"]
+    properties = version["schema"]["openAPIV3Schema"]["properties"]
+    schema = closed(properties["spec"])
+    service = load("ray-service.yaml")
+    jsonschema.Draft202012Validator(schema).validate(service["spec"])
+    service["spec"]["rayClusterConfig"]["headGroupSpec"]["raystartparams"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="raystartparams"):
+        jsonschema.Draft202012Validator(schema).validate(service["spec"])
+
+
+def test_rays_ports_are_open_to_its_own_pods_and_the_operator_only() -> None:
+    """Callers reach the server's port, and nothing but DNS and each other is reached."""
+    policy = load("ray-networkpolicy.yaml")["spec"]
+    own = policy["podSelector"]
+    assert all(own["matchLabels"] == template["metadata"]["labels"] for template in ray_pods().values())
+    among, operator, callers = policy["ingress"]
+    assert among == {"from": [{"podSelector": own}]}
+    assert [peer["namespaceSelector"]["matchLabels"] for peer in operator["from"]] == [
+        {"kubernetes.io/metadata.name": "kuberay-operator"}
+    ]
+    assert callers["ports"] == [{"port": 8000, "protocol": "TCP"}]
+    to_own, dns = policy["egress"]
+    assert to_own == {"to": [{"podSelector": own}]} and {port["port"] for port in dns["ports"]} == {53}
+
+
+APPLICATION = yaml.safe_load(load("ray-service.yaml")["spec"]["serveConfigV2"])
+
+
+def test_the_ray_service_runs_the_image_with_its_ray() -> None:
+    """The version of Ray is the extra's; head and workers are one image, whose paths are mounted."""
+    cluster = load("ray-service.yaml")["spec"]["rayClusterConfig"]
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f"ray[serve]=={cluster['rayVersion']};" in project
+    (head,), (worker,) = (template["spec"]["containers"] for template in ray_pods().values())
+    assert head["image"] == worker["image"]
+    (application,) = APPLICATION["applications"]
+    mounts = {mount["mountPath"] for mount in worker["volumeMounts"]}
+    named = [Path(value) for value in application["args"].values() if str(value).startswith("/")]
+    assert named and all(str(path) in mounts or str(path.parent) in mounts for path in named)
+
+
+def test_every_worker_has_a_front_and_a_replica() -> None:
+    """The Service reaches all workers, so each listens: as many fronts as workers, by a resource of each worker."""
+    (application,) = APPLICATION["applications"]
+    arguments, deployments = application["args"], {each["name"]: each for each in application["deployments"]}
+    (workers,) = load("ray-service.yaml")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    offered = json.loads(json.loads(workers["rayStartParams"]["resources"]))
+    for name, resource in (("front", "front"), ("replicas", "verifier")):
+        assert deployments[name]["num_replicas"] == workers["replicas"] == workers["maxReplicas"]
+        assert deployments[name]["ray_actor_options"]["resources"] == {resource: offered[resource]} == {resource: 1}
+    assert arguments["replicas"] == workers["replicas"]
+    (container,) = ray_pods()["worker"]["spec"]["containers"]
+    assert [port["containerPort"] for port in container["ports"]] == [arguments["port"]]
+    assert container["readinessProbe"]["httpGet"] == {"path": "/health/ready", "port": container["ports"][0]["name"]}
+    cpus = sum(each["ray_actor_options"]["num_cpus"] for each in deployments.values())
+    assert deployments["replicas"]["ray_actor_options"]["num_cpus"] == arguments["threads"]
+    assert cpus <= int(container["resources"]["limits"]["cpu"])
+    assert ray_pods()["worker"]["spec"]["terminationGracePeriodSeconds"] > arguments["drain_s"] + 30
+    assert arguments["host"] == "0.0.0.0" and APPLICATION["proxy_location"] == "Disabled"
+
+
+def test_the_ray_application_is_the_servers() -> None:
+    """Ray Serve accepts the configuration; its function exists, and its arguments are options of the server."""
+    schema = pytest.importorskip("ray.serve.schema")
+    schema.ServeDeploySchema.model_validate(APPLICATION)
+    (application,) = APPLICATION["applications"]
+    module, _, function = application["import_path"].partition(":")
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not here")
+    assert callable(getattr(importlib.import_module(module), function))
+    assert application["args"].keys() <= {each.name for each in fields(ServeOptions)}
+    beside = ROOT / "deploy" / "ray" / "serve.yaml"
+    (for_serve_deploy,) = yaml.safe_load(beside.read_text(encoding="utf-8"))["applications"]
+    assert for_serve_deploy["import_path"] == application["import_path"]
