@@ -96,7 +96,7 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (28, delayed_texts),
     (29, local_hostile),
     (30, slow_verifier),
-    (31, hostile_contexts),
+    (35, hostile_contexts),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 
