@@ -206,7 +206,7 @@ class _Batch:
             if event.reason == "shutdown":
                 return self._fail(index, shutting_down())
             if event.reason == "error":
-                log_failure(event.error.code if event.error else "internal_error", current_request())
+                log_failure(event.error, current_request())
                 return self._fail(index, event.error or internal_error())
             update = {"finish_reason": _FINISHED.get(event.reason), "prefix_hash": event.prefix_hash}
         self._results[index] = so_far.model_copy(update=update)

@@ -11,7 +11,8 @@ from starlette.types import Scope
 
 from outrider.cloud.api.traces import RequestTrace, trace_of
 from outrider.cloud.seam import CommitEvent, EndEvent
-from outrider.models.http.request_context import current_request
+from outrider.models.errors import RequestError
+from outrider.models.http.request_context import RequestContext, current_request
 from outrider.models.tally import RequestTally
 
 _log = logging.getLogger("outrider.cloud")
@@ -43,9 +44,8 @@ class SequenceWatch:
         if self._trace is not None:
             self._trace.ended(event)
         if event.reason == "error":
-            code = event.error.code if event.error is not None else "internal_error"
-            self._tally.failed(code)
-            log_failure(code, self._ids)
+            self._tally.failed(event.error.code if event.error is not None else "internal_error")
+            log_failure(event.error, self._ids)
 
 
 def watch(tally: RequestTally, scope: Scope, arrived_s: float, index: int = 0) -> SequenceWatch:
@@ -53,8 +53,11 @@ def watch(tally: RequestTally, scope: Scope, arrived_s: float, index: int = 0) -
     return SequenceWatch(tally, arrived_s, trace_of(scope), index)
 
 
-def log_failure(code: str, ids: object) -> None:
-    """Logs a sequence that failed: the engine has logged why, without knowing the request. ids: a RequestContext."""
+def log_failure(error: RequestError | None, ids: RequestContext | None) -> None:
+    """Logs a sequence that failed by a fault of ours: the engine has logged why, without knowing the request."""
+    if error is not None and error.status != 500:
+        return
+    code = error.code if error is not None else "internal_error"
     _log.error(
         "a sequence failed: %s",
         code,

@@ -105,16 +105,14 @@ def error_response(error: RequestError, headers: Mapping[str, str] | None = None
         sent.setdefault("connection", "close")  # otherwise the rest of the body would have to be read
     if error.status == 401:
         sent.setdefault("www-authenticate", "Bearer")
-    return ErrorResponse(body, error.status, sent, code=error.code)
+    return ErrorResponse(body, error.status, sent, "application/json", code=error.code)
 
 
 class ErrorResponse(Response):
-    """The response for an error; notes the error's code in the ASGI scope, for the audit log and the metrics."""
+    """The response for an error; notes the error's code in the ASGI scope, for those who count and write it."""
 
-    media_type = "application/json"
-
-    def __init__(self, body: bytes, status: int, headers: Mapping[str, str], *, code: str) -> None:
-        super().__init__(body, status, headers)
+    def __init__(self, body: bytes, status: int, headers: Mapping[str, str], media_type: str, *, code: str) -> None:
+        super().__init__(body, status, headers, media_type)
         self._code = code
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
