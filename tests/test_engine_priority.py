@@ -108,6 +108,26 @@ def test_a_full_queue_changes_no_text() -> None:
     harness.assert_all_returned()
 
 
+def test_under_overload_fewer_drafts_are_verified() -> None:
+    """The same right drafts, alone and beside fifteen others: less of them fits a step, and the texts are the same."""
+
+    def proposed_per_pass(num_texts: int) -> float:
+        harness = Harness(config=EngineConfig(max_running=16, step_tokens=24), num_blocks=512)
+        texts = [plain(prompt_of(i), SAMPLED, 48) for i in range(num_texts)]
+        running = [harness.submit(prompt_of(i), 48, patience_ms=0.0) for i in range(num_texts)]
+        while any(c.end is None for _, c in running):
+            for (number, collector), text in zip(running, texts, strict=True):
+                if collector.end is None and text[len(collector.tokens) :]:
+                    base = len(collector.tokens)
+                    harness.engine.draft(number, base, [text[base : base + 8]])
+            harness.step()
+        assert [c.tokens for _, c in running] == texts
+        totals = harness.engine.stats().totals
+        return totals.proposed / totals.passes
+
+    assert proposed_per_pass(16) < 0.5 * proposed_per_pass(1)
+
+
 # -- deadlines -------------------------------------------------------------------------------------------------------
 
 

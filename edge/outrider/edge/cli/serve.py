@@ -104,10 +104,10 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
         )
         end_tracing = start_tracing(lambda words: _log.warning("%s", words))
         relieve_collector()  # else a full collection stops all texts for a tenth of a second
-        files = (
-            [WatchedFiles("keys", [keys.path], keys.reload)] if keys.path is not None and keys.path.is_file() else []
-        )
-        if server.tls is not None:
+        files = []
+        if keys.path is not None and keys.path.is_file():  # and not a pipe of the shell
+            files.append(WatchedFiles("keys", [keys.path], keys.reload))
+        if tls is not None and server.tls is not None:
             files.append(WatchedFiles("certificates", server.tls.files.paths, server.tls.reload))
         try:
             with FileWatch(files):
