@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,11 @@ from tests.engine_harness import Clock
 from tests.serving import save_fake_tokenizer
 from typer.testing import CliRunner
 
-from outrider.cloud.pending.estimators import StepSize
-from outrider.cloud.pending.policy import Policy
+from outrider.cloud.pending.drafting import Drafting
+from outrider.cloud.pending.drafts import PendingDrafts
+from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
+from outrider.cloud.pending.policy import Policy, Wait
+from outrider.cloud.pending.trie import DraftTrie
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server import main as cli
 from outrider.cloud.server import vllm_target
@@ -336,3 +340,120 @@ def test_what_continues_a_sequence_is_kept_after_these_ends(once: bool, keep: bo
     request = GenerateRequest((1,), SAMPLED, 1, once=once, keep=keep)
     every = ("stop", "length", "context", "once", "cancelled", "shutdown", "error")
     assert {reason for reason in every if request.is_parked_after(reason)} == ends  # type: ignore[arg-type]
+
+
+# -- nothing that a client sends may end the engine process ----------------------------------------------------------
+
+BAD = 13
+"""A token that makes the code which is patched raise."""
+
+
+def with_text(on: Book, number: int, *draft: int) -> Served:
+    return on.open(Terms(number, SAMPLED, 20, draft=draft), [9, 9])
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_drafts_that_cannot_be_merged_are_dropped(
+    once: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, with and after the request; each sequence logs once, without its tokens, and goes on without drafts."""
+    merge = DraftTrie.merge
+
+    def faulty(trie: DraftTrie, path: Sequence[int], **how: Any) -> None:
+        if BAD in path:
+            raise KeyError(f"quotes {path}")
+        merge(trie, path, **how)
+
+    monkeypatch.setattr(DraftTrie, "merge", faulty)
+    on, clock = book()
+    on.take_paths(1, 0, [[BAD]], clock.now)
+    early, at_once, late = with_text(on, 1), with_text(on, 2, BAD), on.open(Terms(3, SAMPLED, 20, once=once), [9])
+    on.take_paths(3, 0, [[BAD]], clock.now)
+    fine = with_text(on, 4, 5, 6)
+    for _ in range(20):
+        on.take_paths(1, 0, [[BAD]], clock.now)
+        on.take_tree(3, TreeDraft(0, 0, [5], [ROOT], [15]), clock.now)
+    everyone = [early, at_once, late, fine]
+    assert on.waiting(everyone, clock.now, 4) == set()
+    assert on.choose(everyone, 64, StepSize(4, 8), 2.0) == {early: [], at_once: [], late: [], fine: [5, 6]}
+    assert commit(on, late, 7) == (0, 0, 0) and late.tokens[-1] == 7 and late.usage.target_passes == 1
+    assert on.totals.faults == 3 and len(caplog.records) == 3 and f"quotes [{BAD}" not in caplog.text
+
+
+def test_a_sequence_that_the_policy_cannot_handle_loses_its_drafts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sequences beside it keep theirs; where none is to blame alone, a step goes on without drafts."""
+    choose, is_waiting, observe = Drafting.choose, Drafting.is_waiting, AcceptanceEstimator.observe
+    blame: list[PendingDrafts] = []
+
+    def faulty_choice(self: Drafting, decoding: Sequence[PendingDrafts], *rest: Any) -> Any:
+        if any(drafts in blame for drafts in decoding):
+            raise ZeroDivisionError
+        return choose(self, decoding, *rest)
+
+    monkeypatch.setattr(Drafting, "choose", faulty_choice)
+    on, clock = book()
+    bad, fine = with_text(on, 1, 5, 6), with_text(on, 2, 5, 6)
+    blame.append(bad.drafts)
+    assert on.choose([bad, fine], 64, StepSize(2, 4), 2.0) == {bad: [], fine: [5, 6]} and on.totals.faults == 1
+
+    def faulty_together(self: Drafting, decoding: Sequence[PendingDrafts], *rest: Any) -> Any:
+        if len(decoding) > 1:
+            raise ZeroDivisionError
+        return choose(self, decoding, *rest)
+
+    monkeypatch.setattr(Drafting, "choose", faulty_together)
+    for _ in range(3):
+        assert on.choose([bad, fine], 64, StepSize(2, 4), 2.0) == {bad: [], fine: []}
+    assert not fine.is_muted and on.totals.faults == 4 and len(caplog.records) == 2
+    monkeypatch.setattr(Drafting, "choose", choose)
+
+    def faulty_wait(self: Drafting, drafts: PendingDrafts, now: float) -> bool:
+        if drafts in blame:
+            raise ZeroDivisionError
+        return is_waiting(self, drafts, now)
+
+    monkeypatch.setattr(Drafting, "is_waiting", faulty_wait)
+    waits = with_text(on, 3, 5, 6)
+    waits.drafts.wait = fine.drafts.wait = Wait(3, 1.0)
+    waits.drafts.wait_nodes = fine.drafts.wait_nodes = 2
+    waits.drafts.wait_deadline = fine.drafts.wait_deadline = clock.now + 1.0
+    blame.append(waits.drafts)
+    assert on.waiting([fine, waits], clock.now, 2) == {fine} and waits.is_muted
+
+    def faulty_lesson(self: AcceptanceEstimator, *what: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(AcceptanceEstimator, "observe", faulty_lesson)
+    assert commit(on, fine, 5, 6, 7) == (0, 2, 2) and fine.is_muted and fine.tokens == [9, 9, 5, 6, 7]
+    monkeypatch.setattr(AcceptanceEstimator, "observe", observe)
+    assert commit(on, fine, 8) == (3, 0, 0)
+    on.close(fine)
+    assert with_text(on, 4, 5).drafts.trie.num_nodes == 1
+
+
+def test_an_item_takes_no_more_of_a_step_than_it_verifies() -> None:
+    """The budget is shared by what runs, not by what waits for a later pass."""
+    on, _ = book(max_draft=4)
+    items = [on.open(Terms(n, SAMPLED, 60, draft=tuple(range(1, 40)), once=True), [9]) for n in range(1, 4)]
+    session = on.open(Terms(4, SAMPLED, 60, draft=(1, 2, 3, 4)), [9])
+    chosen = on.choose([*items, session], 16, StepSize(4, 8), 2.0)
+    assert [len(chosen[each]) for each in (*items, session)] == [4, 4, 4, 4]
+
+
+def test_drafts_of_sequences_that_are_over_are_not_kept() -> None:
+    """Nor those of a sequence that never comes."""
+    on, clock = book()
+    on.close(with_text(on, 1))
+    for _ in range(500):
+        on.take_paths(1, 0, [[5]], clock.now)
+    assert on._num_early == len(on._early) == 0
+    for number in (7, 7, 8):
+        on.take_paths(number, 0, [[5]], clock.now)
+    clock.now += 30.0
+    on.take_paths(9, 0, [[5]], clock.now)
+    assert on._num_early == 4
+    clock.now += 30.0
+    on.take_paths(9, 0, [[6]], clock.now)
+    assert on._num_early == 2 and list(on._early) == [9]

@@ -6,7 +6,6 @@ events come from one place and in order. Synchronous scheduling only: `checks` s
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from outrider.cloud.pending.policy import Policy
 from outrider.cloud.vllm import wire
 from outrider.cloud.vllm.book import Book, Pass, Served
 from outrider.cloud.vllm.terms import terms_of
+from outrider.models.faults import log_fault
 from outrider.models.tree_draft import TreeDraft
 
 _SLICE_S: Final = 0.002
@@ -32,8 +32,6 @@ _MAX_ORDERS: Final = 4096
 """Draft messages read before a step: a flood of them holds up no step for long."""
 FAULTY: Final = -1
 """What the samplers give for a row of logits that is not finite."""
-
-_log = logging.getLogger("outrider.cloud")
 
 
 class OutriderScheduler(Scheduler):
@@ -265,14 +263,13 @@ class OutriderScheduler(Scheduler):
             message = self._orders.recv()
             try:
                 order = wire.decode_order(message)
-            except msgspec.MsgspecError as error:  # only a bug of ours writes one
-                _log.error("a draft message cannot be read: %s", error)
-                continue
-            if isinstance(order, wire.PathsOrder):
-                self._book.take_paths(order.number, order.base, order.paths, order.arrived)
-            else:
-                tree = TreeDraft(order.base, order.first, order.tokens, order.parents, order.levels)
-                self._book.take_tree(order.number, tree, order.arrived)
+                if isinstance(order, wire.PathsOrder):
+                    self._book.take_paths(order.number, order.base, order.paths, order.arrived)
+                else:
+                    tree = TreeDraft(order.base, order.first, order.tokens, order.parents, order.levels)
+                    self._book.take_tree(order.number, tree, order.arrived)
+            except Exception as error:  # only a bug of ours; no message may end the engine, and a draft may be lost
+                log_fault(error)
 
     def _decoding(self) -> list[tuple[Request, Served]]:
         """Running requests of ours whose prompt is complete: they commit at least one token in their next step."""
