@@ -30,8 +30,8 @@ _PROBE_TOKEN: Final = 0
 class Served:
     """One sequence: its terms, its text, its pending drafts.
 
-    proposed: what the present step verifies of them. is_rerun: a step of it had a fault, and it has committed nothing
-    since.
+    name: vLLM's for the request. proposed: what the present step verifies of the drafts. is_rerun: a step of it had a
+    fault, and it has committed nothing since. turn, queued_at, turn_began, num_wanted: see `Places`, as SequenceState.
     """
 
     terms: Terms
@@ -40,6 +40,16 @@ class Served:
     usage: SequenceUsage = field(default_factory=SequenceUsage)
     proposed: Sequence[int] = ()
     is_rerun: bool = False
+    name: str = ""
+    turn: int = 0
+    queued_at: int = 0
+    turn_began: int | None = None
+    num_wanted: int = 0
+
+    @property
+    def owner(self) -> bytes:
+        """Who asks."""
+        return self.terms.owner
 
     @property
     def is_answered(self) -> bool:
