@@ -14,6 +14,7 @@ from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.errors import RequestError
 from outrider.models.sampling import SamplingParams
+from outrider.models.tree_draft import ROOT, TreeDraft
 
 PROMPT = tuple(range(20, 20 + 150))  # more than one of vLLM's blocks
 
@@ -138,3 +139,23 @@ def test_a_guess_that_is_not_finite_ends_no_sequence(vllm: SharedEngine) -> None
         vllm.engine.submit(GenerateRequest(prompt, SamplingParams(), 30, patience_ms=0.0, draft=draft), found)
         assert found.wait().reason == "length" and found.tokens == truth
     assert run(vllm.engine, (*prompt, *truth[:20]), 10).tokens == truth[20:]
+
+
+def test_a_tree_below_a_node_that_the_commits_contradict_is_stale(vllm: SharedEngine) -> None:
+    """As with the embedded engine: the server knows the nodes of earlier messages."""
+    gate, found = vllm.gate(), Collector()
+    truth = vllm.target_tokens(PROMPT, 40)
+    wrong = 7 if truth[0] != 7 else 8
+    number = vllm.engine.submit(GenerateRequest(PROMPT, SamplingParams(), 40, patience_ms=0.0), found)
+    gate.allow(2)
+    assert found.began.wait(TIMEOUT_S)
+    vllm.engine.draft_tree(number, TreeDraft(0, 0, [truth[0], truth[1], truth[2]], [ROOT, 0, 1], [15, 15, 15]))
+    with pytest.raises(RequestError) as refused:
+        vllm.engine.draft_tree(number, TreeDraft(0, 3, [wrong], [ROOT], [15]))
+    assert refused.value.code == "stale_draft"
+    with pytest.raises(RequestError) as refused:
+        vllm.engine.draft_tree(number, TreeDraft(0, 4, [truth[1], truth[2]], [3, 4], [15, 15]))
+    assert refused.value.code == "stale_draft"
+    vllm.engine.draft_tree(number, TreeDraft(0, 6, [truth[3]], [2], [15]))
+    gate.open()
+    assert found.wait().reason == "length" and found.tokens == truth

@@ -14,8 +14,30 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
-from outrider.cloud.engine.sequence_state import SequenceState
+
+class Member(Protocol):
+    """A sequence, as far as sharing goes.
+
+    turn: who goes first of an owner's sequences: the lowest. queued_at: the step at which it was queued.
+    """
+
+    turn: int
+    queued_at: int
+
+    @property
+    def owner(self) -> bytes:
+        """Who asks."""
+        ...
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens that it could run in a step."""
+        ...
+
+
+M = TypeVar("M", bound=Member)
 
 
 def split_evenly(wanted: Sequence[int], total: int) -> list[int]:
@@ -49,7 +71,7 @@ def even_level(wanted: Sequence[int], total: int) -> float:
 
 
 @dataclass(slots=True, eq=False)
-class Owner:
+class Owner(Generic[M]):
     """One client: its sequences that wait for blocks, and those that have them.
 
     place_turn, token_turn: who goes first where places, or prompt tokens, cannot be divided evenly: the lowest.
@@ -57,8 +79,8 @@ class Owner:
 
     place_turn: int
     token_turn: int
-    queue: deque[SequenceState] = field(default_factory=deque)
-    running: dict[SequenceState, None] = field(default_factory=dict)
+    queue: deque[M] = field(default_factory=deque)
+    running: dict[M, None] = field(default_factory=dict)
 
     @property
     def num_sequences(self) -> int:
@@ -66,41 +88,41 @@ class Owner:
         return len(self.running) + len(self.queue)
 
 
-class Owners:
+class Owners(Generic[M]):
     """The clients that have sequences in the engine."""
 
     def __init__(self) -> None:
-        self._owners: dict[bytes, Owner] = {}
+        self._owners: dict[bytes, Owner[M]] = {}
         self._turns = itertools.count()
 
-    def __iter__(self) -> Iterator[Owner]:
+    def __iter__(self) -> Iterator[Owner[M]]:
         return iter(self._owners.values())
 
-    def of(self, sequence: SequenceState) -> Owner:
+    def of(self, sequence: M) -> Owner[M]:
         """The owner of a sequence that was added."""
-        return self._owners[sequence.request.owner]
+        return self._owners[sequence.owner]
 
-    def is_queued(self, sequence: SequenceState) -> bool:
+    def is_queued(self, sequence: M) -> bool:
         """Whether it waits for blocks."""
-        owner = self._owners.get(sequence.request.owner)
+        owner = self._owners.get(sequence.owner)
         return owner is not None and sequence in owner.queue
 
-    def is_running(self, sequence: SequenceState) -> bool:
+    def is_running(self, sequence: M) -> bool:
         """Whether it has blocks."""
-        owner = self._owners.get(sequence.request.owner)
+        owner = self._owners.get(sequence.owner)
         return owner is not None and sequence in owner.running
 
-    def add(self, sequence: SequenceState) -> None:
+    def add(self, sequence: M) -> None:
         """Appends a new sequence to its owner's queue."""
-        owner = self._owners.get(sequence.request.owner)
+        owner = self._owners.get(sequence.owner)
         if owner is None:
-            owner = self._owners[sequence.request.owner] = Owner(next(self._turns), next(self._turns))
+            owner = self._owners[sequence.owner] = Owner(next(self._turns), next(self._turns))
         sequence.turn = next(self._turns)
         owner.queue.append(sequence)
 
-    def remove(self, sequence: SequenceState) -> None:
+    def remove(self, sequence: M) -> None:
         """Forgets a sequence, and its owner with its last one."""
-        owner = self._owners.get(sequence.request.owner)
+        owner = self._owners.get(sequence.owner)
         if owner is None:
             return
         if sequence in owner.running:
@@ -108,15 +130,15 @@ class Owners:
         elif sequence in owner.queue:
             owner.queue.remove(sequence)
         if not owner.running and not owner.queue:
-            del self._owners[sequence.request.owner]
+            del self._owners[sequence.owner]
 
-    def admitted(self, sequence: SequenceState) -> None:
+    def admitted(self, sequence: M) -> None:
         """Moves a queued sequence to those that have blocks."""
         owner = self.of(sequence)
         owner.queue.remove(sequence)
         owner.running[sequence] = None
 
-    def returned(self, sequence: SequenceState, *, is_first: bool) -> None:
+    def returned(self, sequence: M, *, is_first: bool) -> None:
         """Moves a sequence back to its owner's queue: to its head, or behind those that have waited longer."""
         owner = self.of(sequence)
         del owner.running[sequence]
@@ -129,14 +151,14 @@ class Owners:
         """Places that an owner may have at most, were all its sequences ready; infinite if there are enough for all."""
         return even_level([owner.num_sequences for owner in self], num_places)
 
-    def candidates(self, overdue_since: int) -> Iterator[SequenceState]:
+    def candidates(self, overdue_since: int) -> Iterator[M]:
         """The heads of the owners' queues, until the caller has enough: what was queued before `overdue_since` first.
 
         Then owners with the fewest sequences that have blocks, then who has waited longest. An owner whose head was
         admitted meanwhile comes again with the next one.
         """
 
-        def entry(index: int, owner: Owner) -> tuple[bool, int, int, int, Owner]:
+        def entry(index: int, owner: Owner[M]) -> tuple[bool, int, int, int, Owner[M]]:
             queued_at = owner.queue[0].queued_at
             return queued_at >= overdue_since, len(owner.running), queued_at, index, owner
 
@@ -151,20 +173,20 @@ class Owners:
             if owner.queue and owner.queue[0] is not head:
                 heapq.heappush(heap, entry(index, owner))
 
-    def take_places(self, ready: Sequence[SequenceState], num_places: int) -> list[SequenceState]:
+    def take_places(self, ready: Sequence[M], num_places: int) -> list[M]:
         """Chooses who takes part in a step, in the order of `ready`.
 
         Places are shared evenly by the owners that can use them; an owner's go to those whose turn it is.
         """
         chosen = list(ready)
         if len(ready) > num_places:
-            of_owner: dict[Owner, list[SequenceState]] = {}
+            of_owner: dict[Owner[M], list[M]] = {}
             for sequence in ready:
                 of_owner.setdefault(self.of(sequence), []).append(sequence)
             owners = sorted(of_owner, key=lambda owner: owner.place_turn)
             wanted = [len(of_owner[owner]) for owner in owners]
             shares = split_evenly(wanted, num_places)
-            taking_part: set[SequenceState] = set()
+            taking_part: set[M] = set()
             for owner, count in zip(owners, shares, strict=True):
                 taking_part.update(sorted(of_owner[owner], key=lambda s: s.turn)[:count])
             for owner in _favoured(owners, wanted, shares):
@@ -172,18 +194,18 @@ class Owners:
             chosen = [s for s in ready if s in taking_part]
         return chosen
 
-    def took_part(self, sequences: Iterable[SequenceState]) -> None:
+    def took_part(self, sequences: Iterable[M]) -> None:
         """Puts sequences that ran tokens behind their owners' others, in the order that they had."""
         for sequence in sorted(sequences, key=lambda s: s.turn):
             sequence.turn = next(self._turns)
 
-    def split_tokens(self, prompts: Sequence[SequenceState], total: int) -> dict[SequenceState, int]:
+    def split_tokens(self, prompts: Sequence[M], total: int) -> dict[M, int]:
         """Divides a step's prompt tokens: evenly between owners.
 
         Half of an owner's share goes evenly to its sequences, so that none stands still; the rest to those with the
         fewest tokens to run, so that the first token comes soon on average.
         """
-        of_owner: dict[Owner, list[SequenceState]] = {}
+        of_owner: dict[Owner[M], list[M]] = {}
         for sequence in sorted(prompts, key=lambda s: s.turn):
             of_owner.setdefault(self.of(sequence), []).append(sequence)
         owners = sorted(of_owner, key=lambda owner: owner.token_turn)
@@ -191,7 +213,7 @@ class Owners:
         shares = split_evenly(wanted, total)
         for owner in _favoured(owners, wanted, shares):
             owner.token_turn = next(self._turns)
-        given: dict[SequenceState, int] = {}
+        given: dict[M, int] = {}
         for owner, share in zip(owners, shares, strict=True):
             mine = of_owner[owner]
             given |= dict(zip(mine, split_evenly([s.num_wanted for s in mine], -(-share // 2)), strict=True))
@@ -203,7 +225,7 @@ class Owners:
         return given
 
 
-def _favoured(owners: Sequence[Owner], wanted: Sequence[int], shares: Sequence[int]) -> list[Owner]:
+def _favoured(owners: Sequence[Owner[M]], wanted: Sequence[int], shares: Sequence[int]) -> list[Owner[M]]:
     """Those that got more than another that goes short; nobody where there is enough for all."""
     least = min((share for share, want in zip(shares, wanted, strict=True) if share < want), default=math.inf)
     return [owner for owner, share in zip(owners, shares, strict=True) if share > least]

@@ -36,6 +36,11 @@ class SequenceState:
     usage: SequenceUsage = field(default_factory=SequenceUsage)
 
     @property
+    def owner(self) -> bytes:
+        """Who asks."""
+        return self.request.owner
+
+    @property
     def generated(self) -> list[int]:
         """The tokens committed after the prompt."""
         return self.drafts.committed

@@ -42,8 +42,9 @@ _PROBE_TOKEN: Final = 0
 class Served:
     """One sequence: its terms, its text, its pending drafts.
 
-    proposed: what the present step verifies of them. is_rerun: a step of it had a fault, and it has committed nothing
-    since. is_muted: its drafts raised, so it has no more.
+    name: vLLM's for the request. proposed: what the present step verifies of the drafts. is_rerun: a step of it had a
+    fault, and it has committed nothing since. is_muted: its drafts raised, so it has no more. turn, queued_at,
+    turn_began, num_wanted: see `Places`, as SequenceState.
     """
 
     terms: Terms
@@ -53,6 +54,16 @@ class Served:
     proposed: Sequence[int] = ()
     is_rerun: bool = False
     is_muted: bool = False
+    name: str = ""
+    turn: int = 0
+    queued_at: int = 0
+    turn_began: int | None = None
+    num_wanted: int = 0
+
+    @property
+    def owner(self) -> bytes:
+        """Who asks."""
+        return self.terms.owner
 
     @property
     def is_answered(self) -> bool:
@@ -214,6 +225,12 @@ class Book:
         chosen = self._chosen(others, max(0, budget), fixed, context)
         paths = {served: list(chosen.get(served.drafts, NOTHING).tokens)[: self._max_draft] for served in others}
         return paths | probed
+
+    def own_draft(self, served: Served, room: int) -> list[int]:
+        """The drafted tokens that a verify item brought, at most `room`; none for a session."""
+        found: list[list[int]] = []
+        self._try(served, lambda: found.append(served.drafts.own_draft(room)))
+        return found[0] if found else []
 
     def _chosen(
         self, decoding: Sequence[Served], budget: int, fixed: StepSize, context: float

@@ -22,6 +22,7 @@ _SCHEDULER: Final = (
     "add_request",
     "finish_requests",
     "_preempt_request",
+    "_reserve_prefill_lookahead",
     "get_request_counts",
 )
 _ENGINE: Final = ("from_engine_args", "generate", "abort", "collective_rpc", "shutdown", "errored")

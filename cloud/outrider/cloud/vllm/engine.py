@@ -45,6 +45,7 @@ from outrider.cloud.seam import (
 from outrider.cloud.vllm import wire
 from outrider.cloud.vllm.checks import refuse, require_vllm
 from outrider.cloud.vllm.kept import KeptPrefixes
+from outrider.cloud.vllm.numbered import NumberedNodes
 from outrider.cloud.vllm.options import ENVIRONMENT, VllmOptions
 from outrider.cloud.vllm.terms import Terms
 from outrider.models.errors import ConfigError, ModelFault, RequestError, RuntimeUnavailable
@@ -62,6 +63,7 @@ _SHUTDOWN_S: Final = 20.0
 _PROBE_SIZES: Final = (0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63)
 """Drafted tokens of the steps that `calibrate` times."""
 _PROBE_CONTEXT: Final = 64
+_RPC_VARIABLE: Final = "VLLM_RPC_BASE_PATH"
 
 _log = logging.getLogger("outrider.cloud")
 
@@ -95,6 +97,11 @@ class _Sequence:
     ending: SequenceEndReason = "cancelled"  # what a cancellation means
     is_added: bool = False  # vLLM knows of it
     is_cancelled: bool = False
+    nodes: NumberedNodes = field(init=False)
+    drafting: threading.Lock = field(default_factory=threading.Lock)  # guards `nodes`
+
+    def __post_init__(self) -> None:
+        self.nodes = NumberedNodes(self.generated)
 
 
 class VllmEngine(ServingEngine):
@@ -144,12 +151,13 @@ class VllmEngine(ServingEngine):
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         config = self._config
-        settings = wire.Settings(config.max_draft, config.policy.value, config.looks_up)
+        settings = wire.Settings(config.max_running, config.max_draft, config.policy.value, config.looks_up)
         (self._place / wire.SETTINGS_NAME).write_bytes(msgspec.json.encode(settings))
         self._reports = wire.open_socket(zmq.asyncio.Context.shadow(self._context), zmq.PULL)
         self._reports.bind(wire.reports_address(self._place))
         self._reader = asyncio.create_task(self._read_reports())
-        os.environ[wire.PLACE_VARIABLE] = str(self._place)
+        # vLLM's own sockets, too, are where only this user can connect: some carry pickle.
+        os.environ |= {wire.PLACE_VARIABLE: str(self._place), _RPC_VARIABLE: str(self._place)}
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**config.arguments))
         except (ValueError, OSError) as error:  # of the model or the options; vLLM words them
@@ -157,7 +165,7 @@ class VllmEngine(ServingEngine):
         except RuntimeError as error:
             raise RuntimeUnavailable(f"vLLM's engine process did not start ({error}); its log is above") from error
         finally:
-            del os.environ[wire.PLACE_VARIABLE]
+            del os.environ[wire.PLACE_VARIABLE], os.environ[_RPC_VARIABLE]
         for found in await self._llm.collective_rpc("outrider_install"):
             self.runner = str(found["runner"])
             refuse(f"{self.version} with {self.runner}", found["missing"])
@@ -233,6 +241,8 @@ class VllmEngine(ServingEngine):
                 _log.warning("vLLM's tasks did not end")
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=_END_S)
+            if not self._thread.is_alive():
+                self._loop.close()
         self._orders.close()
         self._context.destroy(linger=0)
         shutil.rmtree(self._place, ignore_errors=True)
@@ -276,6 +286,7 @@ class VllmEngine(ServingEngine):
             draft=request.draft,
             once=request.once,
             probe=probe,
+            owner=hashlib.sha256(request.owner).digest(),
         )
         sequence = _Sequence(terms.number, request, sink, prompt)
         with self._gate:  # otherwise a request could arrive after the end of everything
@@ -313,10 +324,7 @@ class VllmEngine(ServingEngine):
         self._send(order)
 
     def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
-        """Adds guesses as a part of a tree. Raises RequestError.
-
-        A message below nodes of earlier messages is never found stale here: the tree is in the engine process.
-        """
+        """Adds guesses as a part of a tree. Raises RequestError."""
         sequence = self._session(sequence_id)
         order = wire.TreeOrder(
             sequence_id,
@@ -327,13 +335,16 @@ class VllmEngine(ServingEngine):
             list(message.levels),
             time.monotonic(),
         )
-        try:
-            check_tree(message, lambda number: None, sequence.generated, self._limits)
-        except RequestError as error:
-            if error.code == "stale_draft":
-                self._send(order)
-            raise
-        self._send(order)
+        with sequence.drafting:
+            try:
+                check_tree(message, sequence.nodes.position_of, sequence.generated, self._limits)
+            except RequestError as error:
+                if error.code == "stale_draft":
+                    sequence.nodes.add(message)
+                    self._send(order)
+                raise
+            sequence.nodes.add(message)
+            self._send(order)
 
     def _session(self, sequence_id: int) -> _Sequence:
         sequence = self._sequences.get(sequence_id)
@@ -409,7 +420,7 @@ class VllmEngine(ServingEngine):
                 extra_args=terms.extra_args(),
             )
             is_shared = self._config.share_between_owners
-            salt = None if is_shared else hashlib.sha256(sequence.request.owner).hexdigest()
+            salt = None if is_shared else terms.owner.hex()
             prompt = tokens_input(list(sequence.prompt), cache_salt=salt)
             outputs = await self._llm.add_request(_name(terms.number), prompt, params)
             sequence.is_added = True

@@ -24,6 +24,7 @@ _TOTALS: Final = tuple(field.name for field in fields(Totals))
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the engine process needs to know; names as in EngineConfig."""
 
+    max_running: int
     max_draft: int
     policy: str
     looks_up: bool
