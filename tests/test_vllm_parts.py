@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import Clock
-from tests.serving import save_fake_tokenizer
+from tests.serving import fake_tokenizer, save_fake_tokenizer, serve_fake
 from typer.testing import CliRunner
 
+from outrider.cloud.api.state import ServedModel
+from outrider.cloud.engine import Engine
+from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
@@ -23,8 +31,10 @@ from outrider.cloud.pending.policy import Policy, Wait
 from outrider.cloud.pending.trie import MAX_NUMBERS, DraftTrie
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server import main as cli
+from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server import vllm_target
 from outrider.cloud.server.options import EngineName, ServeOptions
+from outrider.cloud.server.target import LoadedTarget
 from outrider.cloud.vllm import checks
 from outrider.cloud.vllm.book import Book, Served
 from outrider.cloud.vllm.extension import OutriderExtension
@@ -32,7 +42,9 @@ from outrider.cloud.vllm.kept import KeptPrefixes
 from outrider.cloud.vllm.numbered import NumberedNodes
 from outrider.cloud.vllm.options import ENVIRONMENT, VllmOptions, engine_arguments
 from outrider.cloud.vllm.terms import Terms, params_of, terms_of
+from outrider.cloud.vllm.watch import DEAD_AFTER, HUNG_AFTER, LOST_AFTER, Watch
 from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.sampling import MAX_SEED, SamplingParams
 from outrider.models.tree_draft import ROOT, TreeDraft
 
@@ -105,6 +117,7 @@ def test_vllm_is_started_without_code_of_others_and_without_reports() -> None:
     assert arguments["gpu_memory_utilization"] == 0.5 and "kv_cache_memory_bytes" not in arguments
     assert arguments["shutdown_timeout"] == 1
     assert ENVIRONMENT["VLLM_NO_USAGE_STATS"] == ENVIRONMENT["DO_NOT_TRACK"] == "1"
+    assert ENVIRONMENT["RAY_USAGE_STATS_ENABLED"] == "0" and ENVIRONMENT["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert ENVIRONMENT["VLLM_PLUGINS"] == "" and ENVIRONMENT["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
 
 
@@ -141,8 +154,9 @@ def test_a_changed_runner_is_refused() -> None:
     before = dict(vars(runner))
     missing = worker.outrider_install()["missing"]
     assert "input_batch.num_tokens_no_spec" in missing and "sampler.logprobs_mode" in missing
+    assert "the runner of vllm.v1.worker.gpu_model_runner" in missing
     assert vars(runner) == before
-    with pytest.raises(RuntimeUnavailable, match=r"lacks input_batch.*docs/vllm\.md"):
+    with pytest.raises(RuntimeUnavailable, match=r"lacks the runner of .*input_batch.*docs/vllm\.md"):
         checks.refuse("vllm 1", missing)
     checks.refuse("vllm 1", [])
 
@@ -168,7 +182,9 @@ def test_the_identity_is_of_files_and_arithmetic(tmp_path: Path, monkeypatch: py
     others = {identity("dtype=bfloat16"), identity("tensor_parallel_size=2"), identity("kv_cache_dtype=fp8")}
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     others.add(identity())
-    assert len(others | {first}) == 5 and all(len(each) == 16 for each in others)
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    others.add(identity())
+    assert len(others | {first}) == 6 and all(len(each) == 16 for each in others)
 
 
 def test_models_that_cannot_be_served_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,6 +246,34 @@ def test_kept_ids_are_bounded_in_all() -> None:
     assert len(few) == 1 and few.find(b"a", names[-1]) is not None
 
 
+def test_an_owner_that_keeps_much_loses_its_own() -> None:
+    """By number and by tokens: the others' stay."""
+    kept = KeptPrefixes(4, Clock(), max_tokens=100)
+    few = [kept.keep(b"v", [n]) for n in range(2)]
+    for n in range(40):
+        newest = kept.keep(b"a", [n] * 30)
+    assert all(kept.find(b"v", name) for name in few) and kept.find(b"a", newest)
+    for owner in range(10):
+        for n in range(4):
+            kept.keep(bytes([owner]), [n])
+    assert len(kept) == 32 and all(kept.find(b"v", name) for name in few)
+
+
+def test_old_ids_are_not_kept() -> None:
+    """Nor counted, although nobody asks for them."""
+    clock = Clock()
+    kept = KeptPrefixes(4, clock, max_s=10.0)
+    kept.keep(b"a", [1])
+    clock.now += 5.0
+    kept.keep(b"b", [1])
+    clock.now += 5.0
+    kept.release_old()
+    assert len(kept) == 1 and kept._num_tokens == 1
+    clock.now += 5.0
+    kept.keep(b"c", [1, 2])
+    assert len(kept) == 1 and kept._num_tokens == 2 and set(kept._num_of) == set(kept._tokens_of) == {b"c"}
+
+
 # -- the book --------------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +326,13 @@ def test_a_draft_may_come_before_its_sequence() -> None:
         on.take_paths(number, 0, [[5, 6]], clock.now)
     assert verified(on, on.open(Terms(1999, SAMPLED, 20), [9])) == [5, 6]
     assert verified(on, on.open(Terms(3, SAMPLED, 20), [9])) == []
+
+
+def test_padding_that_is_accepted_is_counted_as_proposed() -> None:
+    """V2 pads a request with tokens of its own: no counter goes below zero."""
+    on, _ = book()
+    served = on.open(Terms(1, SAMPLED, 20), [9])
+    assert commit(on, served, 0, 7) == (0, 1, 1) and served.usage.rejected_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -497,3 +548,102 @@ def test_old_numbers_are_forgotten() -> None:
         nodes.add(TreeDraft(0, first, [1] * 64, [first - 1 if first else ROOT, *range(first, first + 63)], [15] * 64))
     assert nodes.position_of(2 * MAX_NUMBERS - 1) is None
     assert nodes.position_of(3 * MAX_NUMBERS - 1) == 3 * MAX_NUMBERS
+
+
+# -- what watches vLLM -------------------------------------------------------------------------------------------------
+
+
+def test_silence_is_a_hang_while_sequences_are_open() -> None:
+    """First no new work is taken, then the engine is given up; an idle engine is silent, a report ends the silence."""
+    watch = Watch()
+    for _ in range(2 * DEAD_AFTER):
+        watch.tick({})
+    assert not watch.is_hung
+    for tick in range(1, DEAD_AFTER + 1):
+        watch.tick({1: None})
+        assert watch.is_hung == (tick >= HUNG_AFTER) and watch.is_dead == (tick >= DEAD_AFTER)
+    watch.heard()
+    assert not watch.is_hung and not watch.is_dead
+
+
+def test_a_request_that_vllm_answers_has_to_end() -> None:
+    """What it refused in its own process is not reported by the scheduler."""
+    watch = Watch()
+    for number in (1, 2):
+        watch.answered(number)
+    found = [watch.tick({1: None, 3: None}) for _ in range(2 * LOST_AFTER)]
+    assert [late for late in found if late] == [[1]] and found.index([1]) == LOST_AFTER - 1
+
+
+CHILD = """
+import os, sys
+from outrider.cloud.vllm.parent import PLACE_VARIABLE, end_with_parent
+
+def run(pipe):
+    end_with_parent()
+    end_with_parent()
+    pipe.send(os.getpid())
+    pipe.recv()
+
+if __name__ == "__main__":
+    import multiprocessing
+    os.environ[PLACE_VARIABLE] = sys.argv[1]
+    end_with_parent()  # nobody's child
+    ours, theirs = multiprocessing.Pipe()
+    multiprocessing.get_context("spawn").Process(target=run, args=(theirs,)).start()
+    print(ours.recv(), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_engine_process_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
+    """And takes the directory of the sockets with it."""
+    place, script = tmp_path / "place", tmp_path / "child.py"
+    place.mkdir()
+    script.write_text(CHILD)
+    command = [sys.executable, str(script), str(place)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        child = psutil.Process(int(server.stdout.readline()))
+        assert place.exists()
+        server.kill()
+    psutil.wait_procs([child], timeout=20.0)
+    assert not child.is_running() and not place.exists()
+
+
+def test_a_server_whose_engine_is_dead_is_neither_live_nor_ready() -> None:
+    """So that a supervisor that asks sees it, too, until the process has ended."""
+    with serve_fake() as server, httpx.Client(base_url=server.url) as client:
+        assert client.get("/health/live").json() == {"status": "live"}
+        server.core.is_dead = server.core.is_draining = True
+        for path in ("/health/live", "/livez", "/health/ready"):
+            answer = client.get(path)
+            assert (answer.status_code, answer.json()["status"]) == (503, "failed"), path
+        server.core.is_draining = False
+        server.server.fail("vLLM has died")
+        server.wait_until(lambda: server.server.should_exit)
+
+
+def test_a_server_whose_engine_has_died_ends_with_a_code_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says why; a server that is ended by a signal returns 0."""
+    tokenizer = fake_tokenizer()
+
+    class Dying(EngineThread):
+        def on_death(self, act: Callable[[str], None]) -> None:
+            act("vLLM's engine process has died")
+
+    class FakeTarget:
+        path, source_name = tmp_path, "fake"
+        model = ServedModel("fake", tokenizer, frozenset({0}), target="0" * 16)
+
+        @contextmanager
+        def load(self) -> Iterator[LoadedTarget]:
+            yield LoadedTarget(Dying(Engine(FakeBatchRuntime(vocab_size=tokenizer.size))), "loaded")
+
+    monkeypatch.setattr(serve_module, "_open_target", lambda options: FakeTarget())
+    command = ["serve", str(tmp_path), "--port", "0", "--port-file", str(tmp_path / "port")]
+    found = CliRunner().invoke(cli.app, command)
+    assert found.exit_code == serve_module.ENGINE_FAILED == 70
+    assert "vLLM's engine process has died; its log is above." in found.output + capsys.readouterr().err

@@ -221,6 +221,13 @@ class ServingEngine(Protocol):
         """A snapshot; cheap."""
         ...
 
+    def on_death(self, act: Callable[[str], None]) -> None:
+        """Has `act` called with the reason, on any thread, once the engine has failed for good; at once if it has.
+
+        Only a new process can serve again. An engine that recovers by itself never calls it.
+        """
+        return
+
     def stop(self, *, drain_s: float = 0.0) -> None:
         """Refuses new work, lets running sequences finish for up to `drain_s` seconds, then ends the rest. Blocking."""
         ...

@@ -106,6 +106,7 @@ class Core:
     """What every group of routes shares.
 
     drafts: what devices may download. is_draining: the server is shutting down and takes no new work.
+    is_dead: the engine has failed for good, so the process ends.
     """
 
     engine: ServingEngine
@@ -119,6 +120,7 @@ class Core:
     downloads: Places = field(init=False)
     sessions: SessionTable = field(default_factory=SessionTable)
     is_draining: bool = False
+    is_dead: bool = False
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(self.engine.stats, lambda: len(self.sessions))

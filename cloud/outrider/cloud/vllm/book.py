@@ -253,8 +253,8 @@ class Book:
 
     def committed(self, served: Served, tokens: Sequence[int], *, is_over: bool, crowding: float) -> Pass:
         """Books the tokens of a pass. is_over: the sequence ends with them. crowding: sequences for each place."""
-        drafts, proposed = served.drafts, len(served.proposed)
-        base, accepted = len(drafts.committed), len(tokens) - 1
+        drafts, accepted = served.drafts, len(tokens) - 1
+        base, proposed = len(drafts.committed), max(len(served.proposed), accepted)
         served.tokens += tokens
         drafts.committed.extend(tokens)
         num_lookup, looked_up = min(drafts.num_lookup_chosen, proposed), 0

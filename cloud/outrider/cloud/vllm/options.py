@@ -29,12 +29,15 @@ SCHEDULER: Final = "outrider.cloud.vllm.scheduler.OutriderScheduler"
 LOGITS_PROCESSOR: Final = "outrider.cloud.vllm.v2:OutriderPick"
 EXTENSION: Final = "outrider.cloud.vllm.extension.OutriderExtension"
 
+RUNNER_VARIABLE: Final = "VLLM_USE_V2_MODEL_RUNNER"
 ENVIRONMENT: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",  # the model is a directory
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process would hold the server's port and its keys
     "VLLM_PLUGINS": "",  # no package may add code by being installed
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # no pickle between server and engine process
     "GLOO_SOCKET_IFNAME": "lo",  # torch's process groups listen, else at the host's own address; one machine only

@@ -6,6 +6,7 @@ events come from one place and in order. Synchronous scheduling only: `checks` s
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,21 +17,24 @@ from typing import Any, Final
 import msgspec
 import zmq
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import core
 from vllm.v1.request import Request, RequestStatus
 
 from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.vllm import wire
 from outrider.cloud.vllm.book import Book, Pass, Served
+from outrider.cloud.vllm.checks import SCHEDULER_STATE, missing_attributes, refuse
+from outrider.cloud.vllm.parent import PLACE_VARIABLE, end_with_parent
 from outrider.cloud.vllm.places import Places
 from outrider.cloud.vllm.terms import terms_of
 from outrider.models.faults import log_fault
 from outrider.models.tree_draft import TreeDraft
 
+_log = logging.getLogger("outrider.cloud")
+
 _SLICE_S: Final = 0.002
 """While all sequences wait for drafts: how long the engine process listens for one before it looks for requests."""
-_MAX_ORDERS: Final = 4096
-"""Draft messages read before a step: a flood of them holds up no step for long."""
 FAULTY: Final = -1
 """What the samplers give for a row of logits that is not finite."""
 
@@ -42,11 +46,14 @@ class OutriderScheduler(Scheduler):
     max_num_active_reqs: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        end_with_parent()
+        core.dump_engine_exception = _log_failed_step
         super().__init__(*args, **kwargs)
-        place = Path(os.environ[wire.PLACE_VARIABLE])
+        refuse("vLLM's scheduler", missing_attributes(self, SCHEDULER_STATE))
+        place = Path(os.environ[PLACE_VARIABLE])
         settings = msgspec.json.decode((place / wire.SETTINGS_NAME).read_bytes(), type=wire.Settings)
         context = self._context = zmq.Context()
-        self._orders = wire.open_socket(context, zmq.PULL)
+        self._orders = wire.open_socket(context, zmq.PULL, wire.MAX_ORDERS)
         self._orders.bind(wire.orders_address(place))
         self._reports = wire.open_socket(context, zmq.PUSH)
         self._reports.connect(wire.reports_address(place))
@@ -131,8 +138,10 @@ class OutriderScheduler(Scheduler):
             served = self._of_request.get(request_id)
             if served is not None and served.is_rerun:
                 request = self.requests[request_id]
-                first = -(-(request.num_computed_tokens - count) // self.block_size)  # the first new block
-                self._spoiled.update(*(group[first:] for group in self.kv_cache_manager.get_block_ids(request_id)))
+                computed = request.num_computed_tokens - count
+                groups = self.kv_cache_manager.get_block_ids(request_id)
+                for blocks, group in zip(groups, self.kv_cache_config.kv_cache_groups, strict=True):
+                    self._spoiled.update(blocks[-(-computed // group.kv_cache_spec.block_size) :])  # the new ones
         if self._spoiled:
             output.new_block_ids_to_zero = sorted(self._spoiled.union(output.new_block_ids_to_zero or ()))
             self._spoiled.clear()
@@ -143,9 +152,9 @@ class OutriderScheduler(Scheduler):
                 self._book.totals.prefix_hit_tokens += served.usage.cached_prompt_tokens
         self._book.totals.preempted += len(output.preempted_req_ids or ())
         for request_id, served in self._of_request.items():
-            # vLLM may cut drafts, and pads some requests with -1.
+            # vLLM may cut drafts, and pads some requests with -1; the V2 runner verifies that as token 0.
             drafted = output.scheduled_spec_decode_tokens.get(request_id, ())
-            served.proposed = [token for token in drafted if token >= 0]
+            served.proposed = [token for token in drafted if token >= 0 or self.use_v2_model_runner]
         self._ordered_s = time.monotonic()
         self._overhead_s = self._ordered_s - started
         return output
@@ -264,7 +273,7 @@ class OutriderScheduler(Scheduler):
     def _read_orders(self, wait_s: float) -> None:
         """Merges the drafts that have arrived; waits up to `wait_s` for the first."""
         wait_ms = round(wait_s * 1e3)
-        for _ in range(_MAX_ORDERS):
+        for _ in range(wire.MAX_ORDERS):
             if not self._orders.poll(wait_ms):
                 return
             wait_ms = 0
@@ -468,6 +477,12 @@ class OutriderScheduler(Scheduler):
     def _is_probe(self, request_id: str) -> bool:
         served = self._of_request.get(request_id)
         return served is not None and served.terms.is_probe
+
+
+def _log_failed_step(config: Any, scheduler_output: Any, stats: Any) -> None:
+    """Logs a step that raised, in the place of vLLM's dump: that one holds drafts, so guesses of clients' texts."""
+    counts = scheduler_output.num_scheduled_tokens
+    _log.error("a step failed: %d requests, %d tokens", len(counts), sum(counts.values()))
 
 
 def _reason(request: Request) -> str:

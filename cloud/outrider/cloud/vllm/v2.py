@@ -24,6 +24,7 @@ ATTRIBUTES: Final = (
     "req_states.req_id_to_index",
     "speculator.propose",
     "speculator.drafts",
+    "scheduler_config.async_scheduling",
     "kv_block_zeroer",
     "_init_kv_zero_meta",
 )
@@ -85,7 +86,8 @@ def install(runner: Any) -> None:
         if drafts:
             target = states.draft_tokens
             width = target.shape[1]
-            rows = [(list(tokens) + [-1] * width)[:width] for tokens in drafts.values()]
+            # vLLM pads some requests with -1, which is no row of the embeddings: verified as 0, as the runner has it.
+            rows = [([max(0, token) for token in tokens] + [-1] * width)[:width] for tokens in drafts.values()]
             index = torch.tensor(list(drafts), device=target.device)
             target[index] = torch.tensor(rows, dtype=target.dtype, device=target.device)
 
