@@ -37,7 +37,8 @@ def until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def children_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True)
+    found: list[psutil.Process] = psutil.Process(process.pid).children(recursive=True)
+    return found
 
 
 def are_gone(processes: list[psutil.Process]) -> bool:
@@ -99,7 +100,7 @@ def test_the_death_of_vllm_ends_the_server(tmp_path: Path) -> None:
 
 
 def test_nothing_outlives_a_server_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither processes nor files; while it runs, no process of vLLM's holds its port, and all sockets are in one place."""
+    """Neither processes nor files. While it runs, no process of vLLM holds its port; all sockets are in one place."""
     directory = Path(tempfile.mkdtemp(prefix="o-"))  # sockets have short paths
     monkeypatch.setenv("TMPDIR", str(directory))
     try:

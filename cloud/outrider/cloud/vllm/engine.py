@@ -514,7 +514,10 @@ class VllmEngine(ServingEngine):
         sequence = self._sequences.get(number)
         if sequence is not None:
             self._abort(number)
-            self._end(number, "error", _usage(sequence), _failed())
+            try:
+                self._end(number, "error", _usage(sequence), _failed())
+            except Exception as error:  # of its sink, again
+                log_fault(error)
 
     async def _read_reports(self) -> None:
         while True:

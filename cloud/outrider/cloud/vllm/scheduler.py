@@ -47,7 +47,7 @@ class OutriderScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
-        core.dump_engine_exception = _log_failed_step
+        silence_dumps()
         super().__init__(*args, **kwargs)
         refuse("vLLM's scheduler", missing_attributes(self, SCHEDULER_STATE))
         place = Path(os.environ[PLACE_VARIABLE])
@@ -479,8 +479,12 @@ class OutriderScheduler(Scheduler):
         return served is not None and served.terms.is_probe
 
 
+def silence_dumps() -> None:
+    """Replaces vLLM's dump of a step that raised: it holds drafts and parameters, so guesses of clients' texts."""
+    core.dump_engine_exception = _log_failed_step
+
+
 def _log_failed_step(config: Any, scheduler_output: Any, stats: Any) -> None:
-    """Logs a step that raised, in the place of vLLM's dump: that one holds drafts, so guesses of clients' texts."""
     counts = scheduler_output.num_scheduled_tokens
     _log.error("a step failed: %d requests, %d tokens", len(counts), sum(counts.values()))
 
