@@ -46,7 +46,10 @@ def are_gone(processes: list[psutil.Process]) -> bool:
 
 
 def is_engine(process: psutil.Process) -> bool:
-    return any("EngineCore" in part for part in (process.name(), *process.cmdline()))
+    try:
+        return any("EngineCore" in part for part in (process.name(), *process.cmdline()))
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextmanager
