@@ -159,3 +159,37 @@ def test_a_tree_below_a_node_that_the_commits_contradict_is_stale(vllm: SharedEn
     vllm.engine.draft_tree(number, TreeDraft(0, 6, [truth[3]], [2], [15]))
     gate.open()
     assert found.wait().reason == "length" and found.tokens == truth
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 4])
+def test_alternatives_stay_pending_after_the_chosen_path(vllm: SharedEngine, num_right: int) -> None:
+    """A step verifies the likeliest path. Where it fails at once, or after some tokens, the alternative below the last
+    token that was accepted is verified next; what was accepted is not verified again.
+    """
+    gate, found = vllm.gate(), Collector()
+    truth = vllm.target_tokens(PROMPT, 30)
+    passes: list[tuple[int, int, int]] = []
+
+    def sink(event: Event) -> None:
+        found(event)
+        if isinstance(event, CommitEvent):
+            passes.append((event.base, event.proposed, event.accepted))
+
+    first = 1  # the step of the prompt commits a token, and verifies nothing
+    wrong = [7 if token != 7 else 8 for token in truth[first + num_right : first + num_right + 3]]
+    tail = truth[first + num_right : first + num_right + 9]
+    chain = truth[: first + num_right]
+    end = len(chain) - 1
+    tokens = [*chain, *wrong, *tail]
+    parents = [ROOT, *range(end)]
+    parents += [end, *range(len(chain), len(chain) + len(wrong) - 1)]
+    parents += [end, *range(len(chain) + len(wrong), len(tokens) - 1)]
+    levels = [15] * len(chain) + [14] * len(wrong) + [13] + [15] * (len(tail) - 1)
+    number = vllm.engine.submit(GenerateRequest(PROMPT, SamplingParams(), 30, patience_ms=0.0), sink)
+    vllm.engine.draft_tree(number, TreeDraft(0, 0, tokens, parents, levels))
+    gate.open()
+    assert found.wait().reason == "length" and found.tokens == truth
+    (_, _, none), (base, proposed, accepted), (then, proposed_then, accepted_then), *_ = passes
+    assert (none, base, accepted) == (0, first, num_right) and proposed > num_right
+    assert then == first + num_right + 1  # the pick in the place of the wrong token is the alternative's first
+    assert accepted_then == proposed_then == len(tail) - 1

@@ -35,6 +35,7 @@ ENVIRONMENT: Final = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",  # the model is a directory
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
     "VLLM_PLUGINS": "",  # no package may add code by being installed
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # no pickle between server and engine process
     "GLOO_SOCKET_IFNAME": "lo",  # torch's process groups listen, else at the host's own address; one machine only
