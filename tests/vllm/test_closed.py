@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import stat
@@ -11,6 +12,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from tests.vllm.gated import ENVIRONMENT_NAME
 from tests.vllm.serving import SharedEngine
 from tests.vllm.test_engine import PROMPT, run
 
@@ -39,11 +41,10 @@ def engine_processes(vllm: SharedEngine) -> list[psutil.Process]:
     return found
 
 
-def test_the_environment_of_its_processes_is_ours(engine_processes: list[psutil.Process]) -> None:
+def test_the_environment_of_its_processes_is_ours(vllm: SharedEngine) -> None:
     """Usage reports are off, plug-ins are off, the hub is off, and so is pickle between server and engine process."""
-    for process in engine_processes:
-        environment = process.environ()
-        assert {name: environment.get(name) for name in ENVIRONMENT} == ENVIRONMENT
+    environment = json.loads((vllm.root / ENVIRONMENT_NAME).read_text())
+    assert {name: environment.get(name) for name in ENVIRONMENT} == ENVIRONMENT
 
 
 @pytest.fixture
