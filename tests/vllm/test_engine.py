@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import httpx
+import msgspec
 import pytest
 from tests.serving import EOS_ID, TIMEOUT_S, run_session
 from tests.vllm.serving import FAULTY_TOKEN, SharedEngine
@@ -104,8 +106,6 @@ def test_two_thousand_tokens_of_drafts_before_the_sequence_do_no_harm(vllm: Shar
 
 def test_a_full_queue_refuses_work(vllm: SharedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the embedded engine's, with the same code."""
-    from dataclasses import replace
-
     monkeypatch.setattr(vllm.engine, "_config", replace(vllm.engine._config, max_running=1, max_queue=1))
     gate = vllm.gate()
     sinks = [Collector() for _ in range(2)]
@@ -116,6 +116,27 @@ def test_a_full_queue_refuses_work(vllm: SharedEngine, monkeypatch: pytest.Monke
     assert refused.value.code == "overloaded"
     gate.open()
     assert [sink.wait().reason for sink in sinks] == ["length", "length"]
+
+
+def test_a_queue_full_of_long_prompts_refuses_work(vllm: SharedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tokens, also where they came by a hash; an owner that has none of them is let in."""
+    long = tuple(range(1, 250)) * 16
+    name = run(vllm.engine, long, 2, b"a", keep=True).wait().prefix_hash
+    gauges = vllm.engine._gauges
+    assert gauges is not None
+    monkeypatch.setattr("outrider.cloud.engine.requests._MIN_QUEUED_TOKENS", 0)
+    monkeypatch.setattr("outrider.cloud.engine.requests._CACHES_QUEUED", 1)
+    monkeypatch.setattr(vllm.engine, "_gauges", msgspec.structs.replace(gauges, num_blocks=1, block_size=3 * len(long)))
+    monkeypatch.setattr(vllm.engine, "_config", replace(vllm.engine._config, max_running=1))
+    gate = vllm.gate()
+    sinks = [Collector() for _ in range(4)]
+    for sink in sinks[:3]:
+        vllm.engine.submit(GenerateRequest((5,), SamplingParams(), 2, owner=b"a", prefix_hash=name), sink)
+    with pytest.raises(RequestError, match="queued already"):
+        vllm.engine.submit(GenerateRequest((5,), SamplingParams(), 2, owner=b"a"), Collector())
+    vllm.engine.submit(GenerateRequest((5,), SamplingParams(), 2, owner=b"b"), sinks[3])
+    gate.open()
+    assert [sink.wait().reason for sink in sinks] == ["length"] * 4
 
 
 def test_metrics_and_facts_are_served(vllm: SharedEngine) -> None:
