@@ -201,7 +201,8 @@ def main() -> int:
     pair = verifier.pair(options.widen or None)
     started = time.monotonic()
     # Shared prefixes, and too few blocks for all running texts: neither may change a text.
-    cloud_options = (*verifier.options, "--kv-cache-mb", str(options.kv_cache_mb), "--tree", options.tree)
+    small = ("--vllm-option", "block_size=32", "--vllm-option", "max_model_len=512") if verifier.is_vllm else ()
+    cloud_options = (*verifier.options, *small, "--kv-cache-mb", str(options.kv_cache_mb), "--tree", options.tree)
     with open_lab(pair.target, pair.draft, cloud_options=cloud_options, cloud_python=verifier.python) as lab:
         console.print(lab.cores.note, highlight=False)
         counts = measure(lab, options, console, verifier)

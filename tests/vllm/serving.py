@@ -129,7 +129,9 @@ class TransformersDraft:
         """Nothing is held elsewhere."""
 
 
-def start_engine(root: Path, *given: str, scheduler: str | None = None, **config: Any) -> VllmEngine:
+def start_engine(
+    root: Path, *given: str, scheduler: str | None = None, kv_cache_bytes: int = 256 << 20, **config: Any
+) -> VllmEngine:
     """A vLLM for the directory `root`, in float32. given: options as on the command line; config: of VllmConfig."""
     options = VllmOptions.parse(["dtype=float32", "enforce_eager=true", *given])
     set_environment(options, 0)
@@ -138,7 +140,7 @@ def start_engine(root: Path, *given: str, scheduler: str | None = None, **config
         str(root),
         max_running=16,
         step_tokens=512,
-        kv_cache_bytes=256 << 20,
+        kv_cache_bytes=kv_cache_bytes,
         shares_prefixes=True,
         drain_s=1.0,
     )

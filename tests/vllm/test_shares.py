@@ -6,8 +6,9 @@ import time
 from collections.abc import Sequence
 
 from tests.serving import TIMEOUT_S
-from tests.vllm.serving import SharedEngine
+from tests.vllm.serving import SharedEngine, start_engine
 from tests.vllm.test_engine import Collector
+from tests.vllm.test_equality import NUM_TOKENS, Text, mixed, nothing, right, wrong
 
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.vllm.engine import VllmEngine
@@ -128,3 +129,32 @@ def test_an_item_is_verified_in_one_pass(vllm: SharedEngine) -> None:
             assert found.tokens == truth[:expected]
             assert usage.target_passes == 1, (length, len(draft))
     crowd.close()
+
+
+def test_a_small_cache_changes_no_text(vllm: SharedEngine) -> None:
+    """A cache for three of eight texts, right, wrong and mixed drafts, some wait: sequences give way, and go on."""
+    engine = start_engine(vllm.root, "max_model_len=512", "block_size=32", kv_cache_bytes=700 << 10)
+    try:
+        texts = []
+        for index in range(8):
+            prompt = prompt_of(index, 120)
+            truth = vllm.target_tokens(prompt, NUM_TOKENS)
+            text = Text(engine, truth, (right, wrong, mixed, nothing)[index % 4])
+            lag_ms = 5.0 if index < 4 else None
+            patience_ms = None if index < 4 else 0.0
+            owner = (ALICE, BOB)[index == 7]
+            params = SamplingParams()
+            request = GenerateRequest(
+                tuple(prompt), params, NUM_TOKENS, patience_ms=patience_ms, draft_lag_ms=lag_ms, owner=owner
+            )
+            text.submit(request)
+            texts.append((text, truth))
+        for text, truth in texts:
+            assert text.ended.wait(4 * TIMEOUT_S) and text.end is not None
+            assert text.tokens == truth and text.end.error is None
+        stats = engine.stats()
+        assert stats.totals.preempted > 0 and stats.totals.accepted > 0
+        assert stats.running == stats.queued == 0 and stats.free_blocks == stats.num_blocks
+    finally:
+        engine.stop()
+        engine.close()

@@ -18,7 +18,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections import Counter
+from array import array
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
@@ -30,7 +30,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from outrider.cloud.engine.requests import check_draft, check_request, check_tree
+from outrider.cloud.engine.requests import check_draft, check_request, check_tree, require_room
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.seam import (
     CommitEvent,
@@ -100,7 +100,7 @@ class _Sequence:
     number: int
     request: GenerateRequest
     sink: Sink
-    prompt: tuple[int, ...]
+    prompt: array[int]
     generated: list[int] = field(default_factory=list)
     ending: SequenceEndReason = "cancelled"  # what a cancellation means
     is_added: bool = False  # vLLM knows of it
@@ -222,7 +222,7 @@ class VllmEngine(ServingEngine):
                 self.cancel(number)
 
         request = GenerateRequest(prompt, SamplingParams(), longest)
-        number = self._submit(request, prompt, sink, probe=size)
+        number = self._submit(request, array("i", prompt), sink, probe=size)
         if not ended.wait(_PROBE_S):
             raise RuntimeUnavailable("a step of vLLM does not return; its log is above")
         if ends[0].error is not None:
@@ -320,9 +320,9 @@ class VllmEngine(ServingEngine):
                 )
             held = found
         check_request(request, len(held), self._limits)
-        return self._submit(request, (*held, *request.prompt), sink)
+        return self._submit(request, array("i", held) + array("i", request.prompt), sink)
 
-    def _submit(self, request: GenerateRequest, prompt: tuple[int, ...], sink: Sink, probe: int | None = None) -> int:
+    def _submit(self, request: GenerateRequest, prompt: array[int], sink: Sink, probe: int | None = None) -> int:
         terms = Terms(
             number=next(self._numbers),
             params=request.params,
@@ -347,15 +347,14 @@ class VllmEngine(ServingEngine):
         return terms.number
 
     def _require_room(self, request: GenerateRequest) -> None:
-        """Raises RequestError `overloaded` if the queue is full; as in the embedded engine, owners share it."""
-        num_waiting = len(self._sequences) - self._config.max_running
-        if num_waiting < self._config.max_queue:
-            return
-        requests = Counter(sequence.request.owner for sequence in list(self._sequences.values()))
-        num_owners = len(requests) + (request.owner not in requests)
-        is_heavy = requests[request.owner] * num_owners >= self._config.max_queue
-        if is_heavy or num_waiting >= 2 * self._config.max_queue:
-            raise RequestError("overloaded", f"{num_waiting} requests are queued already; try again later", status=503)
+        """Raises RequestError `overloaded` if the queue is full, by requests or by tokens."""
+        config, gauges = self._config, self._gauges
+        if len(self._sequences) >= config.max_running:
+            here = [
+                (each.request.owner, len(each.prompt) + len(each.generated)) for each in list(self._sequences.values())
+            ]
+            cache_tokens = gauges.num_blocks * gauges.block_size if gauges else 0
+            require_room(request.owner, here, config.max_running, config.max_queue, cache_tokens)
 
     def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
         """Adds guesses of what follows the first `base` committed tokens. Raises RequestError."""

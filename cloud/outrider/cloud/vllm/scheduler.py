@@ -469,6 +469,7 @@ class OutriderScheduler(Scheduler):
             queued=queued,
             num_blocks=pool.num_gpu_blocks - 1,  # vLLM keeps one for itself
             free_blocks=pool.get_num_free_blocks(),
+            block_size=self.block_size,
             patience_ms=self._book.patience_ms(),
             step_ms=None if step_s is None else step_s * 1e3,
             draft_token_ms=None if extra_s is None else extra_s * 1e3,

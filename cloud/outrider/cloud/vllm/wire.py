@@ -86,6 +86,7 @@ class Gauges(msgspec.Struct, array_like=True):
     queued: int
     num_blocks: int
     free_blocks: int
+    block_size: int
     patience_ms: float
     step_ms: float | None
     draft_token_ms: float | None
