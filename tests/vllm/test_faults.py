@@ -61,7 +61,7 @@ class Bare(VllmEngine):
 
     def report(self, *commits: wire.Commit, ends: tuple[wire.End, ...] = ()) -> None:
         """As the engine process does."""
-        gauges = wire.Gauges(wire.totals_list(Totals()), 0, 0, 1, 1, 0.0, None, None)
+        gauges = wire.Gauges(wire.totals_list(Totals()), 0, 0, 1, 1, 16, 0.0, None, None)
         socket = wire.open_socket(self._context, zmq.PUSH)
         socket.set(zmq.LINGER, -1)
         socket.connect(wire.reports_address(self._place))
