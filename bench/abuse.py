@@ -3,6 +3,7 @@
     python -m bench.abuse [--only ROW] [--json PATH]
     python -m bench.abuse --tree DIR          # the version that lies there, by DIR/.venv
     python -m bench.abuse --server PYTHON     # the version that this interpreter imports
+    python -m bench.abuse --server PYTHON --engine vllm    # vLLM verifies; this interpreter runs servers only
 
 Black box: it knows wire formats and commands only, so it runs on versions before and after a change. Servers are real
 processes: the reference target, not widened, or the real server over a model whose steps take a given time
@@ -46,7 +47,7 @@ from bench.attacks.local_users import other_users
 from bench.attacks.rows import Row
 from bench.attacks.shapes import booleans
 from bench.attacks.sharing import held_prefixes, large_verify_calls, long_sessions, unequal_owners
-from bench.attacks.subject import NotMeasured, Subject
+from bench.attacks.subject import EMBEDDED, VLLM, NotMeasured, Subject
 from bench.attacks.terminal import escapes, huge_answers
 from bench.attacks.traces import hostile_contexts
 from bench.attacks.trees import large_trees, malformed_trees, orphan_flood, sure_wrong_trees
@@ -110,6 +111,7 @@ def main(
     only: Annotated[list[int] | None, typer.Option(help="a row's number; repeat for several")] = None,
     tree: Annotated[Path | None, typer.Option(help="a checkout with its own .venv")] = None,
     server: Annotated[str | None, typer.Option(help="the Python that runs servers and agents")] = None,
+    engine: Annotated[str, typer.Option(help="of the servers: embedded or vllm")] = EMBEDDED,
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the raw numbers here")] = None,
 ) -> None:
     """Runs every attack once."""
@@ -118,7 +120,11 @@ def main(
     if server and named is None:
         raise typer.BadParameter(f"there is no interpreter {server}")
     python = Path(named or sys.executable) if tree is None else tree / ".venv" / "bin" / "python"
-    subject = Subject(str(python.absolute()))  # not resolved: a link in an environment stands for the environment
+    if engine not in (EMBEDDED, VLLM) or (engine == VLLM and not server):
+        raise typer.BadParameter("--engine is embedded or vllm; vllm needs --server")
+    subject = Subject(
+        str(python.absolute()), engine
+    )  # not resolved: a link in an environment stands for the environment
     rows: list[Row] = []
     for number, attack in ATTACKS:
         if only and number not in only:

@@ -1,11 +1,13 @@
 """Checks the invariant on the reference pair: whatever happens to drafts and network, the tokens are the target's own.
 
 Prompts x {greedy, temperature 0.8, temperature 0.8 with top-p 0.9} x every mode of `bench.invariant_modes`, each text
-compared token by token with the plain loop of `bench.plain_text` on the same runtime, same seed. The cloud shares
+compared token by token with the plain loop of `bench.plain_text` on the same runtime, same seed (with `--engine vllm`:
+on transformers). The cloud shares
 prefixes and has too few blocks for all texts at once. Prints the counts, and for each difference whether a near-tie in
 float32 explains it. Exits 1 when more than one token in 10,000 differs, or one without such a reason.
 
     python -m bench.invariant [--prompts 200] [--max-tokens 64] [--widen MB] [--tree tree] [--json PATH]
+    python -m bench.invariant --engine vllm --server PYTHON    # verified by vLLM, which this interpreter imports
 
 With `--tree tree` the cloud verifies trees, also on OpenVINO, where this gives up bitwise equal logits.
 """
@@ -23,9 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.invariant_modes import CUT, FAULTY, MODES, generate_all
-from bench.plain_text import Difference, first_difference, plain_texts
+from bench.plain_text import Difference, PlainModel, first_difference, plain_texts
 from bench.report import write_json
 from bench.server_clock import ServerClock
+from bench.verifier import Verifier, add_verifier_options, verifier_of
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -34,9 +37,6 @@ from outrider.cloud.engine.config import TreeForm
 from outrider.edge.lab.laboratory import Lab, open_lab
 from outrider.edge.modes.assemble import open_drafter
 from outrider.edge.results import GenerationRequest, GenerationResult
-from outrider.export.make.reference_pair import export_reference_pair
-from outrider.models.runtimes import open_batch_runtime
-from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions
 from outrider.models.sampling import SamplingParams
 from outrider.reference import load_prompts
 
@@ -86,13 +86,14 @@ def make_requests(lab: Lab, sampling: SamplingParams, num_prompts: int, max_toke
     ]
 
 
-def measure(lab: Lab, options: argparse.Namespace, console: Console) -> dict[str, dict[str, Count]]:
+def measure(
+    lab: Lab, options: argparse.Namespace, console: Console, verifier: Verifier | None = None
+) -> dict[str, dict[str, Count]]:
     """Counts by sampling and mode."""
-    runtime_options = RuntimeOptions(num_threads=1)
     manifest = lab.target.manifest
     counts: dict[str, dict[str, Count]] = {}
     with ExitStack() as stack:
-        runtime = open_batch_runtime(manifest.runtime, lab.target.model_file, runtime_options)
+        runtime = (verifier or Verifier()).plain_model(lab.target)
         stack.enter_context(closing(runtime))
         drafters = [lab.drafter]
         for _ in range(options.workers - 1):
@@ -116,7 +117,7 @@ def measure(lab: Lab, options: argparse.Namespace, console: Console) -> dict[str
 
 
 def count(
-    runtime: BatchRuntime,
+    runtime: PlainModel,
     requests: Sequence[GenerationRequest],
     expected: Sequence[tuple[int, ...]],
     results: Sequence[GenerationResult],
@@ -192,16 +193,19 @@ def main() -> int:
     cli.add_argument(
         "--tree", choices=[form.value for form in TreeForm], default=TreeForm.AUTO.value, help="what the cloud verifies"
     )
+    add_verifier_options(cli)
     cli.add_argument("--json", type=Path)
     options = cli.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120)
-    pair = export_reference_pair(widen_mb=options.widen or None)
+    verifier = verifier_of(options)
+    pair = verifier.pair(options.widen or None)
     started = time.monotonic()
     # Shared prefixes, and too few blocks for all running texts: neither may change a text.
-    cloud_options = ("--kv-cache-mb", str(options.kv_cache_mb), "--tree", options.tree)
-    with open_lab(pair.target, pair.draft, cloud_options=cloud_options) as lab:
+    small = ("--vllm-option", "block_size=32", "--vllm-option", "max_model_len=512") if verifier.is_vllm else ()
+    cloud_options = (*verifier.options, *small, "--kv-cache-mb", str(options.kv_cache_mb), "--tree", options.tree)
+    with open_lab(pair.target, pair.draft, cloud_options=cloud_options, cloud_python=verifier.python) as lab:
         console.print(lab.cores.note, highlight=False)
-        counts = measure(lab, options, console)
+        counts = measure(lab, options, console, verifier)
         with ServerClock(lab.url) as clock:
             engine = clock.counters("preempted", "prefix_hit_tokens", "tree_steps")
     console.print(f"{engine['preempted']:.0f} preemptions, {engine['prefix_hit_tokens']:,.0f} prompt tokens shared")

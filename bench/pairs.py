@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from bench.beside import EmulatedPair, RealPair, open_beside
 from bench.emulated import VOCAB_SIZE, Emulation, emulated_cloud, emulated_draft
 from bench.round_trips import Subject
+from bench.verifier import VLLM, add_verifier_options, verifier_of
 
 from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter
@@ -18,7 +19,6 @@ from outrider.edge.lab.cores import plan_cores, running_on
 from outrider.edge.lab.laboratory import ALIKE, cloud_process, open_lab
 from outrider.edge.results import GenerationRequest
 from outrider.export.make.pipeline import export_model
-from outrider.export.make.reference_pair import export_reference_pair
 from outrider.export.recipes import ExportOptions
 from outrider.export.source.widen import widen
 from outrider.models.errors import ConfigError
@@ -44,6 +44,7 @@ def add_options(cli: argparse.ArgumentParser) -> None:
     cli.add_argument("--node-extra", type=float, default=0.0, metavar="MS", help="of each further node of such a call")
     cli.add_argument("--form", choices=tuple(Form), default=Form.LINE, help="what a step verifies of a tree")
     cli.add_argument("--draft", type=Path, help="another draft bundle")
+    add_verifier_options(cli)
     cli.add_argument("--widen-draft", type=float, metavar="MB", help="widens the draft, too: its size in FP32")
     cli.add_argument("--prompts", type=int, default=3, help="texts of a run, the same in every run")
     cli.add_argument("--max-tokens", type=int, default=100)
@@ -55,6 +56,8 @@ def open_pair(options: argparse.Namespace, *, beside: bool = True, lookup: bool 
     """The pair that the options name. beside: also in one process; lookup: also behind a verifier that looks up."""
     if options.emulate is None and options.nodes_per_call not in (None, 1):
         raise ConfigError("a real draft takes what its runtime can, or --nodes-per-call 1")
+    if options.engine == VLLM and (beside or options.emulate):
+        raise ConfigError("vLLM's target runs on no runtime of ours; use --leave-out beside, and no --emulate")
     if options.widen_draft and (options.emulate or options.draft):
         raise ConfigError("--widen-draft widens the reference draft: give it without --emulate and --draft")
     with _emulated(options, beside, lookup) if options.emulate else _real(options, beside, lookup) as subject:
@@ -80,17 +83,19 @@ def _emulated(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterat
 
 @contextmanager
 def _real(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterator[Subject]:
-    pair = export_reference_pair(widen_mb=options.widen or None)
-    cores, cloud_options = plan_cores(), (*ALIKE, "--tree", str(options.form))
+    verifier = verifier_of(options)
+    pair = verifier.pair(options.widen or None)
+    cores, cloud_options = plan_cores(), (*ALIKE, *verifier.options, "--tree", str(options.form))
     with ExitStack() as stack:
         draft = options.draft or pair.draft
         if options.widen_draft:
             draft = _widened_draft(options.widen_draft, Path(stack.enter_context(TemporaryDirectory())))
         opener = RealPair(pair.target, draft, is_batch_invariant=options.form != Form.TREE)
         turns = stack.enter_context(open_beside(opener, cores.cloud)) if beside else None
-        other = cloud_process(pair.target, cores.cloud, cloud_options)
+        other = cloud_process(pair.target, cores.cloud, cloud_options, verifier.python)
         lookup_url = stack.enter_context(other) if lookup else None
-        lab = stack.enter_context(open_lab(pair.target, draft, cloud_options=(*cloud_options, NO_LOOKUP)))
+        alone = (*cloud_options, NO_LOOKUP)
+        lab = stack.enter_context(open_lab(pair.target, draft, cloud_options=alone, cloud_python=verifier.python))
         num_ids = lab.target.manifest.architecture.vocab_size
         drafter = OneNodeDrafter(lab.drafter) if options.nodes_per_call == 1 else lab.drafter
         yield Subject(lab.url, lab.cores, drafter, num_ids, turns, lookup_url)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from outrider.edge.results import GenerationRequest
-from outrider.models.runtimes.base import BatchRuntime, SequenceSlice
+from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.sampling import gumbel, pick, survivors
 
 SCORE_NOISE: Final = 1e-3
@@ -24,8 +25,25 @@ MASS_NOISE: Final = 1e-4
 """So can a token at the edge of top-p whose mass above lies this close to it."""
 
 
+class PlainModel(Protocol):
+    """A `BatchRuntime`, or anything else that runs one sequence."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of its cache."""
+        ...
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+        """As `BatchRuntime.forward`, for one slice."""
+        ...
+
+    def close(self) -> None:
+        """Releases the model."""
+        ...
+
+
 def plain_texts(
-    runtime: BatchRuntime, requests: Sequence[GenerationRequest], on_text: Callable[[], None] = lambda: None
+    runtime: PlainModel, requests: Sequence[GenerationRequest], on_text: Callable[[], None] = lambda: None
 ) -> list[tuple[int, ...]]:
     """The target's own text for each request, up to `stop_ids` and `max_tokens`."""
     texts: list[tuple[int, ...]] = []
@@ -64,7 +82,7 @@ class Difference:
 
 
 def first_difference(
-    runtime: BatchRuntime, request: GenerationRequest, expected: Sequence[int], found: Sequence[int]
+    runtime: PlainModel, request: GenerationRequest, expected: Sequence[int], found: Sequence[int]
 ) -> Difference | None:
     """None when the two are equal."""
     if list(expected) == list(found):
@@ -79,7 +97,7 @@ def first_difference(
     return Difference(index, a, b, score_gap, mass_gap)
 
 
-def _gaps(runtime: BatchRuntime, request: GenerationRequest, tokens: list[int], a: int, b: int) -> tuple[float, float]:
+def _gaps(runtime: PlainModel, request: GenerationRequest, tokens: list[int], a: int, b: int) -> tuple[float, float]:
     logits = runtime.forward([SequenceSlice(tokens, 0, range(runtime.num_blocks), 1)])[0].copy()
     params = request.params
     if params.is_greedy:

@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
+import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.engine_harness import Clock
-from tests.serving import save_fake_tokenizer
+from tests.serving import fake_tokenizer, save_fake_tokenizer, serve_fake
 from typer.testing import CliRunner
 
+from outrider.cloud.api.state import ServedModel
 from outrider.cloud.distributions import Distributions
-from outrider.cloud.pending.estimators import StepSize
-from outrider.cloud.pending.policy import Policy
+from outrider.cloud.engine import Engine
+from outrider.cloud.engine.thread import EngineThread
+from outrider.cloud.pending.drafting import Drafting
+from outrider.cloud.pending.drafts import PendingDrafts
+from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
+from outrider.cloud.pending.policy import Policy, Wait
+from outrider.cloud.pending.trie import MAX_NUMBERS, DraftTrie
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server import main as cli
+from outrider.cloud.server import serve as serve_module
 from outrider.cloud.server import vllm_target
 from outrider.cloud.server.options import EngineName, ServeOptions
+from outrider.cloud.server.target import LoadedTarget
 from outrider.cloud.vllm import checks
 from outrider.cloud.vllm.book import Book, Served
 from outrider.cloud.vllm.extension import OutriderExtension
 from outrider.cloud.vllm.kept import KeptPrefixes
+from outrider.cloud.vllm.numbered import NumberedNodes
 from outrider.cloud.vllm.options import ENVIRONMENT, VllmOptions, engine_arguments
 from outrider.cloud.vllm.terms import Terms, params_of, terms_of
+from outrider.cloud.vllm.watch import DEAD_AFTER, HUNG_AFTER, LOST_AFTER, Watch
 from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.sampling import MAX_SEED, SamplingParams
 from outrider.models.tree_draft import ROOT, TreeDraft
 
@@ -99,6 +118,7 @@ def test_vllm_is_started_without_code_of_others_and_without_reports() -> None:
     assert arguments["gpu_memory_utilization"] == 0.5 and "kv_cache_memory_bytes" not in arguments
     assert arguments["shutdown_timeout"] == 1
     assert ENVIRONMENT["VLLM_NO_USAGE_STATS"] == ENVIRONMENT["DO_NOT_TRACK"] == "1"
+    assert ENVIRONMENT["RAY_USAGE_STATS_ENABLED"] == "0" and ENVIRONMENT["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert ENVIRONMENT["VLLM_PLUGINS"] == "" and ENVIRONMENT["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "0"
 
 
@@ -135,8 +155,9 @@ def test_a_changed_runner_is_refused() -> None:
     before = dict(vars(runner))
     missing = worker.outrider_install()["missing"]
     assert "input_batch.num_tokens_no_spec" in missing and "sampler.logprobs_mode" in missing
+    assert "the runner of vllm.v1.worker.gpu_model_runner" in missing
     assert vars(runner) == before
-    with pytest.raises(RuntimeUnavailable, match=r"lacks input_batch.*docs/vllm\.md"):
+    with pytest.raises(RuntimeUnavailable, match=r"lacks the runner of .*input_batch.*docs/vllm\.md"):
         checks.refuse("vllm 1", missing)
     checks.refuse("vllm 1", [])
 
@@ -162,7 +183,9 @@ def test_the_identity_is_of_files_and_arithmetic(tmp_path: Path, monkeypatch: py
     others = {identity("dtype=bfloat16"), identity("tensor_parallel_size=2"), identity("kv_cache_dtype=fp8")}
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     others.add(identity())
-    assert len(others | {first}) == 5 and all(len(each) == 16 for each in others)
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    others.add(identity())
+    assert len(others | {first}) == 6 and all(len(each) == 16 for each in others)
 
 
 def test_models_that_cannot_be_served_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +245,34 @@ def test_kept_ids_are_bounded_in_all() -> None:
     few = KeptPrefixes(8, Clock(), max_tokens=100)
     names = [few.keep(b"a", [n] * 60) for n in range(3)]
     assert len(few) == 1 and few.find(b"a", names[-1]) is not None
+
+
+def test_an_owner_that_keeps_much_loses_its_own() -> None:
+    """By number and by tokens: the others' stay."""
+    kept = KeptPrefixes(4, Clock(), max_tokens=100)
+    few = [kept.keep(b"v", [n]) for n in range(2)]
+    for n in range(40):
+        newest = kept.keep(b"a", [n] * 30)
+    assert all(kept.find(b"v", name) for name in few) and kept.find(b"a", newest)
+    for owner in range(10):
+        for n in range(4):
+            kept.keep(bytes([owner]), [n])
+    assert len(kept) == 32 and all(kept.find(b"v", name) for name in few)
+
+
+def test_old_ids_are_not_kept() -> None:
+    """Nor counted, although nobody asks for them."""
+    clock = Clock()
+    kept = KeptPrefixes(4, clock, max_s=10.0)
+    kept.keep(b"a", [1])
+    clock.now += 5.0
+    kept.keep(b"b", [1])
+    clock.now += 5.0
+    kept.release_old()
+    assert len(kept) == 1 and kept._num_tokens == 1
+    clock.now += 5.0
+    kept.keep(b"c", [1, 2])
+    assert len(kept) == 1 and kept._num_tokens == 2 and set(kept._num_of) == set(kept._tokens_of) == {b"c"}
 
 
 # -- the book --------------------------------------------------------------------------------------------------------
@@ -302,6 +353,13 @@ def test_a_draft_may_come_before_its_sequence() -> None:
     assert verified(on, on.open(Terms(3, SAMPLED, 20), [9])) == []
 
 
+def test_padding_that_is_accepted_is_counted_as_proposed() -> None:
+    """V2 pads a request with tokens of its own: no counter goes below zero."""
+    on, _ = book()
+    served = on.open(Terms(1, SAMPLED, 20), [9])
+    assert commit(on, served, 0, 7) == (0, 1, 1) and served.usage.rejected_tokens == 0
+
+
 @pytest.mark.parametrize(
     ("passes", "is_answered"),
     [
@@ -361,3 +419,256 @@ def test_what_continues_a_sequence_is_kept_after_these_ends(once: bool, keep: bo
     request = GenerateRequest((1,), SAMPLED, 1, once=once, keep=keep)
     every = ("stop", "length", "context", "once", "cancelled", "shutdown", "error")
     assert {reason for reason in every if request.is_parked_after(reason)} == ends  # type: ignore[arg-type]
+
+
+# -- nothing that a client sends may end the engine process ----------------------------------------------------------
+
+BAD = 13
+"""A token that makes the code which is patched raise."""
+
+
+def with_text(on: Book, number: int, *draft: int) -> Served:
+    return on.open(Terms(number, SAMPLED, 20, draft=draft), [9, 9])
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_drafts_that_cannot_be_merged_are_dropped(
+    once: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before, with and after the request; each sequence logs once, without its tokens, and goes on without drafts."""
+    merge = DraftTrie.merge
+
+    def faulty(trie: DraftTrie, path: Sequence[int], **how: Any) -> None:
+        if BAD in path:
+            raise KeyError(f"quotes {path}")
+        merge(trie, path, **how)
+
+    monkeypatch.setattr(DraftTrie, "merge", faulty)
+    on, clock = book()
+    on.take_paths(1, 0, [[BAD]], clock.now)
+    early, at_once, late = with_text(on, 1), with_text(on, 2, BAD), on.open(Terms(3, SAMPLED, 20, once=once), [9])
+    on.take_paths(3, 0, [[BAD]], clock.now)
+    fine = with_text(on, 4, 5, 6)
+    for _ in range(20):
+        on.take_paths(1, 0, [[BAD]], clock.now)
+        on.take_tree(3, TreeDraft(0, 0, [5], [ROOT], [15]), clock.now)
+    everyone = [early, at_once, late, fine]
+    assert on.waiting(everyone, clock.now, 4) == set()
+    assert on.choose(everyone, 64, StepSize(4, 8), 2.0) == {early: [], at_once: [], late: [], fine: [5, 6]}
+    assert commit(on, late, 7) == (0, 0, 0) and late.tokens[-1] == 7 and late.usage.target_passes == 1
+    assert on.totals.faults == 3 and len(caplog.records) == 3 and f"quotes [{BAD}" not in caplog.text
+
+
+def test_a_sequence_that_the_policy_cannot_handle_loses_its_drafts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The sequences beside it keep theirs; where none is to blame alone, a step goes on without drafts."""
+    choose, is_waiting, observe = Drafting.choose, Drafting.is_waiting, AcceptanceEstimator.observe
+    blame: list[PendingDrafts] = []
+
+    def faulty_choice(self: Drafting, decoding: Sequence[PendingDrafts], *rest: Any) -> Any:
+        if any(drafts in blame for drafts in decoding):
+            raise ZeroDivisionError
+        return choose(self, decoding, *rest)
+
+    monkeypatch.setattr(Drafting, "choose", faulty_choice)
+    on, clock = book()
+    bad, fine = with_text(on, 1, 5, 6), with_text(on, 2, 5, 6)
+    blame.append(bad.drafts)
+    assert on.choose([bad, fine], 64, StepSize(2, 4), 2.0) == {bad: [], fine: [5, 6]} and on.totals.faults == 1
+
+    def faulty_together(self: Drafting, decoding: Sequence[PendingDrafts], *rest: Any) -> Any:
+        if len(decoding) > 1:
+            raise ZeroDivisionError
+        return choose(self, decoding, *rest)
+
+    monkeypatch.setattr(Drafting, "choose", faulty_together)
+    for _ in range(3):
+        assert on.choose([bad, fine], 64, StepSize(2, 4), 2.0) == {bad: [], fine: []}
+    assert not fine.is_muted and on.totals.faults == 4 and len(caplog.records) == 2
+    monkeypatch.setattr(Drafting, "choose", choose)
+
+    def faulty_wait(self: Drafting, drafts: PendingDrafts, now: float) -> bool:
+        if drafts in blame:
+            raise ZeroDivisionError
+        return is_waiting(self, drafts, now)
+
+    monkeypatch.setattr(Drafting, "is_waiting", faulty_wait)
+    waits = with_text(on, 3, 5, 6)
+    waits.drafts.wait = fine.drafts.wait = Wait(3, 1.0)
+    waits.drafts.wait_nodes = fine.drafts.wait_nodes = 2
+    waits.drafts.wait_deadline = fine.drafts.wait_deadline = clock.now + 1.0
+    blame.append(waits.drafts)
+    assert on.waiting([fine, waits], clock.now, 2) == {fine} and waits.is_muted
+
+    def faulty_lesson(self: AcceptanceEstimator, *what: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(AcceptanceEstimator, "observe", faulty_lesson)
+    assert commit(on, fine, 5, 6, 7) == (0, 2, 2) and fine.is_muted and fine.tokens == [9, 9, 5, 6, 7]
+    monkeypatch.setattr(AcceptanceEstimator, "observe", observe)
+    assert commit(on, fine, 8) == (3, 0, 0)
+    on.close(fine)
+    assert with_text(on, 4, 5).drafts.trie.num_nodes == 1
+
+
+def test_an_item_takes_no_more_of_a_step_than_it_verifies() -> None:
+    """The budget is shared by what runs, not by what waits for a later pass."""
+    on, _ = book(max_draft=4)
+    items = [on.open(Terms(n, SAMPLED, 60, draft=tuple(range(1, 40)), once=True), [9]) for n in range(1, 4)]
+    session = on.open(Terms(4, SAMPLED, 60, draft=(1, 2, 3, 4)), [9])
+    chosen = on.choose([*items, session], 16, StepSize(4, 8), 2.0)
+    assert [len(chosen[each]) for each in (*items, session)] == [4, 4, 4, 4]
+
+
+def test_drafts_of_sequences_that_are_over_are_not_kept() -> None:
+    """Nor those of a sequence that never comes."""
+    on, clock = book()
+    on.close(with_text(on, 1))
+    for _ in range(500):
+        on.take_paths(1, 0, [[5]], clock.now)
+    assert on._num_early == len(on._early) == 0
+    for number in (7, 7, 8):
+        on.take_paths(number, 0, [[5]], clock.now)
+    clock.now += 30.0
+    on.take_paths(9, 0, [[5]], clock.now)
+    assert on._num_early == 4
+    clock.now += 30.0
+    on.take_paths(9, 0, [[6]], clock.now)
+    assert on._num_early == 2 and list(on._early) == [9]
+
+
+# -- numbered nodes ----------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_the_server_knows_which_nodes_the_commits_contradict(data: st.DataObject) -> None:
+    """Messages and commits in any order: it says of each node what the trie says."""
+    generated: list[int] = []
+    nodes, trie, number = NumberedNodes(generated), DraftTrie(), 0
+    token = st.integers(1, 2)
+    for _ in range(data.draw(st.integers(1, 8))):
+        if data.draw(st.booleans()):
+            generated.append(data.draw(token))
+            trie.advance(generated[-1])
+            continue
+        count = data.draw(st.integers(1, 4))
+        parents = [data.draw(st.sampled_from([ROOT, *range(number + i)])) for i in range(count)]
+        base = data.draw(st.integers(0, len(generated)))
+        message = TreeDraft(base, number, [data.draw(token) for _ in parents], parents, [15] * count)
+        nodes.add(message)
+        trie.merge_tree(message, generated)
+        number += count
+    for each in range(number):
+        expected, found = trie.position_of(each), nodes.position_of(each)
+        assert expected is not None and found is not None
+        assert max(expected, -1) == max(found, -1)
+
+
+def test_old_numbers_are_forgotten() -> None:
+    """The newest stay known, so a session holds a bounded number of them."""
+    nodes = NumberedNodes([])
+    for first in range(0, 3 * MAX_NUMBERS, 64):
+        nodes.add(TreeDraft(0, first, [1] * 64, [first - 1 if first else ROOT, *range(first, first + 63)], [15] * 64))
+    assert nodes.position_of(2 * MAX_NUMBERS - 1) is None
+    assert nodes.position_of(3 * MAX_NUMBERS - 1) == 3 * MAX_NUMBERS
+
+
+# -- what watches vLLM -------------------------------------------------------------------------------------------------
+
+
+def test_silence_is_a_hang_while_sequences_are_open() -> None:
+    """First no new work is taken, then the engine is given up; an idle engine is silent, a report ends the silence."""
+    watch = Watch()
+    for _ in range(2 * DEAD_AFTER):
+        watch.tick({})
+    assert not watch.is_hung
+    for tick in range(1, DEAD_AFTER + 1):
+        watch.tick({1: None})
+        assert watch.is_hung == (tick >= HUNG_AFTER) and watch.is_dead == (tick >= DEAD_AFTER)
+    watch.heard()
+    assert not watch.is_hung and not watch.is_dead
+
+
+def test_a_request_that_vllm_answers_has_to_end() -> None:
+    """What it refused in its own process is not reported by the scheduler."""
+    watch = Watch()
+    for number in (1, 2):
+        watch.answered(number)
+    found = [watch.tick({1: None, 3: None}) for _ in range(2 * LOST_AFTER)]
+    assert [late for late in found if late] == [[1]] and found.index([1]) == LOST_AFTER - 1
+
+
+CHILD = """
+import os, sys
+from outrider.cloud.vllm.parent import PLACE_VARIABLE, end_with_parent
+
+def run(pipe):
+    end_with_parent()
+    end_with_parent()
+    pipe.send(os.getpid())
+    pipe.recv()
+
+if __name__ == "__main__":
+    import multiprocessing
+    os.environ[PLACE_VARIABLE] = sys.argv[1]
+    end_with_parent()  # nobody's child
+    ours, theirs = multiprocessing.Pipe()
+    multiprocessing.get_context("spawn").Process(target=run, args=(theirs,)).start()
+    print(ours.recv(), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_engine_process_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
+    """And takes the directory of the sockets with it."""
+    place, script = tmp_path / "place", tmp_path / "child.py"
+    place.mkdir()
+    script.write_text(CHILD)
+    command = [sys.executable, str(script), str(place)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        child = psutil.Process(int(server.stdout.readline()))
+        assert place.exists()
+        server.kill()
+    psutil.wait_procs([child], timeout=20.0)
+    assert not child.is_running() and not place.exists()
+
+
+def test_a_server_whose_engine_is_dead_is_neither_live_nor_ready() -> None:
+    """So that a supervisor that asks sees it, too, until the process has ended."""
+    with serve_fake() as server, httpx.Client(base_url=server.url) as client:
+        assert client.get("/health/live").json() == {"status": "live"}
+        server.core.is_dead = server.core.is_draining = True
+        for path in ("/health/live", "/livez", "/health/ready"):
+            answer = client.get(path)
+            assert (answer.status_code, answer.json()["status"]) == (503, "failed"), path
+        server.core.is_draining = False
+        server.server.fail("vLLM has died")
+        server.wait_until(lambda: server.server.should_exit)
+
+
+def test_a_server_whose_engine_has_died_ends_with_a_code_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line says why; a server that is ended by a signal returns 0."""
+    tokenizer = fake_tokenizer()
+
+    class Dying(EngineThread):
+        def on_death(self, act: Callable[[str], None]) -> None:
+            act("vLLM's engine process has died")
+
+    class FakeTarget:
+        path, source_name = tmp_path, "fake"
+        model = ServedModel("fake", tokenizer, frozenset({0}), target="0" * 16)
+
+        @contextmanager
+        def load(self) -> Iterator[LoadedTarget]:
+            yield LoadedTarget(Dying(Engine(FakeBatchRuntime(vocab_size=tokenizer.size))), "loaded")
+
+    monkeypatch.setattr(serve_module, "_open_target", lambda options: FakeTarget())
+    command = ["serve", str(tmp_path), "--port", "0", "--port-file", str(tmp_path / "port")]
+    found = CliRunner().invoke(cli.app, command)
+    assert found.exit_code == serve_module.ENGINE_FAILED == 70
+    assert "vLLM's engine process has died; its log is above." in found.output + capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -18,12 +19,19 @@ from typing import Final, TextIO
 import psutil
 from bench.attacks.exchange import ask
 
+EMBEDDED: Final = "embedded"
+VLLM: Final = "vllm"
+
 READY_PREFIX: Final = "OUTRIDER_READY "
 KEYS: Final = ("key-of-the-first-owner-0001", "key-of-the-second-owner-0002")
 _EXPORT: Final = (
     "from outrider.export.make.reference_pair import export_reference_pair\n"
     "pair = export_reference_pair()\nprint(pair.target)\nprint(pair.draft)"
 )
+_EXPORT_FOR_VLLM: Final = (
+    "from bench.verifier import VLLM, Verifier\npair = Verifier(VLLM).pair(None)\nprint(pair.target)\nprint(pair.draft)"
+)
+_VLLM_OPTIONS: Final = ("--engine", "vllm", "--vllm-option", "dtype=float32", "--vllm-option", "enforce_eager=true")
 _TREE: Final = "from pathlib import Path\nimport outrider.cloud\nprint(Path(outrider.cloud.__file__).parents[3])"
 
 
@@ -87,9 +95,12 @@ class Server:
 
 @dataclass(frozen=True)
 class Subject:
-    """The version under attack. python: its interpreter."""
+    """The version under attack. python: its interpreter; with vLLM, which has an environment of its own, only its
+    servers run by it. engine: of the servers.
+    """
 
     python: str
+    engine: str = EMBEDDED
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ) | {"NO_COLOR": "1"})
 
     @cached_property
@@ -100,15 +111,25 @@ class Subject:
     @cached_property
     def bundles(self) -> tuple[Path, Path]:
         """The reference target and draft, not widened, exported by the version itself."""
-        target, draft = self._output("-c", _EXPORT).splitlines()[-2:]
+        export = _EXPORT_FOR_VLLM if self.engine == VLLM else _EXPORT
+        target, draft = self._output("-c", export, python=self.own_python).splitlines()[-2:]
         return Path(target), Path(draft)
+
+    @property
+    def own_python(self) -> str:
+        """What exports and runs agents: vLLM's environment has neither."""
+        return sys.executable if self.engine == VLLM else self.python
+
+    @property
+    def _engine_options(self) -> tuple[str, ...]:
+        return _VLLM_OPTIONS if self.engine == VLLM else ()
 
     @contextmanager
     def serve(self, *options: str, keys: Sequence[str] = (), bundle: Path | None = None) -> Iterator[Server]:
         """Runs `outrider-cloud serve` on the reference target."""
         with tempfile.TemporaryDirectory() as place:
             arguments = ["-m", "outrider.cloud.server", "serve", str(bundle or self.bundles[0]), "--port", "0"]
-            arguments += ["--threads", "1", "--drain-s", "0", *options]
+            arguments += ["--threads", "1", "--drain-s", "0", *self._engine_options, *options]
             if keys:
                 arguments += ["--api-key-file", str(written_keys(Path(place), keys))]
             with self._running(arguments) as server:
@@ -117,8 +138,14 @@ class Subject:
     @contextmanager
     def emulated(self, step_ms: float, extra_ms: float = 0.0) -> Iterator[Server]:
         """Runs this version's `bench.emulated`: the real server over a model whose every step takes `step_ms`, and
-        extra_ms more for each token after the first.
+        extra_ms more for each token after the first. With vLLM, `bench.paced_vllm`: its steps take as long at least.
         """
+        if self.engine == VLLM:
+            paced = ["-m", "bench.paced_vllm", str(self.bundles[0]), "--step-ms", str(step_ms), "--extra-ms"]
+            paced += [str(extra_ms), "--port", "0", "--threads", "1", "--drain-s", "0", *self._engine_options]
+            with self._running(paced) as server:
+                yield server
+            return
         if not (self.tree / "bench" / "emulated.py").is_file():
             raise NotMeasured(f"{self.tree} has no bench/emulated.py, which a step of a given time needs")
         arguments = ["-m", "bench.emulated", "--step-ms", str(step_ms), "--extra-ms", str(extra_ms)]
@@ -133,18 +160,18 @@ class Subject:
             arguments += ["--port", "0", "--threads", "1", "--drain-s", "0", *options]
             if keys:
                 arguments += ["--api-key-file", str(written_keys(Path(place), keys))]
-            with self._running(arguments) as server:
+            with self._running(arguments, self.own_python) as server:
                 yield server
 
     def agent(self, *arguments: str) -> list[str]:
         """The command line of `outrider run` on the reference draft."""
-        return [self.python, "-m", "outrider.edge.cli", "run", "--draft", str(self.bundles[1]), *arguments]
+        return [self.own_python, "-m", "outrider.edge.cli", "run", "--draft", str(self.bundles[1]), *arguments]
 
     @contextmanager
-    def _running(self, arguments: Sequence[str]) -> Iterator[Server]:
+    def _running(self, arguments: Sequence[str], python: str | None = None) -> Iterator[Server]:
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
             process = subprocess.Popen(
-                [self.python, *arguments],
+                [python or self.python, *arguments],
                 cwd=self.tree,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
@@ -162,12 +189,11 @@ class Subject:
             finally:
                 end(process)
 
-    def _output(self, *arguments: str) -> str:
-        done = subprocess.run(
-            [self.python, *arguments], capture_output=True, text=True, env=self.environment | {"COLUMNS": "200"}
-        )
+    def _output(self, *arguments: str, python: str | None = None) -> str:
+        command = [python or self.python, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=self.environment | {"COLUMNS": "200"})
         if done.returncode:
-            raise NotMeasured(f"`{self.python} {' '.join(arguments)[:60]}` failed: {done.stderr.strip()[-500:]}")
+            raise NotMeasured(f"`{command[0]} {' '.join(arguments)[:60]}` failed: {done.stderr.strip()[-500:]}")
         return done.stdout
 
 
@@ -191,7 +217,7 @@ def end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
         process.stdout.close()
 
 
-def _ready_url(process: subprocess.Popen[str], timeout_s: float = 120.0) -> str | None:
+def _ready_url(process: subprocess.Popen[str], timeout_s: float = 300.0) -> str | None:
     """The URL that the server announces; None where it ends without, or does not announce one in time."""
     assert process.stdout is not None
     watchdog = threading.Timer(timeout_s, process.kill)

@@ -19,7 +19,7 @@ from tests.vllm.gated import VARIABLE, VllmGate, map_gate
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel, ServerSettings
-from outrider.cloud.seam import EngineStats, GenerateRequest, ServingEngine, Sink
+from outrider.cloud.seam import EndEvent, EngineStats, Event, GenerateRequest, ServingEngine, Sink
 from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.vllm.engine import VllmConfig, VllmEngine, set_environment
 from outrider.cloud.vllm.options import VllmOptions, engine_arguments
@@ -118,6 +118,7 @@ class TransformersDraft:
         with torch.no_grad():
             out = self._model(torch.tensor([list(tokens)]), past_key_values=self._cache, use_cache=True)
         row: NDArray[np.float32] = out.logits[0, -1].numpy().astype(np.float32)
+        row = np.nan_to_num(row)  # after FAULTY_TOKEN, which wrong guesses may be
         is_right = (self.length * 2_654_435_761 >> 8) % 100 < 100 * self._agreement
         return row if is_right else np.roll(row, 1)
 
@@ -128,7 +129,9 @@ class TransformersDraft:
         """Nothing is held elsewhere."""
 
 
-def start_engine(root: Path, *given: str, scheduler: str | None = None, **config: Any) -> VllmEngine:
+def start_engine(
+    root: Path, *given: str, scheduler: str | None = None, kv_cache_bytes: int = 256 << 20, **config: Any
+) -> VllmEngine:
     """A vLLM for the directory `root`, in float32. given: options as on the command line; config: of VllmConfig."""
     options = VllmOptions.parse(["dtype=float32", "enforce_eager=true", *given])
     set_environment(options, 0)
@@ -137,7 +140,7 @@ def start_engine(root: Path, *given: str, scheduler: str | None = None, **config
         str(root),
         max_running=16,
         step_tokens=512,
-        kv_cache_bytes=256 << 20,
+        kv_cache_bytes=kv_cache_bytes,
         shares_prefixes=True,
         drain_s=1.0,
     )
@@ -152,9 +155,9 @@ class _View(ServingEngine):
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
         self._before = engine.stats().totals
-        self._gate = threading.Lock()
+        self._changed = threading.Condition()
         self._open: set[int] = set()
-        self._is_draining = False
+        self._is_draining = self._is_ending = False
 
     @property
     def limits(self) -> ModelLimits:
@@ -167,12 +170,21 @@ class _View(ServingEngine):
         """Runs already."""
 
     def submit(self, request: GenerateRequest, sink: Sink) -> int:
-        with self._gate:
+        with self._changed:
             if self._is_draining:
                 raise RequestError("shutting_down", "the server is shutting down", status=503)
-            number = self._engine.submit(request, sink)
-            self._open.add(number)
-            return number
+            numbers: list[int] = []
+
+            def counted(event: Event) -> None:
+                sink(event)
+                if isinstance(event, EndEvent):
+                    with self._changed:  # not before `submit` has returned
+                        self._open.discard(numbers[0])
+                        self._changed.notify_all()
+
+            numbers.append(self._engine.submit(request, counted))
+            self._open.add(numbers[0])
+            return numbers[0]
 
     def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
         self._engine.draft(sequence_id, base, paths)
@@ -189,10 +201,14 @@ class _View(ServingEngine):
         return replace(stats, totals=replace(stats.totals, **own))
 
     def stop(self, *, drain_s: float = 0.0) -> None:
-        with self._gate:
+        with self._changed:
             self._is_draining = True
-            ids = list(self._open)
-        self._engine.end(ids, "shutdown")
+            if not drain_s:
+                self._is_ending = True
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._open or self._is_ending, drain_s)
+            left = list(self._open)
+        self._engine.end(left, "shutdown")
 
 
 class SharedEngine:

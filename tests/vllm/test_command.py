@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,9 +16,11 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 from tests.serving import read_events, run_session
 from tests.vllm.serving import Reference
 
+from outrider.cloud.server.serve import ENGINE_FAILED
 from outrider.models.protocol import SessionEnd, SessionOpen
 from outrider.models.tokenizer import Tokenizer
 
@@ -32,9 +36,25 @@ def until(is_so: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+def children_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    found: list[psutil.Process] = psutil.Process(process.pid).children(recursive=True)
+    return found
+
+
+def are_gone(processes: list[psutil.Process]) -> bool:
+    return not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes)
+
+
+def is_engine(process: psutil.Process) -> bool:
+    try:
+        return any("EngineCore" in part for part in (process.name(), *process.cmdline()))
+    except psutil.NoSuchProcess:
+        return False
+
+
 @contextmanager
-def serving(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
-    """The command, ready, in a process group of its own."""
+def serving(tmp_path: Path, code: int = 0) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Client]]:
+    """The command, ready, in a process group of its own. code: how it ends."""
     port_file = tmp_path / "port"
     options = ["--engine", "vllm", "--vllm-option", "dtype=float32", "--vllm-option", "enforce_eager=true"]
     command = [sys.executable, "-m", "outrider.cloud.server", "serve", str(TARGET), *options]
@@ -47,8 +67,8 @@ def serving(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], httpx.Cli
             assert process.poll() is None, (tmp_path / "log").read_text()
             with httpx.Client(base_url=f"http://127.0.0.1:{port_file.read_text().strip()}", timeout=60.0) as client:
                 yield process, client
-            assert process.wait(60.0) == 0
-            assert not port_file.exists()
+            assert process.wait(60.0) == code
+            assert port_file.exists() == (code == -signal.SIGKILL)
         finally:
             process.kill()
             process.wait()
@@ -58,11 +78,11 @@ def prompt_ids() -> list[int]:
     return Tokenizer.from_dir(TARGET).encode("def walk(path):", add_special_tokens=False)
 
 
-def test_the_death_of_vllm_is_reported(tmp_path: Path) -> None:
-    """It serves the target's text; without vLLM's process it says that it failed; a signal ends it and its children."""
+def test_the_death_of_vllm_ends_the_server(tmp_path: Path) -> None:
+    """It serves the target's text; when vLLM's process dies, open streams get an error, and a supervisor a code."""
     prompt = prompt_ids()
-    with serving(tmp_path) as (process, client):
-        children = psutil.Process(process.pid).children(recursive=True)
+    with serving(tmp_path, ENGINE_FAILED) as (process, client):
+        children = children_of(process)
         body = {"prompt": prompt, "max_tokens": 12, "ignore_eos": True}
         expected = Reference(TARGET)(prompt, 12)
         assert run_session(client, body).tokens == expected
@@ -74,17 +94,50 @@ def test_the_death_of_vllm_is_reported(tmp_path: Path) -> None:
             events = read_events(response)
             assert isinstance(next(events), SessionOpen)
             next(events)
-            for child in children:
-                if any("EngineCore" in part for part in (child.name(), *child.cmdline())):
-                    child.kill()
+            for child in filter(is_engine, children):
+                child.kill()
             *_, end = events
         assert isinstance(end, SessionEnd) and end.reason == "error"
-        until(lambda: client.get("/health/ready").status_code == 503)
-        assert client.get("/health/ready").json()["status"] == "failed"
-        refused = client.post("/v1/sessions", json=body)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_failed")
-        process.send_signal(signal.SIGTERM)
-    until(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children))
+    assert "vLLM's engine process has died; its log is above" in (tmp_path / "log").read_text()
+    until(lambda: are_gone(children))
+
+
+def test_nothing_outlives_a_server_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither processes nor files. While it runs, no process of vLLM holds its port; all sockets are in one place."""
+    directory = Path(tempfile.mkdtemp(prefix="o-"))  # sockets have short paths
+    monkeypatch.setenv("TMPDIR", str(directory))
+    try:
+        with serving(tmp_path, -signal.SIGKILL) as (process, client):
+            children = children_of(process)
+            assert any(map(is_engine, children))
+            (place,) = directory.glob("outrider-vllm-*")
+            assert place.stat().st_mode & 0o777 == 0o700
+            port = client.base_url.port
+            for child in children:
+                assert all(each.laddr.port != port for each in child.net_connections("tcp"))
+            sockets = [
+                each.laddr for one in (process, *children) for each in psutil.Process(one.pid).net_connections("unix")
+            ]
+            named = {path for path in sockets if isinstance(path, str) and path.startswith("/")}
+            assert named and all(Path(path).parent == place for path in named), named
+            process.kill()
+        until(lambda: are_gone(children) and not place.exists())
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def test_a_signal_during_the_load_ends_vllm_too(tmp_path: Path) -> None:
+    """SIGTERM from a supervisor that does not want to wait for the weights."""
+    command = [sys.executable, "-m", "outrider.cloud.server", "serve", str(TARGET), "--engine", "vllm", "--port", "0"]
+    with (tmp_path / "log").open("w") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+        try:
+            until(lambda: any(map(is_engine, children_of(process))), START_S)
+            children = children_of(process)
+            process.terminate()
+            assert process.wait(60.0) == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
+        finally:
+            process.kill()
+    until(lambda: are_gone(children))
 
 
 def test_ctrl_c_lets_a_session_finish(tmp_path: Path) -> None:

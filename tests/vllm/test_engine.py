@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import httpx
+import msgspec
 import pytest
 from tests.serving import EOS_ID, TIMEOUT_S, run_session
 from tests.vllm.serving import FAULTY_TOKEN, SharedEngine
@@ -14,6 +16,7 @@ from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
 from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.errors import RequestError
 from outrider.models.sampling import SamplingParams
+from outrider.models.tree_draft import ROOT, TreeDraft
 
 PROMPT = tuple(range(20, 20 + 150))  # more than one of vLLM's blocks
 
@@ -103,8 +106,6 @@ def test_two_thousand_tokens_of_drafts_before_the_sequence_do_no_harm(vllm: Shar
 
 def test_a_full_queue_refuses_work(vllm: SharedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the embedded engine's, with the same code."""
-    from dataclasses import replace
-
     monkeypatch.setattr(vllm.engine, "_config", replace(vllm.engine._config, max_running=1, max_queue=1))
     gate = vllm.gate()
     sinks = [Collector() for _ in range(2)]
@@ -115,6 +116,27 @@ def test_a_full_queue_refuses_work(vllm: SharedEngine, monkeypatch: pytest.Monke
     assert refused.value.code == "overloaded"
     gate.open()
     assert [sink.wait().reason for sink in sinks] == ["length", "length"]
+
+
+def test_a_queue_full_of_long_prompts_refuses_work(vllm: SharedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By tokens, also where they came by a hash; an owner that has none of them is let in."""
+    long = tuple(range(1, 250)) * 16
+    name = run(vllm.engine, long, 2, b"a", keep=True).wait().prefix_hash
+    gauges = vllm.engine._gauges
+    assert gauges is not None
+    monkeypatch.setattr("outrider.cloud.engine.requests._MIN_QUEUED_TOKENS", 0)
+    monkeypatch.setattr("outrider.cloud.engine.requests._CACHES_QUEUED", 1)
+    monkeypatch.setattr(vllm.engine, "_gauges", msgspec.structs.replace(gauges, num_blocks=1, block_size=3 * len(long)))
+    monkeypatch.setattr(vllm.engine, "_config", replace(vllm.engine._config, max_running=1))
+    gate = vllm.gate()
+    sinks = [Collector() for _ in range(4)]
+    for sink in sinks[:3]:
+        vllm.engine.submit(GenerateRequest((5,), SamplingParams(), 2, owner=b"a", prefix_hash=name), sink)
+    with pytest.raises(RequestError, match="queued already"):
+        vllm.engine.submit(GenerateRequest((5,), SamplingParams(), 2, owner=b"a"), Collector())
+    vllm.engine.submit(GenerateRequest((5,), SamplingParams(), 2, owner=b"b"), sinks[3])
+    gate.open()
+    assert [sink.wait().reason for sink in sinks] == ["length"] * 4
 
 
 def test_metrics_and_facts_are_served(vllm: SharedEngine) -> None:
@@ -138,3 +160,57 @@ def test_a_guess_that_is_not_finite_ends_no_sequence(vllm: SharedEngine) -> None
         vllm.engine.submit(GenerateRequest(prompt, SamplingParams(), 30, patience_ms=0.0, draft=draft), found)
         assert found.wait().reason == "length" and found.tokens == truth
     assert run(vllm.engine, (*prompt, *truth[:20]), 10).tokens == truth[20:]
+
+
+def test_a_tree_below_a_node_that_the_commits_contradict_is_stale(vllm: SharedEngine) -> None:
+    """As with the embedded engine: the server knows the nodes of earlier messages."""
+    gate, found = vllm.gate(), Collector()
+    truth = vllm.target_tokens(PROMPT, 40)
+    wrong = 7 if truth[0] != 7 else 8
+    number = vllm.engine.submit(GenerateRequest(PROMPT, SamplingParams(), 40, patience_ms=0.0), found)
+    gate.allow(2)
+    assert found.began.wait(TIMEOUT_S)
+    vllm.engine.draft_tree(number, TreeDraft(0, 0, [truth[0], truth[1], truth[2]], [ROOT, 0, 1], [15, 15, 15]))
+    with pytest.raises(RequestError) as refused:
+        vllm.engine.draft_tree(number, TreeDraft(0, 3, [wrong], [ROOT], [15]))
+    assert refused.value.code == "stale_draft"
+    with pytest.raises(RequestError) as refused:
+        vllm.engine.draft_tree(number, TreeDraft(0, 4, [truth[1], truth[2]], [3, 4], [15, 15]))
+    assert refused.value.code == "stale_draft"
+    vllm.engine.draft_tree(number, TreeDraft(0, 6, [truth[3]], [2], [15]))
+    gate.open()
+    assert found.wait().reason == "length" and found.tokens == truth
+
+
+@pytest.mark.parametrize("num_right", [0, 1, 4])
+def test_alternatives_stay_pending_after_the_chosen_path(vllm: SharedEngine, num_right: int) -> None:
+    """A step verifies the likeliest path. Where it fails at once, or after some tokens, the alternative below the last
+    token that was accepted is verified next; what was accepted is not verified again.
+    """
+    gate, found = vllm.gate(), Collector()
+    truth = vllm.target_tokens(PROMPT, 30)
+    passes: list[tuple[int, int, int]] = []
+
+    def sink(event: Event) -> None:
+        found(event)
+        if isinstance(event, CommitEvent):
+            passes.append((event.base, event.proposed, event.accepted))
+
+    first = 1  # the step of the prompt commits a token, and verifies nothing
+    wrong = [7 if token != 7 else 8 for token in truth[first + num_right : first + num_right + 3]]
+    tail = truth[first + num_right : first + num_right + 9]
+    chain = truth[: first + num_right]
+    end = len(chain) - 1
+    tokens = [*chain, *wrong, *tail]
+    parents = [ROOT, *range(end)]
+    parents += [end, *range(len(chain), len(chain) + len(wrong) - 1)]
+    parents += [end, *range(len(chain) + len(wrong), len(tokens) - 1)]
+    levels = [15] * len(chain) + [14] * len(wrong) + [13] + [15] * (len(tail) - 1)
+    number = vllm.engine.submit(GenerateRequest(PROMPT, SamplingParams(), 30, patience_ms=0.0), sink)
+    vllm.engine.draft_tree(number, TreeDraft(0, 0, tokens, parents, levels))
+    gate.open()
+    assert found.wait().reason == "length" and found.tokens == truth
+    (_, _, none), (base, proposed, accepted), (then, proposed_then, accepted_then), *_ = passes
+    assert (none, base, accepted) == (0, first, num_right) and proposed > num_right
+    assert then == first + num_right + 1  # the pick in the place of the wrong token is the alternative's first
+    assert accepted_then == proposed_then == len(tail) - 1

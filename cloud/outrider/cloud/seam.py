@@ -29,7 +29,7 @@ class GenerateRequest:
     draft_lag_ms: time from a commit to the drafts that know of it; a first guess, until it is measured.
     prefix_hash: the hash of a parked prefix that `prompt` continues; the engine raises `prefix_not_held` if it is gone.
     owner: who asks (a key, or an address): owners share the engine evenly and share no cache.
-    priority: higher ones go first; among equals owners share evenly. Nobody starves. vLLM ignores it.
+    priority: higher ones go first; among equals owners share evenly. Nobody starves.
     deadline_ms: time from `submit` after which the sequence ends: with its text so far, or, where it has none, with the
     error `deadline_exceeded`. None: no such bound.
     """
@@ -273,6 +273,13 @@ class ServingEngine(Protocol):
     def stats(self) -> EngineStats:
         """A snapshot; cheap."""
         ...
+
+    def on_death(self, act: Callable[[str], None]) -> None:
+        """Has `act` called with the reason, on any thread, once the engine has failed for good; at once if it has.
+
+        Only a new process can serve again. An engine that recovers by itself never calls it.
+        """
+        return
 
     def stop(self, *, drain_s: float = 0.0) -> None:
         """Refuses new work, lets running sequences finish for up to `drain_s` seconds, then ends the rest. Blocking."""

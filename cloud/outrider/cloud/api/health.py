@@ -13,7 +13,7 @@ from outrider.models.protocol import ModelFacts, ReadyAnswer
 
 
 class LiveAnswer(BaseModel):
-    """GET /health/live: the process answers."""
+    """GET /health/live. status: "live" while the process answers; "failed" while it ends, its engine being dead."""
 
     status: str = "live"
 
@@ -30,9 +30,12 @@ def health_routes(core: Core) -> APIRouter:
     @router.get("/livez", include_in_schema=False)
     @router.get("/healthz", include_in_schema=False)
     @router.get("/health", include_in_schema=False)
-    @router.get("/health/live", response_model=LiveAnswer)
-    async def live() -> LiveAnswer:
-        """200 as long as the process answers."""
+    @router.get("/health/live", response_model=LiveAnswer, responses={503: {"model": LiveAnswer}})
+    async def live(response: Response) -> LiveAnswer:
+        """200 as long as the process answers and its engine has not failed for good."""
+        if core.is_dead:
+            response.status_code = 503
+            return LiveAnswer(status="failed")
         return LiveAnswer()
 
     @router.head("/readyz", include_in_schema=False)
@@ -43,7 +46,13 @@ def health_routes(core: Core) -> APIRouter:
         """200 when new work is welcome, 503 while draining or when the engine cannot work; with the load."""
         stats = core.engine.stats()
         answer = ReadyAnswer(
-            status="draining" if core.is_draining else "failed" if stats.failed else "ready",
+            status="failed"
+            if core.is_dead
+            else "draining"
+            if core.is_draining
+            else "failed"
+            if stats.failed
+            else "ready",
             model=core.model.name,
             queue_depth=stats.queued,
             running=stats.running,

@@ -117,6 +117,7 @@ class Core:
     """What every group of routes shares.
 
     drafts: what devices may download. is_draining: the server is shutting down and takes no new work.
+    is_dead: the engine has failed for good, so the process ends.
     """
 
     engine: ServingEngine
@@ -131,6 +132,7 @@ class Core:
     downloads: Places = field(init=False)
     sessions: SessionTable = field(default_factory=SessionTable)
     is_draining: bool = False
+    is_dead: bool = False
 
     def __post_init__(self) -> None:
         facts = {"version": version("outrider"), "model_name": self.model.name, "target": self.model.target}

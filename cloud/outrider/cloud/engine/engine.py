@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.engine.config import EngineConfig, TreeForm
 from outrider.cloud.engine.health import Health
 from outrider.cloud.engine.parked import ParkedPrefix
-from outrider.cloud.engine.requests import check_draft, check_request, check_tree, deadline_exceeded
+from outrider.cloud.engine.requests import check_draft, check_request, check_tree, deadline_exceeded, require_room
 from outrider.cloud.engine.runner import ModelRunner, Rows, picked
 from outrider.cloud.engine.scheduler import Scheduler, Share
 from outrider.cloud.engine.sequence_state import SequenceState
@@ -36,10 +36,6 @@ from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.faults import log_fault
 from outrider.models.runtimes.base import BatchRuntime, ModelLimits, TreeRuntime
 from outrider.models.tree_draft import TreeDraft
-
-_CACHES_QUEUED = 8
-"""Prompts may fill the KV cache this many times: what waits longer than that is better sent to another server."""
-_MIN_QUEUED_TOKENS = 1 << 20
 
 
 class Engine:
@@ -150,32 +146,19 @@ class Engine:
         return sequence
 
     def _require_room(self, request: GenerateRequest) -> None:
-        """Raises RequestError `overloaded` if the queue is full, by requests or by tokens.
-
-        An owner with less than its share of it is still let in, up to twice the queue's length in all.
-        """
+        """Raises RequestError `overloaded` if the queue is full, by requests or by tokens."""
+        config = self._config
         # Also counts those that the engine has not looked at yet.
-        num_waiting = len(self._sequences) - self._config.max_running
-        if num_waiting < 0:
-            return
-        tokens: Counter[bytes] = Counter()
-        requests: Counter[bytes] = Counter()
-        for sequence in list(self._sequences.values()):
-            tokens[sequence.request.owner] += len(sequence.tokens)
-            requests[sequence.request.owner] += 1
-        max_tokens = max(_MIN_QUEUED_TOKENS, _CACHES_QUEUED * self._runtime.num_blocks * self._runtime.block_size)
-        owner = request.owner
-        num_owners = len(requests) + (owner not in requests)
-        is_full = num_waiting >= self._config.max_queue and requests[owner] * num_owners >= self._config.max_queue
-        is_heavy = tokens.total() >= max_tokens and tokens[owner] * num_owners >= max_tokens
-        if is_full or is_heavy or num_waiting >= 2 * self._config.max_queue:
-            raise RequestError(
-                "overloaded",
-                f"{num_waiting} requests are queued already; try again later",
-                status=503,
-                retry_after_s=self._turnover.retry_after_s(
-                    max(1, num_waiting - self._config.max_queue + 1), self._clock()
-                ),
+        if len(self._sequences) >= config.max_running:
+            here = [(each.request.owner, len(each.tokens)) for each in list(self._sequences.values())]
+            cache_tokens = self._runtime.num_blocks * self._runtime.block_size
+            require_room(
+                request.owner,
+                here,
+                config.max_running,
+                config.max_queue,
+                cache_tokens,
+                lambda num_ahead: self._turnover.retry_after_s(num_ahead, self._clock()),
             )
 
     def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:

@@ -15,8 +15,35 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
-from outrider.cloud.engine.sequence_state import SequenceState
+
+class Member(Protocol):
+    """A sequence, as far as sharing goes.
+
+    turn: who goes first of an owner's sequences: the lowest. queued_at: the step at which it was queued.
+    """
+
+    turn: int
+    queued_at: int
+
+    @property
+    def owner(self) -> bytes:
+        """Who asks."""
+        ...
+
+    @property
+    def priority(self) -> int:
+        """The higher, the sooner it is served."""
+        ...
+
+    @property
+    def num_wanted(self) -> int:
+        """Tokens that it could run in a step."""
+        ...
+
+
+M = TypeVar("M", bound=Member)
 
 
 def split_evenly(wanted: Sequence[int], total: int) -> list[int]:
@@ -50,7 +77,7 @@ def even_level(wanted: Sequence[int], total: int) -> float:
 
 
 @dataclass(slots=True, eq=False)
-class Owner:
+class Owner(Generic[M]):
     """One client: its sequences that wait for blocks, and those that have them.
 
     queue: those with a higher priority first, in order among equals.
@@ -59,15 +86,15 @@ class Owner:
 
     place_turn: int
     token_turn: int
-    queue: deque[SequenceState] = field(default_factory=deque)
-    running: dict[SequenceState, None] = field(default_factory=dict)
+    queue: deque[M] = field(default_factory=deque)
+    running: dict[M, None] = field(default_factory=dict)
 
     @property
     def num_sequences(self) -> int:
         """With and without blocks."""
         return len(self.running) + len(self.queue)
 
-    def enqueue(self, sequence: SequenceState, *, is_first: bool = False) -> None:
+    def enqueue(self, sequence: M, *, is_first: bool = False) -> None:
         """Queues a sequence behind its equals, or before them."""
         queue, priority = self.queue, sequence.priority
         if not is_first and (not queue or queue[-1].priority >= priority):
@@ -75,48 +102,48 @@ class Owner:
         before = (i for i, other in enumerate(queue) if other.priority < priority + is_first)
         queue.insert(next(before, len(queue)), sequence)
 
-    def next_queued(self, *, by_age: bool) -> SequenceState:
+    def next_queued(self, *, by_age: bool) -> M:
         """The next of the queue, which is not empty; by_age: the one that waits longest, whatever its priority."""
         if by_age and self.queue[0].priority != self.queue[-1].priority:
             return min(self.queue, key=lambda sequence: sequence.queued_at)
         return self.queue[0]
 
 
-class Owners:
+class Owners(Generic[M]):
     """The clients that have sequences in the engine."""
 
     def __init__(self) -> None:
-        self._owners: dict[bytes, Owner] = {}
+        self._owners: dict[bytes, Owner[M]] = {}
         self._turns = itertools.count()
 
-    def __iter__(self) -> Iterator[Owner]:
+    def __iter__(self) -> Iterator[Owner[M]]:
         return iter(self._owners.values())
 
-    def of(self, sequence: SequenceState) -> Owner:
+    def of(self, sequence: M) -> Owner[M]:
         """The owner of a sequence that was added."""
-        return self._owners[sequence.request.owner]
+        return self._owners[sequence.owner]
 
-    def is_queued(self, sequence: SequenceState) -> bool:
+    def is_queued(self, sequence: M) -> bool:
         """Whether it waits for blocks."""
-        owner = self._owners.get(sequence.request.owner)
+        owner = self._owners.get(sequence.owner)
         return owner is not None and sequence in owner.queue
 
-    def is_running(self, sequence: SequenceState) -> bool:
+    def is_running(self, sequence: M) -> bool:
         """Whether it has blocks."""
-        owner = self._owners.get(sequence.request.owner)
+        owner = self._owners.get(sequence.owner)
         return owner is not None and sequence in owner.running
 
-    def add(self, sequence: SequenceState) -> None:
+    def add(self, sequence: M) -> None:
         """Appends a new sequence to its owner's queue."""
-        owner = self._owners.get(sequence.request.owner)
+        owner = self._owners.get(sequence.owner)
         if owner is None:
-            owner = self._owners[sequence.request.owner] = Owner(next(self._turns), next(self._turns))
+            owner = self._owners[sequence.owner] = Owner(next(self._turns), next(self._turns))
         sequence.turn = next(self._turns)
         owner.enqueue(sequence)
 
-    def remove(self, sequence: SequenceState) -> None:
+    def remove(self, sequence: M) -> None:
         """Forgets a sequence, and its owner with its last one."""
-        owner = self._owners.get(sequence.request.owner)
+        owner = self._owners.get(sequence.owner)
         if owner is None:
             return
         if sequence in owner.running:
@@ -124,15 +151,15 @@ class Owners:
         elif sequence in owner.queue:
             owner.queue.remove(sequence)
         if not owner.running and not owner.queue:
-            del self._owners[sequence.request.owner]
+            del self._owners[sequence.owner]
 
-    def admitted(self, sequence: SequenceState) -> None:
+    def admitted(self, sequence: M) -> None:
         """Moves a queued sequence to those that have blocks."""
         owner = self.of(sequence)
         owner.queue.remove(sequence)
         owner.running[sequence] = None
 
-    def returned(self, sequence: SequenceState, *, is_first: bool) -> None:
+    def returned(self, sequence: M, *, is_first: bool) -> None:
         """Moves a sequence back to its owner's queue: before its equals, or behind those that have waited longer."""
         owner = self.of(sequence)
         del owner.running[sequence]
@@ -142,14 +169,14 @@ class Owners:
         """Places that an owner may have at most, were all its sequences ready; infinite if there are enough for all."""
         return even_level([owner.num_sequences for owner in self], num_places)
 
-    def candidates(self, overdue_since: int, *, by_age: bool = False) -> Iterator[SequenceState]:
+    def candidates(self, overdue_since: int, *, by_age: bool = False) -> Iterator[M]:
         """The heads of the owners' queues, until the caller has enough: the highest priority first, unless `by_age`.
 
         Then what was queued before `overdue_since`, then owners with the fewest sequences that have blocks, then who
         has waited longest. An owner whose head was admitted meanwhile comes again with the next one.
         """
 
-        def entry(index: int, owner: Owner) -> tuple[int, bool, int, int, int, Owner]:
+        def entry(index: int, owner: Owner[M]) -> tuple[int, bool, int, int, int, Owner[M]]:
             head = owner.next_queued(by_age=by_age)
             rank, queued_at = 0 if by_age else -head.priority, head.queued_at
             return rank, queued_at >= overdue_since, len(owner.running), queued_at, index, owner
@@ -165,58 +192,54 @@ class Owners:
             if owner.queue and owner.next_queued(by_age=by_age) is not head:
                 heapq.heappush(heap, entry(index, owner))
 
-    def take_places(
-        self, ready: Sequence[SequenceState], num_places: int, *, by_age: bool = False
-    ) -> list[SequenceState]:
+    def take_places(self, ready: Sequence[M], num_places: int, *, by_age: bool = False) -> list[M]:
         """Chooses who takes part in a step, in the order of `ready`: the highest priority first, unless `by_age`.
 
         Places are shared evenly by the owners that can use them; an owner's go to those whose turn it is.
         """
         if len(ready) <= num_places:
             return list(ready)
-        taking_part: set[SequenceState] = set()
+        taking_part: set[M] = set()
         for equals in _classes(ready, by_age=by_age):
             taking_part |= self._share_places(equals, num_places - len(taking_part))
         return [s for s in ready if s in taking_part]
 
-    def _share_places(self, equals: Sequence[SequenceState], num_places: int) -> set[SequenceState]:
+    def _share_places(self, equals: Sequence[M], num_places: int) -> set[M]:
         if len(equals) <= num_places:
             return set(equals)
         if not num_places:
             return set()
-        of_owner: dict[Owner, list[SequenceState]] = {}
+        of_owner: dict[Owner[M], list[M]] = {}
         for sequence in equals:
             of_owner.setdefault(self.of(sequence), []).append(sequence)
         owners = sorted(of_owner, key=lambda owner: owner.place_turn)
         wanted = [len(of_owner[owner]) for owner in owners]
         shares = split_evenly(wanted, num_places)
-        taking_part: set[SequenceState] = set()
+        taking_part: set[M] = set()
         for owner, count in zip(owners, shares, strict=True):
             taking_part.update(sorted(of_owner[owner], key=lambda s: s.turn)[:count])
         for owner in _favoured(owners, wanted, shares):
             owner.place_turn = next(self._turns)
         return taking_part
 
-    def took_part(self, sequences: Iterable[SequenceState]) -> None:
+    def took_part(self, sequences: Iterable[M]) -> None:
         """Puts sequences that ran tokens behind their owners' others, in the order that they had."""
         for sequence in sorted(sequences, key=lambda s: s.turn):
             sequence.turn = next(self._turns)
 
-    def split_tokens(
-        self, prompts: Sequence[SequenceState], total: int, *, by_age: bool = False
-    ) -> dict[SequenceState, int]:
+    def split_tokens(self, prompts: Sequence[M], total: int, *, by_age: bool = False) -> dict[M, int]:
         """Divides a step's prompt tokens: the highest priority first, unless `by_age`; evenly between owners.
 
         Half of an owner's share goes evenly to its sequences, so that none stands still; the rest to those with the
         fewest tokens to run, so that the first token comes soon on average.
         """
-        given: dict[SequenceState, int] = {}
+        given: dict[M, int] = {}
         for equals in _classes(prompts, by_age=by_age):
             given |= self._share_tokens(equals, total - sum(given.values()))
         return given
 
-    def _share_tokens(self, prompts: Sequence[SequenceState], total: int) -> dict[SequenceState, int]:
-        of_owner: dict[Owner, list[SequenceState]] = {}
+    def _share_tokens(self, prompts: Sequence[M], total: int) -> dict[M, int]:
+        of_owner: dict[Owner[M], list[M]] = {}
         for sequence in sorted(prompts, key=lambda s: s.turn):
             of_owner.setdefault(self.of(sequence), []).append(sequence)
         owners = sorted(of_owner, key=lambda owner: owner.token_turn)
@@ -224,7 +247,7 @@ class Owners:
         shares = split_evenly(wanted, total)
         for owner in _favoured(owners, wanted, shares):
             owner.token_turn = next(self._turns)
-        given: dict[SequenceState, int] = {}
+        given: dict[M, int] = {}
         for owner, share in zip(owners, shares, strict=True):
             mine = of_owner[owner]
             given |= dict(zip(mine, split_evenly([s.num_wanted for s in mine], -(-share // 2)), strict=True))
@@ -236,7 +259,7 @@ class Owners:
         return given
 
 
-def _classes(sequences: Sequence[SequenceState], *, by_age: bool) -> Iterator[Sequence[SequenceState]]:
+def _classes(sequences: Sequence[M], *, by_age: bool) -> Iterator[Sequence[M]]:
     """Sequences of one priority after the other, the highest first; all at once with `by_age`."""
     priorities = {sequence.priority for sequence in sequences}
     if by_age or len(priorities) <= 1:
@@ -246,7 +269,7 @@ def _classes(sequences: Sequence[SequenceState], *, by_age: bool) -> Iterator[Se
         yield [sequence for sequence in sequences if sequence.priority == priority]
 
 
-def _favoured(owners: Sequence[Owner], wanted: Sequence[int], shares: Sequence[int]) -> list[Owner]:
+def _favoured(owners: Sequence[Owner[M]], wanted: Sequence[int], shares: Sequence[int]) -> list[Owner[M]]:
     """Those that got more than another that goes short; nobody where there is enough for all."""
     least = min((share for share, want in zip(shares, wanted, strict=True) if share < want), default=math.inf)
     return [owner for owner, share in zip(owners, shares, strict=True) if share > least]

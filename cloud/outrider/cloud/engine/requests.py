@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
@@ -10,6 +11,42 @@ from outrider.models.runtimes.base import ModelLimits
 from outrider.models.tree_draft import ROOT, TreeDraft
 
 _DEAD = -1
+_CACHES_QUEUED = 8
+"""Prompts may fill the KV cache this many times: what waits longer than that is better sent to another server."""
+_MIN_QUEUED_TOKENS = 1 << 20
+
+
+def require_room(
+    owner: bytes,
+    sequences: Iterable[tuple[bytes, int]],
+    max_running: int,
+    max_queue: int,
+    cache_tokens: int,
+    retry_after_s: Callable[[int], int],
+) -> None:
+    """Raises RequestError `overloaded` if the queue is full, by requests or by tokens.
+
+    An owner with less than its share of it is still let in, up to twice the queue's length in all. sequences: those
+    that are open, by owner and tokens. cache_tokens: that the KV cache holds. retry_after_s: seconds until so many
+    sequences more will have ended.
+    """
+    tokens: Counter[bytes] = Counter()
+    requests: Counter[bytes] = Counter()
+    for each, num_tokens in sequences:
+        tokens[each] += num_tokens
+        requests[each] += 1
+    num_waiting = requests.total() - max_running
+    max_tokens = max(_MIN_QUEUED_TOKENS, _CACHES_QUEUED * cache_tokens)
+    num_owners = len(requests) + (owner not in requests)
+    is_full = num_waiting >= max_queue and requests[owner] * num_owners >= max_queue
+    is_heavy = tokens.total() >= max_tokens and tokens[owner] * num_owners >= max_tokens
+    if is_full or is_heavy or num_waiting >= 2 * max_queue:
+        raise RequestError(
+            "overloaded",
+            f"{num_waiting} requests are queued already; try again later",
+            status=503,
+            retry_after_s=retry_after_s(max(1, num_waiting - max_queue + 1)),
+        )
 
 
 def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) -> None:

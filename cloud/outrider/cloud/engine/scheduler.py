@@ -110,7 +110,7 @@ class Scheduler:
         self._cache = cache
         self._drafting = drafting
         self._totals = totals
-        self._owners = Owners()
+        self._owners = Owners[SequenceState]()
         self._step = 0
         self.running: list[SequenceState] = []  # those that have blocks, oldest first
         self.num_queued = 0

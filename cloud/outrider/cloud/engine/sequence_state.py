@@ -44,6 +44,11 @@ class SequenceState:
         return self.request.priority
 
     @property
+    def owner(self) -> bytes:
+        """Who asks."""
+        return self.request.owner
+
+    @property
     def generated(self) -> list[int]:
         """The tokens committed after the prompt."""
         return self.drafts.committed

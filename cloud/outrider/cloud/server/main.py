@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from outrider.cloud.server.keys import keys_app
 from outrider.cloud.server.options import ServeOptions
 from outrider.models.command_line import make_app, run_app, takes_options
@@ -18,7 +20,7 @@ def serve(options: ServeOptions) -> None:
     """Serve a target until SIGTERM or Ctrl-C; a second one ends at once."""
     with importing(WHAT, EXTRA):
         from outrider.cloud.server.serve import serve
-    serve(options)
+    sys.exit(serve(options))
 
 
 app.add_typer(keys_app)

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.audit import AuditLog
@@ -27,6 +28,7 @@ from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.options import EngineName, ServeOptions
 from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.server.target import Target
+from outrider.models.command_line import print_error
 from outrider.models.errors import ConfigError
 from outrider.models.hosts import is_loopback
 from outrider.models.http.logs import configure_logging
@@ -40,9 +42,15 @@ from outrider.models.watched_files import FileWatch, WatchedFiles
 
 _log = logging.getLogger("outrider.cloud")
 
+ENGINE_FAILED: Final = 70
+"""Exit code when the engine has failed for good, so that a supervisor starts the server again."""
 
-def serve(options: ServeOptions) -> None:
-    """Serves until a signal ends it. Raises OutriderError for what the user can put right."""
+
+def serve(options: ServeOptions) -> int:
+    """Serves until a signal ends it, or its engine. Returns the exit code.
+
+    Raises OutriderError for what the user can put right.
+    """
     configure_logging(options.log_format)
     keys = KeyRing.load(options.api_key_file)
     is_open = options.insecure_no_keys or options.tls_client_ca is not None
@@ -92,11 +100,16 @@ def serve(options: ServeOptions) -> None:
             _print_now(loaded.summary)
             relieve_collector()
             loaded.engine.start()
+            loaded.engine.on_death(server.fail)
             try:
                 with FileWatch(_watched(server, keys), reloads) as watch, _read_on_hangup(watch, audit):
                     server.run(sockets=[sock])
             finally:
                 loaded.engine.stop()  # before the model goes
+    if server.failure is None:
+        return 0
+    print_error(f"{server.failure}; its log is above. The server has ended: start it again")
+    return ENGINE_FAILED
 
 
 def _open_target(options: ServeOptions) -> Target:

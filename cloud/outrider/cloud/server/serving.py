@@ -44,6 +44,7 @@ class VerifierServer(BoundedServer):
         self._core: Core = app.state.core
         self._drain_s = drain_s
         self._num_signals = 0
+        self.failure: str | None = None
         limits = limits or ConnectionLimits(max_body_bytes=self._core.settings.max_body_bytes)
         super().__init__(app, limits, tls=tls, on_ready=on_ready)
 
@@ -66,6 +67,15 @@ class VerifierServer(BoundedServer):
             self.begin_drain(0.0)
         else:
             self.force_exit = self.should_exit = True
+
+    def fail(self, why: str) -> None:
+        """Closes because the engine has failed for good: `failure` says why. What was open has got its error.
+
+        From any thread.
+        """
+        self.failure = why
+        self._core.is_dead = True
+        self.begin_drain(0.0)
 
     def begin_drain(self, drain_s: float) -> None:
         """Refuses new work, and closes when what runs has finished or been ended after `drain_s`. From any thread."""

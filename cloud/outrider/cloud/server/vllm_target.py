@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +31,14 @@ ENGINE: Final = "outrider-vllm 1"
 _DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _CODE_KEY: Final = "auto_map"
 _STEP_TOKENS: Final = 2048
+_DECIDING: Final = (
+    "config.json",
+    "hf_quant_config.json",
+    "quant_config.json",
+    "quantize_config.json",
+    "quantization_config.json",
+)
+"""Files beside the weights that decide logits."""
 
 
 class VllmTarget(Target):
@@ -92,9 +103,11 @@ class VllmTarget(Target):
             share_between_owners=options.share_caches_between_keys,
             policy=options.policy,
         )
-        engine = VllmEngine(config)
+        with _ends_on_sigterm():
+            engine = VllmEngine(config)
         try:
-            engine.calibrate()
+            with _ends_on_sigterm():
+                engine.calibrate()
             stats = engine.stats()
             step = f", {stats.step_ms:.1f} ms per step" if stats.step_ms is not None else ""
             yield LoadedTarget(
@@ -106,6 +119,19 @@ class VllmTarget(Target):
         finally:
             engine.stop()
             engine.close()
+
+
+@contextmanager
+def _ends_on_sigterm() -> Iterator[None]:
+    """Makes SIGTERM raise, so that vLLM's processes are ended too; the server handles it once it runs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _refuse_others(options: ServeOptions) -> None:
@@ -163,8 +189,9 @@ def _dtype(options: VllmOptions, config: dict[str, Any], manifest: Manifest | No
 def _hashes(path: Path, manifest: Manifest | None) -> list[str]:
     """Of the files that decide logits; a bundle's were checked when it was opened. Else it reads all weights."""
     if manifest is None:
-        return sorted(hash_file(file) for file in [*path.glob("*.safetensors"), path / "config.json"])
-    names = [entry for entry in manifest.files if entry.path.endswith(".safetensors") or entry.path == "config.json"]
+        settings = [path / name for name in _DECIDING if (path / name).is_file()]
+        return sorted(hash_file(file) for file in [*path.glob("*.safetensors"), *settings])
+    names = [entry for entry in manifest.files if entry.path.endswith(".safetensors") or entry.path in _DECIDING]
     return sorted(entry.sha256 for entry in names)
 
 

@@ -2,6 +2,9 @@
 
 The tries and the policy are those of the embedded engine (`pending`). Knows no vLLM, so that tests run it without one.
 Only the engine process's main thread calls it.
+
+An exception here would end vLLM's engine process, and all sequences with it. What raises on a sequence's drafts costs
+that sequence its drafts, which is always allowed.
 """
 
 from __future__ import annotations
@@ -9,9 +12,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from outrider.cloud.distributions import num_tested
+from outrider.cloud.pending.chosen import NOTHING, Chosen
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
@@ -20,10 +25,17 @@ from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.policy import NO_WAIT, Policy
 from outrider.cloud.seam import SequenceUsage, Totals
 from outrider.cloud.vllm.terms import Terms
+from outrider.models.faults import log_fault
 from outrider.models.tree_draft import TreeDraft
 
 _MAX_EARLY: Final = 1024
 """Draft messages kept that arrive before their sequence."""
+_EARLY_S: Final = 60.0
+"""How long: a sequence that was cancelled before it came here never comes."""
+_NUM_ENDED: Final = 4096
+"""Sequences that ended last, whose drafts may still be on their way."""
+_LOG_EVERY_S: Final = 60.0
+"""Faults of the policy that no sequence causes alone may come in each step; one is logged in this time."""
 _PROBE_TOKEN: Final = 0
 
 
@@ -31,8 +43,9 @@ _PROBE_TOKEN: Final = 0
 class Served:
     """One sequence: its terms, its text, its pending drafts.
 
-    proposed: what the present step verifies of them. is_rerun: a step of it had a fault, and it has committed nothing
-    since. opened_s: when it came; None once it has left the queue.
+    name: vLLM's for the request. proposed: what the present step verifies of the drafts. is_rerun: a step of it had a
+    fault, and it has committed nothing since. is_muted: its drafts raised, so it has no more. opened_s: when it came;
+    None once it has left the queue. turn, queued_at, turn_began, num_wanted: see `Places`, as SequenceState.
     """
 
     terms: Terms
@@ -42,6 +55,22 @@ class Served:
     usage: SequenceUsage = field(default_factory=SequenceUsage)
     proposed: Sequence[int] = ()
     is_rerun: bool = False
+    is_muted: bool = False
+    name: str = ""
+    turn: int = 0
+    queued_at: int = 0
+    turn_began: int | None = None
+    num_wanted: int = 0
+
+    @property
+    def owner(self) -> bytes:
+        """Who asks."""
+        return self.terms.owner
+
+    @property
+    def priority(self) -> int:
+        """The higher, the sooner it is served."""
+        return self.terms.priority
 
     @property
     def is_answered(self) -> bool:
@@ -69,8 +98,10 @@ class Book:
         self._looks_up = looks_up
         self._clock = clock
         self._served: dict[int, Served] = {}
-        self._early: OrderedDict[int, list[Callable[[Served], None]]] = OrderedDict()
+        self._early: OrderedDict[int, tuple[float, list[Callable[[Served], None]]]] = OrderedDict()  # since when
         self._num_early = 0
+        self._ended: OrderedDict[int, None] = OrderedDict()
+        self._logged_s = -_LOG_EVERY_S
         self.drafting = Drafting(max_draft, policy)
         self.totals = Totals()
 
@@ -79,28 +110,41 @@ class Book:
     def open(self, terms: Terms, prompt: Sequence[int]) -> Served:
         """Adds a sequence, with the drafts that arrived before it."""
         tokens = list(prompt)
+        served = self._served[terms.number] = Served(terms, tokens, self._pending(terms, []), self._clock())
+        served.usage.prompt_tokens = len(tokens)
+        early = self._pop_early(terms.number)
+        self._try(served, partial(self._begin, served))
+        for merge in early:
+            self._try(served, partial(merge, served))
+        return served
+
+    def _pending(self, terms: Terms, committed: list[int]) -> PendingDrafts:
+        """No drafts yet."""
         drafts = PendingDrafts(
-            committed=[],
+            committed=committed,
             max_new=terms.max_tokens,
             acceptance=AcceptanceEstimator(self._max_draft, parent=self.drafting.acceptance),
             chances=NodeChances(self.drafting.chances),
-            lookup=PromptLookup(tokens) if self._looks_up and not terms.once and not terms.is_probe else None,
             lag=DraftLag(terms.draft_lag_ms),
             patience_ms=terms.patience_ms,
-            num_own=len(terms.draft) if terms.once else None,
+            num_own=min(len(terms.draft), self._max_draft) if terms.once else None,
         )
+        drafts.trie.root.position = len(committed)
+        return drafts
+
+    def _begin(self, served: Served) -> None:
+        """Takes the draft that the request brought, and its prompt for lookups."""
+        terms, drafts = served.terms, served.drafts
+        if self._looks_up and not terms.once and not terms.is_probe:
+            drafts.lookup = PromptLookup(served.tokens)
         drafts.trie.merge(terms.draft, prefer=True)
-        served = self._served[terms.number] = Served(terms, tokens, drafts, self._clock())
-        served.usage.prompt_tokens = len(tokens)
-        early = self._early.pop(terms.number, ())
-        self._num_early -= len(early)
-        for merge in early:
-            merge(served)
-        return served
 
     def close(self, served: Served) -> None:
         """Forgets a sequence."""
         self._served.pop(served.terms.number, None)
+        self._ended[served.terms.number] = None
+        if len(self._ended) > _NUM_ENDED:
+            self._ended.popitem(last=False)
         self.totals.finished += not served.terms.is_probe
 
     def left_queue(self, served: Served, num_cached: int) -> None:
@@ -129,13 +173,41 @@ class Book:
     def _merge(self, number: int, merge: Callable[[Served], None]) -> None:
         served = self._served.get(number)
         if served is not None:
-            merge(served)
+            self._try(served, partial(merge, served))
             return
-        self._early.setdefault(number, []).append(merge)
+        if number in self._ended:
+            return
+        now = self._clock()
+        self._early.setdefault(number, (now, []))[1].append(merge)
         self._num_early += 1
-        while self._num_early > _MAX_EARLY:
-            _, dropped = self._early.popitem(last=False)
-            self._num_early -= len(dropped)
+        while self._early:
+            oldest, (since, _) = next(iter(self._early.items()))
+            if self._num_early <= _MAX_EARLY and now - since < _EARLY_S:
+                break
+            self._pop_early(oldest)
+
+    def _pop_early(self, number: int) -> Sequence[Callable[[Served], None]]:
+        _, early = self._early.pop(number, (0.0, []))
+        self._num_early -= len(early)
+        return early
+
+    # -- faults ------------------------------------------------------------------------------------------------------
+
+    def _try(self, served: Served, act: Callable[[], Any]) -> None:
+        """Does something with a sequence's drafts; if it raises, they are dropped."""
+        if served.is_muted:
+            return
+        try:
+            act()
+        except Exception as error:
+            self._mute(served, error)
+
+    def _mute(self, served: Served, error: Exception) -> None:
+        """Drops a sequence's drafts and takes no more of them, so that each sequence logs one fault at most."""
+        log_fault(error)
+        self.totals.faults += 1
+        served.is_muted = True
+        served.drafts = self._pending(served.terms, served.drafts.committed)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -146,8 +218,12 @@ class Book:
             served.drafts.has_company = num_company > 1
             if served.drafts.wait is NO_WAIT:
                 continue
-            if self.drafting.is_waiting(served.drafts, now):
-                sitting.add(served)
+            try:
+                if self.drafting.is_waiting(served.drafts, now):
+                    sitting.add(served)
+            except Exception as error:
+                self._mute(served, error)
+                continue
             self.totals.waited_s += served.drafts.waited_s - served.usage.waited_s
             served.usage.waited_s = served.drafts.waited_s
         return sitting
@@ -166,19 +242,47 @@ class Book:
             for served in decoding
             if served.terms.is_probe
         }
-        chosen = self.drafting.choose([served.drafts for served in others], max(0, budget), fixed, context)
-        paths = {served: list(chosen[served.drafts].tokens)[: self._max_draft] for served in others}
+        chosen = self._chosen(others, max(0, budget), fixed, context)
+        paths = {served: list(chosen.get(served.drafts, NOTHING).tokens)[: self._max_draft] for served in others}
         return paths | probed
+
+    def own_draft(self, served: Served, room: int) -> list[int]:
+        """The drafted tokens that a verify item brought, at most `room`; none for a session."""
+        found: list[list[int]] = []
+        self._try(served, lambda: found.append(served.drafts.own_draft(room)))
+        return found[0] if found else []
+
+    def _chosen(
+        self, decoding: Sequence[Served], budget: int, fixed: StepSize, context: float
+    ) -> dict[PendingDrafts, Chosen]:
+        """What the policy chooses. Where it raises, sequences with which it also raises alone lose their drafts."""
+        try:
+            return self.drafting.choose([served.drafts for served in decoding], budget, fixed, context)
+        except Exception as error:
+            found = error
+        for served in decoding:
+            self._try(served, partial(self.drafting.choose, [served.drafts], budget, fixed, context))
+        try:
+            return self.drafting.choose([served.drafts for served in decoding], budget, fixed, context)
+        except Exception:
+            self.totals.faults += 1
+            if self._clock() - self._logged_s >= _LOG_EVERY_S:
+                self._logged_s = self._clock()
+                log_fault(found)
+            return {}  # this step verifies no drafts
 
     def committed(self, served: Served, tokens: Sequence[int], *, is_over: bool, crowding: float) -> Pass:
         """Books the tokens of a pass. is_over: the sequence ends with them. crowding: sequences for each place."""
-        drafts, proposed = served.drafts, len(served.proposed)
-        base, accepted = len(drafts.committed), len(tokens) - 1
-        pending = drafts.trie.likeliest_of_device(self._max_draft)
+        drafts, accepted = served.drafts, len(tokens) - 1
+        base, proposed = len(drafts.committed), max(len(served.proposed), accepted)
         served.tokens += tokens
         drafts.committed.extend(tokens)
-        num_lookup = min(drafts.num_lookup_chosen, proposed)
-        looked_up = drafts.advance(tokens)
+        num_lookup, looked_up = min(drafts.num_lookup_chosen, proposed), 0
+        if not served.is_muted:
+            try:
+                looked_up = self._learn(served, tokens, is_over=is_over, crowding=crowding)
+            except Exception as error:
+                self._mute(served, error)
         served.usage.count_pass(len(tokens), proposed, accepted, looked_up)
         if not served.terms.is_probe:
             tested = 0
@@ -186,10 +290,17 @@ class Book:
                 tested = num_tested(accepted, tokens, served.proposed[accepted : accepted + 1])
                 self.drafting.distributions.verified(accepted, tested)
             self.totals.count_pass(len(tokens), proposed, accepted, num_lookup, looked_up, tested=tested)
-            if not is_over and not served.terms.once:
-                self.drafting.committed(drafts, pending, tokens, self._clock(), crowding=crowding)
         served.proposed, served.is_rerun = (), False
         return Pass(base, tokens, accepted, proposed, looked_up)
+
+    def _learn(self, served: Served, tokens: Sequence[int], *, is_over: bool, crowding: float) -> int:
+        """Moves the drafts to behind the committed `tokens`, and learns from these. Returns how many were looked up."""
+        drafts = served.drafts
+        pending = drafts.trie.likeliest_of_device(self._max_draft)
+        looked_up = drafts.advance(tokens)
+        if not (served.terms.is_probe or is_over or served.terms.once):
+            self.drafting.committed(drafts, pending, tokens, self._clock(), crowding=crowding)
+        return looked_up
 
     def stepped(
         self, size: StepSize, seconds: float, overhead_s: float, *, num_sequences: int = 1, is_probe: bool = False

@@ -11,14 +11,16 @@ import asyncio
 import hashlib
 import itertools
 import logging
+import multiprocessing
 import os
 import shutil
 import signal
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, field, replace
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -29,7 +31,8 @@ import zmq
 import zmq.asyncio
 
 from outrider.cloud.distributions import Distributions
-from outrider.cloud.engine.requests import check_draft, check_request, check_tree, deadline_exceeded
+from outrider.cloud.engine.requests import check_draft, check_request, check_tree, deadline_exceeded, require_room
+from outrider.cloud.engine.turnover import Turnover
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.seam import (
     CommitEvent,
@@ -46,8 +49,11 @@ from outrider.cloud.seam import (
 from outrider.cloud.vllm import wire
 from outrider.cloud.vllm.checks import refuse, require_vllm
 from outrider.cloud.vllm.kept import KeptPrefixes
-from outrider.cloud.vllm.options import ENVIRONMENT, VllmOptions
+from outrider.cloud.vllm.numbered import NumberedNodes
+from outrider.cloud.vllm.options import ENVIRONMENT, RUNNER_VARIABLE, VllmOptions
+from outrider.cloud.vllm.parent import PLACE_VARIABLE
 from outrider.cloud.vllm.terms import Terms
+from outrider.cloud.vllm.watch import TICK_S, Watch
 from outrider.models.errors import ConfigError, ModelFault, RequestError, RuntimeUnavailable
 from outrider.models.faults import log_fault
 from outrider.models.protocol import MAX_VERIFY_ITEMS
@@ -55,7 +61,8 @@ from outrider.models.runtimes.base import ModelLimits
 from outrider.models.sampling import SamplingParams
 from outrider.models.tree_draft import TreeDraft
 
-_HUNG_AFTER_S: Final = 60.0
+_PROBE_S: Final = 60.0
+"""How long the steps of one measurement may take."""
 _END_S: Final = 10.0
 """How long `stop` waits for cancelled sequences."""
 _SHUTDOWN_S: Final = 20.0
@@ -63,6 +70,10 @@ _SHUTDOWN_S: Final = 20.0
 _PROBE_SIZES: Final = (0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63)
 """Drafted tokens of the steps that `calibrate` times."""
 _PROBE_CONTEXT: Final = 64
+_MAX_PATH: Final = 107
+"""Bytes of a local socket's path; vLLM's names have 36."""
+_DIED: Final = "vLLM's engine process has died"
+_HANGS: Final = "a step hangs in vLLM"
 
 _log = logging.getLogger("outrider.cloud")
 
@@ -91,12 +102,18 @@ class _Sequence:
     number: int
     request: GenerateRequest
     sink: Sink
-    prompt: tuple[int, ...]
+    prompt: array[int]
     generated: list[int] = field(default_factory=list)
     ending: SequenceEndReason = "cancelled"  # what a cancellation means
     is_probe: bool = False
     is_added: bool = False  # vLLM knows of it
     is_cancelled: bool = False
+    due: asyncio.TimerHandle | None = None  # ends it at its deadline
+    nodes: NumberedNodes = field(init=False)
+    drafting: threading.Lock = field(default_factory=threading.Lock)  # guards `nodes`
+
+    def __post_init__(self) -> None:
+        self.nodes = NumberedNodes(self.generated)
 
 
 class VllmEngine(ServingEngine):
@@ -107,6 +124,7 @@ class VllmEngine(ServingEngine):
         self._config = config
         self.version = require_vllm()
         self._place = Path(tempfile.mkdtemp(prefix="outrider-vllm-"))  # mode 0700
+        self._others = set(multiprocessing.active_children())
         self._sequences: dict[int, _Sequence] = {}
         self._numbers = itertools.count(1)
         self._kept = KeptPrefixes(config.max_kept, time.monotonic, max_s=config.max_kept_s)
@@ -117,17 +135,21 @@ class VllmEngine(ServingEngine):
         self._sending = threading.Lock()  # a socket is for one thread at a time
         self._is_empty = threading.Event()
         self._is_draining = False
+        self._is_closed = False
         self._death: str | None = None
-        self._heard_at = time.monotonic()
+        self._on_death: Callable[[str], None] | None = None
+        self._watch = Watch()
+        self._turnover = Turnover()
         self._tasks: set[asyncio.Task[None]] = set()
         self._context = zmq.Context()
-        self._orders = wire.open_socket(self._context, zmq.PUSH)
+        self._orders = wire.open_socket(self._context, zmq.PUSH, wire.MAX_ORDERS)
         self._orders.connect(wire.orders_address(self._place))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="outrider-vllm", daemon=True)
         self._thread.start()
+        self._opening = asyncio.run_coroutine_threadsafe(self._open(), self._loop)
         try:
-            self._limits: ModelLimits = self._on_loop(self._open())
+            self._limits: ModelLimits = self._opening.result()
         except BaseException:
             self.close()
             raise
@@ -139,31 +161,46 @@ class VllmEngine(ServingEngine):
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     async def _open(self) -> ModelLimits:
+        if len(bytes(self._place)) + 1 + 36 > _MAX_PATH:
+            raise ConfigError(f"{self._place} is too long for the paths of local sockets; set TMPDIR to a shorter one")
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if self._is_closed:
+            raise RuntimeUnavailable("the load was interrupted")
         # vLLM's processes inherit this thread's mask: Ctrl-C reaches all processes of a terminal, and would end them
         # while this one drains. The tracker, which Python starts beside them, would clear the mask.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         config = self._config
-        settings = wire.Settings(config.max_draft, config.policy.value, config.looks_up)
+        settings = wire.Settings(config.max_running, config.max_draft, config.policy.value, config.looks_up)
         (self._place / wire.SETTINGS_NAME).write_bytes(msgspec.json.encode(settings))
         self._reports = wire.open_socket(zmq.asyncio.Context.shadow(self._context), zmq.PULL)
         self._reports.bind(wire.reports_address(self._place))
         self._reader = asyncio.create_task(self._read_reports())
-        os.environ[wire.PLACE_VARIABLE] = str(self._place)
+        # vLLM's own sockets and files, too, are where only this user can reach them: some carry pickle.
+        names = (PLACE_VARIABLE, "VLLM_RPC_BASE_PATH", "TMPDIR")
+        before = {name: os.environ.get(name) for name in names}
+        os.environ |= dict.fromkeys(names, str(self._place))
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**config.arguments))
         except (ValueError, OSError) as error:  # of the model or the options; vLLM words them
             raise ConfigError(f"vLLM cannot serve this model: {error}") from error
         except RuntimeError as error:
-            raise RuntimeUnavailable(f"vLLM's engine process did not start ({error}); its log is above") from error
+            raise RuntimeUnavailable(
+                f"vLLM's engine process did not start ({error}); its log is above. If it names the KV cache, change "
+                "--kv-cache-mb, or --vllm-option gpu_memory_utilization or max_model_len"
+            ) from error
         finally:
-            del os.environ[wire.PLACE_VARIABLE]
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
         for found in await self._llm.collective_rpc("outrider_install"):
             self.runner = str(found["runner"])
             refuse(f"{self.version} with {self.runner}", found["missing"])
+        self._watcher = asyncio.create_task(self._watch_vllm())
         model = self._llm.model_config
         return ModelLimits(model.get_vocab_size(), model.max_model_len)
 
@@ -191,14 +228,21 @@ class VllmEngine(ServingEngine):
                 self.cancel(number)
 
         request = GenerateRequest(prompt, SamplingParams(), longest)
-        number = self._submit(request, prompt, sink, probe=size)
-        if not ended.wait(_HUNG_AFTER_S):
+        number = self._submit(request, array("i", prompt), sink, probe=size)
+        if not ended.wait(_PROBE_S):
             raise RuntimeUnavailable("a step of vLLM does not return; its log is above")
         if ends[0].error is not None:
             raise ModelFault(f"a step of vLLM failed: {ends[0].error}")
 
     def start(self) -> None:
-        """Requests are let in from the beginning; nothing is left to do."""
+        """Does nothing: requests are accepted from the start."""
+
+    def on_death(self, act: Callable[[str], None]) -> None:
+        """Has `act` called with the reason when vLLM has died or hangs; at once if it has."""
+        with self._gate:
+            self._on_death, death = act, self._death
+        if death is not None:
+            act(death)
 
     def stop(self, *, drain_s: float = 0.0) -> None:
         """Refuses new work, lets running sequences finish for up to `drain_s` seconds, then ends the rest. Blocking."""
@@ -226,9 +270,12 @@ class VllmEngine(ServingEngine):
 
     def close(self) -> None:
         """Ends vLLM's processes. Call it after `stop`, once."""
+        self._is_closed = True
         llm = getattr(self, "_llm", None)
         if llm is not None:
             llm.shutdown(timeout=_SHUTDOWN_S)
+        else:
+            self._end_load()
         if self._loop.is_running():
             try:
                 self._on_loop(self._end_tasks(), _END_S)
@@ -236,9 +283,21 @@ class VllmEngine(ServingEngine):
                 _log.warning("vLLM's tasks did not end")
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=_END_S)
+            if not self._thread.is_alive():
+                self._loop.close()
         self._orders.close()
         self._context.destroy(linger=0)
         shutil.rmtree(self._place, ignore_errors=True)
+
+    def _end_load(self) -> None:
+        """Kills the processes of a load that was interrupted: Python waits for them at its end."""
+        deadline = time.monotonic() + _SHUTDOWN_S
+        while time.monotonic() < deadline:
+            for child in set(multiprocessing.active_children()) - self._others:
+                child.kill()
+            if wait([self._opening], timeout=0.1).done:
+                return
+        _log.warning("vLLM's load did not end")
 
     async def _end_tasks(self) -> None:
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -267,9 +326,9 @@ class VllmEngine(ServingEngine):
                 )
             held = found
         check_request(request, len(held), self._limits)
-        return self._submit(request, (*held, *request.prompt), sink)
+        return self._submit(request, array("i", held) + array("i", request.prompt), sink)
 
-    def _submit(self, request: GenerateRequest, prompt: tuple[int, ...], sink: Sink, probe: int | None = None) -> int:
+    def _submit(self, request: GenerateRequest, prompt: array[int], sink: Sink, probe: int | None = None) -> int:
         terms = Terms(
             number=next(self._numbers),
             params=request.params,
@@ -279,6 +338,8 @@ class VllmEngine(ServingEngine):
             draft=request.draft,
             once=request.once,
             probe=probe,
+            owner=hashlib.sha256(request.owner).digest(),
+            priority=request.priority,
         )
         sequence = _Sequence(terms.number, request, sink, prompt, is_probe=probe is not None)
         with self._gate:  # otherwise a request could arrive after the end of everything
@@ -287,24 +348,27 @@ class VllmEngine(ServingEngine):
             if self.fault() is not None:
                 raise RequestError("engine_failed", "the server's engine has failed; use another server", status=503)
             if not self._sequences:
-                self._heard_at = time.monotonic()
+                self._watch.heard()
             self._sequences[terms.number] = sequence
         self._loop.call_soon_threadsafe(self._begin, sequence, terms)
-        if request.deadline_ms is not None:
-            delay_s = request.deadline_ms / 1e3
-            self._loop.call_soon_threadsafe(self._loop.call_later, delay_s, self.end, [terms.number], "deadline")
         return terms.number
 
     def _require_room(self, request: GenerateRequest) -> None:
-        """Raises RequestError `overloaded` if the queue is full; as in the embedded engine, owners share it."""
-        num_waiting = len(self._sequences) - self._config.max_running
-        if num_waiting < self._config.max_queue:
-            return
-        requests = Counter(sequence.request.owner for sequence in list(self._sequences.values()))
-        num_owners = len(requests) + (request.owner not in requests)
-        is_heavy = requests[request.owner] * num_owners >= self._config.max_queue
-        if is_heavy or num_waiting >= 2 * self._config.max_queue:
-            raise RequestError("overloaded", f"{num_waiting} requests are queued already; try again later", status=503)
+        """Raises RequestError `overloaded` if the queue is full, by requests or by tokens."""
+        config, gauges = self._config, self._gauges
+        if len(self._sequences) >= config.max_running:
+            here = [
+                (each.request.owner, len(each.prompt) + len(each.generated)) for each in list(self._sequences.values())
+            ]
+            cache_tokens = gauges.num_blocks * gauges.block_size if gauges else 0
+            require_room(
+                request.owner,
+                here,
+                config.max_running,
+                config.max_queue,
+                cache_tokens,
+                lambda num_ahead: self._turnover.retry_after_s(num_ahead, time.monotonic()),
+            )
 
     def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
         """Adds guesses of what follows the first `base` committed tokens. Raises RequestError."""
@@ -319,10 +383,7 @@ class VllmEngine(ServingEngine):
         self._send(order)
 
     def draft_tree(self, sequence_id: int, message: TreeDraft) -> None:
-        """Adds guesses as a part of a tree. Raises RequestError.
-
-        A message below nodes of earlier messages is never found stale here: the tree is in the engine process.
-        """
+        """Adds guesses as a part of a tree. Raises RequestError."""
         sequence = self._session(sequence_id)
         order = wire.TreeOrder(
             sequence_id,
@@ -333,13 +394,16 @@ class VllmEngine(ServingEngine):
             list(message.levels),
             time.monotonic(),
         )
-        try:
-            check_tree(message, lambda number: None, sequence.generated, self._limits)
-        except RequestError as error:
-            if error.code == "stale_draft":
-                self._send(order)
-            raise
-        self._send(order)
+        with sequence.drafting:
+            try:
+                check_tree(message, sequence.nodes.position_of, sequence.generated, self._limits)
+            except RequestError as error:
+                if error.code == "stale_draft":
+                    sequence.nodes.add(message)
+                    self._send(order)
+                raise
+            sequence.nodes.add(message)
+            self._send(order)
 
     def _session(self, sequence_id: int) -> _Sequence:
         sequence = self._sequences.get(sequence_id)
@@ -354,7 +418,7 @@ class VllmEngine(ServingEngine):
             try:
                 self._orders.send(wire.encode(order), zmq.NOBLOCK)
             except zmq.ZMQError:
-                pass  # the engine process has died, and a draft may be lost at any time
+                pass  # the engine process hangs, or has died, and a draft may be lost at any time
 
     def cancel(self, sequence_id: int) -> None:
         """Ends a sequence early; does nothing if it is over."""
@@ -367,9 +431,9 @@ class VllmEngine(ServingEngine):
     def fault(self) -> str | None:
         """Why the engine cannot work now; None when it can."""
         if self._death is None and self._llm.errored:
-            return "vLLM's engine process has died"
-        if self._sequences and time.monotonic() - self._heard_at > _HUNG_AFTER_S:
-            return "a step hangs in vLLM"
+            return _DIED
+        if self._death is None and self._watch.is_hung:
+            return _HANGS
         return self._death
 
     def stats(self) -> EngineStats:
@@ -397,6 +461,9 @@ class VllmEngine(ServingEngine):
     # -- the engine's thread -----------------------------------------------------------------------------------------
 
     def _begin(self, sequence: _Sequence, terms: Terms) -> None:
+        if sequence.request.deadline_ms is not None:
+            delay_s = sequence.request.deadline_ms / 1e3
+            sequence.due = self._loop.call_later(delay_s, self.end, [terms.number], "deadline")
         task = self._loop.create_task(self._generate(sequence, terms))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -418,19 +485,20 @@ class VllmEngine(ServingEngine):
                 extra_args=terms.extra_args(),
             )
             is_shared = self._config.share_between_owners
-            salt = None if is_shared else hashlib.sha256(sequence.request.owner).hexdigest()
+            salt = None if is_shared else terms.owner.hex()
             prompt = tokens_input(list(sequence.prompt), cache_salt=salt)
             outputs = await self._llm.add_request(_name(terms.number), prompt, params)
             sequence.is_added = True
             if sequence.is_cancelled:
                 await self._llm.abort(_name(terms.number))
             await outputs.get()  # the end, or an error
+            self._watch.answered(sequence.number)
         except asyncio.CancelledError:
             raise
         except Exception as error:
             log_fault(error)
             if self._llm.errored:
-                self._die(error)
+                self._die(_DIED)
             else:
                 self._end(sequence.number, "error", _usage(sequence), _failed())
 
@@ -444,6 +512,32 @@ class VllmEngine(ServingEngine):
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    async def _watch_vllm(self) -> None:
+        """Notices what no report and no request shows: that vLLM has died while idle, hangs, or dropped a request."""
+        while self._death is None and not self._is_closed:
+            await asyncio.sleep(TICK_S)
+            lost = self._watch.tick(self._sequences)
+            if self._is_closed:
+                return
+            if self._llm.errored:
+                self._die(_DIED)
+            elif self._watch.is_dead:
+                self._die(_HANGS)
+            for number in lost:
+                _log.error("vLLM has dropped a request; its log is above")
+                self._fail(number)
+            self._kept.release_old()
+
+    def _fail(self, number: int) -> None:
+        """Ends a sequence with an error, here and in vLLM."""
+        sequence = self._sequences.get(number)
+        if sequence is not None:
+            self._abort(number)
+            try:
+                self._end(number, "error", _usage(sequence), _failed())
+            except Exception as error:  # of its sink, again
+                log_fault(error)
+
     async def _read_reports(self) -> None:
         while True:
             message = await self._reports.recv()
@@ -453,25 +547,37 @@ class VllmEngine(ServingEngine):
                 log_fault(error)
 
     def _take(self, report: wire.Report) -> None:
-        self._heard_at = time.monotonic()
+        self._watch.heard()
         self._gauges, self._totals = report.gauges, report.gauges.to_totals()
         for commit in report.commits:
-            sequence = self._sequences.get(commit.number)
-            if sequence is not None:
-                sequence.generated.extend(commit.tokens)
-                sequence.sink(
-                    CommitEvent(commit.base, tuple(commit.tokens), commit.accepted, commit.proposed, commit.looked_up)
-                )
+            self._try(commit.number, self._take_commit, commit)
         for end in report.ends:
-            sequence = self._sequences.get(end.number)
-            if sequence is None:
-                continue
-            usage = _usage(sequence)
-            usage.target_passes, usage.waited_s = end.passes, end.waited_s
-            usage.accepted_tokens, usage.rejected_tokens = end.accepted, end.rejected
-            usage.cached_prompt_tokens, usage.looked_up_tokens = end.cached_prompt_tokens, end.looked_up
-            fault = _not_finite() if end.reason == "fault" else None
-            self._end(end.number, _reason(end.reason, sequence), usage, fault)
+            self._try(end.number, self._take_end, end)
+
+    def _try(self, number: int, take: Callable[[_Sequence, Any], None], what: wire.Commit | wire.End) -> None:
+        """Takes a part of a report; a bug of ours ends this sequence, and leaves the others their tokens."""
+        sequence = self._sequences.get(number)
+        if sequence is None:
+            return
+        try:
+            take(sequence, what)
+        except Exception as error:
+            log_fault(error)
+            self._fail(number)
+
+    def _take_commit(self, sequence: _Sequence, commit: wire.Commit) -> None:
+        sequence.generated.extend(commit.tokens)
+        sequence.sink(
+            CommitEvent(commit.base, tuple(commit.tokens), commit.accepted, commit.proposed, commit.looked_up)
+        )
+
+    def _take_end(self, sequence: _Sequence, end: wire.End) -> None:
+        usage = _usage(sequence)
+        usage.target_passes, usage.waited_s = end.passes, end.waited_s
+        usage.accepted_tokens, usage.rejected_tokens = end.accepted, end.rejected
+        usage.cached_prompt_tokens, usage.looked_up_tokens = end.cached_prompt_tokens, end.looked_up
+        fault = _not_finite() if end.reason == "fault" else None
+        self._end(end.number, _reason(end.reason, sequence), usage, fault)
 
     def _end(
         self, number: int, reason: SequenceEndReason, usage: SequenceUsage, error: RequestError | None = None
@@ -479,6 +585,9 @@ class VllmEngine(ServingEngine):
         sequence = self._sequences.pop(number, None)
         if sequence is None:
             return
+        if sequence.due is not None:
+            sequence.due.cancel()
+        self._turnover.note(time.monotonic())
         if reason == "deadline" and not sequence.generated:
             reason, error = "error", deadline_exceeded()
         name = None
@@ -490,11 +599,15 @@ class VllmEngine(ServingEngine):
         if not self._sequences:
             self._is_empty.set()
 
-    def _die(self, error: BaseException) -> None:
+    def _die(self, why: str) -> None:
         """Refuses new work for good, and ends what is open."""
         with self._gate:
-            self._death = f"vLLM's engine process has died: {type(error).__name__}"
+            if self._death is not None:
+                return
+            self._death, act = why, self._on_death
         self._end_all("error", _failed())
+        if act is not None:
+            act(why)
 
     def _end_all(self, reason: SequenceEndReason, error: RequestError | None) -> None:
         for sequence in list(self._sequences.values()):
@@ -505,7 +618,7 @@ class VllmEngine(ServingEngine):
 def set_environment(options: VllmOptions, num_threads: int) -> None:
     """Sets what vLLM reads from the environment. Call it before vLLM is imported."""
     os.environ.update(ENVIRONMENT)
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if options.runner == "v2" else "0"
+    os.environ[RUNNER_VARIABLE] = "1" if options.runner == "v2" else "0"
     if num_threads:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["OMP_NUM_THREADS"] = str(num_threads)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from outrider.cloud.vllm.checks import missing_attributes
+from outrider.cloud.vllm.options import RUNNER_VARIABLE
+from outrider.cloud.vllm.parent import end_with_parent
+
+end_with_parent()  # vLLM imports this module before it loads weights
 
 V1_RUNNER_ATTRIBUTES = (
     "input_batch.num_reqs",
@@ -22,7 +27,12 @@ V1_RUNNER_ATTRIBUTES = (
 """What the samplers touch of the V1 model runner; none is public."""
 
 
+V1_RUNNER_MODULE = "vllm.v1.worker.gpu_model_runner"
 V2_RUNNER_MODULE = "vllm.v1.worker.gpu.model_runner"
+"""Of the runners' classes; those of other devices are derived from them."""
+
+
+_SYNCHRONOUS = "synchronous scheduling"
 
 
 class OutriderExtension:
@@ -35,20 +45,27 @@ class OutriderExtension:
         runner = self.model_runner
         kind = type(runner)
         found = {"runner": f"{kind.__module__}.{kind.__qualname__}", "missing": list[str]()}
-        if any(each.__module__ == V2_RUNNER_MODULE for each in kind.__mro__):
+        is_v2 = os.environ.get(RUNNER_VARIABLE) == "1"
+        expected = V2_RUNNER_MODULE if is_v2 else V1_RUNNER_MODULE
+        missing = [] if any(each.__module__ == expected for each in kind.__mro__) else [f"the runner of {expected}"]
+        if is_v2:
+            if missing:
+                return found | {"missing": missing}
             from outrider.cloud.vllm import v2
 
             missing = missing_attributes(runner, v2.ATTRIBUTES)
+            if not missing and runner.scheduler_config.async_scheduling:
+                missing = [_SYNCHRONOUS]
             if not missing:
                 v2.install(runner)
                 if runner.kv_block_zeroer is None:
                     runner._init_kv_zero_meta()
             return found | {"missing": missing}
-        missing = missing_attributes(runner, V1_RUNNER_ATTRIBUTES)
+        missing += missing_attributes(runner, V1_RUNNER_ATTRIBUTES)
         if missing:
             return found | {"missing": missing}
         if runner.use_async_scheduling:
-            return found | {"missing": ["synchronous scheduling"]}
+            return found | {"missing": [_SYNCHRONOUS]}
         from outrider.cloud.vllm.sampler import OutriderSampler, OutriderVerifier, Rows
 
         rows = Rows(runner)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 _OWNERS_AT_MOST: Final = 8
-"""Owners that may keep as many prefixes as they are allowed to; beyond, the oldest of all goes."""
+"""Owners that may keep as many prefixes as they are allowed to; beyond, who keeps most loses its oldest."""
 
 
 class KeptPrefixes:
@@ -30,6 +30,7 @@ class KeptPrefixes:
         self._salt = secrets.token_bytes(16)
         self._kept: OrderedDict[tuple[bytes, str], tuple[float, array[int]]] = OrderedDict()
         self._num_of: dict[bytes, int] = {}
+        self._tokens_of: dict[bytes, int] = {}
         self._num_tokens = 0
         self._lock = threading.Lock()
 
@@ -44,14 +45,32 @@ class KeptPrefixes:
             self._pop((owner, name))
             self._kept[owner, name] = self._clock(), ids
             self._num_of[owner] = self._num_of.get(owner, 0) + 1
+            self._tokens_of[owner] = self._tokens_of.get(owner, 0) + len(ids)
             self._num_tokens += len(ids)
+            self._pop_old()
             if self._num_of[owner] > self._max_each:
-                self._pop(next(key for key in self._kept if key[0] == owner))
-            while len(self._kept) > 1 and (
-                len(self._kept) > self._max_each * _OWNERS_AT_MOST or self._num_tokens > self._max_tokens
-            ):
-                self._pop(next(iter(self._kept)))
+                self._pop_oldest(owner)
+            while len(self._kept) > self._max_each * _OWNERS_AT_MOST:
+                self._pop_oldest(max(self._num_of, key=self._num_of.__getitem__))
+            while len(self._kept) > 1 and self._num_tokens > self._max_tokens:
+                self._pop_oldest(max(self._tokens_of, key=self._tokens_of.__getitem__))
         return name
+
+    def release_old(self) -> None:
+        """Forgets what is too old. Call it now and then: an idle server keeps no texts."""
+        with self._lock:
+            self._pop_old()
+
+    def _pop_old(self) -> None:
+        now = self._clock()
+        while self._kept:
+            key, (since, _) = next(iter(self._kept.items()))  # the oldest
+            if now - since < self._max_s:
+                return
+            self._pop(key)
+
+    def _pop_oldest(self, owner: bytes) -> None:
+        self._pop(next(key for key in self._kept if key[0] == owner))
 
     def find(self, owner: bytes, name: str) -> Sequence[int] | None:
         """An owner's kept text, which stays kept; None when it is not here, or too old."""
@@ -70,8 +89,9 @@ class KeptPrefixes:
         if found is not None:
             self._num_tokens -= len(found[1])
             self._num_of[key[0]] -= 1
+            self._tokens_of[key[0]] -= len(found[1])
             if not self._num_of[key[0]]:
-                del self._num_of[key[0]]
+                del self._num_of[key[0]], self._tokens_of[key[0]]
 
 
 def _salt(owner: bytes) -> bytes:

@@ -21,19 +21,28 @@ Quantization = Literal["", "awq", "gptq", "compressed-tensors", "fp8"]
 MAX_DRAFT: Final = 64
 """Most drafted tokens a step; vLLM's own limit is 128, and each place in the batch reserves rows for them."""
 
+_SLOTS_PER_PLACE: Final = 4
+"""Sequences that may have blocks, for each that takes part in a step: they take turns without being computed again."""
+
 PROPOSER: Final = "outrider.cloud.vllm.proposer.Empty"
 SCHEDULER: Final = "outrider.cloud.vllm.scheduler.OutriderScheduler"
 LOGITS_PROCESSOR: Final = "outrider.cloud.vllm.v2:OutriderPick"
 EXTENSION: Final = "outrider.cloud.vllm.extension.OutriderExtension"
 
+RUNNER_VARIABLE: Final = "VLLM_USE_V2_MODEL_RUNNER"
 ENVIRONMENT: Final = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",  # the model is a directory
     "HF_HUB_DISABLE_TELEMETRY": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a forked process would hold the server's port and its keys
     "VLLM_PLUGINS": "",  # no package may add code by being installed
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # no pickle on vLLM's own sockets
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # no pickle between server and engine process
+    "GLOO_SOCKET_IFNAME": "lo",  # torch's process groups listen, else at the host's own address; one machine only
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
 }
 """Set for vLLM's processes, whatever the user's environment says."""
 
@@ -132,7 +141,7 @@ def engine_arguments(
         "dtype": options.dtype,
         "kv_cache_dtype": options.kv_cache_dtype,
         "tensor_parallel_size": options.tensor_parallel_size,
-        "max_num_seqs": max_running,
+        "max_num_seqs": min(max(max_running, step_tokens), _SLOTS_PER_PLACE * max_running),
         "max_num_batched_tokens": step_tokens,
         "enable_chunked_prefill": True,
         "enable_prefix_caching": shares_prefixes,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -17,23 +17,26 @@ from typing import Any, Final
 import msgspec
 import zmq
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import core
 from vllm.v1.request import Request, RequestStatus
 
 from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.vllm import wire
 from outrider.cloud.vllm.book import Book, Pass, Served
+from outrider.cloud.vllm.checks import SCHEDULER_STATE, missing_attributes, refuse
+from outrider.cloud.vllm.parent import PLACE_VARIABLE, end_with_parent
+from outrider.cloud.vllm.places import Places
 from outrider.cloud.vllm.terms import terms_of
+from outrider.models.faults import log_fault
 from outrider.models.tree_draft import TreeDraft
+
+_log = logging.getLogger("outrider.cloud")
 
 _SLICE_S: Final = 0.002
 """While all sequences wait for drafts: how long the engine process listens for one before it looks for requests."""
-_MAX_ORDERS: Final = 4096
-"""Draft messages read before a step: a flood of them holds up no step for long."""
 FAULTY: Final = -1
 """What the samplers give for a row of logits that is not finite."""
-
-_log = logging.getLogger("outrider.cloud")
 
 
 class OutriderScheduler(Scheduler):
@@ -43,11 +46,14 @@ class OutriderScheduler(Scheduler):
     max_num_active_reqs: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        end_with_parent()
+        silence_dumps()
         super().__init__(*args, **kwargs)
-        place = Path(os.environ[wire.PLACE_VARIABLE])
+        refuse("vLLM's scheduler", missing_attributes(self, SCHEDULER_STATE))
+        place = Path(os.environ[PLACE_VARIABLE])
         settings = msgspec.json.decode((place / wire.SETTINGS_NAME).read_bytes(), type=wire.Settings)
         context = self._context = zmq.Context()
-        self._orders = wire.open_socket(context, zmq.PULL)
+        self._orders = wire.open_socket(context, zmq.PULL, wire.MAX_ORDERS)
         self._orders.bind(wire.orders_address(place))
         self._reports = wire.open_socket(context, zmq.PUSH)
         self._reports.connect(wire.reports_address(place))
@@ -57,7 +63,12 @@ class OutriderScheduler(Scheduler):
             looks_up=settings.looks_up,
             clock=time.monotonic,
         )
-        self._num_places = self.max_num_active_reqs
+        self._num_slots = self.max_num_active_reqs
+        self._places = Places(settings.max_running, self.max_num_scheduled_tokens)
+        self._num_promised = 0  # blocks for newcomers of the present step
+        self._shares: dict[str, int] = {}  # prompt tokens, drafts of an item included, by request
+        self._first_drafts: dict[str, list[int]] = {}  # verified with the end of a prompt
+        self._num_left = 0  # tokens that the present step still has room for
         self._of_request: dict[str, Served] = {}
         self._passes: dict[Served, Pass] = {}  # of the present step
         self._ends: list[wire.End] = []
@@ -77,7 +88,9 @@ class OutriderScheduler(Scheduler):
         params = request.sampling_params
         terms = terms_of(params.extra_args) if params is not None else None
         if terms is not None and request.request_id not in self.requests:
-            self._of_request[request.request_id] = self._book.open(terms, request.prompt_token_ids)
+            served = self._of_request[request.request_id] = self._book.open(terms, request.prompt_token_ids)
+            served.name = request.request_id
+            self._places.open(served)
         super().add_request(request)
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
@@ -93,6 +106,7 @@ class OutriderScheduler(Scheduler):
 
     def _end(self, request_id: str, served: Served, reason: str) -> None:
         del self._of_request[request_id]
+        self._places.close(served)
         self._book.close(served)
         usage = served.usage
         self._ends.append(
@@ -119,15 +133,15 @@ class OutriderScheduler(Scheduler):
             waits = [served for request in sitting if (served := self._of_request.get(request.request_id))]
             self._read_orders(min(_SLICE_S, self._book.next_deadline(waits, started)))
             sitting = self._sitting(time.monotonic())
-        with self._without(sitting):
-            self._choose()
-            output = super().schedule(throttle_prefills)
+        output = self._schedule_fairly(sitting, throttle_prefills)
         for request_id, count in output.num_scheduled_tokens.items():
             served = self._of_request.get(request_id)
             if served is not None and served.is_rerun:
                 request = self.requests[request_id]
-                first = -(-(request.num_computed_tokens - count) // self.block_size)  # the first new block
-                self._spoiled.update(*(group[first:] for group in self.kv_cache_manager.get_block_ids(request_id)))
+                computed = request.num_computed_tokens - count
+                groups = self.kv_cache_manager.get_block_ids(request_id)
+                for blocks, group in zip(groups, self.kv_cache_config.kv_cache_groups, strict=True):
+                    self._spoiled.update(blocks[-(-computed // group.kv_cache_spec.block_size) :])  # the new ones
         if self._spoiled:
             output.new_block_ids_to_zero = sorted(self._spoiled.union(output.new_block_ids_to_zero or ()))
             self._spoiled.clear()
@@ -137,9 +151,9 @@ class OutriderScheduler(Scheduler):
                 self._book.left_queue(served, new.num_computed_tokens)
         self._book.totals.preempted += len(output.preempted_req_ids or ())
         for request_id, served in self._of_request.items():
-            # vLLM may cut drafts, and pads some requests with -1.
+            # vLLM may cut drafts, and pads some requests with -1; the V2 runner verifies that as token 0.
             drafted = output.scheduled_spec_decode_tokens.get(request_id, ())
-            served.proposed = [token for token in drafted if token >= 0]
+            served.proposed = [token for token in drafted if token >= 0 or self.use_v2_model_runner]
         self._ordered_s = time.monotonic()
         self._overhead_s = self._ordered_s - started
         return output
@@ -183,7 +197,8 @@ class OutriderScheduler(Scheduler):
             self._end(request.request_id, served, "fault")
             return [], True
         new_token_ids, is_over = super()._update_request_with_output(request, new_token_ids, is_stale)
-        crowding = (len(self.running) + len(self.waiting)) / self._num_places
+        self._places.committed(served)
+        crowding = self._places.crowding(served)
         done = self._book.committed(served, new_token_ids, is_over=is_over, crowding=crowding)
         if served.terms.once:
             if not is_over and served.is_answered:
@@ -257,21 +272,20 @@ class OutriderScheduler(Scheduler):
     def _read_orders(self, wait_s: float) -> None:
         """Merges the drafts that have arrived; waits up to `wait_s` for the first."""
         wait_ms = round(wait_s * 1e3)
-        for _ in range(_MAX_ORDERS):
+        for _ in range(wire.MAX_ORDERS):
             if not self._orders.poll(wait_ms):
                 return
             wait_ms = 0
             message = self._orders.recv()
             try:
                 order = wire.decode_order(message)
-            except msgspec.MsgspecError as error:  # only a bug of ours writes one
-                _log.error("a draft message cannot be read: %s", error)
-                continue
-            if isinstance(order, wire.PathsOrder):
-                self._book.take_paths(order.number, order.base, order.paths, order.arrived)
-            else:
-                tree = TreeDraft(order.base, order.first, order.tokens, order.parents, order.levels)
-                self._book.take_tree(order.number, tree, order.arrived)
+                if isinstance(order, wire.PathsOrder):
+                    self._book.take_paths(order.number, order.base, order.paths, order.arrived)
+                else:
+                    tree = TreeDraft(order.base, order.first, order.tokens, order.parents, order.levels)
+                    self._book.take_tree(order.number, tree, order.arrived)
+            except Exception as error:  # only a bug of ours; no message may end the engine, and a draft may be lost
+                log_fault(error)
 
     def _decoding(self) -> list[tuple[Request, Served]]:
         """Running requests of ours whose prompt is complete: they commit at least one token in their next step."""
@@ -288,54 +302,148 @@ class OutriderScheduler(Scheduler):
         sitting = self._book.waiting([served for _, served in pairs], now, len(self.running))
         return [request for request, served in pairs if served in sitting]
 
+    # -- shares ------------------------------------------------------------------------------------------------------
+
+    def _schedule_fairly(self, sitting: list[Request], throttle_prefills: bool) -> Any:
+        """A step in which owners share places and prompt tokens evenly. sitting: who waits for a draft."""
+        self._num_promised = 0
+        newcomers = self._places.newcomers(self._make_room)
+        away = set(sitting)
+        ready = [self._of_request[r.request_id] for r in self.running if r not in away]
+        chosen = self._places.take_part([*ready, *newcomers])
+        self._places.not_admitted([served for served in newcomers if served not in chosen])
+        newcomers = [served for served in newcomers if served in chosen]
+        hidden = [r for r in self.running if r in away or self._of_request[r.request_id] not in chosen]
+        with self._without(hidden):
+            newcomers = self._choose(newcomers)
+            self._queue_first([self.requests[served.name] for served in newcomers])
+            self.max_num_active_reqs = len(self.running) + len(newcomers)
+            output = super().schedule(throttle_prefills)
+        scheduled = output.num_scheduled_tokens
+        self._places.not_admitted([served for served in newcomers if served.name not in scheduled])
+        self._places.took_part(self._of_request[name] for name in scheduled)
+        drafts = output.scheduled_spec_decode_tokens
+        for name, tokens in self._first_drafts.items():
+            if name in scheduled:
+                drafts[name] = [*tokens, *drafts.get(name, ())[len(tokens) :]]
+        return output
+
+    def _make_room(self, served: Served, givers: Callable[[], list[Served]]) -> bool:
+        """Whether a queued sequence gets blocks in this step; those of `givers` are taken if that suffices."""
+        per_block = self.block_size
+        needed = -(-(self.requests[served.name].num_tokens + 1) // per_block) * len(
+            self.kv_cache_config.kv_cache_groups
+        )
+        pool = self.kv_cache_manager.block_pool
+        num_free = pool.get_num_free_blocks() - self._num_promised
+        num_slots = self._num_slots - self._places.num_running
+        if (num_free < needed or num_slots < 1) and self._places.num_running:
+            giving: list[Request] = []
+            for giver in givers():
+                request = self.requests[giver.name]
+                giving.append(request)
+                num_slots += 1
+                groups = self.kv_cache_manager.get_block_ids(giver.name)
+                num_free += sum(pool.blocks[block].ref_cnt == 1 for group in groups for block in group)
+                if num_free >= needed and num_slots >= 1:
+                    break
+            else:
+                return False
+            for request in giving:
+                self.running.remove(request)
+                self._preempt_request(request, time.monotonic())
+        self._num_promised += needed
+        return True
+
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
+        """Takes a request's blocks, and queues it again."""
+        super()._preempt_request(request, timestamp, drop_stale_output)
+        served = self._of_request.get(request.request_id)
+        if served is not None:
+            self._places.returned(served)
+
+    def _queue_first(self, requests: list[Request]) -> None:
+        """Moves requests to the front of the queue."""
+        if requests:
+            first = set(requests)
+            rest = [request for request in self.waiting if request not in first]
+            self.waiting.clear()
+            self.waiting.extend([*requests, *rest])
+
     @contextmanager
-    def _without(self, sitting: list[Request]) -> Iterator[None]:
-        """Hides requests from a step. They keep their blocks, and their places in the batch."""
-        if not sitting:
-            yield
-            return
-        hidden, before = set(sitting), self.running
-        self.running = [request for request in before if request not in hidden]
-        self.max_num_active_reqs = self._num_places - len(hidden)
+    def _without(self, hidden: list[Request]) -> Iterator[None]:
+        """Hides requests from a step. They keep their blocks."""
+        away, before = set(hidden), self.running
+        self.running = [request for request in before if request not in away]
         try:
             yield
         finally:
-            self.max_num_active_reqs = self._num_places
             now, known = set(self.running), set(before)
-            stayed = [request for request in before if request in hidden or request in now]
+            stayed = [request for request in before if request in away or request in now]
             self.running = stayed + [request for request in self.running if request not in known]
 
-    def _choose(self) -> None:
-        """Sets the drafts of the running requests."""
+    def _choose(self, newcomers: list[Served]) -> list[Served]:
+        """Sets the drafts of the running requests and the shares of prompts; gives the newcomers that have one."""
         for request in self.running:
             request.spec_token_ids = []
+        self._shares.clear()
+        self._first_drafts.clear()
+        self._num_left = self.max_num_scheduled_tokens
         pairs = self._decoding()
-        if not pairs:
-            return
-        decoding = StepSize()
+        decoding, prompts = StepSize(), self._prompts(newcomers)
         for request, _ in pairs:
             decoding += StepSize.of(1, request.num_computed_tokens)
         budget = max(0, self.max_num_scheduled_tokens - len(pairs))
-        prompts = self._prompt_tokens()
-        for_prompts = min(sum(prompts), max(budget - budget // 2, self.block_size))
-        fixed = decoding + StepSize.of(for_prompts, 0) if for_prompts else decoding
-        context = sum(request.num_computed_tokens for request, _ in pairs) / len(pairs)
-        room = max(0, budget - for_prompts) if self._has_spare_blocks(len(pairs)) else 0
-        chosen = self._book.choose([served for _, served in pairs], room, fixed, context)
-        for request, served in pairs:
-            request.spec_token_ids = chosen[served][: self.num_spec_tokens]
+        for_prompts = min(sum(p.num_wanted for p in prompts), max(budget - budget // 2, self.block_size))
+        num_drafted = 0
+        if pairs:
+            fixed = decoding + StepSize.of(for_prompts, 0) if for_prompts else decoding
+            context = sum(request.num_computed_tokens for request, _ in pairs) / len(pairs)
+            room = max(0, budget - for_prompts) if self._has_spare_blocks(len(pairs)) else 0
+            chosen = self._book.choose([served for _, served in pairs], room, fixed, context)
+            for request, served in pairs:
+                request.spec_token_ids = chosen[served][: self.num_spec_tokens]
+                num_drafted += len(request.spec_token_ids)
+        shares = self._places.prompt_shares(prompts, max(0, budget - num_drafted))
+        self._shares = {served.name: share for served, share in shares.items()}
+        self._places.not_admitted([served for served in newcomers if not shares[served]])
+        return [served for served in newcomers if shares[served]]
 
-    def _prompt_tokens(self) -> list[int]:
-        """Prompt tokens that requests still have to run, as far as they may run in the next step."""
-        missing = [request.num_tokens - request.num_computed_tokens for request in self.running]
-        prompts = [count for count in missing if count > 1]
-        room = self.max_num_active_reqs - len(self.running)
-        for request in self.waiting:
-            if room <= 0:
-                break
-            room -= 1
-            prompts.append(request.num_tokens - request.num_computed_tokens)
-        return prompts
+    def _prompts(self, newcomers: list[Served]) -> list[Served]:
+        """Sequences that have prompt tokens to run; sets how many each could run, the draft of an item included."""
+        new, found = set(newcomers), []
+        for request in [*self.running, *(self.requests[served.name] for served in newcomers)]:
+            missing = request.num_tokens - request.num_computed_tokens
+            served = self._of_request[request.request_id]
+            if missing > 1 or served in new:
+                served.num_wanted = missing + len(self._book.own_draft(served, self.num_spec_tokens))
+                found.append(served)
+        return found
+
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Cuts a prompt to its share of the step; adds the draft of an item whose prompt ends in it.
+
+        vLLM asks this for each request, before it reserves blocks for what is returned.
+        """
+        count: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        share = self._shares.get(request.request_id)
+        if share is not None:
+            missing = request.num_tokens - num_computed_tokens
+            served = self._of_request[request.request_id]
+            if count > missing:  # vLLM has added places for drafts
+                self._first_drafts[request.request_id] = self._book.own_draft(served, count - missing)
+            else:
+                count = min(count, share)
+                room = min(share, self._num_left, self.max_model_len - 1 - num_computed_tokens) - count
+                draft = self._book.own_draft(served, max(0, min(room, self.num_spec_tokens)))
+                if count == missing and draft:
+                    count += len(draft)
+                    if request.status == RequestStatus.RUNNING:
+                        request.spec_token_ids = draft
+                    else:
+                        self._first_drafts[request.request_id] = draft
+        self._num_left -= count
+        return count
 
     def _has_spare_blocks(self, num_decoding: int) -> bool:
         """Whether drafts need no other request's blocks: none gives way for a guess."""
@@ -360,6 +468,7 @@ class OutriderScheduler(Scheduler):
             queued=queued,
             num_blocks=pool.num_gpu_blocks - 1,  # vLLM keeps one for itself
             free_blocks=pool.get_num_free_blocks(),
+            block_size=self.block_size,
             patience_ms=self._book.patience_ms(),
             step_ms=None if step_s is None else step_s * 1e3,
             draft_token_ms=None if extra_s is None else extra_s * 1e3,
@@ -369,6 +478,16 @@ class OutriderScheduler(Scheduler):
     def _is_probe(self, request_id: str) -> bool:
         served = self._of_request.get(request_id)
         return served is not None and served.terms.is_probe
+
+
+def silence_dumps() -> None:
+    """Replaces vLLM's dump of a step that raised: it holds drafts and parameters, so guesses of clients' texts."""
+    core.dump_engine_exception = _log_failed_step
+
+
+def _log_failed_step(config: Any, scheduler_output: Any, stats: Any) -> None:
+    counts = scheduler_output.num_scheduled_tokens
+    _log.error("a step failed: %d requests, %d tokens", len(counts), sum(counts.values()))
 
 
 def _reason(request: Request) -> str:

@@ -20,7 +20,8 @@ class Terms:
 
     number: its id, which drafts name. max_tokens: it ends after as many. draft: guesses to start with. once: it ends
     with the first token that is not the drafted one, or after the draft. probe: drafted tokens that each of its steps
-    verifies, whatever they are, to measure steps; None for real sequences.
+    verifies, whatever they are, to measure steps; None for real sequences. owner: a hash of who asks. priority:
+    higher ones go first.
     """
 
     number: int
@@ -31,6 +32,8 @@ class Terms:
     draft: tuple[int, ...] = ()
     once: bool = False
     probe: int | None = None
+    owner: bytes = b""
+    priority: int = 0
 
     @property
     def is_probe(self) -> bool:
@@ -50,6 +53,8 @@ class Terms:
                 "draft": list(self.draft),
                 "once": self.once,
                 "probe": self.probe,
+                "owner": self.owner.hex(),
+                "priority": self.priority,
             }
         }
 
@@ -68,6 +73,8 @@ def terms_of(extra_args: Mapping[str, Any] | None) -> Terms | None:
         draft=tuple(found["draft"]),
         once=found["once"],
         probe=found["probe"],
+        owner=bytes.fromhex(found["owner"]),
+        priority=found["priority"],
     )
 
 

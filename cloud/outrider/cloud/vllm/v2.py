@@ -18,12 +18,13 @@ from outrider.cloud.vllm.terms import params_of
 from outrider.models.sampling import SamplingParams
 
 ATTRIBUTES: Final = (
-    "execute_model",
+    "update_requests",
     "sample_tokens",
     "req_states.draft_tokens",
     "req_states.req_id_to_index",
     "speculator.propose",
     "speculator.drafts",
+    "scheduler_config.async_scheduling",
     "kv_block_zeroer",
     "_init_kv_zero_meta",
 )
@@ -73,22 +74,22 @@ def install(runner: Any) -> None:
     import torch
 
     states, speculator = runner.req_states, runner.speculator
-    execute_model, sample_tokens = runner.execute_model, runner.sample_tokens
+    update_requests, sample_tokens = runner.update_requests, runner.sample_tokens
     nothing = torch.full_like(speculator.drafts, -1)
 
-    def with_drafts(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def with_drafts(scheduler_output: Any) -> None:
+        update_requests(scheduler_output)  # after it the runner knows new requests, too
         drafts = {
             states.req_id_to_index[request]: tokens
             for request, tokens in scheduler_output.scheduled_spec_decode_tokens.items()
-            if request in states.req_id_to_index  # a new request has none
         }
         if drafts:
             target = states.draft_tokens
             width = target.shape[1]
-            rows = [(list(tokens) + [-1] * width)[:width] for tokens in drafts.values()]
+            # vLLM pads some requests with -1, which is no row of the embeddings: verified as 0, as the runner has it.
+            rows = [([max(0, token) for token in tokens] + [-1] * width)[:width] for tokens in drafts.values()]
             index = torch.tensor(list(drafts), device=target.device)
             target[index] = torch.tensor(rows, dtype=target.dtype, device=target.device)
-        return execute_model(scheduler_output, *args, **kwargs)
 
     def with_faults(grammar_output: Any) -> Any:
         _faults.clear()
@@ -99,5 +100,5 @@ def install(runner: Any) -> None:
             getattr(output, "model_runner_output", output).num_nans_in_logits = found
         return output
 
-    runner.execute_model, runner.sample_tokens = with_drafts, with_faults
+    runner.update_requests, runner.sample_tokens = with_drafts, with_faults
     speculator.propose = lambda input_batch, *args, **kwargs: nothing[: input_batch.num_reqs]

@@ -15,15 +15,16 @@ import zmq
 
 from outrider.cloud.seam import Totals
 
-PLACE_VARIABLE: Final = "OUTRIDER_VLLM"
-"""Environment variable with the directory of the sockets and of `SETTINGS_NAME`; vLLM's processes inherit it."""
 SETTINGS_NAME: Final = "engine.json"
+MAX_ORDERS: Final = 4096
+"""Drafts that each side keeps unread; what comes beyond is dropped, as a draft may be at any time."""
 _TOTALS: Final = tuple(field.name for field in fields(Totals))
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the engine process needs to know; names as in EngineConfig."""
 
+    max_running: int
     max_draft: int
     policy: str
     looks_up: bool
@@ -85,6 +86,7 @@ class Gauges(msgspec.Struct, array_like=True):
     queued: int
     num_blocks: int
     free_blocks: int
+    block_size: int
     patience_ms: float
     step_ms: float | None
     draft_token_ms: float | None
@@ -124,10 +126,10 @@ def reports_address(place: Path) -> str:
     return f"ipc://{place}/reports"
 
 
-def open_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
-    """A socket that keeps what it sends until it is read, and nothing after it is closed."""
+def open_socket(context: zmq.Context[Any], kind: int, most: int = 0) -> zmq.Socket[Any]:
+    """A socket that keeps nothing after it is closed. most: messages that each side keeps unread; 0: all."""
     socket = context.socket(kind)
     socket.set(zmq.LINGER, 0)
-    socket.set(zmq.SNDHWM, 0)
-    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.SNDHWM, most)
+    socket.set(zmq.RCVHWM, most)
     return socket

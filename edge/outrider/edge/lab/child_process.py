@@ -25,9 +25,14 @@ _GRACE_S: Final = 5.0
 
 @contextmanager
 def child_process(
-    arguments: Sequence[str], *, ready_prefix: str, cores: Cores = None, start_timeout_s: float = 300.0
+    arguments: Sequence[str],
+    *,
+    ready_prefix: str,
+    cores: Cores = None,
+    start_timeout_s: float = 300.0,
+    python: str = sys.executable,
 ) -> Iterator[str]:
-    """Runs this Python with `arguments`; gives what follows `ready_prefix` on the first line that begins with it.
+    """Runs `python` with `arguments`; gives what follows `ready_prefix` on the first line that begins with it.
 
     Ctrl-C does not reach the child: it is ended with the context, however that ends. Raises RuntimeUnavailable with its
     last lines when it ends before it is ready, or is not ready within `start_timeout_s`.
@@ -35,7 +40,7 @@ def child_process(
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         with running_on(cores):
             process = subprocess.Popen(
-                [sys.executable, *arguments],
+                [python, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=said,

@@ -6,6 +6,7 @@ its users start it, and bundles are given by their paths.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
@@ -63,27 +64,33 @@ class Lab:
 
 @contextmanager
 def open_lab(
-    target: Path, draft: Path, choice: DraftChoice = AS_BUNDLED, cloud_options: Sequence[str] = ALIKE
+    target: Path,
+    draft: Path,
+    choice: DraftChoice = AS_BUNDLED,
+    cloud_options: Sequence[str] = ALIKE,
+    cloud_python: str = sys.executable,
 ) -> Iterator[Lab]:
     """Starts the cloud and opens the draft; this thread stays on the agent's core until the end.
 
-    cloud_options: more arguments of `outrider-cloud serve`. Raises BundleError, TokenizerMismatch, ConfigError,
-    RuntimeUnavailable.
+    cloud_options: more arguments of `outrider-cloud serve`. cloud_python: the interpreter that runs it. Raises
+    BundleError, TokenizerMismatch, ConfigError, RuntimeUnavailable.
     """
     cores = plan_cores()
     target_bundle, draft_bundle = Bundle.open(target), open_draft_bundle(draft)
     tokenizer = target_bundle.tokenizer()
     require_same_tokenizer(draft_bundle.tokenizer(), tokenizer)
     with ExitStack() as stack:
-        url = stack.enter_context(cloud_process(target, cores.cloud, cloud_options))
+        url = stack.enter_context(cloud_process(target, cores.cloud, cloud_options, cloud_python))
         stack.enter_context(running_on(cores.agent))
         opened = open_drafter(draft_bundle, choice, num_threads=1)
         stack.enter_context(closing(opened.drafter))
         yield Lab(url, cores, target_bundle, draft_bundle, tokenizer, opened.drafter, choice, opened.placement)
 
 
-def cloud_process(target: Path, cores: Cores, options: Sequence[str] = ()) -> AbstractContextManager[str]:
-    """`outrider-cloud serve` on a free loopback port with one thread; gives its URL."""
+def cloud_process(
+    target: Path, cores: Cores, options: Sequence[str] = (), python: str = sys.executable
+) -> AbstractContextManager[str]:
+    """`outrider-cloud serve` on a free loopback port with one thread; gives its URL. python: runs it."""
     serve = [
         "-m",
         "outrider.cloud.server",
@@ -96,7 +103,7 @@ def cloud_process(target: Path, cores: Cores, options: Sequence[str] = ()) -> Ab
         "--drain-s",
         "0",
     ]
-    return child_process([*serve, *options], ready_prefix="OUTRIDER_READY ", cores=cores)
+    return child_process([*serve, *options], ready_prefix="OUTRIDER_READY ", cores=cores, python=python)
 
 
 @contextmanager

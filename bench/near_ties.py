@@ -1,0 +1,163 @@
+"""Counts the tokens that drafts change through vLLM: none in float32, near ties in half precision.
+
+Texts of the reference target with right, wrong and mixed drafts, and once more without, each compared with a first run
+without drafts: token by token, up to the first difference of each text. Texts run beside one another, so a step's
+shape differs between two runs without drafts, too.
+
+    python -m bench.near_ties [--dtype bfloat16] [--prompts 20] [--max-tokens 64]    # in vLLM's environment
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
+from outrider.cloud.vllm.engine import VllmConfig, VllmEngine, set_environment
+from outrider.cloud.vllm.options import VllmOptions, engine_arguments
+from outrider.models.errors import RequestError
+from outrider.models.reference_export import REFERENCE
+from outrider.models.sampling import SamplingParams
+from outrider.models.tokenizer import Tokenizer
+from outrider.reference import load_prompts
+
+TARGET: Final = Path(__file__).parents[1] / "reference" / "outrider" / REFERENCE / "target"
+SAMPLINGS: Final = {
+    "greedy": SamplingParams(),
+    "temperature 0.8": SamplingParams(temperature=0.8),
+    "top-p 0.9": SamplingParams(temperature=0.8, top_p=0.9),
+}
+MAX_RUNNING: Final = 16
+AHEAD: Final = 12
+OTHER: Final = 7
+"""A token that stands for a wrong guess."""
+
+Guess = Callable[[Sequence[int]], list[int]]
+"""A draft, of what follows."""
+
+
+def nothing(rest: Sequence[int]) -> list[int]:
+    """No draft."""
+    return []
+
+
+def right(rest: Sequence[int]) -> list[int]:
+    """What the first run had."""
+    return list(rest[:AHEAD])
+
+
+def wrong(rest: Sequence[int]) -> list[int]:
+    """Other tokens."""
+    return [OTHER if token != OTHER else OTHER + 1 for token in rest[:AHEAD]]
+
+
+def mixed(rest: Sequence[int]) -> list[int]:
+    """Each token right with chance 0.75."""
+    rng = random.Random(len(rest))
+    return [token if rng.random() < 0.75 else OTHER for token in rest[:AHEAD]]
+
+
+class Text:
+    """One text, drafted after each commit; a sink."""
+
+    def __init__(self, engine: VllmEngine, request: GenerateRequest, expected: Sequence[int], guess: Guess) -> None:
+        self._engine, self._expected, self._guess = engine, expected, guess
+        self.tokens: list[int] = []
+        self.end: EndEvent | None = None
+        self.ended = threading.Event()
+        self._is_submitted = threading.Event()
+        self.number = engine.submit(request, self)
+        self._is_submitted.set()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, CommitEvent):
+            self.tokens += event.tokens
+            draft = self._guess(self._expected[len(self.tokens) :])
+            if draft:
+                self._is_submitted.wait()
+                try:
+                    self._engine.draft(self.number, len(self.tokens), [draft])
+                except RequestError:
+                    pass  # the text was complete with this commit
+        else:
+            self.end = event
+            self.ended.set()
+
+
+def generate(
+    engine: VllmEngine, requests: Sequence[GenerateRequest], expected: Sequence[Sequence[int]], guess: Guess
+) -> list[Text]:
+    """All texts, beside one another."""
+    texts = [Text(engine, *each, guess) for each in zip(requests, expected, strict=True)]
+    for text in texts:
+        text.ended.wait()
+        if text.end is None or text.end.error is not None:
+            raise SystemExit(f"a text failed: {text.end}")
+    return texts
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """Where two texts differ first."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), None)
+
+
+def main() -> None:
+    """The command."""
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
+    cli.add_argument("--prompts", type=int, default=20)
+    cli.add_argument("--max-tokens", type=int, default=64)
+    given = cli.parse_args()
+    options = VllmOptions.parse([f"dtype={given.dtype}", "enforce_eager=true"])
+    set_environment(options, 0)
+    arguments = engine_arguments(
+        options,
+        str(TARGET),
+        max_running=MAX_RUNNING,
+        step_tokens=512,
+        kv_cache_bytes=256 << 20,
+        shares_prefixes=False,
+        drain_s=1.0,
+    )
+    tokenizer = Tokenizer.from_dir(TARGET)
+    prompts = [tuple(tokenizer.encode(p.text, add_special_tokens=False)) for p in load_prompts(given.prompts)]
+    engine = VllmEngine(VllmConfig(arguments=arguments, max_running=MAX_RUNNING, max_draft=options.max_draft))
+    try:
+        engine.calibrate()
+        all_differ = all_tokens = 0
+        for name, p in SAMPLINGS.items():
+            requests = [
+                GenerateRequest(
+                    prompt,
+                    SamplingParams(p.temperature, p.top_k, p.top_p, p.min_p, seed),
+                    given.max_tokens,
+                    patience_ms=0.0,
+                )
+                for seed, prompt in enumerate(prompts)
+            ]
+            first = [text.tokens for text in generate(engine, requests, [()] * len(requests), nothing)]
+            for guess in (nothing, right, wrong, mixed):
+                texts = generate(engine, requests, first, guess)
+                found = [first_difference(a, text.tokens) for a, text in zip(first, texts, strict=True)]
+                num_differ = sum(at is not None for at in found)
+                num_tokens = sum(given.max_tokens if at is None else at + 1 for at in found)
+                accepted = sum(text.end.usage.accepted_tokens for text in texts if text.end)
+                print(
+                    f"{given.dtype}, {name}, {guess.__name__}: {num_differ} of {len(texts)} texts differ, "
+                    f"{num_differ} of {num_tokens} tokens compared; {accepted} drafted tokens accepted",
+                    flush=True,
+                )
+                all_differ, all_tokens = all_differ + num_differ, all_tokens + num_tokens
+        rate = all_differ / all_tokens * 1e4
+        print(f"{given.dtype}: {all_differ} differences in {all_tokens} tokens, {rate:.1f} in 10,000")
+    finally:
+        engine.stop()
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Divides vLLM's steps between owners: who takes part, how far prompts run, who gives way to a queued sequence.
+
+The rules, and `Owners`, are those of the embedded engine's scheduler. Knows no vLLM; its scheduler carries out what is
+decided here. Only the engine process's main thread calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+from outrider.cloud.engine.owners import Owners
+from outrider.cloud.vllm.book import Served
+
+_TURN_STEPS: Final = 32
+"""Steps for which a sequence keeps its blocks once it has committed a token: computing them again must pay off."""
+_OVERDUE_STEPS: Final = 64
+"""Steps after which a queued sequence is next, even if smaller ones would fit before it."""
+_AGE_STEPS: Final = 8
+"""One step of so many goes by age alone, as in the embedded engine."""
+_MAX_REFUSED: Final = 16
+"""Queued sequences without room that a step looks at."""
+
+
+class Places:
+    """The open sequences by owner, queued or running (with blocks). num_places: that take part in a step."""
+
+    def __init__(self, num_places: int, step_tokens: int) -> None:
+        self._num_places = num_places
+        self._step_tokens = step_tokens
+        self._owners = Owners[Served]()
+        self._step = 0
+        self._running: dict[Served, None] = {}
+        self._level = float("inf")  # places that an owner may have at most
+        self.num_queued = 0
+
+    @property
+    def num_running(self) -> int:
+        """Sequences with blocks, newcomers of the present step included."""
+        return len(self._running)
+
+    # -- sequences ---------------------------------------------------------------------------------------------------
+
+    def open(self, served: Served) -> None:
+        """Queues a new sequence."""
+        served.queued_at = self._step
+        self._owners.add(served)
+        self.num_queued += 1
+
+    def close(self, served: Served) -> None:
+        """Forgets a sequence."""
+        if served in self._running:
+            del self._running[served]
+        else:
+            self.num_queued -= 1
+        self._owners.remove(served)
+
+    def committed(self, served: Served) -> None:
+        """Notes that a sequence's turn has begun, with the first token since it has blocks."""
+        if served.turn_began is None:
+            served.turn_began = self._step
+
+    def returned(self, served: Served) -> None:
+        """Queues a sequence again, whose blocks were taken."""
+        had_turn = self._had_turn(served)
+        self._leave(served, is_first=not had_turn)
+        served.queued_at = self._step
+
+    def _leave(self, served: Served, *, is_first: bool) -> None:
+        del self._running[served]
+        self.num_queued += 1
+        self._owners.returned(served, is_first=is_first)
+
+    def crowding(self, served: Served) -> float:
+        """Sequences of its owner for each place that the owner may have; 1 as long as there are enough places."""
+        return max(1.0, self._owners.of(served).num_sequences / self._level)
+
+    @property
+    def _by_age(self) -> bool:
+        """Whether this step goes by age, and not by priority."""
+        return self._step % _AGE_STEPS == 0
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def newcomers(self, make_room: Callable[[Served, Callable[[], list[Served]]], bool]) -> list[Served]:
+        """Begins a step; gives the queued sequences that get blocks in it, owners in turn, each owner's in order.
+
+        make_room: whether there is room for a sequence; it may take the blocks of those that the second argument
+        gives, in their order, if they suffice.
+        """
+        self._step += 1
+        found: list[Served] = []
+        if not self.num_queued:
+            return found
+        overdue_since, num_refused = self._step - _OVERDUE_STEPS, 0
+        for served in self._owners.candidates(overdue_since, by_age=self._by_age):
+            if served.queued_at == self._step:
+                continue  # it has just given way
+            if make_room(served, lambda served=served: self._givers_to(served)):  # type: ignore[misc]
+                self._owners.admitted(served)
+                self._running[served] = None
+                self.num_queued -= 1
+                served.turn_began = None
+                found.append(served)
+                if len(found) == self._num_places:
+                    break
+            else:
+                num_refused += 1
+                if served.queued_at < overdue_since or num_refused == _MAX_REFUSED:
+                    break  # nobody overtakes one that is overdue
+        return found
+
+    def not_admitted(self, newcomers: Sequence[Served]) -> None:
+        """Queues newcomers as before: the step has no place, or vLLM had no blocks for them."""
+        for served in reversed(newcomers):
+            self._leave(served, is_first=True)
+
+    def take_part(self, ready: Sequence[Served]) -> set[Served]:
+        """Those of the running sequences that take part; owners share the places evenly."""
+        self._level = self._owners.level(self._num_places)
+        return set(self._owners.take_places(ready, self._num_places, by_age=self._by_age))
+
+    def took_part(self, sequences: Iterable[Served]) -> None:
+        """Puts sequences that ran tokens behind their owners' others."""
+        self._owners.took_part(sequences)
+
+    def prompt_shares(self, prompts: Sequence[Served], total: int) -> dict[Served, int]:
+        """Divides a step's prompt tokens evenly between owners; `num_wanted` of each is set."""
+        return self._owners.split_tokens(prompts, total, by_age=self._by_age)
+
+    # -- who gives way -----------------------------------------------------------------------------------------------
+
+    def _givers_to(self, candidate: Served) -> list[Served]:
+        """Sequences that had their turn: those with a lower priority; of those with the same one, or of all in a step
+        that goes by age, those of owners with more running sequences and of the candidate's own owner.
+        """
+        own = self._owners.of(candidate)
+        eligible = []
+        for served in self._running:
+            if self._had_turn(served):
+                owner = self._owners.of(served)
+                if self._by_age or served.priority == candidate.priority:
+                    is_eligible = owner is own or len(owner.running) > len(own.running)
+                else:
+                    is_eligible = served.priority < candidate.priority
+                if is_eligible:
+                    eligible.append(served)
+        eligible.sort(key=self._precedence, reverse=True)
+        return eligible
+
+    def _had_turn(self, served: Served) -> bool:
+        if served.turn_began is None:
+            return False
+        steps_to_recompute = len(served.tokens) // self._step_tokens
+        return self._step - served.turn_began >= max(_TURN_STEPS, 2 * steps_to_recompute)
+
+    def _precedence(self, served: Served) -> tuple[int, int, int]:
+        """The higher, the sooner it gives way: those with the lowest priority, of the largest owner, with the longest
+        turn.
+        """
+        return -served.priority, len(self._owners.of(served).running), self._step - (served.turn_began or 0)

@@ -1,0 +1,118 @@
+"""Checks what vLLM must not do, whatever the user has set: report usage, load others' code, unpickle for strangers."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from tests.vllm.gated import ENVIRONMENT_NAME
+from tests.vllm.serving import SharedEngine
+from tests.vllm.test_engine import PROMPT, run
+
+from outrider.cloud.vllm import wire
+from outrider.cloud.vllm.engine import set_environment
+from outrider.cloud.vllm.options import ENVIRONMENT, VllmOptions
+
+PLUG_IN = "outrider_test_plug_in"
+
+
+class Mark:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self._path,)
+
+
+@pytest.fixture
+def engine_processes(vllm: SharedEngine) -> list[psutil.Process]:
+    """vLLM's processes."""
+    found = [each for each in psutil.Process().children(recursive=True) if "VLLM" in "".join(each.cmdline()[:1])]
+    assert len(found) >= 2, found
+    return found
+
+
+def test_the_environment_of_its_processes_is_ours(vllm: SharedEngine) -> None:
+    """Usage reports are off, plug-ins are off, the hub is off, and so is pickle between server and engine process."""
+    environment = json.loads((vllm.root / ENVIRONMENT_NAME).read_text())
+    assert {name: environment.get(name) for name in ENVIRONMENT} == ENVIRONMENT
+
+
+@pytest.fixture
+def wrong_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a user may have set, then overridden by ours."""
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "1")
+    for name in ("VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK", "DO_NOT_TRACK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("VLLM_PLUGINS", PLUG_IN)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0"))
+    set_environment(VllmOptions(), 0)
+    yield
+
+
+def test_no_usage_is_reported(wrong_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the user's environment asks for it."""
+    from vllm.usage import usage_lib
+
+    monkeypatch.setattr(usage_lib, "_USAGE_STATS_ENABLED", None)
+    assert not usage_lib.is_usage_stats_enabled()
+
+
+def test_installed_packages_add_no_code(
+    wrong_environment: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A package with an entry point for vLLM is found, and left alone; without our setting it would be loaded."""
+    from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
+
+    place = tmp_path / f"{PLUG_IN}-1.0.dist-info"
+    place.mkdir()
+    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUG_IN}\nVersion: 1.0\n")
+    (place / "entry_points.txt").write_text(f"[{DEFAULT_PLUGINS_GROUP}]\n{PLUG_IN} = {PLUG_IN}:register\n")
+    (tmp_path / f"{PLUG_IN}.py").write_text("def register() -> None: ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert PLUG_IN not in load_plugins_by_group(DEFAULT_PLUGINS_GROUP)
+    monkeypatch.setenv("VLLM_PLUGINS", PLUG_IN)
+    assert PLUG_IN in load_plugins_by_group(DEFAULT_PLUGINS_GROUP)
+
+
+def test_no_pickle_between_server_and_engine_process(
+    wrong_environment: None, vllm: SharedEngine, tmp_path: Path
+) -> None:
+    """vLLM's messages take no pickle, ours know none: what looks like one is not read, and the engine goes on."""
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    mark = tmp_path / "mark"
+    with pytest.raises(TypeError):
+        MsgpackEncoder().encode(Mark(mark))
+    with pytest.raises(NotImplementedError):
+        MsgpackDecoder(object).ext_hook(1, memoryview(pickle.dumps(Mark(mark))))
+    for decode in (wire.decode_order, wire.decode_report):
+        with pytest.raises(msgspec.MsgspecError):
+            decode(pickle.dumps(Mark(mark)))
+    with vllm.engine._sending:
+        vllm.engine._orders.send(pickle.dumps(Mark(mark)))
+    assert run(vllm.engine, PROMPT, 3).tokens == vllm.target_tokens(PROMPT, 3)
+    assert not mark.exists()
+
+
+def test_only_this_user_reaches_its_sockets(vllm: SharedEngine, engine_processes: list[psutil.Process]) -> None:
+    """Sockets by path lie in a directory of mode 0700; those with a port, which torch opens, are on loopback."""
+    place = vllm.engine._place
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    paths: set[str] = set()
+    for process in (psutil.Process(), *engine_processes):
+        paths |= {each.laddr for each in process.net_connections(kind="unix") if each.laddr}
+        for each in process.net_connections(kind="inet"):
+            assert each.laddr.ip in ("127.0.0.1", "::1"), each
+    vllm_paths = {path for path in paths if not path.startswith("@")}
+    assert len(vllm_paths) >= 4 and {str(Path(path).parent) for path in vllm_paths} == {str(place)}

@@ -1,0 +1,178 @@
+"""What vLLM's engine process may do wrong: die, hang, drop a request, raise in a step. No vLLM is started for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import zmq
+import zmq.asyncio
+from tests.serving import TIMEOUT_S
+from tests.vllm.test_engine import Collector
+from vllm.v1.engine import core
+
+from outrider.cloud.seam import GenerateRequest, Totals
+from outrider.cloud.vllm import engine as engine_module
+from outrider.cloud.vllm import scheduler, v2, wire
+from outrider.cloud.vllm.engine import VllmConfig, VllmEngine
+from outrider.cloud.vllm.watch import DEAD_AFTER
+from outrider.models.errors import RequestError
+from outrider.models.runtimes.base import ModelLimits
+from outrider.models.sampling import SamplingParams
+
+REQUEST = GenerateRequest((1, 2, 3), SamplingParams(), 8)
+
+
+class Llm:
+    """Stands for AsyncLLM: answers when the test lets it."""
+
+    def __init__(self) -> None:
+        self.errored = False
+        self.aborted: list[str] = []
+        self.added = threading.Event()
+        self.answers: asyncio.Queue[None] = asyncio.Queue()
+
+    async def add_request(self, name: str, prompt: Any, params: Any) -> Any:
+        self.added.set()
+        return SimpleNamespace(get=self.answers.get)
+
+    async def abort(self, name: str) -> None:
+        self.aborted.append(name)
+
+    def shutdown(self, timeout: float) -> None:
+        """Nothing runs."""
+
+
+class Bare(VllmEngine):
+    """The engine with the test in the place of vLLM's processes."""
+
+    async def _open(self) -> ModelLimits:
+        self._reports = wire.open_socket(zmq.asyncio.Context.shadow(self._context), zmq.PULL)
+        self._reports.bind(wire.reports_address(self._place))
+        self._reader = asyncio.create_task(self._read_reports())
+        self._llm: Any = Llm()
+        self._watcher = asyncio.create_task(self._watch_vllm())
+        return ModelLimits(100, 1000)
+
+    def report(self, *commits: wire.Commit, ends: tuple[wire.End, ...] = ()) -> None:
+        """As the engine process does."""
+        gauges = wire.Gauges(wire.totals_list(Totals()), 0, 0, 1, 1, 16, 0.0, None, None)
+        socket = wire.open_socket(self._context, zmq.PUSH)
+        socket.set(zmq.LINGER, -1)
+        socket.connect(wire.reports_address(self._place))
+        socket.send(wire.encode(wire.Report(list(commits), list(ends), gauges)))
+        socket.close()
+
+
+def end_of(number: int) -> wire.End:
+    return wire.End(number, "full", 1, 0, 0, 0, 0, 0.0)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bare]:
+    monkeypatch.setattr(engine_module, "TICK_S", 0.001)
+    bare = Bare(VllmConfig({}))
+    yield bare
+    bare.stop()
+    bare.close()
+
+
+def test_the_death_of_an_idle_engine_is_noticed(engine: Bare) -> None:
+    """Without a request that would show it; also by who asks later."""
+    told: list[str] = []
+    died = threading.Event()
+
+    def act(why: str) -> None:
+        told.append(why)
+        died.set()
+
+    engine.on_death(act)
+    engine._llm.errored = True
+    assert died.wait(TIMEOUT_S) and told == ["vLLM's engine process has died"] == [engine.fault()]
+    engine.on_death(told.append)
+    assert len(told) == 2
+    with pytest.raises(RequestError, match="has failed"):
+        engine.submit(REQUEST, Collector())
+
+
+def test_a_hang_ends_what_is_open(engine: Bare) -> None:
+    """With an error, so that devices go elsewhere; drafts that nobody reads are bounded meanwhile."""
+    found, died = Collector(), threading.Event()
+    engine.on_death(lambda why: died.set())
+    engine._watch._silent = -1_000_000  # the flood first
+    number = engine.submit(REQUEST, found)
+    assert engine._llm.added.wait(TIMEOUT_S)
+    for _ in range(3 * wire.MAX_ORDERS):
+        engine.draft(number, 0, [[5] * 8])
+    engine.cancel(number)
+    engine._watch._silent = DEAD_AFTER - 2
+    end = found.wait()
+    assert died.wait(TIMEOUT_S) and engine.fault() == "a step hangs in vLLM"
+    assert end.reason == "error" and end.error is not None and not engine._sequences
+    reader = wire.open_socket(engine._context, zmq.PULL, wire.MAX_ORDERS)
+    reader.bind(wire.orders_address(engine._place))
+    count = 0
+    while reader.poll(200):
+        reader.recv()
+        count += 1
+    assert 0 < count <= 2 * wire.MAX_ORDERS
+    reader.close()
+
+
+def test_a_request_that_vllm_drops_ends(engine: Bare) -> None:
+    """Its scheduler never knew of it, so no end is reported."""
+    found, fine = Collector(), Collector()
+    engine.submit(REQUEST, found)
+    engine._llm.answers.put_nowait(None)
+    end = found.wait()
+    assert end.reason == "error" and end.error is not None and end.error.code == "internal_error"
+    number = engine.submit(REQUEST, fine)
+    engine.report(wire.Commit(number, 0, [7], 0, 0, 0), ends=(end_of(number),))
+    assert fine.wait().error is None and fine.tokens == [7]
+
+
+def test_a_sink_that_raises_takes_nothing_from_others(engine: Bare) -> None:
+    """A report holds the commits of all; the sequence itself is ended, in vLLM too."""
+
+    def bad(event: Any) -> None:
+        raise KeyError("a bug")
+
+    found = Collector()
+    first, second = engine.submit(REQUEST, bad), engine.submit(REQUEST, found)
+    assert engine._llm.added.wait(TIMEOUT_S)
+    engine.report(wire.Commit(first, 0, [7], 0, 0, 0), wire.Commit(second, 0, [8], 0, 0, 0), ends=(end_of(second),))
+    assert found.wait().error is None and found.tokens == [8] and first not in engine._sequences
+
+
+def test_a_step_that_raises_is_logged_without_texts(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's own dump has drafts and parameters in it."""
+    output = SimpleNamespace(num_scheduled_tokens={"a": 3, "b": 1}, scheduled_spec_decode_tokens={"a": [424242, 7]})
+    process = SimpleNamespace(vllm_config=None, scheduler=SimpleNamespace(make_stats=lambda: None))
+    assert hasattr(core, "dump_engine_exception")
+    scheduler.silence_dumps()
+    failing = core.EngineCore.log_error_detail(process, output)
+    with caplog.at_level(logging.DEBUG), pytest.raises(MemoryError), failing:
+        raise MemoryError
+    assert "2 requests, 4 tokens" in caplog.text and "424242" not in caplog.text
+
+
+def test_padding_of_the_v2_runner_is_a_token() -> None:
+    """vLLM pads with -1, and no row of the embeddings has that number."""
+    import torch
+
+    drafts = torch.zeros((4, 3), dtype=torch.int64)
+    states = SimpleNamespace(draft_tokens=drafts, req_id_to_index={"a": 1, "b": 2})
+    runner = SimpleNamespace(
+        req_states=states,
+        speculator=SimpleNamespace(drafts=torch.zeros((4, 3), dtype=torch.int64), propose=None),
+        update_requests=lambda output: None,
+        sample_tokens=lambda grammar: None,
+    )
+    v2.install(runner)
+    runner.update_requests(SimpleNamespace(scheduled_spec_decode_tokens={"a": [5, -1, -1], "b": [6]}))
+    assert drafts.tolist()[1] == [5, 0, 0] and drafts.tolist()[2][0] == 6
