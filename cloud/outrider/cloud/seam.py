@@ -28,6 +28,8 @@ class GenerateRequest:
     draft_lag_ms: time from a commit to the drafts that know of it; a first guess, until it is measured.
     prefix_hash: the hash of a parked prefix that `prompt` continues; the engine raises `prefix_not_held` if it is gone.
     owner: who asks (a key, or an address): owners share the engine evenly and share no cache.
+    earlier: what followed the same prompt before; a hint, whose ids may be anything. is_repeat: it was picked with
+    these `params`.
     """
 
     prompt: tuple[int, ...]
@@ -41,6 +43,8 @@ class GenerateRequest:
     draft_lag_ms: float | None = None
     owner: bytes = b""
     keep: bool = False
+    earlier: tuple[int, ...] = ()
+    is_repeat: bool = False
 
     def is_parked_after(self, reason: SequenceEndReason) -> bool:
         """Whether the cache is kept after this end for what continues the sequence."""
@@ -53,7 +57,7 @@ class GenerateRequest:
 class CommitEvent:
     """`tokens` were committed after `base` others; the target accepted `accepted` of `proposed` drafted tokens.
 
-    looked_up: of those accepted, how many prompt lookup guessed.
+    looked_up: of those accepted, how many prompt lookup guessed, or an earlier text.
     """
 
     base: int
@@ -77,7 +81,7 @@ class SequenceUsage:
     looked_up_tokens: int = 0
 
     def count_pass(self, committed: int, proposed: int, accepted: int, looked_up: int = 0) -> None:
-        """Counts one forward pass that committed tokens; looked_up: accepted tokens that prompt lookup guessed."""
+        """Counts one forward pass that committed tokens; looked_up: accepted tokens that prompt lookup or an earlier text guessed."""
         self.looked_up_tokens += looked_up
         self.completion_tokens += committed
         self.target_passes += 1
@@ -126,8 +130,8 @@ class Totals:
     committed: int = _shown("Tokens committed.", default=0)
     proposed: int = _shown("Drafted tokens verified; with accepted, the acceptance rate as a ratio of sums.", default=0)
     accepted: int = _shown("Drafted tokens accepted.", default=0)
-    lookup_proposed: int = _shown("Of the drafted tokens verified, those from prompt lookup.", default=0)
-    lookup_accepted: int = _shown("Of the drafted tokens accepted, those from prompt lookup.", default=0)
+    lookup_proposed: int = _shown("Of the drafted tokens verified, those from prompt lookup or an earlier text.", default=0)
+    lookup_accepted: int = _shown("Of the drafted tokens accepted, those from prompt lookup or an earlier text.", default=0)
     passes: int = _shown("Target passes that committed tokens.", default=0)
     preempted: int = _shown("Sequences whose blocks went to older ones.", default=0)
     finished: int = _shown("Sequences that ended, for any reason.", default=0)

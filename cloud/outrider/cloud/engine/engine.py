@@ -20,12 +20,13 @@ from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.engine.config import EngineConfig, TreeForm
 from outrider.cloud.engine.health import Health
 from outrider.cloud.engine.parked import ParkedPrefix
-from outrider.cloud.engine.requests import check_draft, check_request, check_tree
+from outrider.cloud.engine.requests import check_draft, check_request, check_tree, usable_earlier
 from outrider.cloud.engine.runner import ModelRunner, Rows, picked
 from outrider.cloud.engine.scheduler import Scheduler, Share
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.drafts import PendingDrafts
+from outrider.cloud.pending.earlier import EarlierText
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
 from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.node_chances import NodeChances
@@ -134,6 +135,8 @@ class Engine:
             patience_ms=request.patience_ms,
             num_own=len(request.draft) if request.once else None,
         )
+        if earlier := usable_earlier(request, self._limits):
+            drafts.earlier = EarlierText(earlier, drafts.committed, is_repeat=request.is_repeat)
         drafts.trie.merge(request.draft, prefer=True)
         sequence = SequenceState(next(self._ids), request, sink, tokens, drafts)
         sequence.usage.prompt_tokens = len(sequence.tokens)

@@ -13,6 +13,7 @@ from typing import Final
 
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.drafts import PendingDrafts
+from outrider.cloud.pending.earlier import EarlierText
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
 from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.node_chances import NodeChances
@@ -87,6 +88,8 @@ class Book:
             patience_ms=terms.patience_ms,
             num_own=len(terms.draft) if terms.once else None,
         )
+        if terms.earlier:
+            drafts.earlier = EarlierText(terms.earlier, drafts.committed, is_repeat=terms.is_repeat)
         drafts.trie.merge(terms.draft, prefer=True)
         served = self._served[terms.number] = Served(terms, tokens, drafts)
         served.usage.prompt_tokens = len(tokens)

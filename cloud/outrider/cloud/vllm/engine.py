@@ -28,7 +28,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from outrider.cloud.engine.requests import check_draft, check_request, check_tree
+from outrider.cloud.engine.requests import check_draft, check_request, check_tree, usable_earlier
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.seam import (
     CommitEvent,
@@ -276,6 +276,8 @@ class VllmEngine(ServingEngine):
             draft=request.draft,
             once=request.once,
             probe=probe,
+            earlier=usable_earlier(request, self._limits) if probe is None else (),
+            is_repeat=request.is_repeat,
         )
         sequence = _Sequence(terms.number, request, sink, prompt)
         with self._gate:  # otherwise a request could arrive after the end of everything

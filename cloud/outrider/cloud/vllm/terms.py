@@ -19,7 +19,7 @@ class Terms:
     """One sequence, as the engine process sees it.
 
     number: its id, which drafts name. max_tokens: it ends after as many. draft: guesses to start with. once: it ends
-    with the first token that is not the drafted one, or after the draft. probe: drafted tokens that each of its steps
+    with the first token that is not the drafted one, or after the draft. earlier, is_repeat: as in GenerateRequest. probe: drafted tokens that each of its steps
     verifies, whatever they are, to measure steps; None for real sequences.
     """
 
@@ -31,6 +31,8 @@ class Terms:
     draft: tuple[int, ...] = ()
     once: bool = False
     probe: int | None = None
+    earlier: tuple[int, ...] = ()
+    is_repeat: bool = False
 
     @property
     def is_probe(self) -> bool:
@@ -50,6 +52,8 @@ class Terms:
                 "draft": list(self.draft),
                 "once": self.once,
                 "probe": self.probe,
+                "earlier": list(self.earlier),
+                "is_repeat": self.is_repeat,
             }
         }
 
@@ -68,6 +72,8 @@ def terms_of(extra_args: Mapping[str, Any] | None) -> Terms | None:
         draft=tuple(found["draft"]),
         once=found["once"],
         probe=found["probe"],
+        earlier=tuple(found["earlier"]),
+        is_repeat=found["is_repeat"],
     )
 
 
