@@ -130,8 +130,12 @@ class Totals:
     committed: int = _shown("Tokens committed.", default=0)
     proposed: int = _shown("Drafted tokens verified; with accepted, the acceptance rate as a ratio of sums.", default=0)
     accepted: int = _shown("Drafted tokens accepted.", default=0)
-    lookup_proposed: int = _shown("Of the drafted tokens verified, those from prompt lookup or an earlier text.", default=0)
-    lookup_accepted: int = _shown("Of the drafted tokens accepted, those from prompt lookup or an earlier text.", default=0)
+    lookup_proposed: int = _shown(
+        "Of the drafted tokens verified, those from prompt lookup or an earlier text.", default=0
+    )
+    lookup_accepted: int = _shown(
+        "Of the drafted tokens accepted, those from prompt lookup or an earlier text.", default=0
+    )
     passes: int = _shown("Target passes that committed tokens.", default=0)
     preempted: int = _shown("Sequences whose blocks went to older ones.", default=0)
     finished: int = _shown("Sequences that ended, for any reason.", default=0)

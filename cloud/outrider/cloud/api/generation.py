@@ -48,10 +48,11 @@ class Generation:
 
     async def submit(self, requests: Sequence[GenerateRequest], stop_strings: Sequence[str], arrived_s: float) -> None:
         """Submits a sequence for each request. Raises RequestError; call `close` then too."""
-        for index, request in enumerate(requests):
+        found = await asyncio.gather(*map(self.core.recall, requests))
+        for index, (request, recalled) in enumerate(zip(requests, found, strict=True)):
             detokenizer = self.core.model.tokenizer.detokenizer(context=request.prompt)
             assembler = TextAssembler(detokenizer, stop_strings, request.stop_ids)
-            sequence_id = self.core.engine.submit(request, self.mailbox.sink(index))
+            sequence_id = self.core.engine.submit(recalled.request, recalled.sink(self.mailbox.sink(index)))
             self._choices.append(_Choice(sequence_id, assembler, self.core.metrics.commit_timer(arrived_s)))
             await asyncio.sleep(0)  # 64 long prompts at once would delay every stream
 

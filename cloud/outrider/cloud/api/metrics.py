@@ -16,6 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.types import Scope
 
+from outrider.cloud.recent.store import RecentStats
 from outrider.cloud.seam import EngineStats
 from outrider.models.tally import RequestTally
 
@@ -26,10 +27,17 @@ class Metrics(RequestTally):
     num_dropped: drafts that were not taken because a budget was used up, by its name.
     """
 
-    def __init__(self, stats: Callable[[], EngineStats], num_sessions: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], EngineStats],
+        num_sessions: Callable[[], int],
+        recent: Callable[[], RecentStats] | None = None,
+    ) -> None:
         super().__init__()
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(stats, num_sessions))
+        if recent is not None:
+            self._registry.register(_RecentCollector(recent))
         ProcessCollector(registry=self._registry)
         self._registry.register(_HttpCollector(self))
         self.num_dropped = {"session": 0, "owner": 0}
@@ -74,6 +82,21 @@ class _EngineCollector(Collector):
             name = counter.name.removesuffix("_s") + "_seconds" if counter.name.endswith("_s") else counter.name
             value = getattr(stats.totals, counter.name)
             yield CounterMetricFamily(f"outrider_engine_{name}", counter.metadata["help"], value=value)
+
+
+class _RecentCollector(Collector):
+    def __init__(self, stats: Callable[[], RecentStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        for gauge in fields(stats):
+            value = getattr(stats, gauge.name)
+            if gauge.name != "counts" and value is not None:
+                yield GaugeMetricFamily(f"outrider_recent_{gauge.name}", gauge.metadata["help"], value=value)
+        for counter in fields(stats.counts):
+            value = getattr(stats.counts, counter.name)
+            yield CounterMetricFamily(f"outrider_recent_{counter.name}", counter.metadata["help"], value=value)
 
 
 def route_of(scope: Scope) -> str:

@@ -44,9 +44,10 @@ def session_routes(core: Core) -> APIRouter:
             keep=body.keep_prefix,
         )
         mailbox = core.bridge.mailbox()
+        recalled = await core.recall(generate)
         core.slots.take(owner)
         try:
-            session = Session(core.engine.submit(generate, mailbox.sink()), owner)
+            session = Session(core.engine.submit(recalled.request, recalled.sink(mailbox.sink())), owner)
         except BaseException:
             core.slots.release(owner)
             raise

@@ -10,7 +10,9 @@ from outrider.cloud.api.bridge import Bridge
 from outrider.cloud.api.download_places import DownloadLimits, DraftFiles, Places
 from outrider.cloud.api.draft_budget import DraftLimits
 from outrider.cloud.api.metrics import Metrics
-from outrider.cloud.seam import ServingEngine
+from outrider.cloud.api.recall import Recall, Recalled
+from outrider.cloud.recent.store import RecentStore
+from outrider.cloud.seam import GenerateRequest, ServingEngine
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import FieldError
 from outrider.models.http.limits import Slots
@@ -105,7 +107,8 @@ class SessionTable:
 class Core:
     """What every group of routes shares.
 
-    drafts: what devices may download. is_draining: the server is shutting down and takes no new work.
+    drafts: what devices may download. recent: texts that requests may repeat; None keeps none. is_draining: the server is
+    shutting down and takes no new work.
     """
 
     engine: ServingEngine
@@ -113,17 +116,26 @@ class Core:
     settings: ServerSettings
     slots: Slots
     drafts: tuple[DraftFiles, ...] = ()
+    recent: RecentStore | None = None
     metrics: Metrics = field(init=False)
     bridge: Bridge = field(default_factory=Bridge)
     bodies: Bodies = field(init=False)
     downloads: Places = field(init=False)
     sessions: SessionTable = field(default_factory=SessionTable)
     is_draining: bool = False
+    _recall: Recall | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.metrics = Metrics(self.engine.stats, lambda: len(self.sessions))
+        self.metrics = Metrics(
+            self.engine.stats, lambda: len(self.sessions), self.recent.stats if self.recent is not None else None
+        )
+        self._recall = Recall(self.recent, self.model.target) if self.recent is not None else None
         self.downloads = Places(self.settings.download_limits)
         self.bodies = Bodies(self.settings.max_body_bytes)
+
+    async def recall(self, request: GenerateRequest) -> Recalled:
+        """The request, with the earlier text after its prompt where texts are kept and there is one."""
+        return Recalled(request) if self._recall is None else await self._recall.recall(request)
 
     def stop_set(self, stop_ids: list[int] | None, ignore_eos: bool) -> frozenset[int]:
         """The ids after which a sequence ends. Raises RequestError 400 `token_out_of_range`."""

@@ -21,7 +21,8 @@ class PendingDrafts:
     max_new: tokens that the sequence may commit in all. patience_ms: longest wait for a draft; None: no bound.
     num_own: drafted tokens that a /v1/verify item brought, all of which are verified at once; None for a session.
     has_company: other sequences run too. acceptance: of the likeliest path; chances: of numbered and looked-up nodes.
-    lookup: None where nothing is looked up. earlier: what followed the same prompt before, if known. num_lookup_chosen: looked-up tokens chosen for the step.
+    lookup: None where nothing is looked up. earlier: what followed the same prompt before, if known.
+    num_lookup_chosen: looked-up tokens chosen for the step.
     """
 
     committed: list[int]

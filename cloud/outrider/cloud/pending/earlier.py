@@ -1,5 +1,5 @@
-"""Follows an earlier text after the same prompt: guesses that it is repeated, position by position, and rejoins it after
-a divergence, by the last tokens. Hints only: a wrong text costs what its learned rate lets it cost.
+"""Follows an earlier text after the same prompt: guesses that it is repeated, position by position, and rejoins it
+after a divergence, by the last tokens. Hints only: a wrong text costs what its learned rate lets it cost.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class EarlierText:
             self._rejoin()
 
     def _rejoin(self) -> None:
-        """Finds the last tokens in the earlier text: the longest match, and of these the nearest to the present place."""
+        """Finds the last tokens in the earlier text: the longest match, of these the nearest to the present place."""
         last = self._committed[max(0, self._num_seen - MAX_MATCH) : self._num_seen]
         if len(last) < MIN_MATCH:
             return

@@ -22,10 +22,10 @@ MAX_NUMBERS: Final = 1024
 MAX_ORPHANS: Final = 256
 """Nodes that wait for their parent to arrive."""
 
-# A node's kind says what its chance is estimated from: prompt lookup, by the length of the text that matched; an earlier
-# text after the same prompt, by the length that agreed; nothing (the path form); the level that the device gave it; or
-# a repetition of the same request. Of siblings, the one of the highest kind is the likeliest: a device knows more than
-# a lookup, and a repetition repeats.
+# A node's kind says what its chance is estimated from: prompt lookup, by the length of the text that matched; an
+# earlier text after the same prompt, by the length that agreed; nothing (the path form); the level that the device gave
+# it; or a repetition of the same request. Of siblings, the one of the highest kind is the likeliest: a device knows
+# more than a lookup, and a repetition repeats.
 NUM_PROMPT_KINDS: Final = 5
 """Kinds below this come from prompt lookup."""
 NUM_LOOKUP_KINDS: Final = NUM_PROMPT_KINDS + 3

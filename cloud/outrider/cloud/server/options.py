@@ -93,6 +93,19 @@ class ServeOptions(AccessOptions):
     lookup: Annotated[
         bool, typer.Option(help="Guess by prompt lookup where a device has sent nothing; also for completions.")
     ] = True
+    recent: Annotated[
+        bool,
+        typer.Option(help="Keep the ids of recent texts, to draft a repeated prompt of the same key from them."),
+    ] = True
+    recent_s: Annotated[float, typer.Option(min=1.0, help="How long a recent text is kept.")] = 600.0
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep recent texts in this Redis, for all replicas: redis://HOST:6379/0, rediss:// for TLS. Also from "
+            "OUTRIDER_REDIS, where the URL has a password.",
+            metavar="URL",
+        ),
+    ] = None
     tree: Annotated[
         TreeForm,
         typer.Option(

@@ -19,6 +19,7 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.server.embedded import BundleTarget
 from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.options import EngineName, ServeOptions
+from outrider.cloud.server.recent import open_recent
 from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.server.target import Target
 from outrider.models.errors import ConfigError
@@ -43,7 +44,7 @@ def serve(options: ServeOptions) -> None:
         pages = _page_policy(options, sock.getsockname()[0], is_keyless=not len(keys))
         target = _open_target(options)
         drafts = _drafts(options.drafts, target)
-        with target.load() as loaded, _port_file_removed(options.port_file):
+        with open_recent(options) as recent, target.load() as loaded, _port_file_removed(options.port_file):
             settings = ServerSettings(
                 keys=keys,
                 max_body_bytes=options.max_body_bytes,
@@ -53,7 +54,7 @@ def serve(options: ServeOptions) -> None:
                 pages=pages,
             )
             server = VerifierServer(
-                create_app(loaded.engine, target.model, settings, drafts),
+                create_app(loaded.engine, target.model, settings, drafts, recent),
                 drain_s=options.drain_s,
                 tls=tls,
                 limits=ConnectionLimits(
