@@ -81,7 +81,7 @@ class SequenceUsage:
     looked_up_tokens: int = 0
 
     def count_pass(self, committed: int, proposed: int, accepted: int, looked_up: int = 0) -> None:
-        """Counts one forward pass that committed tokens; looked_up: accepted tokens that prompt lookup or an earlier text guessed."""
+        """Counts one forward pass that committed tokens; looked_up: accepted tokens that were looked up."""
         self.looked_up_tokens += looked_up
         self.completion_tokens += committed
         self.target_passes += 1
@@ -130,12 +130,8 @@ class Totals:
     committed: int = _shown("Tokens committed.", default=0)
     proposed: int = _shown("Drafted tokens verified; with accepted, the acceptance rate as a ratio of sums.", default=0)
     accepted: int = _shown("Drafted tokens accepted.", default=0)
-    lookup_proposed: int = _shown(
-        "Of the drafted tokens verified, those from prompt lookup or an earlier text.", default=0
-    )
-    lookup_accepted: int = _shown(
-        "Of the drafted tokens accepted, those from prompt lookup or an earlier text.", default=0
-    )
+    lookup_proposed: int = _shown("Of the drafted tokens verified, those that were looked up.", default=0)
+    lookup_accepted: int = _shown("Of the drafted tokens accepted, those that were looked up.", default=0)
     passes: int = _shown("Target passes that committed tokens.", default=0)
     preempted: int = _shown("Sequences whose blocks went to older ones.", default=0)
     finished: int = _shown("Sequences that ended, for any reason.", default=0)

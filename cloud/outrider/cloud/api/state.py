@@ -107,8 +107,8 @@ class SessionTable:
 class Core:
     """What every group of routes shares.
 
-    drafts: what devices may download. recent: texts that requests may repeat; None keeps none. is_draining: the server is
-    shutting down and takes no new work.
+    drafts: what devices may download. recent: texts that requests may repeat; None keeps none. is_draining: the server
+    is shutting down and takes no new work.
     """
 
     engine: ServingEngine

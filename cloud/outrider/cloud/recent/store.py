@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,10 +13,8 @@ from typing import Any, Final, Protocol
 from outrider.cloud.recent.texts import MAX_TOKENS, Place, RecentText
 
 DEFAULT_S: Final = 600.0
-_ENTRY_BYTES: Final = 1024
+_ENTRY_BYTES: Final = 512
 """Of a text beside its ids."""
-_TOKEN_BYTES: Final = 40
-"""Of an id in a tuple: a pointer and a number."""
 
 
 def _shown(text: str, default: Any = 0) -> Any:
@@ -70,14 +69,25 @@ class RecentLimits:
     """Bounds on a store in memory, for each owner and for all."""
 
     max_each: int = 256
-    max_each_bytes: int = 16 << 20
+    max_each_bytes: int = 8 << 20
     max_texts: int = 4096
-    max_bytes: int = 128 << 20
+    max_bytes: int = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    since: float
+    tokens: array[int]
+    sampling: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return _ENTRY_BYTES + len(self.tokens) * self.tokens.itemsize
 
 
 @dataclass(slots=True)
 class _Owner:
-    texts: OrderedDict[bytes, tuple[float, RecentText]] = field(default_factory=OrderedDict)  # oldest first
+    texts: OrderedDict[bytes, _Kept] = field(default_factory=OrderedDict)  # oldest first
     num_bytes: int = 0
 
 
@@ -108,22 +118,22 @@ class MemoryStore(RecentStore):
             self._sweep()
             owner = self._owners.get(place.owner)
             found = owner.texts.get(place.prompt) if owner is not None else None
-            if found is None or self._is_old(found[0]):
+            if found is None or self._is_old(found):
                 self._counts.misses += 1
                 return None
             self._counts.hits += 1
-            return found[1]
+        return RecentText(tuple(found.tokens), found.sampling)
 
     def put(self, place: Place, text: RecentText) -> None:
         """Keeps a text."""
-        text = RecentText(text.tokens[:MAX_TOKENS], text.sampling)
         limits = self._limits
+        kept = _Kept(self._clock(), array("I", text.tokens[:MAX_TOKENS]), text.sampling)
         with self._lock:
             self._sweep()
             self._remove(place.owner, place.prompt)
             owner = self._owners.setdefault(place.owner, _Owner())
-            owner.texts[place.prompt] = self._clock(), text
-            self._count(owner, text, 1)
+            owner.texts[place.prompt] = kept
+            self._count(owner, kept, 1)
             self._counts.stored += 1
             while len(owner.texts) > limits.max_each or owner.num_bytes > limits.max_each_bytes:
                 self._remove(place.owner, next(iter(owner.texts)))
@@ -143,8 +153,8 @@ class MemoryStore(RecentStore):
             self._owners.clear()
             self._num_texts = self._num_bytes = 0
 
-    def _is_old(self, since: float) -> bool:
-        return self._clock() - since >= self._max_s
+    def _is_old(self, kept: _Kept) -> bool:
+        return self._clock() - kept.since >= self._max_s
 
     def _sweep(self) -> None:
         """Removes what is too old, at most once in a tenth of its time."""
@@ -153,15 +163,14 @@ class MemoryStore(RecentStore):
         self._sweep_at = self._clock() + self._max_s / 10
         for name, owner in list(self._owners.items()):
             while owner.texts:
-                prompt, (since, _) = next(iter(owner.texts.items()))
-                if not self._is_old(since):
+                prompt, kept = next(iter(owner.texts.items()))
+                if not self._is_old(kept):
                     break
                 self._remove(name, prompt)
 
-    def _count(self, owner: _Owner, text: RecentText, sign: int) -> None:
-        num_bytes = sign * (_ENTRY_BYTES + _TOKEN_BYTES * len(text.tokens))
-        owner.num_bytes += num_bytes
-        self._num_bytes += num_bytes
+    def _count(self, owner: _Owner, kept: _Kept, sign: int) -> None:
+        owner.num_bytes += sign * kept.num_bytes
+        self._num_bytes += sign * kept.num_bytes
         self._num_texts += sign
 
     def _remove(self, name: str, prompt: bytes) -> None:
@@ -169,6 +178,6 @@ class MemoryStore(RecentStore):
         found = owner.texts.pop(prompt, None) if owner is not None else None
         if owner is None or found is None:
             return
-        self._count(owner, found[1], -1)
+        self._count(owner, found, -1)
         if not owner.texts:
             del self._owners[name]

@@ -19,8 +19,8 @@ class Terms:
     """One sequence, as the engine process sees it.
 
     number: its id, which drafts name. max_tokens: it ends after as many. draft: guesses to start with. once: it ends
-    with the first token that is not the drafted one, or after the draft. earlier, is_repeat: as in GenerateRequest. probe: drafted tokens that each of its steps
-    verifies, whatever they are, to measure steps; None for real sequences.
+    with the first token that is not the drafted one, or after the draft. earlier, is_repeat: as in GenerateRequest.
+    probe: drafted tokens that each of its steps verifies, whatever they are, to measure steps; None for real sequences.
     """
 
     number: int
