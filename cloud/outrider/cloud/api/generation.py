@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from outrider.cloud.api.bridge import Mailbox
+from outrider.cloud.api.recall import Recalled
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.verify import shutting_down
-from outrider.cloud.seam import CommitEvent, EndEvent, GenerateRequest, SequenceUsage
+from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
 from outrider.models.http.answers import usage_of
 from outrider.models.http.errors import internal_error
 from outrider.models.http.openai import CompletionUsage
@@ -46,13 +47,13 @@ class Generation:
         generation._num_slots = num_choices
         return generation
 
-    async def submit(self, requests: Sequence[GenerateRequest], stop_strings: Sequence[str], arrived_s: float) -> None:
+    async def submit(self, recalled: Sequence[Recalled], stop_strings: Sequence[str], arrived_s: float) -> None:
         """Submits a sequence for each request. Raises RequestError; call `close` then too."""
-        found = await asyncio.gather(*map(self.core.recall, requests))
-        for index, (request, recalled) in enumerate(zip(requests, found, strict=True)):
+        for index, each in enumerate(recalled):
+            request = each.request
             detokenizer = self.core.model.tokenizer.detokenizer(context=request.prompt)
             assembler = TextAssembler(detokenizer, stop_strings, request.stop_ids)
-            sequence_id = self.core.engine.submit(recalled.request, recalled.sink(self.mailbox.sink(index)))
+            sequence_id = self.core.engine.submit(request, each.sink(self.mailbox.sink(index)))
             self._choices.append(_Choice(sequence_id, assembler, self.core.metrics.commit_timer(arrived_s)))
             await asyncio.sleep(0)  # 64 long prompts at once would delay every stream
 

@@ -15,7 +15,7 @@ from outrider.cloud.api.state import Core, Session
 from outrider.cloud.api.stream import SessionStream
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.http import sse
-from outrider.models.http.requests import owner_of, read_body, sampling_of
+from outrider.models.http.requests import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.protocol import SessionOpen, SessionRequest
 
 _SESSION_ID_BYTES = 9
@@ -44,7 +44,7 @@ def session_routes(core: Core) -> APIRouter:
             keep=body.keep_prefix,
         )
         mailbox = core.bridge.mailbox()
-        recalled = await core.recall(generate)
+        recalled = await core.recall(generate, is_allowed=not is_no_store(request))
         core.slots.take(owner)
         try:
             session = Session(core.engine.submit(recalled.request, recalled.sink(mailbox.sink())), owner)

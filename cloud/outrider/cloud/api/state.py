@@ -133,9 +133,14 @@ class Core:
         self.downloads = Places(self.settings.download_limits)
         self.bodies = Bodies(self.settings.max_body_bytes)
 
-    async def recall(self, request: GenerateRequest) -> Recalled:
-        """The request, with the earlier text after its prompt where texts are kept and there is one."""
-        return Recalled(request) if self._recall is None else await self._recall.recall(request)
+    async def recall(self, request: GenerateRequest, *, is_allowed: bool = True) -> Recalled:
+        """The request, with the earlier text after its prompt where texts are kept and there is one.
+
+        is_allowed: False keeps nothing of the request, and uses nothing.
+        """
+        if self._recall is None or not is_allowed:
+            return Recalled(request)
+        return await self._recall.recall(request)
 
     def stop_set(self, stop_ids: list[int] | None, ignore_eos: bool) -> frozenset[int]:
         """The ids after which a sequence ends. Raises RequestError 400 `token_out_of_range`."""

@@ -83,7 +83,10 @@ def open_lab(
 
 
 def cloud_process(target: Path, cores: Cores, options: Sequence[str] = ()) -> AbstractContextManager[str]:
-    """`outrider-cloud serve` on a free loopback port with one thread; gives its URL."""
+    """`outrider-cloud serve` on a free loopback port with one thread; gives its URL.
+
+    Without --recent among the options it keeps no texts: modes that run on the same prompt would help each other.
+    """
     serve = [
         "-m",
         "outrider.cloud.server",
@@ -95,6 +98,7 @@ def cloud_process(target: Path, cores: Cores, options: Sequence[str] = ()) -> Ab
         "1",
         "--drain-s",
         "0",
+        "--no-recent",
     ]
     return child_process([*serve, *options], ready_prefix="OUTRIDER_READY ", cores=cores)
 
