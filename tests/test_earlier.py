@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -290,11 +290,12 @@ def test_a_repeated_session_is_drafted_from_its_earlier_text() -> None:
 
 def test_another_prompt_and_other_sampling_find_their_own() -> None:
     """Another seed uses the earlier text as a hint; another prompt none. All texts are the target's own."""
-    hot = {"temperature": 0.8, "seed": 3}
+    hot: dict[str, Any] = {"temperature": 0.8, "seed": 3}
     with serving(MemoryStore()) as (server, client):
         session(client, **hot)
         kept(server, 1)
-        for sampling in (hot, hot | {"seed": 4}, {"temperature": 0.0}):
+        cold: dict[str, Any] = {"temperature": 0.0}
+        for sampling in (hot, hot | {"seed": 4}, cold):
             params = SamplingParams(sampling["temperature"], seed=int(sampling.get("seed", 0)))
             found = session(client, **sampling)
             assert found.tokens == tuple(target_tokens([5, 17, 99], 40, params))
