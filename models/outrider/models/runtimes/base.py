@@ -133,6 +133,11 @@ class BlockRuntime(Protocol):
         """Type and shape of each cache tensor's part of a block, in the order of their bytes."""
         ...
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block over all layers."""
+        ...
+
     def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
         """The bytes of these blocks over all layers, a copy: [len(blocks), bytes of a block]. Same thread as `forward`,
         between two steps.

@@ -156,6 +156,11 @@ class FakeBatchRuntime:
         """Type and shape of a block."""
         return (f"uint64[{self._block_size}]",)
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return 8 * self._block_size
+
     def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
         """The bytes of these blocks. AssertionError for a slot that was never written."""
         slots = self._slots.reshape(-1, self._block_size)[list(blocks)]

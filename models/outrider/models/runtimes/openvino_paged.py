@@ -124,6 +124,11 @@ class OpenVinoPagedRuntime:
         """Type and shape of each cache tensor's part of a block."""
         return tuple(f"{cache.element_type.get_type_name()}{list(cache.shape)[1:]}" for cache in self._caches)
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block over all layers."""
+        return self._model.block_bytes
+
     def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
         """The bytes of these blocks over all layers: [len(blocks), bytes of a block]."""
         return np.concatenate([part[list(blocks)] for part in self._block_bytes()], axis=1)

@@ -72,6 +72,7 @@ class TorchPagedRuntime:
         config: Any = self._model.config.get_text_config()
         elements = sum(heads * size for shape in shapes.values() for heads, size in shape)
         block_bytes = BLOCK_SIZE * elements * cache_dtype.itemsize
+        self._block_bytes_all = block_bytes
         self._num_blocks: int = options.kv_cache_bytes // block_bytes
         if self._num_blocks < 1:
             raise ConfigError(
@@ -187,6 +188,11 @@ class TorchPagedRuntime:
     def block_layout(self) -> tuple[str, ...]:
         """Type and shape of each cache tensor's part of a block."""
         return tuple(f"{part.dtype}{[BLOCK_SIZE, *part.shape[1:]]}" for part in self._parts())
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block over all layers."""
+        return self._block_bytes_all
 
     @torch.inference_mode()
     def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
