@@ -172,6 +172,7 @@ def exercised(
         "preemption": engine["preempted"],
         "shared prefixes": engine["prefix_hit_tokens"],
         "cut sessions": sum(by_mode[CUT].num_resumed for by_mode in counts.values()),
+        "earlier texts": engine["lookup_accepted"],
         "lost posts": sum(by_mode[FAULTY].num_failed_posts for by_mode in counts.values()),
     }
 
@@ -198,12 +199,12 @@ def main() -> int:
     pair = export_reference_pair(widen_mb=options.widen or None)
     started = time.monotonic()
     # Shared prefixes, and too few blocks for all running texts: neither may change a text.
-    cloud_options = ("--kv-cache-mb", str(options.kv_cache_mb), "--tree", options.tree)
+    cloud_options = ("--kv-cache-mb", str(options.kv_cache_mb), "--tree", options.tree, "--recent")
     with open_lab(pair.target, pair.draft, cloud_options=cloud_options) as lab:
         console.print(lab.cores.note, highlight=False)
         counts = measure(lab, options, console)
         with ServerClock(lab.url) as clock:
-            engine = clock.counters("preempted", "prefix_hit_tokens", "tree_steps")
+            engine = clock.counters("preempted", "prefix_hit_tokens", "tree_steps", "lookup_accepted")
     console.print(f"{engine['preempted']:.0f} preemptions, {engine['prefix_hit_tokens']:,.0f} prompt tokens shared")
     is_held = show(console, counts)
     if idle := [
