@@ -42,6 +42,7 @@ from bench.attacks.local_hostile import local_hostile
 from bench.attacks.local_pages import local_pages
 from bench.attacks.local_slow import slow_verifier
 from bench.attacks.local_users import other_users
+from bench.attacks.recent import recent_texts
 from bench.attacks.rows import Row
 from bench.attacks.shapes import booleans
 from bench.attacks.sharing import held_prefixes, large_verify_calls, long_sessions, unequal_owners
@@ -95,6 +96,7 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (28, delayed_texts),
     (29, local_hostile),
     (30, slow_verifier),
+    (31, recent_texts),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 

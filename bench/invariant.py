@@ -172,7 +172,7 @@ def exercised(
         "preemption": engine["preempted"],
         "shared prefixes": engine["prefix_hit_tokens"],
         "cut sessions": sum(by_mode[CUT].num_resumed for by_mode in counts.values()),
-        "earlier texts": engine["lookup_accepted"],
+        "earlier texts": engine["hits"],
         "lost posts": sum(by_mode[FAULTY].num_failed_posts for by_mode in counts.values()),
     }
 
@@ -204,7 +204,9 @@ def main() -> int:
         console.print(lab.cores.note, highlight=False)
         counts = measure(lab, options, console)
         with ServerClock(lab.url) as clock:
-            engine = clock.counters("preempted", "prefix_hit_tokens", "tree_steps", "lookup_accepted")
+            engine = clock.counters("preempted", "prefix_hit_tokens", "tree_steps") | clock.counters(
+                "hits", of="recent"
+            )
     console.print(f"{engine['preempted']:.0f} preemptions, {engine['prefix_hit_tokens']:,.0f} prompt tokens shared")
     is_held = show(console, counts)
     if idle := [
