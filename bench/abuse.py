@@ -44,6 +44,7 @@ from bench.attacks.local_hostile import local_hostile
 from bench.attacks.local_pages import local_pages
 from bench.attacks.local_slow import slow_verifier
 from bench.attacks.local_users import other_users
+from bench.attacks.recent import recent_texts
 from bench.attacks.rows import Row
 from bench.attacks.shapes import booleans
 from bench.attacks.sharing import held_prefixes, large_verify_calls, long_sessions, unequal_owners
@@ -103,6 +104,7 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (33, deadline_flood),
     (34, audit_flood),
     (35, hostile_contexts),
+    (36, recent_texts),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 

@@ -173,6 +173,7 @@ def exercised(
         "preemption": engine["preempted"],
         "shared prefixes": engine["prefix_hit_tokens"],
         "cut sessions": sum(by_mode[CUT].num_resumed for by_mode in counts.values()),
+        "earlier texts": engine["hits"],
         "lost posts": sum(by_mode[FAULTY].num_failed_posts for by_mode in counts.values()),
     }
 
@@ -202,12 +203,22 @@ def main() -> int:
     started = time.monotonic()
     # Shared prefixes, and too few blocks for all running texts: neither may change a text.
     small = ("--vllm-option", "block_size=32", "--vllm-option", "max_model_len=512") if verifier.is_vllm else ()
-    cloud_options = (*verifier.options, *small, "--kv-cache-mb", str(options.kv_cache_mb), "--tree", options.tree)
+    cloud_options = (
+        *verifier.options,
+        *small,
+        "--kv-cache-mb",
+        str(options.kv_cache_mb),
+        "--tree",
+        options.tree,
+        "--recent",
+    )
     with open_lab(pair.target, pair.draft, cloud_options=cloud_options, cloud_python=verifier.python) as lab:
         console.print(lab.cores.note, highlight=False)
         counts = measure(lab, options, console, verifier)
         with ServerClock(lab.url) as clock:
-            engine = clock.counters("preempted", "prefix_hit_tokens", "tree_steps")
+            engine = clock.counters("preempted", "prefix_hit_tokens", "tree_steps") | clock.counters(
+                "hits", of="recent"
+            )
     console.print(f"{engine['preempted']:.0f} preemptions, {engine['prefix_hit_tokens']:,.0f} prompt tokens shared")
     is_held = show(console, counts)
     if idle := [

@@ -21,7 +21,7 @@ from outrider.edge.drafting.worker import TreeLimits
 from outrider.edge.lab.always_wrong import AlwaysWrongDrafter
 from outrider.edge.lab.faults import FaultRates, FaultyPosts
 from outrider.edge.lab.proxy import DelayProxy
-from outrider.edge.link.client import CloudClient
+from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import Agent
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
@@ -90,6 +90,8 @@ WRONG_TREE: Final = "always-wrong tree"
 WRONG_BLOCKS: Final = "always-wrong blocks"
 FAULTY: Final = "faulty network"
 CUT: Final = "cut and resumed"
+REPEATED: Final = "repeated"
+"""Each request twice; the second is drafted from the text of the first, too, where the server keeps texts."""
 MODES: Final[dict[str, MakeAgent]] = {
     "stream": _stream,
     PATH: _path,
@@ -100,6 +102,7 @@ MODES: Final[dict[str, MakeAgent]] = {
     "no draft": _no_draft,
     FAULTY: _faulty,
     CUT: _many_drafts,
+    REPEATED: _many_drafts,
 }
 
 
@@ -117,9 +120,11 @@ async def generate_all(
 
     async def work(drafter: Drafter) -> None:
         with _line(url, is_cut=mode == CUT) as line:
-            async with CloudClient(line.url) as client:
+            async with CloudClient(line.url, ClientOptions(no_store=mode != REPEATED)) as client:
                 agent = MODES[mode](Endpoints([client]), drafter, vocab_size)
                 for index, request in waiting:
+                    if mode == REPEATED:
+                        await agent.generate(request)
                     results[index] = await agent.generate(request, line.cutter(request, index))
                     on_result()
 

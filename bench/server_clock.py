@@ -55,13 +55,13 @@ class ServerClock:
         """The counters now."""
         return ServerTimes(**self.counters(*(f.name for f in fields(ServerTimes))))
 
-    def counters(self, *names: str) -> dict[str, float]:
-        """Counters of the engine by their names in `seam.Totals`."""
+    def counters(self, *names: str, of: str = "") -> dict[str, float]:
+        """Counters of the engine by their names in `seam.Totals`, or of another part, by those of /metrics."""
         text = self._http.get("/metrics", headers={"accept": "text/plain"}).text
         found = {
             sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples
         }
-        return {name: found[f"outrider_{_SAMPLES[name]}"] for name in names}
+        return {name: found[f"outrider_{of}_{name}_total" if of else f"outrider_{_SAMPLES[name]}"] for name in names}
 
     def __enter__(self) -> ServerClock:
         return self

@@ -24,6 +24,7 @@ from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import Core, ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine.thread import EngineThread
+from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.serving import VerifierServer
 from outrider.models.ingress.connection_limits import ConnectionLimits
@@ -162,10 +163,11 @@ def serve_fake(
     limits: ConnectionLimits | None = None,
     tls: TlsFiles | None = None,
     drafts: Path | None = None,
+    recent: RecentStore | None = None,
 ) -> Iterator[FakeServer]:
     """Serves the fake model `name`. gate: opened at the end; drain_s, limits, tls: see VerifierServer.
 
-    drafts: directory of bundles that are offered for download.
+    drafts: directory of bundles that are offered for download. recent: as create_app takes it; the caller closes it.
     Runtimes with one `seed` speak one language, so servers with them are replicas of one target.
     """
     tokenizer = fake_tokenizer(has_chat_template=has_chat_template, chat_template=chat_template)
@@ -174,7 +176,7 @@ def serve_fake(
     engine.start()
     model = ServedModel(name, tokenizer, frozenset({EOS_ID}), target=f"{runtime.seed:016x}")
     offered = find_offered(drafts, tokenizer.fingerprint, name) if drafts is not None else ()
-    app = create_app(engine, model, settings, offered)
+    app = create_app(engine, model, settings, offered, recent)
     server = VerifierServer(app, drain_s=drain_s, limits=limits, tls=tls)
     sock = open_socket("127.0.0.1", 0)
     url = url_of(sock, is_tls=tls is not None)

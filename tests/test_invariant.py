@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 import numpy as np
 import pytest
 from bench.invariant import SAMPLINGS, count, make_requests, measure
-from bench.invariant_modes import CUT, FAULTY, MIXED, MODES, PATH, WRONG_BLOCKS, WRONG_TREE, generate_all
+from bench.invariant_modes import CUT, FAULTY, MIXED, MODES, PATH, REPEATED, WRONG_BLOCKS, WRONG_TREE, generate_all
 from bench.plain_text import first_difference, plain_texts
 from numpy.typing import NDArray
 from rich.console import Console
@@ -23,9 +23,10 @@ from tests.serving import EOS_ID, FakeServer, fake_tokenizer, serve_fake
 
 from outrider.cloud.engine.config import EngineConfig
 from outrider.cloud.pending.policy import Policy
+from outrider.cloud.recent.store import MemoryStore
 from outrider.edge.devices.placement import EMULATED_NPU, DraftChoice
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter
-from outrider.edge.lab.laboratory import open_lab
+from outrider.edge.lab.laboratory import ALIKE, open_lab
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.export.make.pair import PairPaths
 from outrider.models.bundle import Bundle
@@ -59,6 +60,7 @@ def servers() -> Iterator[dict[Policy, FakeServer]]:
             policy: stack.enter_context(
                 serve_fake(
                     config=EngineConfig(policy=policy),
+                    recent=MemoryStore(),
                     runtime=FakeBatchRuntime(vocab_size=fake_tokenizer().size, on_step=_sleeping(step_s)),
                 )
             )
@@ -99,12 +101,19 @@ def _requests(sampling: SamplingParams) -> list[GenerationRequest]:
     ]
 
 
+def num_hits(server: FakeServer) -> int:
+    """Requests that were drafted from an earlier text, so far."""
+    assert server.core.recent is not None
+    return server.core.recent.stats().counts.hits
+
+
 @pytest.mark.parametrize(("mode", "policy"), CASES)
 def test_every_mode_gives_the_targets_own_text(
     servers: dict[Policy, FakeServer], drafters: list[Drafter], mode: str, policy: Policy
 ) -> None:
     """Bit for bit, greedy and sampled; no session stays open."""
     server = servers[policy]
+    hits_before = num_hits(server)
     results: list[GenerationResult] = []
     for sampling in SAMPLINGS.values():
         requests = _requests(sampling)[: NUM_TEXTS[policy]]
@@ -116,6 +125,7 @@ def test_every_mode_gives_the_targets_own_text(
     num_tested = sum(result.num_tested for result in results)
     num_accepted = sum(result.num_accepted for result in results)
     # The mode did what it is for; otherwise equal texts would prove nothing.
+    assert (num_hits(server) > hits_before) == (mode == REPEATED)
     if mode == CUT:
         assert sum(result.num_sessions - 1 for result in results) >= len(results)
     elif mode == FAULTY:
@@ -136,7 +146,7 @@ def test_every_mode_gives_the_targets_own_text(
 
 def test_the_reference_pair_keeps_its_text_in_every_mode(reference_pair: PairPaths) -> None:
     """On OpenVINO, cloud in its own process: a near-tie in float32 explains every difference."""
-    with open_lab(reference_pair.target, reference_pair.draft) as lab:
+    with open_lab(reference_pair.target, reference_pair.draft, cloud_options=(*ALIKE, "--recent")) as lab:
         options = argparse.Namespace(prompts=2, max_tokens=16, workers=2)
         counts = measure(lab, options, Console(quiet=True))
     cells = [count for by_mode in counts.values() for count in by_mode.values()]

@@ -34,7 +34,7 @@ ROOMS = {
         "devices",
         "",
     ),
-    "cloud": ("server", "api", "vllm", "engine", "pending", ""),
+    "cloud": ("server", "api", "recent", "vllm", "engine", "pending", ""),
     "models": ("ingress", "http", "runtimes", ""),
     "reference": ("",),
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from outrider.models.errors import BundleError
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import (
     BatchRuntime,
+    BlockRuntime,
     PickingRuntime,
     RuntimeOptions,
     SequenceRuntime,
@@ -151,6 +154,36 @@ def test_shared_prefix_blocks(runtime: BatchRuntime, truth: Truth) -> None:
     runtime.forward([SequenceSlice(FIRST[:32], 0, [12], 0)])
     logits = runtime.forward([SequenceSlice(FIRST[32:40], 32, [12, 5], 1), SequenceSlice(SECOND[:6], 32, [12, 0], 2)])
     assert_close(logits, np.stack([truth(FIRST[:40])[-1], *truth(FIRST[:32] + SECOND[:6])[-2:]]))
+
+
+@pytest.mark.parametrize("kind", ["openvino", "openvino u8", "torch", "torch bf16"])
+def test_blocks_are_bit_equal_in_another_runtime(
+    kind: str, tiny_model: Callable[[str], Path], tiny_ir: Callable[..., Path]
+) -> None:
+    """The logits after tokens whose keys and values another runtime computed, in other blocks: not one bit differs."""
+    name = kind.partition(" ")[0]
+    path = tiny_ir("llama") if name == "openvino" else tiny_model("llama")
+    options = replace(OPTIONS, kv_precision={"openvino u8": "u8", "torch bf16": "bf16"}.get(kind, "auto"))
+    first, second = (open_batch_runtime(name, path, options) for _ in range(2))
+    with closing(first), closing(second):
+        assert isinstance(first, BlockRuntime) and isinstance(second, BlockRuntime)
+        assert first.why_no_blocks is None and first.block_layout == second.block_layout
+        size = first.block_size
+        table = [3, 1, 2, 0]
+        num_full = 70 // size
+        assert num_full >= 2
+        first.forward([SequenceSlice(FIRST[:70], 0, table, 0)])
+        data = first.read_blocks(table[:num_full])
+        assert data.shape == (num_full, first.block_bytes) and data.any()
+        other = [5, 7, 4, 6]
+        second.write_blocks(other[:num_full], data)
+        assert np.array_equal(second.read_blocks(other[:num_full]), data)
+        past = num_full * size
+        rows = [
+            runtime.forward([SequenceSlice(FIRST[past:70], past, blocks, 1)]).copy()
+            for runtime, blocks in ((first, table), (second, other))
+        ]
+        assert np.array_equal(rows[0], rows[1])
 
 
 def test_tree_mask_beside_a_causal_sequence(runtime: BatchRuntime, truth: Truth) -> None:

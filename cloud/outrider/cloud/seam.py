@@ -32,6 +32,8 @@ class GenerateRequest:
     priority: higher ones go first; among equals owners share evenly. Nobody starves.
     deadline_ms: time from `submit` after which the sequence ends: with its text so far, or, where it has none, with the
     error `deadline_exceeded`. None: no such bound.
+    earlier: what followed the same prompt before; a hint, whose ids may be anything. is_repeat: it was picked with
+    these `params`.
     """
 
     prompt: tuple[int, ...]
@@ -47,6 +49,8 @@ class GenerateRequest:
     keep: bool = False
     priority: int = 0
     deadline_ms: float | None = None
+    earlier: tuple[int, ...] = ()
+    is_repeat: bool = False
 
     def is_parked_after(self, reason: SequenceEndReason) -> bool:
         """Whether the cache is kept after this end for what continues the sequence."""
@@ -59,7 +63,7 @@ class GenerateRequest:
 class CommitEvent:
     """`tokens` were committed after `base` others; the target accepted `accepted` of `proposed` drafted tokens.
 
-    looked_up: of those accepted, how many prompt lookup guessed.
+    looked_up: of those accepted, how many prompt lookup guessed, or an earlier text.
     """
 
     base: int
@@ -83,7 +87,7 @@ class SequenceUsage:
     looked_up_tokens: int = 0
 
     def count_pass(self, committed: int, proposed: int, accepted: int, looked_up: int = 0) -> None:
-        """Counts one forward pass that committed tokens; looked_up: accepted tokens that prompt lookup guessed."""
+        """Counts one forward pass that committed tokens; looked_up: accepted tokens that were looked up."""
         self.looked_up_tokens += looked_up
         self.completion_tokens += committed
         self.target_passes += 1
@@ -144,11 +148,11 @@ class Totals:
         "spec_decode_num_wasted_tokens", "Drafted tokens verified and not accepted: wasted nodes.", default=0
     )
     lookup_proposed: int = _shown(
-        "spec_decode_num_lookup_draft_tokens", "Of the drafted tokens verified, those from prompt lookup.", default=0
+        "spec_decode_num_lookup_draft_tokens", "Of the drafted tokens verified, those that were looked up.", default=0
     )
     lookup_accepted: int = _shown(
         "spec_decode_num_lookup_accepted_tokens",
-        "Of the drafted tokens accepted, those from prompt lookup.",
+        "Of the drafted tokens accepted, those that were looked up.",
         default=0,
     )
     draft_nodes: int = _shown(
@@ -161,6 +165,11 @@ class Totals:
     preempted: int = _shown("num_preemptions", "Sequences whose blocks went to older ones.", default=0)
     faults: int = _shown(
         "engine_faults", "Steps that failed in the model or the engine; the log says where.", default=0
+    )
+    spilled: int = _shown("kv_cache_spilled", "Parked prefixes written to files.", default=0)
+    restored: int = _shown("kv_cache_restored", "Parked prefixes read from files.", default=0)
+    spill_faults: int = _shown(
+        "kv_cache_spill_faults", "Files of parked prefixes that could not be written or used.", default=0
     )
     model_s: float = _shown("engine_model_seconds", "Seconds in the model.", default=0.0)
     overhead_s: float = _shown("engine_overhead_seconds", "Seconds of engine steps outside the model.", default=0.0)

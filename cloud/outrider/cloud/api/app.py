@@ -29,6 +29,7 @@ from outrider.cloud.api.state import Core, ServedModel, ServerSettings
 from outrider.cloud.api.stream import SERVER_SEND
 from outrider.cloud.api.traces import TracedRequests
 from outrider.cloud.api.verify import verify_routes
+from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.seam import ServingEngine
 from outrider.models.http.counted_requests import CountedRequests
 from outrider.models.http.errors import ErrorBoundary
@@ -86,13 +87,14 @@ def create_app(
     model: ServedModel,
     settings: ServerSettings | None = None,
     drafts: tuple[DraftFiles, ...] = (),
+    recent: RecentStore | None = None,
 ) -> FastAPI:
-    """The application over a started engine. The caller stops the engine. `app.state.core` is the app's Core.
+    """The application over a started engine. The caller stops the engine, and closes `recent` after it.
 
-    drafts: what devices may download.
+    `app.state.core` is the app's Core. drafts: what devices may download. recent: texts that requests may repeat.
     """
     settings = settings or ServerSettings()
-    core = Core(engine, model, settings, Slots(settings.max_sessions, settings.keys.sessions_of), drafts)
+    core = Core(engine, model, settings, Slots(settings.max_sessions, settings.keys.sessions_of), drafts, recent)
     app = VerifierApp(
         title="Outrider verifier",
         version=version("outrider"),

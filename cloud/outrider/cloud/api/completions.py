@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -18,7 +19,7 @@ from outrider.cloud.seam import GenerateRequest
 from outrider.models.http import openai
 from outrider.models.http.answers import answer, require_model
 from outrider.models.http.encoding import Workers, check_length, encode_chat, encode_prompts, no_chat_template
-from outrider.models.http.requests import owner_of, read_body, sampling_of
+from outrider.models.http.requests import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
 from outrider.models.protocol import RenderAnswer
 
@@ -112,10 +113,12 @@ async def _answer(
         requests = [
             GenerateRequest(tuple(prompt), params, max_tokens, stop_ids, owner=owner) for prompt in await encode()
         ]
+        is_allowed = not is_no_store(request)
+        recalled = await asyncio.gather(*(core.recall(each, is_allowed=is_allowed) for each in requests))
         if (trace := trace_of(request.scope)) is not None:
             trace.asked(params, max_tokens)
         asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
-        await generation.submit(requests, body.stop_strings, asked, request.scope)
+        await generation.submit(recalled, body.stop_strings, asked, request.scope)
     except BaseException:
         generation.close()
         raise

@@ -10,10 +10,11 @@ from starlette.types import Scope
 
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.bridge import Mailbox
+from outrider.cloud.api.recall import Recalled
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.verify import shutting_down
 from outrider.cloud.api.watch import SequenceWatch, watch
-from outrider.cloud.seam import CommitEvent, EndEvent, GenerateRequest, SequenceUsage
+from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
 from outrider.models.http.answers import usage_of
 from outrider.models.http.errors import internal_error
 from outrider.models.http.openai import CompletionUsage
@@ -50,13 +51,14 @@ class Generation:
         return generation
 
     async def submit(
-        self, requests: Sequence[GenerateRequest], stop_strings: Sequence[str], asked: Asked, scope: Scope
+        self, recalled: Sequence[Recalled], stop_strings: Sequence[str], asked: Asked, scope: Scope
     ) -> None:
         """Submits a sequence for each request. scope: the call's. Raises RequestError; call `close` then too."""
-        for index, request in enumerate(requests):
+        for index, each in enumerate(recalled):
+            request = each.request
             detokenizer = self.core.model.tokenizer.detokenizer(context=request.prompt)
             assembler = TextAssembler(detokenizer, stop_strings, request.stop_ids)
-            sequence_id = self.core.admission.submit(request, self.mailbox.sink(index), asked)
+            sequence_id = self.core.admission.submit(request, each.sink(self.mailbox.sink(index)), asked)
             timer = watch(self.core.metrics, scope, asked.arrived_s, index)
             self._choices.append(_Choice(sequence_id, assembler, timer))
             await asyncio.sleep(0)  # 64 long prompts at once would delay every stream

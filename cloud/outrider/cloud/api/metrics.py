@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from starlette.types import Scope
 
 from outrider.cloud.distributions import MAX_POSITIONS, Distributions
+from outrider.cloud.recent.store import RecentStats
 from outrider.cloud.seam import EngineStats
 from outrider.models.tally import RequestTally, histogram
 
@@ -172,6 +173,17 @@ def _distribution_families(found: Distributions, created_s: float) -> Iterator[M
         ),
     ):
         yield histogram(name, help_text, tally)
+
+
+def recent_families(stats: RecentStats) -> Iterator[Metric]:
+    """The metrics of the store of recent texts."""
+    for gauge in fields(stats):
+        value = getattr(stats, gauge.name)
+        if gauge.name != "counts" and value is not None:
+            yield GaugeMetricFamily(f"outrider_recent_{gauge.name}", gauge.metadata["help"], value=value)
+    for counter in fields(stats.counts):
+        value = getattr(stats.counts, counter.name)
+        yield CounterMetricFamily(f"outrider_recent_{counter.name}", counter.metadata["help"], value=value)
 
 
 def route_of(scope: Scope) -> str:

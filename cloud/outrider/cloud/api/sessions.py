@@ -20,7 +20,7 @@ from outrider.cloud.api.watch import watch
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.http import sse
 from outrider.models.http.request_context import current_request, session_tag
-from outrider.models.http.requests import owner_of, read_body, sampling_of
+from outrider.models.http.requests import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.protocol import SessionOpen, SessionRequest
 
 _SESSION_ID_BYTES = 9
@@ -49,10 +49,12 @@ def session_routes(core: Core) -> APIRouter:
             keep=body.keep_prefix,
         )
         mailbox = core.bridge.mailbox()
+        recalled = await core.recall(generate, is_allowed=not is_no_store(request))
         asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
         core.slots.take(owner)
         try:
-            session = Session(core.admission.submit(generate, mailbox.sink(), asked), owner)
+            sink = recalled.sink(mailbox.sink())
+            session = Session(core.admission.submit(recalled.request, sink, asked), owner)
         except BaseException:
             core.slots.release(owner)
             raise

@@ -13,9 +13,11 @@ from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.api.bridge import Bridge
 from outrider.cloud.api.download_places import DownloadLimits, DraftFiles, Places
 from outrider.cloud.api.draft_budget import DraftLimits
-from outrider.cloud.api.metrics import Metrics
+from outrider.cloud.api.metrics import Metrics, recent_families
+from outrider.cloud.api.recall import Recall, Recalled
 from outrider.cloud.api.traces import Traces
-from outrider.cloud.seam import ServingEngine
+from outrider.cloud.recent.store import RecentStore
+from outrider.cloud.seam import GenerateRequest, ServingEngine
 from outrider.models.errors import RequestError
 from outrider.models.http.errors import FieldError
 from outrider.models.http.limits import Slots
@@ -116,8 +118,8 @@ class SessionTable:
 class Core:
     """What every group of routes shares.
 
-    drafts: what devices may download. is_draining: the server is shutting down and takes no new work.
-    is_dead: the engine has failed for good, so the process ends.
+    drafts: what devices may download. recent: texts that requests may repeat; None keeps none. is_draining: the server
+    is shutting down and takes no new work. is_dead: the engine has failed for good, so the process ends.
     """
 
     engine: ServingEngine
@@ -125,6 +127,7 @@ class Core:
     settings: ServerSettings
     slots: Slots
     drafts: tuple[DraftFiles, ...] = ()
+    recent: RecentStore | None = None
     metrics: Metrics = field(init=False)
     admission: Admission = field(init=False)
     bridge: Bridge = field(default_factory=Bridge)
@@ -133,6 +136,7 @@ class Core:
     sessions: SessionTable = field(default_factory=SessionTable)
     is_draining: bool = False
     is_dead: bool = False
+    _recall: Recall | None = field(init=False)
 
     def __post_init__(self) -> None:
         facts = {"version": version("outrider"), "model_name": self.model.name, "target": self.model.target}
@@ -149,8 +153,20 @@ class Core:
             self.metrics.add_counts(
                 "audit_lines_lost", "Lines that the audit log could not write.", (), lambda: {(): audit.num_lost}
             )
+        if (recent := self.recent) is not None:
+            self.metrics.add_families(lambda: recent_families(recent.stats()))
+        self._recall = Recall(self.recent, self.model.target) if self.recent is not None else None
         self.downloads = Places(self.settings.download_limits)
         self.bodies = Bodies(self.settings.max_body_bytes)
+
+    async def recall(self, request: GenerateRequest, *, is_allowed: bool = True) -> Recalled:
+        """The request, with the earlier text after its prompt where texts are kept and there is one.
+
+        is_allowed: False keeps nothing of the request, and uses nothing.
+        """
+        if self._recall is None or not is_allowed:
+            return Recalled(request)
+        return await self._recall.recall(request)
 
     def stop_set(self, stop_ids: list[int] | None, ignore_eos: bool) -> frozenset[int]:
         """The ids after which a sequence ends. Raises RequestError 400 `token_out_of_range`."""

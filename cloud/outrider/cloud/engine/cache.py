@@ -16,6 +16,7 @@ from outrider.cloud.engine.sequence_state import SequenceState
 class SequenceCache:
     """The block pool as sequences see it. The engine's thread owns it, except for `take_parked`.
 
+    on_park, on_evict: called with a prefix when it is parked, and before it loses its blocks.
     share_between_owners: one owner's prompts may be reused for another's. Who can time answers, or reads
     `cached_prompt_tokens`, then learns whether others have sent a prompt.
     """
@@ -30,9 +31,12 @@ class SequenceCache:
         share_between_owners: bool,
         max_parked_s: float = math.inf,
         clock: Callable[[], float] = time.perf_counter,
+        on_park: Callable[[ParkedPrefix], None] = lambda prefix: None,
+        on_evict: Callable[[ParkedPrefix], None] = lambda prefix: None,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size)
-        self._parked = ParkedPrefixes(self.pool, max_parked, max_parked_s, clock)
+        self._parked = ParkedPrefixes(self.pool, max_parked, max_parked_s, clock, on_evict)
+        self._on_park = on_park
         self._clock = clock
         self._share_prefixes = share_prefixes
         self._share_between_owners = share_between_owners
@@ -149,7 +153,9 @@ class SequenceCache:
         rest = [-1, *sequence.tokens[full * size :]]
         name = chain_hash(chain[-1] if chain else self._root(owner), rest).hex()
         tokens, blocks, hashes = array("i", sequence.tokens), tuple(sequence.blocks), tuple(sequence.hashes)
-        self._parked.park(ParkedPrefix(owner, name, tokens, blocks, sequence.computed, hashes, self._clock()))
+        prefix = ParkedPrefix(owner, name, tokens, blocks, sequence.computed, hashes, self._clock())
+        self._on_park(prefix)
+        self._parked.park(prefix)
         return name
 
     def take_parked(self, owner: bytes, name: str) -> ParkedPrefix | None:

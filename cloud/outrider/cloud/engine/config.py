@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from outrider.cloud.pending.policy import Policy
 from outrider.models.protocol import MAX_VERIFY_ITEMS
@@ -20,6 +21,21 @@ class TreeForm(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class SpillConfig:
+    """Where parked prefixes go on disk, and for how long.
+
+    target: identity of what computes the keys and values; files of another are never found. always: prefixes are
+    written when they are parked, for other replicas; otherwise when they lose their blocks.
+    """
+
+    directory: Path
+    target: str
+    max_bytes: int = 1 << 30
+    max_s: float = 3600.0
+    always: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     """How the engine runs.
 
@@ -31,6 +47,7 @@ class EngineConfig:
       many as one call can have. max_parked_s: for how long.
     looks_up: guess by prompt lookup where a device has sent nothing.
     form: auto verifies trees where the runtime is right with them; tree requires such a runtime.
+    spill: keeps parked prefixes on disk; None: they end with their blocks.
     share_prefixes: reuse KV blocks by hash. share_between_owners: also those of other owners' prompts.
     """
 
@@ -45,6 +62,7 @@ class EngineConfig:
     share_between_owners: bool = False
     policy: Policy = Policy.AUTO
     form: TreeForm = TreeForm.AUTO
+    spill: SpillConfig | None = None
 
     @property
     def token_budget(self) -> int:

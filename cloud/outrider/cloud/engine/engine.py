@@ -16,25 +16,38 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.cloud.distributions import num_tested
 from outrider.cloud.engine.cache import SequenceCache
-from outrider.cloud.engine.config import EngineConfig, TreeForm
+from outrider.cloud.engine.config import EngineConfig, SpillConfig, TreeForm
 from outrider.cloud.engine.health import Health
 from outrider.cloud.engine.parked import ParkedPrefix
-from outrider.cloud.engine.requests import check_draft, check_request, check_tree, deadline_exceeded, require_room
+from outrider.cloud.engine.requests import (
+    check_draft,
+    check_request,
+    check_tree,
+    deadline_exceeded,
+    require_room,
+    usable_earlier,
+)
 from outrider.cloud.engine.runner import ModelRunner, Rows, picked
 from outrider.cloud.engine.scheduler import Scheduler, Share
 from outrider.cloud.engine.sequence_state import SequenceState
+from outrider.cloud.engine.spill import SpillStore
+from outrider.cloud.engine.spill_file import SpillTarget
 from outrider.cloud.engine.turnover import Turnover
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.drafts import PendingDrafts
+from outrider.cloud.pending.earlier import EarlierText
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
 from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, GenerateRequest, SequenceEndReason, Sink, Totals
 from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.faults import log_fault
-from outrider.models.runtimes.base import BatchRuntime, ModelLimits, TreeRuntime
+from outrider.models.runtimes.base import BatchRuntime, BlockRuntime, ModelLimits, TreeRuntime
 from outrider.models.tree_draft import TreeDraft
 
 
@@ -60,6 +73,8 @@ class Engine:
         self._health = Health(clock)
         self._runner = ModelRunner(runtime, self._health, clock)
         self._gate = threading.Lock()  # between `submit` and `reset`
+        self._spill = open_spill(runtime, self._config.spill)
+        self.wake: Callable[[], None] = lambda: None
         self._start_afresh()
         self._inbox: deque[Callable[[], None]] = deque()
         self._sequences: dict[int, SequenceState] = {}
@@ -76,8 +91,14 @@ class Engine:
             clock=self._clock,
             share_prefixes=self._config.share_prefixes,
             share_between_owners=self._config.share_between_owners,
+            **self._when_spilled(),
         )
         self._scheduler = Scheduler(self._config, self._cache, self._drafting, self._totals, self._clock)
+
+    def _when_spilled(self) -> dict[str, Callable[[ParkedPrefix], None]]:
+        if self._config.spill is None:
+            return {}
+        return {"on_park" if self._config.spill.always else "on_evict": self._spill_prefix}
 
     @property
     def limits(self) -> ModelLimits:
@@ -106,24 +127,41 @@ class Engine:
         # A `reset` in between would let the old pool's blocks into the new one, or forget the sequence.
         with self._gate:
             held = self._cache.take_parked(request.owner, request.prefix_hash) if request.prefix_hash else None
-            if request.prefix_hash and held is None:
+            spilled = None
+            if request.prefix_hash and held is None and self._spill is not None:
+                spilled = self._spill.find(request.owner, request.prefix_hash)
+            if request.prefix_hash and held is None and spilled is None:
                 raise RequestError(
                     "prefix_not_held", "this prefix is not held here; send its tokens in place of the hash", status=409
                 )
             try:
-                sequence = self._new_sequence(request, sink, held)
+                sequence = self._new_sequence(request, sink, held, spilled.tokens if spilled else ())
             except BaseException:
                 if held:
                     self._inbox.append(lambda: self._cache.park_again(held))
                 raise
             self._sequences[sequence.id] = sequence
-            self._inbox.append(lambda: self._enqueue(sequence))
+            if spilled is None:
+                self._inbox.append(lambda: self._enqueue(sequence))
+        if spilled is not None and self._spill is not None:
+            self._spill.load(spilled, lambda data: self._loaded(sequence, data))
         return sequence.id
 
-    def _new_sequence(self, request: GenerateRequest, sink: Sink, held: ParkedPrefix | None) -> SequenceState:
-        """A sequence that takes over the held prefix; raises RequestError as `check_request` does."""
-        check_request(request, len(held.tokens) if held else 0, self._limits)
-        tokens = [*(held.tokens if held else ()), *request.prompt]
+    def _loaded(self, sequence: SequenceState, data: NDArray[np.uint8] | None) -> None:
+        """On the thread that reads blocks."""
+        self._inbox.append(lambda: self._restore(sequence, data))
+        self.wake()
+
+    def _new_sequence(
+        self, request: GenerateRequest, sink: Sink, held: ParkedPrefix | None, spilled: Sequence[int] = ()
+    ) -> SequenceState:
+        """A sequence that takes over the held prefix, or begins with the spilled tokens.
+
+        Raises RequestError as `check_request` does.
+        """
+        before = held.tokens if held else spilled
+        check_request(request, len(before), self._limits)
+        tokens = [*before, *request.prompt]
         drafts = PendingDrafts(
             committed=[],
             max_new=min(request.max_tokens, self._limits.max_positions - len(tokens)),
@@ -134,6 +172,8 @@ class Engine:
             patience_ms=request.patience_ms,
             num_own=len(request.draft) if request.once else None,
         )
+        if earlier := usable_earlier(request, self._limits):
+            drafts.earlier = EarlierText(earlier, drafts.committed, is_repeat=request.is_repeat)
         drafts.trie.merge(request.draft, prefer=True)
         sequence = SequenceState(next(self._ids), request, sink, tokens, drafts, submitted_s=self._clock())
         if request.deadline_ms is not None:
@@ -212,7 +252,7 @@ class Engine:
         step_s, extra_s = curve.step_and_extra() if curve.is_known else (None, None)
         num_running = min(len(self._scheduler.running), self._config.max_running)
         return EngineStats(
-            totals=replace(self._totals, draft_nodes=self._drafting.num_nodes),
+            totals=self._counted(),
             running=num_running,
             queued=len(self._scheduler.running) - num_running + self._scheduler.num_queued,
             parked=self._cache.num_parked,
@@ -226,6 +266,13 @@ class Engine:
             trees=int(self._with_trees),
             distributions=self._distributions,
         )
+
+    def _counted(self) -> Totals:
+        totals = replace(self._totals, draft_nodes=self._drafting.num_nodes)
+        if self._spill is not None:
+            counts = self._spill.counts
+            totals.spilled, totals.restored, totals.spill_faults = counts.written, counts.loaded, counts.faults
+        return totals
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
 
@@ -325,6 +372,46 @@ class Engine:
     def _enqueue(self, sequence: SequenceState) -> None:
         if sequence.id in self._sequences:
             self._scheduler.add(sequence)
+
+    def _spill_prefix(self, prefix: ParkedPrefix) -> None:
+        """Copies the full blocks of a parked prefix for the thread that writes them.
+
+        The last block is left out where it is not full: its other slots may hold another owner's.
+        """
+        num_blocks = prefix.computed // self._runtime.block_size
+        if self._spill is None or num_blocks == 0 or not self._spill.has_room(num_blocks):
+            return
+        assert isinstance(self._runtime, BlockRuntime)
+        try:
+            data = self._runtime.read_blocks(prefix.blocks[:num_blocks])
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a runtime may raise anything
+            self._totals.faults += 1
+            log_fault(error)
+            return
+        self._spill.put(prefix.owner, prefix.name, prefix.tokens, data, self._clock() - prefix.since)
+
+    def _restore(self, sequence: SequenceState, data: NDArray[np.uint8] | None) -> None:
+        """Queues a sequence that continues a spilled prefix, with its blocks if there is room. Else its tokens run."""
+        if sequence.id not in self._sequences:
+            return
+        assert isinstance(self._runtime, BlockRuntime)
+        size = self._runtime.block_size
+        num_blocks = min(0 if data is None else len(data), (len(sequence.tokens) - 1) // size)
+        self._cache.match_prefix(sequence)
+        first = len(sequence.blocks)
+        if data is not None and first < num_blocks and self._cache.grow(sequence, num_blocks * size):
+            try:
+                self._runtime.write_blocks(sequence.blocks[first:], data[first:num_blocks])
+                sequence.computed = num_blocks * size
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # what these blocks hold is not known
+                self._totals.faults += 1
+                log_fault(error)
+                self._cache.drop(sequence)
+        self._scheduler.add(sequence)
 
     def _commit(self, shares: Sequence[Share], rows: Rows, now: float) -> None:
         """Picks row by row, accepts drafted tokens while they equal the picks, and notifies the sinks.
@@ -493,6 +580,13 @@ class Engine:
         for sequence in list(self._sequences.values()):
             self._finish(sequence, "shutdown")
         self._cache.release_parked()
+        if self._spill is not None:
+            self._spill.flush()
+
+    def close(self) -> None:
+        """Ends the thread that writes prefixes to disk. Call it last."""
+        if self._spill is not None:
+            self._spill.close()
 
     def calibrate(self, *, max_tokens: int = 32, context: int = 64, repeats: int = 3) -> None:
         """Measures the step-time curve, up to max_tokens tokens after `context` others. Call before any request."""
@@ -512,6 +606,25 @@ class Engine:
                 self._drafting.stepped(StepSize.of(n, context), self._runner.time(n, context, blocks, n), False)
         finally:
             self._cache.pool.release(blocks)
+
+
+def open_spill(runtime: BatchRuntime, config: SpillConfig | None) -> SpillStore | None:
+    """The store of prefixes on disk. Raises ConfigError for a runtime whose blocks cannot be read."""
+    if config is None:
+        return None
+    reason = runtime.why_no_blocks if isinstance(runtime, BlockRuntime) else "the runtime's KV cache cannot be read"
+    if reason is not None or not isinstance(runtime, BlockRuntime):
+        raise ConfigError(f"--spill-dir keeps the KV cache, and {reason}; leave it out")
+    limits = runtime.limits
+    target = SpillTarget(
+        config.target,
+        runtime.block_layout,
+        runtime.block_size,
+        runtime.block_bytes,
+        limits.vocab_size,
+        limits.max_positions,
+    )
+    return SpillStore(config, target)
 
 
 def verifies_trees(runtime: BatchRuntime, form: TreeForm) -> bool:

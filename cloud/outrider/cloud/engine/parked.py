@@ -49,8 +49,11 @@ class ParkedPrefixes:
         max_each: int,
         max_s: float = math.inf,
         clock: Callable[[], float] = time.perf_counter,
+        on_evict: Callable[[ParkedPrefix], None] = lambda prefix: None,
     ) -> None:
+        """on_evict: called on the engine's thread before the blocks of a prefix are released."""
         self._pool = pool
+        self._on_evict = on_evict
         self._max_each = max_each
         self._max_s = max_s
         self._clock = clock
@@ -74,7 +77,8 @@ class ParkedPrefixes:
         with self._lock:
             held = self._of_owner.setdefault(prefix.owner, OrderedDict())
             if prefix.name in held:
-                spare.append(self._pop(prefix.owner, prefix.name))
+                replaced = self._pop(prefix.owner, prefix.name)
+                self._pool.release(replaced.blocks)
                 held = self._of_owner.setdefault(prefix.owner, OrderedDict())
             held[prefix.name] = prefix
             self._num += 1
@@ -85,7 +89,7 @@ class ParkedPrefixes:
             while self._num > self._max_each * _OWNERS_AT_MOST:
                 spare.append(self._pop_oldest())
         for entry in spare:
-            self._pool.release(entry.blocks)
+            self._release(entry)
 
     def take(self, owner: bytes, name: str) -> ParkedPrefix | None:
         """Hands an owner's prefix over with its references; None when it is not held, or too old."""
@@ -105,7 +109,7 @@ class ParkedPrefixes:
             left = (entry.since for held in self._of_owner.values() for entry in held.values())
             self._due = min(left, default=math.inf) + self._max_s
         for entry in old:
-            self._pool.release(entry.blocks)
+            self._release(entry)
 
     def evict_one(self) -> bool:
         """Releases the oldest of the owner that holds most; False when there is none. Engine's thread only."""
@@ -113,8 +117,12 @@ class ParkedPrefixes:
             if not self._num:
                 return False
             entry = self._pop_oldest()
-        self._pool.release(entry.blocks)
+        self._release(entry)
         return True
+
+    def _release(self, entry: ParkedPrefix) -> None:
+        self._on_evict(entry)
+        self._pool.release(entry.blocks)
 
     def _is_old(self, entry: ParkedPrefix) -> bool:
         return self._clock() - entry.since >= self._max_s

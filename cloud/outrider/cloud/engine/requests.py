@@ -73,6 +73,13 @@ def deadline_exceeded() -> RequestError:
     )
 
 
+def usable_earlier(request: GenerateRequest, limits: ModelLimits) -> tuple[int, ...]:
+    """The earlier text, or nothing if it has an id that the model has not: it may come from anywhere."""
+    earlier = request.earlier
+    is_fine = not request.once and bool(earlier) and min(earlier) >= 0 and max(earlier) < limits.vocab_size
+    return earlier if is_fine else ()
+
+
 def check_draft(base: int, paths: Sequence[Sequence[int]], generated: Sequence[int], limits: ModelLimits) -> None:
     """Raises RequestError `draft_ahead`, `token_out_of_range`, or `stale_draft` when no path is of use."""
     committed = len(generated)  # grows meanwhile: a useful draft may be stale at the merge

@@ -25,6 +25,7 @@ class EngineThread(ServingEngine):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._wake = threading.Event()
+        engine.wake = self._wake.set
         self._is_idle = threading.Event()
         self._gate = threading.Lock()
         self._is_draining = False
@@ -60,6 +61,10 @@ class EngineThread(ServingEngine):
         self._wake.set()
         while self._thread.is_alive() and not self._engine.is_hung:
             self._thread.join(timeout=_LOOK_S)
+
+    def close(self) -> None:
+        """As `Engine.close`; call it after `stop`."""
+        self._engine.close()
 
     def submit(self, request: GenerateRequest, sink: Sink) -> int:
         """As `Engine.submit`; also raises RequestError `shutting_down`, and `engine_failed` if nothing would answer."""

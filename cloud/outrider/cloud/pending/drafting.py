@@ -27,7 +27,7 @@ from outrider.cloud.pending.policy import (
     next_rate,
     plan_wait,
 )
-from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, UNHINTED, Node
+from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, NUM_PROMPT_KINDS, REPEATED, UNHINTED, Node, is_looked_up
 from outrider.models.tree_draft import ROOT, TreeDraft
 
 _LIKELY: Final = 0.05  # survival below which a drafted token is not verified even when only passes count
@@ -82,7 +82,7 @@ class _Candidates:
 
     def num_looked_up(self, count: int) -> int:
         """How many of the first `count` were looked up."""
-        return sum(kind < NUM_LOOKUP_KINDS for kind in self.kinds[:count])
+        return sum(map(is_looked_up, self.kinds[:count]))
 
 
 class Drafting:
@@ -165,14 +165,34 @@ class Drafting:
         return kind != UNHINTED and kind >= NUM_LOOKUP_KINDS and drafts.chances.rates()[kind] < _SURE
 
     def _look_up(self, drafts: PendingDrafts) -> None:
-        """Looks up what follows, where nothing is pending."""
-        if drafts.lookup is None or drafts.trie:
+        """Looks up what follows: where the request is repeated, in its earlier text; else where nothing is pending, in
+        an earlier text or the text itself, whichever has proved the better source.
+        """
+        most = min(self._max_draft, drafts.num_left - 1)
+        path, kinds = drafts.earlier.propose(most) if drafts.earlier is not None else ([], [])
+        if drafts.trie and not (kinds and kinds[0] == REPEATED):
             return
-        if max(drafts.chances.rates()[:NUM_LOOKUP_KINDS]) < _HOPELESS and drafts.num_skipped < _PROBE_EVERY:
-            drafts.num_skipped += 1
-            return
-        drafts.num_skipped = 0
-        drafts.trie.merge_lookup(*drafts.lookup.propose(min(self._max_draft, drafts.num_left - 1)))
+        rates = drafts.chances.rates()
+        copied = rates[kinds[0]] if kinds else 0.0
+        if drafts.lookup is not None and max(rates[:NUM_PROMPT_KINDS]) > copied:
+            if max(rates[:NUM_PROMPT_KINDS]) < _HOPELESS and drafts.num_skipped < _PROBE_EVERY:
+                drafts.num_skipped += 1
+            else:
+                drafts.num_skipped = 0
+                found = drafts.lookup.propose(most)
+                if found[1] and rates[found[1][0]] > copied:
+                    path, kinds = found
+        drafts.trie.merge_lookup(path, kinds)
+
+    def _looks_up_as_well_as(self, drafts: PendingDrafts, alpha: float) -> bool:
+        """Whether some lookup may be accepted as often as the device's drafts."""
+        rates = drafts.chances.rates()
+        is_repeat = drafts.earlier is not None and drafts.earlier.is_repeat
+        return (
+            (drafts.lookup is not None and max(rates[:NUM_PROMPT_KINDS]) >= alpha)
+            or (drafts.earlier is not None and max(rates[NUM_PROMPT_KINDS:NUM_LOOKUP_KINDS]) >= alpha)
+            or (is_repeat and rates[REPEATED] >= alpha)
+        )
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
@@ -181,7 +201,7 @@ class Drafting:
         if allowed == 0 or self._max_draft == 0 or drafts.num_left <= 1 or not drafts.lag.is_known:
             return
         alpha = drafts.acceptance.rate
-        if drafts.lookup is not None and max(drafts.chances.rates()[:NUM_LOOKUP_KINDS]) >= alpha:
+        if self._looks_up_as_well_as(drafts, alpha):
             self._look_up(drafts)
             looked_up = drafts.trie.root.best
             if looked_up is not None and drafts.chances.rates()[looked_up.kind] >= alpha:

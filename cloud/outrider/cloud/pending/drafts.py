@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from outrider.cloud.pending.earlier import EarlierText
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag
 from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.node_chances import NodeChances, Test
 from outrider.cloud.pending.policy import NO_WAIT, Wait
-from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, UNHINTED, DraftTrie
+from outrider.cloud.pending.trie import UNHINTED, DraftTrie, is_looked_up
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +21,8 @@ class PendingDrafts:
     max_new: tokens that the sequence may commit in all. patience_ms: longest wait for a draft; None: no bound.
     num_own: drafted tokens that a /v1/verify item brought, all of which are verified at once; None for a session.
     has_company: other sequences run too. acceptance: of the likeliest path; chances: of numbered and looked-up nodes.
-    lookup: None where nothing is looked up. num_lookup_chosen: looked-up tokens chosen for the step.
+    lookup: None where nothing is looked up. earlier: what followed the same prompt before, if known.
+    num_lookup_chosen: looked-up tokens chosen for the step.
     """
 
     committed: list[int]
@@ -28,6 +30,7 @@ class PendingDrafts:
     acceptance: AcceptanceEstimator
     chances: NodeChances = field(default_factory=NodeChances)
     lookup: PromptLookup | None = None
+    earlier: EarlierText | None = None
     lag: DraftLag = field(default_factory=DraftLag)
     patience_ms: float | None = None
     num_own: int | None = None
@@ -70,7 +73,7 @@ class PendingDrafts:
                 # A path that goes on as guessed: `acceptance` alone learns from it.
                 if child is None or child.kind != UNHINTED or len(children) > 1:
                     tests.append((tuple(children.values()), token, root.best))
-                    if child is not None and child.kind < NUM_LOOKUP_KINDS and index < last:
+                    if child is not None and is_looked_up(child.kind) and index < last:
                         num_looked_up += 1
             trie.advance(token)
         if tests:

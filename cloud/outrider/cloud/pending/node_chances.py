@@ -1,4 +1,5 @@
-"""Measures how likely a pending node is to be picked where its parent was, by its kind: level, or length of a lookup.
+"""Measures how likely a pending node is to be picked where its parent was, by its kind: level, or length of a lookup or
+of an earlier text's agreement.
 
 A commit tests every child of each node that it passes, verified or not: at most one of them is hit. The rate of a kind
 is shrunk to its nominal chance times the session's own ratio of hits to promised chances. So a device that promises too
@@ -11,13 +12,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from outrider.cloud.pending.trie import NUM_KINDS, NUM_LOOKUP_KINDS, UNHINTED, Node
+from outrider.cloud.pending.trie import NUM_KINDS, NUM_LOOKUP_KINDS, NUM_PROMPT_KINDS, REPEATED, UNHINTED, Node
 from outrider.models.tree_draft import CHANCES
 
 Test = tuple[Sequence[Node], int, Node | None]
 """The children of a node, the token that was committed there, and the likeliest of the children."""
 
-NOMINAL: Final = (0.2, 0.35, 0.5, 0.7, 0.85, 0.0, *CHANCES)
+NOMINAL: Final = (0.2, 0.35, 0.5, 0.7, 0.85, 0.4, 0.7, 0.85, 0.0, *CHANCES, 0.98)
 """By kind. Unhinted nodes have none: `AcceptanceEstimator` measures them by position."""
 assert len(NOMINAL) == NUM_KINDS
 
@@ -66,6 +67,7 @@ class NodeChances:
         promise = partial(_Ratio, 1.0, _RATIO_WEIGHT, least=_LEAST_PRIOR, most=_MOST_RATIO)
         self._device: _Ratio = promise(parent=parent._device if parent is not None else None)
         self._lookup: _Ratio = promise(parent=parent._lookup if parent is not None else None)
+        self._earlier: _Ratio = promise(parent=parent._earlier if parent is not None else None)
         self._covered: _Ratio = _Ratio(
             0.3, 5.0, least=_LEAST_COVERED, most=0.95, parent=parent._covered if parent is not None else None
         )
@@ -76,7 +78,7 @@ class NodeChances:
 
     def observe(self, tests: Sequence[Test]) -> None:
         """Learns from a commit: what was pending at each of its tokens."""
-        promised = hits = looked_up = found = covered = missed = 0.0
+        promised = hits = looked_up = found = covered = missed = copied = agreed = 0.0
         accepted, tested = self._accepted, self._tested
         for children, token, best in tests:
             has_guess = False
@@ -85,22 +87,30 @@ class NodeChances:
                 tested[kind] = _KIND_MEMORY * tested[kind] + 1.0
                 if child.token == token:
                     accepted[kind] = _KIND_MEMORY * accepted[kind] + 1.0
-                    hits += kind > UNHINTED
-                    found += kind < NUM_LOOKUP_KINDS
-                    has_guess = kind >= UNHINTED
+                    is_hit = True
                 else:
                     accepted[kind] *= _KIND_MEMORY
-                if kind > UNHINTED:
-                    promised += NOMINAL[kind]
-                elif kind < NUM_LOOKUP_KINDS:
+                    is_hit = False
+                if kind < NUM_PROMPT_KINDS:
                     looked_up += NOMINAL[kind]
-            if best is not None and best.kind >= UNHINTED and best.token != token:
+                    found += is_hit
+                elif kind < NUM_LOOKUP_KINDS or kind == REPEATED:
+                    copied += NOMINAL[kind]
+                    agreed += is_hit
+                else:
+                    has_guess = has_guess or is_hit
+                    if kind > UNHINTED:
+                        promised += NOMINAL[kind]
+                        hits += is_hit
+            if best is not None and UNHINTED <= best.kind < REPEATED and best.token != token:
                 missed += 1.0
                 covered += has_guess
         if promised:
             self._device.observe(hits, promised)
         if looked_up:
             self._lookup.observe(found, looked_up)
+        if copied:
+            self._earlier.observe(agreed, copied)
         if missed:
             self._covered.observe(covered, missed, is_common=self.has_hints)
         self._rates = None
@@ -117,12 +127,14 @@ class NodeChances:
         """By kind: the chance that a node is picked where its parent was. That of unhinted nodes means nothing."""
         if self._rates is None:
             device, lookup = _KIND_WEIGHT * self._device.value(), _KIND_WEIGHT * self._lookup.value()
+            earlier = _KIND_WEIGHT * self._earlier.value()
             rates = [
                 (accepted + nominal * device) / (tested + _KIND_WEIGHT)
                 for accepted, tested, nominal in zip(self._accepted, self._tested, NOMINAL, strict=True)
             ]
-            for kind in range(NUM_LOOKUP_KINDS):
-                rates[kind] = (self._accepted[kind] + NOMINAL[kind] * lookup) / (self._tested[kind] + _KIND_WEIGHT)
+            for kind in (*range(NUM_LOOKUP_KINDS), REPEATED):
+                source = lookup if kind < NUM_PROMPT_KINDS else earlier
+                rates[kind] = (self._accepted[kind] + NOMINAL[kind] * source) / (self._tested[kind] + _KIND_WEIGHT)
             if max(rates) > _MOST_RATE:
                 rates = [min(_MOST_RATE, rate) for rate in rates]
             self._rates = rates

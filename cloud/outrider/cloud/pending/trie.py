@@ -22,17 +22,27 @@ MAX_NUMBERS: Final = 1024
 MAX_ORPHANS: Final = 256
 """Nodes that wait for their parent to arrive."""
 
-# A node's kind says what its chance is estimated from: prompt lookup, by the length of the text that matched; nothing
-# (the path form); or the level that the device gave it. Of siblings, the one of the highest kind is the likeliest: a
-# device knows more than a lookup.
-NUM_LOOKUP_KINDS: Final = 5
+# A node's kind says what its chance is estimated from: prompt lookup, by the length of the text that matched; an
+# earlier text after the same prompt, by the length that agreed; nothing (the path form); the level that the device gave
+# it; or a repetition of the same request. Of siblings, the one of the highest kind is the likeliest: a device knows
+# more than a lookup, and a repetition repeats.
+NUM_PROMPT_KINDS: Final = 5
 """Kinds below this come from prompt lookup."""
+NUM_LOOKUP_KINDS: Final = NUM_PROMPT_KINDS + 3
+"""Kinds from there to below this come from an earlier text."""
 UNHINTED: Final = NUM_LOOKUP_KINDS
 LEVELS: Final = UNHINTED + 1
 """The kind of level 0; the others follow."""
-NUM_KINDS: Final = LEVELS + len(CHANCES)
+REPEATED: Final = LEVELS + len(CHANCES)
+"""The kind of an earlier text that the same request got, while this one repeats it."""
+NUM_KINDS: Final = REPEATED + 1
 
 _DROPPED: Final = -1
+
+
+def is_looked_up(kind: int) -> bool:
+    """Whether a node comes from prompt lookup or an earlier text, not from the device."""
+    return kind < NUM_LOOKUP_KINDS or kind == REPEATED
 
 
 class Node:
@@ -172,9 +182,9 @@ class DraftTrie:
                 return _GONE
             child = children[token] = Node(token, parent.position + 1, kind)
             self.num_nodes += 1
-            self.num_looked_up += kind < NUM_LOOKUP_KINDS
+            self.num_looked_up += is_looked_up(kind)
         elif kind > child.kind:
-            self.num_looked_up -= child.kind < NUM_LOOKUP_KINDS <= kind
+            self.num_looked_up += is_looked_up(kind) - is_looked_up(child.kind)
             child.kind = kind
         best = parent.best
         if best is None or child.kind > best.kind:
@@ -227,7 +237,7 @@ class DraftTrie:
             self._likeliest = (0, [])
             if new is not None:
                 self.num_nodes -= 1
-                self.num_looked_up -= new.kind < NUM_LOOKUP_KINDS
+                self.num_looked_up -= is_looked_up(new.kind)
             if children:
                 self._drop(children)
         self.root = Node(token, old.position + 1, UNHINTED) if new is None else new
@@ -240,8 +250,7 @@ class DraftTrie:
             num_nodes += len(siblings)
             for node in siblings.values():
                 node.position = _DROPPED
-                if node.kind < NUM_LOOKUP_KINDS:
-                    num_looked_up += 1
+                num_looked_up += is_looked_up(node.kind)
                 below = node.children
                 if below is not None:
                     stack.append(below)
@@ -266,7 +275,7 @@ class DraftTrie:
         path = self.likeliest(limit)
         if self.num_looked_up:
             length, node = 0, self.root.best
-            while node is not None and node.kind >= UNHINTED and length < len(path):
+            while node is not None and not is_looked_up(node.kind) and length < len(path):
                 length, node = length + 1, node.best
             del path[length:]
         return path

@@ -10,11 +10,11 @@ from typing import Final
 
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.engine import Engine, EngineConfig, EngineThread
-from outrider.cloud.engine.config import TreeForm
+from outrider.cloud.engine.config import SpillConfig, TreeForm
 from outrider.cloud.seam import EngineStats
 from outrider.cloud.server.exporter import export_reference_target
 from outrider.cloud.server.identity import target_identity
-from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.options import ServeOptions, SpillWhen
 from outrider.cloud.server.target import LoadedTarget, Target
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError
@@ -59,16 +59,23 @@ class BundleTarget(Target):
         manifest = self._bundle.manifest
         runtime = open_batch_runtime(manifest.runtime, self._bundle.model_file, self._loading)
         try:
-            engine = EngineThread(Engine(runtime, _config(self._options)))
-            engine.calibrate()
-            load_s = time.monotonic() - started_s
-            summary = _summary(self._model, manifest, engine.stats(), engine.limits.max_positions, load_s)
-            yield LoadedTarget(engine, summary)
+            engine = EngineThread(Engine(runtime, _config(self._options, self._model.target)))
+            try:
+                engine.calibrate()
+                load_s = time.monotonic() - started_s
+                summary = _summary(self._model, manifest, engine.stats(), engine.limits.max_positions, load_s)
+                yield LoadedTarget(engine, summary)
+            finally:
+                engine.close()
         finally:
             runtime.close()
 
 
-def _config(options: ServeOptions) -> EngineConfig:
+def _config(options: ServeOptions, target: str) -> EngineConfig:
+    spill = None
+    if options.spill_dir is not None:
+        always = options.spill is SpillWhen.ALWAYS
+        spill = SpillConfig(options.spill_dir, target, options.spill_mb << 20, options.spill_s, always)
     return EngineConfig(
         max_running=options.max_running,
         step_tokens=options.step_tokens,
@@ -78,6 +85,7 @@ def _config(options: ServeOptions) -> EngineConfig:
         share_between_owners=options.share_caches_between_keys,
         policy=options.policy,
         form=options.tree,
+        spill=spill,
     )
 
 

@@ -33,6 +33,13 @@ class EngineName(StrEnum):
     VLLM = "vllm"
 
 
+class SpillWhen(StrEnum):
+    """When a parked prefix is written to --spill-dir."""
+
+    EVICTED = "evicted"
+    ALWAYS = "always"
+
+
 @dataclass(frozen=True, slots=True)
 class ServeOptions(AccessOptions):
     """The command line; None leaves a choice to the bundle or the engine."""
@@ -80,6 +87,20 @@ class ServeOptions(AccessOptions):
     device: Annotated[str | None, typer.Option(help="As the runtime names it: CPU, GPU, cuda:0.")] = None
     threads: Annotated[int, typer.Option(min=0, help="Inference threads; 0 leaves it to the runtime.")] = 0
     kv_cache_mb: Annotated[int, typer.Option(min=1, help="Size of the KV cache, MiB.")] = 256
+    spill_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write parked prefixes here, keys, values and ids, and read them when they are continued. Replicas "
+            "with one directory find each other's.",
+            metavar="DIR",
+        ),
+    ] = None
+    spill: Annotated[
+        SpillWhen,
+        typer.Option(help="evicted: when a prefix loses its place in memory, and at the end; always: at once."),
+    ] = SpillWhen.EVICTED
+    spill_mb: Annotated[int, typer.Option(min=1, help="Size of --spill-dir, MiB.")] = 1024
+    spill_s: Annotated[float, typer.Option(min=1.0, help="How long a prefix is kept in --spill-dir.")] = 3600.0
     cache_dir: Annotated[Path | None, typer.Option(help="Keep compiled models here, for a faster start.")] = None
     max_running: Annotated[int, typer.Option(min=1, help="Sequences in one step.")] = 32
     step_tokens: Annotated[
@@ -96,6 +117,19 @@ class ServeOptions(AccessOptions):
     lookup: Annotated[
         bool, typer.Option(help="Guess by prompt lookup where a device has sent nothing; also for completions.")
     ] = True
+    recent: Annotated[
+        bool,
+        typer.Option(help="Keep the ids of recent texts, to draft a repeated prompt of the same key from them."),
+    ] = True
+    recent_s: Annotated[float, typer.Option(min=1.0, help="How long a recent text is kept.")] = 600.0
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep recent texts in this Redis, for all replicas: redis://HOST:6379/0, rediss:// for TLS. Also from "
+            "OUTRIDER_REDIS, where the URL has a password.",
+            metavar="URL",
+        ),
+    ] = None
     tree: Annotated[
         TreeForm,
         typer.Option(

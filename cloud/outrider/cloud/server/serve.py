@@ -26,6 +26,7 @@ from outrider.cloud.api.traces import traces_from_environment
 from outrider.cloud.server.embedded import BundleTarget
 from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.options import EngineName, ServeOptions
+from outrider.cloud.server.recent import open_recent
 from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.server.target import Target
 from outrider.models.command_line import print_error
@@ -62,6 +63,7 @@ def serve(options: ServeOptions) -> int:
         target = _open_target(options)
         drafts = _drafts(options.drafts, target)
         with (
+            open_recent(options) as recent,
             target.load() as loaded,
             _port_file_removed(options.port_file),
             _audit_log(options.audit_log) as audit,
@@ -80,7 +82,7 @@ def serve(options: ServeOptions) -> int:
                 reloads=reloads,
             )
             server = VerifierServer(
-                create_app(loaded.engine, target.model, settings, drafts),
+                create_app(loaded.engine, target.model, settings, drafts, recent),
                 drain_s=options.drain_s,
                 tls=tls,
                 limits=ConnectionLimits(

@@ -19,6 +19,7 @@ from outrider.cloud.distributions import num_tested
 from outrider.cloud.pending.chosen import NOTHING, Chosen
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.drafts import PendingDrafts
+from outrider.cloud.pending.earlier import EarlierText
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
 from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.node_chances import NodeChances
@@ -137,6 +138,8 @@ class Book:
         terms, drafts = served.terms, served.drafts
         if self._looks_up and not terms.once and not terms.is_probe:
             drafts.lookup = PromptLookup(served.tokens)
+        if terms.earlier:
+            drafts.earlier = EarlierText(terms.earlier, drafts.committed, is_repeat=terms.is_repeat)
         drafts.trie.merge(terms.draft, prefer=True)
 
     def close(self, served: Served) -> None:

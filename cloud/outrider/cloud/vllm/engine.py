@@ -31,7 +31,14 @@ import zmq
 import zmq.asyncio
 
 from outrider.cloud.distributions import Distributions
-from outrider.cloud.engine.requests import check_draft, check_request, check_tree, deadline_exceeded, require_room
+from outrider.cloud.engine.requests import (
+    check_draft,
+    check_request,
+    check_tree,
+    deadline_exceeded,
+    require_room,
+    usable_earlier,
+)
 from outrider.cloud.engine.turnover import Turnover
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.seam import (
@@ -340,6 +347,8 @@ class VllmEngine(ServingEngine):
             probe=probe,
             owner=hashlib.sha256(request.owner).digest(),
             priority=request.priority,
+            earlier=usable_earlier(request, self._limits) if probe is None else (),
+            is_repeat=request.is_repeat,
         )
         sequence = _Sequence(terms.number, request, sink, prompt, is_probe=probe is not None)
         with self._gate:  # otherwise a request could arrive after the end of everything

@@ -19,9 +19,9 @@ class Terms:
     """One sequence, as the engine process sees it.
 
     number: its id, which drafts name. max_tokens: it ends after as many. draft: guesses to start with. once: it ends
-    with the first token that is not the drafted one, or after the draft. probe: drafted tokens that each of its steps
-    verifies, whatever they are, to measure steps; None for real sequences. owner: a hash of who asks. priority:
-    higher ones go first.
+    with the first token that is not the drafted one, or after the draft. earlier, is_repeat: as in GenerateRequest.
+    probe: drafted tokens that each of its steps verifies, whatever they are, to measure steps; None for real sequences.
+    owner: a hash of who asks. priority: higher ones go first.
     """
 
     number: int
@@ -34,6 +34,8 @@ class Terms:
     probe: int | None = None
     owner: bytes = b""
     priority: int = 0
+    earlier: tuple[int, ...] = ()
+    is_repeat: bool = False
 
     @property
     def is_probe(self) -> bool:
@@ -55,6 +57,8 @@ class Terms:
                 "probe": self.probe,
                 "owner": self.owner.hex(),
                 "priority": self.priority,
+                "earlier": list(self.earlier),
+                "is_repeat": self.is_repeat,
             }
         }
 
@@ -75,6 +79,8 @@ def terms_of(extra_args: Mapping[str, Any] | None) -> Terms | None:
         probe=found["probe"],
         owner=bytes.fromhex(found["owner"]),
         priority=found["priority"],
+        earlier=tuple(found["earlier"]),
+        is_repeat=found["is_repeat"],
     )
 
 

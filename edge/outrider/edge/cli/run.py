@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from rich.console import Console
@@ -182,6 +182,8 @@ async def _generate(
             printer.break_line()
         print_line(about, words, "yellow")
 
+    if options.compare:  # each mode from nothing: the second of two equal texts would be drafted from the first
+        clouds = [(url, replace(each, no_store=True)) for url, each in clouds]
     async with open_fleet(clouds) as fleet:
         if (mixed := await fleet.mixed_targets()) is not None:
             warn(mixed)

@@ -90,7 +90,10 @@ def open_lab(
 def cloud_process(
     target: Path, cores: Cores, options: Sequence[str] = (), python: str = sys.executable
 ) -> AbstractContextManager[str]:
-    """`outrider-cloud serve` on a free loopback port with one thread; gives its URL. python: runs it."""
+    """`outrider-cloud serve` on a free loopback port with one thread; gives its URL. python: runs it.
+
+    Without --recent among the options it keeps no texts: modes that run on the same prompt would help each other.
+    """
     serve = [
         "-m",
         "outrider.cloud.server",
@@ -102,6 +105,7 @@ def cloud_process(
         "1",
         "--drain-s",
         "0",
+        "--no-recent",
     ]
     return child_process([*serve, *options], ready_prefix="OUTRIDER_READY ", cores=cores, python=python)
 

@@ -10,7 +10,7 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.cookiejar import DefaultCookiePolicy
 from importlib.metadata import version
 from typing import Any, Final, Self, TypeVar
@@ -52,6 +52,7 @@ _SELF = ("User-Agent", f"outrider/{version('outrider')}")
 PLAIN: Headers = [("Accept-Encoding", "identity"), _SELF]
 _JSON: Headers = [("Content-Type", "application/json")]
 _ASK: Headers = [*_JSON, *PLAIN]
+_NO_STORE = ("Cache-Control", "no-store")
 # A stale draft is answered 409, and the status alone is enough (RFC 7240): words would outweigh the tokens.
 _MINIMAL = ("Prefer", "return=minimal")
 _DRAFT_HEADERS: Headers = [*_JSON, _MINIMAL]
@@ -80,6 +81,7 @@ class ClientOptions:
     stream_timeout_s: longest silence of a stream whose server does not say how often it writes (an older one).
     call_timeout_s: longest verification by a server that is alive. max_connections: one for the stream, the rest for
     drafts in flight. certificate: what the device shows to servers that ask for one.
+    no_store: asks servers to keep no text of a session, and to draft it from none that they kept.
     """
 
     api_key: str | None = None
@@ -90,6 +92,7 @@ class ClientOptions:
     call_timeout_s: float = 600.0
     max_connections: int = 12
     certificate: ClientCertificate | None = None
+    no_store: bool = False
 
 
 class CloudClient:
@@ -135,9 +138,13 @@ class CloudClient:
         self._owns_connections = True
         self._body_up = self._body_down = self._headers_up = self._headers_down = 0
 
-    def for_one_text(self) -> Self:
-        """The same endpoint over the same connections, with bytes counted apart; closing it closes nothing."""
+    def for_one_text(self, *, no_store: bool = False) -> Self:
+        """The same endpoint over the same connections, with bytes counted apart; closing it closes nothing.
+
+        no_store: as in ClientOptions, for this text.
+        """
         own = copy.copy(self)
+        own._options = replace(self._options, no_store=no_store or self._options.no_store)
         own._owns_connections = False
         own._body_up = own._body_down = own._headers_up = own._headers_down = 0
         return own
@@ -216,7 +223,8 @@ class CloudClient:
         this protocol sends.
         """
         with tracing.call("POST /v1/sessions", self.url) as span:
-            http_request = self._build("POST", "/v1/sessions", request, [*_ASK, *span.headers])
+            headers = [*_ASK, *([_NO_STORE] if self._options.no_store else ()), *span.headers]
+            http_request = self._build("POST", "/v1/sessions", request, headers)
             async with self._deadline(self._head_timeout_s):
                 response = await self._http.send(http_request, stream=True)
             try:

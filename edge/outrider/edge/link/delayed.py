@@ -18,8 +18,8 @@ class DelayedClient(CloudClient):
     Messages do not wait for each other: each is late by its own delay, as on a long line.
     """
 
-    def __init__(self, client: CloudClient, delay_s: float) -> None:
-        vars(self).update(vars(client.for_one_text()))
+    def __init__(self, client: CloudClient, delay_s: float, *, no_store: bool = False) -> None:
+        vars(self).update(vars(client.for_one_text(no_store=no_store)))
         self._half_s = delay_s / 2
 
     async def _exchange(self, *args: Any, **kwargs: Any) -> bytes:

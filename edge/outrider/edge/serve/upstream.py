@@ -71,10 +71,14 @@ class Upstream:
         for client in self._clients:
             await client.aclose()
 
-    def endpoints(self, delay_s: float = 0.0) -> Endpoints:
-        """The endpoints for one text, in the order in which it tries them. delay_s: added to their round trips."""
+    def endpoints(self, delay_s: float = 0.0, *, no_store: bool = False) -> Endpoints:
+        """The endpoints for one text, in the order in which it tries them. delay_s: added to their round trips.
+
+        no_store: as in ClientOptions.
+        """
         clients = [
-            DelayedClient(client, delay_s) if delay_s else client.for_one_text() for client in self.fleet.ranked()
+            DelayedClient(client, delay_s, no_store=no_store) if delay_s else client.for_one_text(no_store=no_store)
+            for client in self.fleet.ranked()
         ]
         return Endpoints(clients, self._retry, on_trouble=_note, fleet=self.fleet)
 

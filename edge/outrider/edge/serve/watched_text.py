@@ -62,7 +62,8 @@ class WatchedText(LocalTexts):
             yield loan
 
     def _endpoints(self) -> Endpoints:
-        return self.core.upstream.endpoints(self.delay_s)
+        # The page shows what is drafted here and compares modes: no cloud may draft from the text of another try.
+        return self.core.upstream.endpoints(self.delay_s, no_store=True)
 
     def _watch(self, agent: StreamAgent) -> None:
         if not self.is_drafted:

@@ -36,6 +36,14 @@ def owner_of(request: Request) -> bytes:
     return owner
 
 
+def is_no_store(request: Request) -> bool:
+    """Whether the client wants nothing kept of this request, and nothing used that was kept: `Cache-Control: no-store`
+    (RFC 9111, section 5.2.1.5).
+    """
+    values = ",".join(request.headers.getlist("cache-control")).lower().split(",")
+    return "no-store" in (value.strip() for value in values)
+
+
 def parse(message: type[M], body: bytes) -> M:
     """Parses a request's body. Raises RequestError 400, which names the first wrong field.
 

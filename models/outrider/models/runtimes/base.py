@@ -120,6 +120,36 @@ class TreeRuntime(Protocol):
 
 
 @runtime_checkable
+class BlockRuntime(Protocol):
+    """A BatchRuntime whose cache blocks can be read and written, bit by bit, to keep them elsewhere."""
+
+    @property
+    def why_no_blocks(self) -> str | None:
+        """Why this model's blocks, loaded as it is, cannot be read and written, and what to do; None: they can."""
+        ...
+
+    @property
+    def block_layout(self) -> tuple[str, ...]:
+        """Type and shape of each cache tensor's part of a block, in the order of their bytes."""
+        ...
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block over all layers."""
+        ...
+
+    def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """The bytes of these blocks over all layers, a copy: [len(blocks), bytes of a block]. Same thread as `forward`,
+        between two steps.
+        """
+        ...
+
+    def write_blocks(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> None:
+        """Writes what `read_blocks` of a runtime with the same `block_layout` gave. Same thread as `forward`."""
+        ...
+
+
+@runtime_checkable
 class SequenceRuntime(Protocol):
     """One sequence that grows by `extend` and is cut back by `truncate`, which never copies the cache."""
 

@@ -146,6 +146,31 @@ class FakeBatchRuntime:
         assert self._slots[list(sources)].all(), "a slot is moved that was never written"
         self._slots[list(targets)] = self._slots[list(sources)]
 
+    @property
+    def why_no_blocks(self) -> str | None:
+        """None: they can be read and written."""
+        return None
+
+    @property
+    def block_layout(self) -> tuple[str, ...]:
+        """Type and shape of a block."""
+        return (f"uint64[{self._block_size}]",)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block."""
+        return 8 * self._block_size
+
+    def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """The bytes of these blocks. AssertionError for a slot that was never written."""
+        slots = self._slots.reshape(-1, self._block_size)[list(blocks)]
+        assert slots.all(), "a slot is read that was never written"
+        return slots.view(np.uint8)
+
+    def write_blocks(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> None:
+        """Writes what `read_blocks` gave."""
+        self._slots.reshape(-1, self._block_size)[list(blocks)] = np.ascontiguousarray(data).view(np.uint64)
+
     @staticmethod
     def _attended_new(step: RaggedStep, values: NDArray[np.uint64], num_new: NDArray[np.integer]) -> NDArray[np.uint64]:
         """For each new token, the sum over the new tokens of its sequence that it attends: [T] uint64."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,9 @@ from outrider.models.errors import ConfigError
 from outrider.models.runtimes.base import ModelLimits, RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.openvino_graph import PagedModel, load_paged_model, shared_tensor
 from outrider.models.runtimes.ragged import RaggedStep, lay_out
+
+_WHOLE_BYTES: Final = frozenset({"f32", "f16", "u8", "i8"})
+"""Types of KV caches whose memory numpy can address."""
 
 
 class OpenVinoPagedRuntime:
@@ -42,6 +45,7 @@ class OpenVinoPagedRuntime:
             )
         self._caches: list[Any] = self._model.bind_cache(self._num_blocks)
         self._why_no_trees = _why_no_trees(self._model, options)
+        self._why_no_blocks = _why_no_blocks(self._caches, options)
         self._is_split = options.is_batch_invariant and options.device == "CPU"
         self._min_pieces = int(self._model.compiled.get_property("INFERENCE_NUM_THREADS")) if self._is_split else 1
         self._request: Any = self._model.request
@@ -110,6 +114,38 @@ class OpenVinoPagedRuntime:
             slots = cache.data  # [blocks, heads, block size, head size]
             slots[written // size, :, written % size] = slots[read // size, :, read % size]
 
+    @property
+    def why_no_blocks(self) -> str | None:
+        """Blocks on a GPU are in its own memory; elements of less than a byte have no bytes of their own."""
+        return self._why_no_blocks
+
+    @property
+    def block_layout(self) -> tuple[str, ...]:
+        """Type and shape of each cache tensor's part of a block."""
+        return tuple(f"{cache.element_type.get_type_name()}{list(cache.shape)[1:]}" for cache in self._caches)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block over all layers."""
+        return self._model.block_bytes
+
+    def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """The bytes of these blocks over all layers: [len(blocks), bytes of a block]."""
+        return np.concatenate([part[list(blocks)] for part in self._block_bytes()], axis=1)
+
+    def write_blocks(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> None:
+        """Writes what `read_blocks` gave, into the memory that the infer request reads."""
+        start = 0
+        for part in self._block_bytes():
+            part[list(blocks)] = data[:, start : start + part.shape[1]]
+            start += part.shape[1]
+        assert start == data.shape[1], f"{data.shape[1]} bytes for a block of {start}"
+
+    def _block_bytes(self) -> list[NDArray[np.uint8]]:
+        """The memory of each cache tensor: [blocks, bytes]."""
+        assert self._why_no_blocks is None, self._why_no_blocks
+        return [cache.data.reshape(self._num_blocks, -1).view(np.uint8) for cache in self._caches]
+
     def close(self) -> None:
         """Releases model and cache; safe to call twice."""
         self._request = None
@@ -127,4 +163,13 @@ def _why_no_trees(model: PagedModel, options: RuntimeOptions) -> str | None:
         return "OpenVINO's masks are wrong with a sliding window or ALiBi, which this model has; use --tree line"
     if not model.has_plain_cache:
         return "slots of a quantized KV cache cannot be moved; use an f32 cache, or --tree line"
+    return None
+
+
+def _why_no_blocks(caches: Sequence[Any], options: RuntimeOptions) -> str | None:
+    if options.device != "CPU":
+        return f"the KV cache of OpenVINO on {options.device} cannot be read"
+    types = {cache.element_type.get_type_name() for cache in caches}
+    if not types <= _WHOLE_BYTES:
+        return f"a KV cache of {', '.join(sorted(types - _WHOLE_BYTES))} cannot be read"
     return None

@@ -72,6 +72,7 @@ class TorchPagedRuntime:
         config: Any = self._model.config.get_text_config()
         elements = sum(heads * size for shape in shapes.values() for heads, size in shape)
         block_bytes = BLOCK_SIZE * elements * cache_dtype.itemsize
+        self._block_bytes_all = block_bytes
         self._num_blocks: int = options.kv_cache_bytes // block_bytes
         if self._num_blocks < 1:
             raise ConfigError(
@@ -177,6 +178,46 @@ class TorchPagedRuntime:
         read, written = torch.tensor([sources, targets], dtype=torch.int64, device=self._device)
         for layer in (self._layers or {}).values():
             layer.move(read, written)
+
+    @property
+    def why_no_blocks(self) -> str | None:
+        """None: they can be read and written, on a GPU too."""
+        return None
+
+    @property
+    def block_layout(self) -> tuple[str, ...]:
+        """Type and shape of each cache tensor's part of a block."""
+        return tuple(f"{part.dtype}{[BLOCK_SIZE, *part.shape[1:]]}" for part in self._parts())
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block over all layers."""
+        return self._block_bytes_all
+
+    @torch.inference_mode()
+    def read_blocks(self, blocks: Sequence[int]) -> NDArray[np.uint8]:
+        """The bytes of these blocks over all layers: [len(blocks), bytes of a block]."""
+        chosen = torch.tensor(list(blocks), dtype=torch.int64, device=self._device)
+        data: NDArray[np.uint8] = torch.cat([part[chosen] for part in self._block_bytes()], dim=1).cpu().numpy()
+        return data
+
+    @torch.inference_mode()
+    def write_blocks(self, blocks: Sequence[int], data: NDArray[np.uint8]) -> None:
+        """Writes what `read_blocks` gave."""
+        chosen = torch.tensor(list(blocks), dtype=torch.int64, device=self._device)
+        given = torch.from_numpy(data).to(self._device)
+        start = 0
+        for part in self._block_bytes():
+            part[chosen] = given[:, start : start + part.shape[1]]
+            start += part.shape[1]
+        assert start == data.shape[1], f"{data.shape[1]} bytes for a block of {start}"
+
+    def _parts(self) -> list[torch.Tensor]:
+        return [part for _, layer in sorted((self._layers or {}).items()) for part in (layer.keys, layer.values)]
+
+    def _block_bytes(self) -> list[torch.Tensor]:
+        """The memory of each cache tensor, the padding left out: [blocks, bytes]."""
+        return [part[: self._padding_slot].view(self._num_blocks, -1).view(torch.uint8) for part in self._parts()]
 
     def _logits(self, batch: Sequence[SequenceSlice]) -> torch.Tensor:
         step = lay_out(

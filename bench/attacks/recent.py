@@ -1,0 +1,65 @@
+"""Attacks on the store of recent texts: another key's texts, and a flood of long ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from bench.attacks.crowd import prompt_of
+from bench.attacks.exchange import ask
+from bench.attacks.rows import Row
+from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
+
+FIRST, SECOND = KEYS
+NUM_PROMPTS = 600
+MAX_TEXTS = 256
+MAX_MB = 9.0
+
+
+def recent_texts(subject: Subject) -> Iterator[Row]:
+    """Repeats one key's prompt with another key, then floods the store with one key."""
+    with subject.serve("--no-lookup", "--policy", "verify", keys=KEYS) as server:
+        prompt = prompt_of(1, 40)
+        _complete(server, SECOND, [prompt], 64)
+        if _gauge(server, "texts") is None:
+            raise NotMeasured("/metrics shows no recent texts: this version keeps none")
+        other, own = (_accepted(_complete(server, key, [prompt], 64)) for key in (FIRST, SECOND))
+        yield Row(
+            "31",
+            "another key's prompt, repeated: tokens drafted from its text",
+            f"{other} of 64 (the key's own: {own})",
+            "0, and the key's own are drafted",
+            other == 0 and own > 40,
+            {"own": own, "other": other},
+        )
+        for first in range(0, NUM_PROMPTS, 20):
+            _complete(server, FIRST, [prompt_of(1000 + first + i, 40) for i in range(20)], 32)
+        held, held_mb = _gauge(server, "texts") or 0.0, (_gauge(server, "bytes") or 0.0) / 1e6
+        own = _accepted(_complete(server, SECOND, [prompt], 64))
+    yield Row(
+        "31",
+        f"{NUM_PROMPTS} texts of one key: what another key's repeated prompt is drafted from, and what is held",
+        f"{own} of 64 tokens drafted; {held:.0f} texts, {held_mb:.1f} MB",
+        f"over 40 tokens; {MAX_TEXTS} texts of a key, {MAX_MB:g} MB",
+        own > 40 and held <= MAX_TEXTS + 1 and held_mb <= MAX_MB,
+        {"own": own, "held": held, "held_mb": held_mb},
+    )
+
+
+def _complete(server: Server, key: str, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+    body = {"prompt": prompts, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    answer = ask(server.port, "POST", "/v1/completions", body, key=key)
+    if answer.status != 200:
+        raise NotMeasured(f"a completion got status {answer.status}: {answer.body[:200]!r}")
+    return dict(answer.json)
+
+
+def _accepted(answer: dict[str, Any]) -> int:
+    details = answer["usage"].get("completion_tokens_details") or {}
+    return int(details.get("accepted_prediction_tokens") or 0)
+
+
+def _gauge(server: Server, name: str) -> float | None:
+    lines = ask(server.port, "GET", "/metrics", key=FIRST).body.decode().splitlines()
+    found = [float(line.split()[1]) for line in lines if line.startswith(f"outrider_recent_{name} ")]
+    return found[0] if found else None

@@ -1,0 +1,91 @@
+"""Gives requests the earlier text after their prompt, and keeps the text that they get: within one owner."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from outrider.cloud.recent.store import RecentStore
+from outrider.cloud.recent.texts import PromptDigest, RecentText, sampling_digest
+from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, Sink
+
+_LEAST_TOKENS: Final = 4
+"""Of a text that is worth keeping."""
+_MAX_PREFIXES: Final = 4096
+"""Kept prefixes of all owners whose digest is known; without it, a request that continues one is not drafted so."""
+
+
+@dataclass(slots=True)
+class Recalled:
+    """A request with what is known of its prompt. digest: None where the prompt's beginning is not known."""
+
+    request: GenerateRequest
+    _memory: Recall | None = None
+    _digest: PromptDigest | None = None
+    _tokens: list[int] = field(default_factory=list)
+
+    def sink(self, sink: Sink) -> Sink:
+        """A sink that also keeps the text at its end."""
+        if self._digest is None:
+            return sink
+
+        def taking(event: Event) -> None:
+            if isinstance(event, CommitEvent):
+                self._tokens.extend(event.tokens)
+            else:
+                self._end(event)
+            sink(event)
+
+        return taking
+
+    def _end(self, event: EndEvent) -> None:
+        """On the engine's thread."""
+        assert self._memory is not None and self._digest is not None
+        if event.reason == "error":
+            return
+        tokens, request = tuple(self._tokens), self.request
+        if event.prefix_hash is not None:
+            self._memory.note_prefix(request.owner, event.prefix_hash, self._digest.with_tokens(tokens))
+        if request.is_repeat and request.earlier[: len(tokens)] == tokens:
+            tokens = request.earlier  # all that is known of it
+        if len(tokens) >= _LEAST_TOKENS:
+            self._memory.store.put(self._digest.place, RecentText(tokens, sampling_digest(request.params)))
+
+
+class Recall:
+    """The store of recent texts as routes use it. target: identity of what picks the tokens."""
+
+    def __init__(self, store: RecentStore, target: str) -> None:
+        self.store = store
+        self._target = target
+        self._prefixes: OrderedDict[tuple[bytes, str], PromptDigest] = OrderedDict()
+        self._lock = threading.Lock()
+
+    async def recall(self, request: GenerateRequest) -> Recalled:
+        """The request, with the earlier text after its prompt if there is one."""
+        digest = self._digest_of(request)
+        if digest is None:
+            return Recalled(request)
+        digest = digest.with_tokens(request.prompt)
+        found = await self.store.find(digest.place)
+        if found is not None:
+            is_repeat = found.sampling == sampling_digest(request.params)
+            request = replace(request, earlier=found.tokens, is_repeat=is_repeat)
+        return Recalled(request, self, digest)
+
+    def _digest_of(self, request: GenerateRequest) -> PromptDigest | None:
+        """The digest of what comes before the prompt."""
+        if request.prefix_hash is None:
+            return PromptDigest(self._target, request.owner)
+        with self._lock:
+            return self._prefixes.get((request.owner, request.prefix_hash))
+
+    def note_prefix(self, owner: bytes, name: str, digest: PromptDigest) -> None:
+        """Remembers the digest of a text that is kept under `name`. Any thread."""
+        with self._lock:
+            self._prefixes[owner, name] = digest
+            self._prefixes.move_to_end((owner, name))
+            while len(self._prefixes) > _MAX_PREFIXES:
+                self._prefixes.popitem(last=False)

@@ -1,0 +1,231 @@
+"""Keeps parked prefixes on disk for the request that continues them, here or in another replica with the directory.
+
+A thread of its own writes and reads; the engine's thread only copies blocks. An owner finds only what it left. Where
+there is too much, the owner with most bytes loses its oldest files. A file that fails a check is removed, never used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import queue
+import stat
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.cloud.engine.config import SpillConfig
+from outrider.cloud.engine.spill_file import (
+    PART_SUFFIX,
+    SUFFIX,
+    BadFile,
+    Spilled,
+    SpillTarget,
+    read_blocks,
+    read_head,
+    write,
+)
+from outrider.models.errors import ConfigError
+from outrider.models.faults import log_fault
+
+_MAX_WAITING_BYTES: Final = 256 << 20
+"""Of blocks that are copied and not written yet."""
+_MAX_LOADS: Final = 64
+"""Prefixes that may wait to be read; beyond, their tokens run again."""
+_FLUSH_S: Final = 30.0
+_SWEEP_S: Final = 60.0
+"""How often what is too old is removed, at least."""
+_PART_S: Final = 600.0
+"""Age from which a file that was never finished is a leftover."""
+_FIRST, _LAST = 0, 1
+
+_log = logging.getLogger("outrider.cloud")
+
+
+@dataclass(slots=True)
+class SpillCounts:
+    """Counters since the start. faults: files that failed their check, and prefixes that were not written."""
+
+    written: int = 0
+    loaded: int = 0
+    faults: int = 0
+
+
+class SpillStore:
+    """Prefixes in `config.directory`. The engine's thread puts; any thread finds."""
+
+    def __init__(self, config: SpillConfig, target: SpillTarget, clock: Callable[[], float] = time.time) -> None:
+        """Raises ConfigError for a directory that cannot be used, or that others may read."""
+        self._config = config
+        self._target = target
+        self._clock = clock
+        self._work: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
+        self._order = itertools.count()
+        self._waiting_bytes = self._num_loads = 0
+        self._lock = threading.Lock()
+        self._has_warned = False
+        self.counts = SpillCounts()
+        _prepare(config.directory)
+        self._thread = threading.Thread(target=self._run, name="outrider-spill", daemon=True)
+        self._thread.start()
+
+    def has_room(self, num_blocks: int) -> bool:
+        """Whether so many blocks would be taken; else a fault is counted."""
+        size = num_blocks * self._target.block_bytes
+        with self._lock:
+            has_room = size <= self._config.max_bytes and self._waiting_bytes + size <= _MAX_WAITING_BYTES
+            self.counts.faults += not has_room
+        return has_room
+
+    def put(self, owner: bytes, name: str, tokens: Sequence[int], data: NDArray[np.uint8], age_s: float = 0.0) -> None:
+        """Writes a prefix in the background. data: its full blocks. age_s: since it was parked."""
+        path = self._config.directory / self._target.place(owner, name)
+        created = self._clock() - age_s
+        with self._lock:
+            self._waiting_bytes += data.nbytes
+        self._begin(_LAST, lambda: self._write(path, tokens, data, created))
+
+    def find(self, owner: bytes, name: str) -> Spilled | None:
+        """An owner's prefix, its ids checked; it stays. Reads some kilobytes of disk."""
+        path = self._config.directory / self._target.place(owner, name)
+        try:
+            return read_head(path, self._target, self._clock(), self._config.max_s)
+        except FileNotFoundError:
+            return None
+        except (BadFile, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self._refuse(path, error)
+            return None
+
+    def load(self, spilled: Spilled, done: Callable[[NDArray[np.uint8] | None], None]) -> None:
+        """Reads the blocks in the background and gives them to `done`, on the store's thread; None if it cannot."""
+        with self._lock:
+            is_full = self._num_loads >= _MAX_LOADS
+            self._num_loads += not is_full
+        if is_full:
+            done(None)
+        else:
+            self._begin(_FIRST, lambda: self._load(spilled, done))
+
+    def flush(self) -> None:
+        """Waits until what was put is written. Blocking, for some time at most."""
+        reached = threading.Event()
+        self._begin(_LAST, reached.set)
+        reached.wait(_FLUSH_S)
+
+    def close(self) -> None:
+        """Writes what waits, and ends the thread."""
+        self._work.put((_LAST, next(self._order), None))
+        self._thread.join(_FLUSH_S)
+
+    # -- the store's thread ------------------------------------------------------------------------------------------
+
+    def _begin(self, priority: int, work: Callable[[], None]) -> None:
+        self._work.put((priority, next(self._order), work))
+
+    def _run(self) -> None:
+        work: Callable[[], None] | None = self._sweep
+        while work is not None:
+            try:
+                work()
+            except Exception as error:  # the thread must go on
+                log_fault(error)
+            try:
+                work = self._work.get(timeout=min(_SWEEP_S, self._config.max_s / 4))[2]
+            except queue.Empty:
+                work = self._sweep
+
+    def _sweep(self) -> None:
+        try:
+            self._remove_surplus()
+        except OSError as error:
+            self._warn(f"--spill-dir {self._config.directory} cannot be read: {error.strerror}")
+
+    def _write(self, path: Path, tokens: Sequence[int], data: NDArray[np.uint8], created: float) -> None:
+        try:
+            write(path, self._target, tokens, data, created)
+            self.counts.written += 1
+            self._remove_surplus()
+        except OSError as error:
+            self._warn(f"--spill-dir {self._config.directory} cannot be written: {error.strerror}")
+        finally:
+            with self._lock:
+                self._waiting_bytes -= data.nbytes
+
+    def _load(self, spilled: Spilled, done: Callable[[NDArray[np.uint8] | None], None]) -> None:
+        data = None
+        try:
+            data = read_blocks(spilled, self._target)
+            self.counts.loaded += 1
+        except FileNotFoundError:
+            pass  # another replica has removed it: its tokens run again
+        except (BadFile, OSError) as error:
+            self._refuse(spilled.path, error)
+        finally:
+            with self._lock:
+                self._num_loads -= 1
+            done(data)
+
+    def _refuse(self, path: Path, error: Exception) -> None:
+        why = str(error) if isinstance(error, BadFile) else type(error).__name__
+        self._warn(f"{path} is not used, and removed: {why}")
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            pass  # a directory, or not ours
+
+    def _warn(self, words: str) -> None:
+        """The first time; later faults are only counted."""
+        self.counts.faults += 1
+        if not self._has_warned:
+            _log.warning("%s; further faults of --spill-dir are only counted", words)
+        self._has_warned = True
+
+    def _remove_surplus(self) -> None:
+        """Removes what is too old, then the oldest files of whoever has most, until all fit."""
+        now = self._clock()
+        files: list[tuple[float, int, str, str]] = []
+        sizes: Counter[str] = Counter()
+        with os.scandir(self._config.directory) as entries:
+            for entry in entries:
+                age_s = self._config.max_s if entry.name.endswith(SUFFIX) else _PART_S
+                if not entry.name.endswith((SUFFIX, PART_SUFFIX)) or not entry.is_file(follow_symlinks=False):
+                    continue
+                try:
+                    found = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue  # another replica has removed it
+                if found.st_mtime <= now - age_s:
+                    Path(entry.path).unlink(missing_ok=True)
+                elif entry.name.endswith(SUFFIX):
+                    owner = entry.name.partition("-")[0]
+                    sizes[owner] += found.st_size
+                    files.append((found.st_mtime, found.st_size, owner, entry.path))
+        files.sort()
+        while sizes.total() > self._config.max_bytes:
+            largest = max(sizes, key=sizes.__getitem__)
+            oldest = next(file for file in files if file[2] == largest)
+            files.remove(oldest)
+            sizes[largest] -= oldest[1]
+            Path(oldest[3]).unlink(missing_ok=True)
+
+
+def _prepare(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = directory.stat()
+    except OSError as error:
+        raise ConfigError(f"--spill-dir {directory} cannot be made: {error.strerror}; name another") from None
+    if not stat.S_ISDIR(found.st_mode) or not os.access(directory, os.W_OK | os.X_OK):
+        raise ConfigError(f"--spill-dir {directory} is no directory that this user may write to; name another")
+    if os.name == "posix" and (found.st_mode & 0o077 or found.st_uid != os.geteuid()):
+        raise ConfigError(
+            f"--spill-dir {directory} is open to other users, and will hold prompts; run: chmod 700 {directory}"
+        )

@@ -1,0 +1,86 @@
+"""Follows an earlier text after the same prompt: guesses that it is repeated, position by position, and rejoins it
+after a divergence, by the last tokens. Hints only: a wrong text costs what its learned rate lets it cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from outrider.cloud.pending.lookup import MAX_MATCH, MIN_MATCH
+from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, NUM_PROMPT_KINDS, REPEATED
+
+MAX_TOKENS: Final = 1 << 14
+"""Tokens of an earlier text that are used: the first. The search for a place to rejoin takes 20 us."""
+_LONG_RUNS: Final = (4, 16)
+"""An agreement of more tokens than these is one kind further."""
+
+
+def kind_after(run: int) -> int:
+    """The kind of a node that continues an earlier text after `run` equal tokens."""
+    return NUM_PROMPT_KINDS + sum(run > longest for longest in _LONG_RUNS)
+
+
+assert kind_after(1 << 30) == NUM_LOOKUP_KINDS - 1
+
+
+class EarlierText:
+    """An earlier text, and where the present one is in it.
+
+    committed: the sequence's tokens; read, never changed, only grows. is_repeat: the earlier text was picked with the
+    same sampling parameters and seed, so the present one is equal until rounding makes a difference.
+    """
+
+    def __init__(self, tokens: Sequence[int], committed: Sequence[int], *, is_repeat: bool) -> None:
+        self._tokens = list(tokens[:MAX_TOKENS])
+        self._array = np.array(self._tokens, np.int64)
+        self._committed = committed
+        self._num_seen = 0  # tokens of `committed`
+        self._at = 0  # where the next token is expected
+        self._run = 0  # tokens that agreed up to there
+        self._is_aligned = True
+        self.is_repeat = is_repeat
+
+    def propose(self, most: int) -> tuple[list[int], list[int]]:
+        """At most `most` tokens that follow here in the earlier text, and their kinds; nothing where it is left."""
+        self._follow()
+        if not self._is_aligned or most <= 0:
+            return [], []
+        tokens = self._tokens[self._at : self._at + most]
+        if self.is_repeat:
+            return tokens, [REPEATED] * len(tokens)
+        return tokens, [kind_after(self._run + index) for index in range(len(tokens))]
+
+    def _follow(self) -> None:
+        """Compares what was committed since the last call."""
+        for token in self._committed[self._num_seen :]:
+            self._num_seen += 1
+            if self._is_aligned and self._at < len(self._tokens) and self._tokens[self._at] == token:
+                self._run += 1
+            elif self._at < len(self._tokens) or not self._is_aligned:
+                self._is_aligned = self.is_repeat = False
+                self._run = 0
+            self._at += 1
+        if not self._is_aligned:
+            self._rejoin()
+
+    def _rejoin(self) -> None:
+        """Finds the last tokens in the earlier text: the longest match, of these the nearest to the present place."""
+        last = self._committed[max(0, self._num_seen - MAX_MATCH) : self._num_seen]
+        if len(last) < MIN_MATCH:
+            return
+        ends = np.flatnonzero(self._array[1:] == last[-1]) + 2
+        ends = ends[self._array[ends - 2] == last[-2]]
+        if not ends.size:
+            return
+        matched = MIN_MATCH
+        while matched < len(last):
+            longer = ends[ends > matched]
+            longer = longer[self._array[longer - matched - 1] == last[-matched - 1]]
+            if not longer.size:
+                break
+            ends, matched = longer, matched + 1
+        self._at = int(ends[np.abs(ends - self._at).argmin()])
+        self._run, self._is_aligned = matched, True

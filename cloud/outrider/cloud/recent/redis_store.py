@@ -1,0 +1,265 @@
+"""Keeps recent texts in Redis, for replicas: on a thread of its own, so that no event loop ever waits for a socket.
+
+A request waits `wait_s` for an answer at most. A Redis that is dead, slow or full of something else is left out, with
+one warning, until it answers a ping in time. An owner has a fixed number of slots, chosen by the prompt's digest, so no
+client can take another's room; Redis ends each text's life by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from typing import Any, Final
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, ResponseError
+
+from outrider.cloud.recent.store import DEFAULT_S, RecentCounts, RecentStats, RecentStore
+from outrider.cloud.recent.texts import (
+    MAX_BYTES,
+    VERSION,
+    Place,
+    RecentText,
+    decode,
+    encode,
+    is_of_another_prompt,
+)
+from outrider.models.errors import ConfigError
+
+SLOTS: Final = 128
+"""Texts of an owner; 8 MiB at most."""
+_MAX_FINDS: Final = 64
+"""Requests that may wait for an answer at a time."""
+_MAX_WAITING_BYTES: Final = 8 << 20
+"""Of texts that are not written yet."""
+_SOCKET_S: Final = 0.5
+_MOST_LATE: Final = 3
+_CLOSE_S: Final = 5.0
+_FAULTS: Final = (RedisError, OSError, asyncio.TimeoutError, ValueError)
+
+_log = logging.getLogger("outrider.cloud")
+
+
+class RedisStore(RecentStore):
+    """Texts in the Redis at `url`, `max_s` seconds each. Any thread may call it; `find` from any event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        max_s: float = DEFAULT_S,
+        *,
+        wait_s: float = 0.02,
+        retry_s: float = 1.0,
+        prefix: str = "outrider",
+    ) -> None:
+        """wait_s: longest wait of a request. retry_s: between two tries of one that is down. Raises ConfigError."""
+        try:
+            self._redis: Any = Redis.from_url(
+                url,
+                socket_timeout=_SOCKET_S,
+                socket_connect_timeout=_SOCKET_S,
+                retry=Retry(NoBackoff(), 0),
+                max_connections=_MAX_FINDS + 2,
+            )
+        except (RedisError, ValueError, TypeError) as error:  # the URL may hold a password: it is not repeated
+            raise ConfigError(
+                f"--redis is no URL of a Redis ({type(error).__name__}); write redis://HOST:6379/0, or "
+                "rediss:// for TLS"
+            ) from None
+        options = self._redis.connection_pool.connection_kwargs
+        self._where = options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
+        self._max_ms = max(1, round(max_s * 1e3))
+        self._wait_s, self._retry_s = wait_s, retry_s
+        self._prefix = prefix
+        self._counts = RecentCounts()
+        self._is_up = False
+        self._num_finds = self._num_late = 0
+        self._waiting: deque[tuple[str, bytes]] = deque()
+        self._waiting_bytes = 0
+        self._lock = threading.Lock()
+        self._is_closed = self._is_refused = False
+        self._loop = asyncio.new_event_loop()
+        self._changed = asyncio.Event()  # something to write, or to try again
+        self._thread = threading.Thread(target=self._run, name="outrider-redis", daemon=True)
+        self._thread.start()
+
+    # -- any thread --------------------------------------------------------------------------------------------------
+
+    async def find(self, place: Place) -> RecentText | None:
+        """The text kept there, if the answer comes in time."""
+        found, asked = None, self._ask(place)
+        if asked is not None:
+            try:  # shielded: the call goes on, so a connection that is being made is not lost
+                found = await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(asked)), self._wait_s)
+            except TimeoutError:
+                pass
+            except asyncio.CancelledError:
+                if not asked.cancelled():  # the request was; otherwise the store is being closed
+                    raise
+        self._counts.hits += found is not None
+        self._counts.misses += found is None
+        return found
+
+    def put(self, place: Place, text: RecentText) -> None:
+        """Writes a text in the background; drops it where too many wait."""
+        data = encode(place, text)
+        with self._lock:
+            if self._is_up and not self._is_closed and self._waiting_bytes + len(data) <= _MAX_WAITING_BYTES:
+                self._waiting.append((self._key(place), data))
+                self._waiting_bytes += len(data)
+                self._loop.call_soon_threadsafe(self._changed.set)
+            else:
+                self._counts.dropped += 1
+
+    def stats(self) -> RecentStats:
+        """A snapshot."""
+        return RecentStats(self._counts, int(self._is_up))
+
+    def close(self) -> None:
+        """Ends the thread; what waits to be written is dropped."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._loop.call_soon_threadsafe(self._changed.set)
+        self._thread.join(timeout=_CLOSE_S)
+
+    def _key(self, place: Place) -> str:
+        slot = int.from_bytes(place.prompt[-2:], "big") % SLOTS
+        return f"{self._prefix}:recent:{VERSION}:{place.owner}:{slot}"
+
+    def _ask(self, place: Place) -> Future[RecentText | None] | None:
+        """Starts a call on the store's thread; None where it would not be answered."""
+        with self._lock:
+            if not self._is_up or self._is_closed or self._num_finds >= _MAX_FINDS:
+                return None
+            self._num_finds += 1
+            asked = asyncio.run_coroutine_threadsafe(self._get(place), self._loop)
+        asked.add_done_callback(self._answered)
+        return asked
+
+    def _answered(self, _: Future[RecentText | None]) -> None:
+        with self._lock:
+            self._num_finds -= 1
+
+    # -- the store's thread ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._work())
+
+    async def _work(self) -> None:
+        try:
+            await self._keep_up()
+        finally:
+            with self._lock:  # no call may reach a loop that is closed
+                self._is_closed, self._is_up = True, False
+            await self._redis.aclose()
+
+    async def _keep_up(self) -> None:
+        """Connects, writes, and tries again where Redis has failed, until the store is closed."""
+        has_warned = False
+        while not self._is_closed:
+            if self._is_up:
+                await self._write()
+                continue
+            reason = await self._ping()
+            if reason is None:
+                if has_warned:
+                    _log.info("Redis at %s answers again", self._where)
+                has_warned, self._num_late, self._is_up = False, 0, True
+                continue
+            if not has_warned:
+                _log.warning("Redis at %s: %s; no earlier texts are used until it answers", self._where, reason)
+                has_warned = True
+            await self._pause(self._retry_s)
+
+    async def _pause(self, seconds: float) -> None:
+        self._changed.clear()
+        if not self._is_closed:
+            try:
+                await asyncio.wait_for(self._changed.wait(), seconds)
+            except TimeoutError:
+                pass
+
+    async def _ping(self) -> str | None:
+        """Why Redis cannot be used now; None when it can."""
+        try:
+            await self._redis.ping()  # connects
+            began = time.monotonic()
+            await self._redis.ping()
+            took_s = time.monotonic() - began
+        except _FAULTS as error:
+            self._counts.failures += 1
+            return type(error).__name__
+        if took_s > self._wait_s:
+            self._counts.failures += 1
+            return f"it takes {took_s * 1e3:.0f} ms to answer"
+        return None
+
+    async def _get(self, place: Place) -> RecentText | None:
+        began = time.monotonic()
+        try:
+            data = await self._redis.getrange(self._key(place), 0, MAX_BYTES)
+        except ResponseError:  # something else has the key
+            self._counts.rejected += 1
+            return None
+        except _FAULTS:
+            self._failed()
+            return None
+        if time.monotonic() - began > self._wait_s:
+            self._counts.failures += 1
+            self._num_late += 1
+            if self._num_late >= _MOST_LATE:
+                self._go_down()
+        else:
+            self._num_late = 0
+        if not data or is_of_another_prompt(place, data):
+            return None
+        text = decode(place, data)
+        self._counts.rejected += text is None
+        return text
+
+    async def _write(self) -> None:
+        """Writes what waits, or waits for something to write."""
+        with self._lock:
+            entry = self._waiting.popleft() if self._waiting else None
+            if entry is None:
+                self._changed.clear()
+            else:
+                self._waiting_bytes -= len(entry[1])
+        if entry is None:
+            if not self._is_closed:
+                await self._changed.wait()
+            return
+        try:
+            await self._redis.set(*entry, px=self._max_ms)
+            self._counts.stored += 1
+        except ResponseError as error:  # such as a Redis whose memory is full
+            self._counts.dropped += 1
+            self._counts.failures += 1
+            if not self._is_refused:
+                _log.warning("Redis at %s stores nothing: %s", self._where, error)
+            self._is_refused = True
+        except _FAULTS:
+            self._counts.dropped += 1
+            self._failed()
+
+    def _failed(self) -> None:
+        self._counts.failures += 1
+        self._go_down()
+
+    def _go_down(self) -> None:
+        """Leaves Redis out until it answers a ping, and drops what waits to be written."""
+        with self._lock:
+            self._is_up = False
+            self._counts.dropped += len(self._waiting)
+            self._waiting.clear()
+            self._waiting_bytes = 0
+        self._changed.set()

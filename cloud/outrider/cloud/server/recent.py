@@ -1,0 +1,40 @@
+"""Opens the store of recent texts that the options ask for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from outrider.cloud.recent.store import MemoryStore, RecentStore
+from outrider.cloud.server.options import ServeOptions
+from outrider.models.errors import ConfigError
+from outrider.models.extras import require_packages
+
+REDIS_VARIABLE: Final = "OUTRIDER_REDIS"
+
+
+@contextmanager
+def open_recent(options: ServeOptions) -> Iterator[RecentStore | None]:
+    """The store, closed at the end; None for --no-recent. Raises OutriderError."""
+    store = _store(options)
+    try:
+        yield store
+    finally:
+        if store is not None:
+            store.close()
+
+
+def _store(options: ServeOptions) -> RecentStore | None:
+    if not options.recent:
+        if options.redis is not None:
+            raise ConfigError("--redis keeps recent texts, which --no-recent turns off; leave one of them out")
+        return None
+    url = options.redis or os.environ.get(REDIS_VARIABLE)
+    if not url:
+        return MemoryStore(options.recent_s)
+    require_packages(["redis"], "--redis", "scale")
+    from outrider.cloud.recent.redis_store import RedisStore
+
+    return RedisStore(url, options.recent_s)

@@ -1,0 +1,366 @@
+"""Tests stores of recent texts: in memory, and in a real Redis that dies, hangs or holds something else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from redis import Redis
+from tests.engine_harness import Clock
+from tests.redis_server import redis_server, wait_until
+
+from outrider.cloud.recent.redis_store import SLOTS, RedisStore
+from outrider.cloud.recent.store import MemoryStore, RecentLimits, RecentStore
+from outrider.cloud.recent.texts import (
+    MAX_BYTES,
+    MAX_TOKENS,
+    Place,
+    PromptDigest,
+    RecentText,
+    decode,
+    encode,
+    is_of_another_prompt,
+    sampling_digest,
+)
+from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.recent import REDIS_VARIABLE, open_recent
+from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.sampling import SamplingParams
+
+GREEDY = sampling_digest(SamplingParams())
+IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
+
+
+def place(owner: bytes = b"alice", prompt: tuple[int, ...] = (1, 2, 3), target: str = "t") -> Place:
+    return PromptDigest(target, owner).with_tokens(prompt).place
+
+
+def text(*tokens: int) -> RecentText:
+    return RecentText(tokens, GREEDY)
+
+
+def find(store: RecentStore, at: Place) -> RecentText | None:
+    return asyncio.run(store.find(at))
+
+
+# -- names and bytes ---------------------------------------------------------------------------------------------------
+
+
+@given(IDS, IDS)
+def test_a_digest_grows_as_the_prompt_does(first: list[int], second: list[int]) -> None:
+    """A prompt in two parts, as a kept prefix and what continues it, has the place of the whole."""
+    begun = PromptDigest("t", b"alice").with_tokens(first)
+    assert begun.with_tokens(second).place == PromptDigest("t", b"alice").with_tokens(first + second).place
+    assert begun.place == place(prompt=tuple(first))
+
+
+def test_another_owner_target_or_prompt_has_another_place() -> None:
+    """And nothing of the prompt or the owner is in it."""
+    places = [place(), place(b"bob"), place(target="u"), place(prompt=(1, 2, 4)), place(prompt=(1, 2))]
+    assert len(set(places)) == len({each.prompt for each in places}) == len(places)
+    assert len({each.owner for each in places}) == 3
+    assert place().owner == place(prompt=(9,)).owner
+
+
+def test_a_greedy_request_has_no_seed() -> None:
+    """Sampled ones repeat each other with the same parameters and seed only."""
+    assert sampling_digest(SamplingParams(seed=1)) == GREEDY
+    hot = [SamplingParams(0.8, seed=1), SamplingParams(0.8, seed=2), SamplingParams(0.9, seed=1)]
+    assert len({sampling_digest(params) for params in hot}) == 3
+
+
+@given(IDS)
+def test_what_is_encoded_comes_back(tokens: list[int]) -> None:
+    """With its sampling; at its own place only."""
+    at, written = place(), RecentText(tuple(tokens), GREEDY)
+    data = encode(at, written)
+    assert decode(at, data) == written and not is_of_another_prompt(at, data)
+    other = place(prompt=(4,))
+    assert is_of_another_prompt(other, data) and decode(other, data) is None
+
+
+@given(st.data())
+def test_no_change_of_the_bytes_is_accepted(data: st.DataObject) -> None:
+    """A flipped bit anywhere, a cut, something longer, anything else."""
+    at = place()
+    good = encode(at, text(5, 6, 7))
+    bit = data.draw(st.integers(0, 8 * len(good) - 1))
+    flipped = bytearray(good)
+    flipped[bit // 8] ^= 1 << bit % 8
+    cut = data.draw(st.integers(0, len(good) - 1))
+    for wrong in (bytes(flipped), good[:cut], good + b"\0\0\0\0", data.draw(st.binary(max_size=60))):
+        assert decode(at, wrong) is None
+
+
+def test_a_long_text_is_cut() -> None:
+    """So no text takes more than its share."""
+    at = place()
+    data = encode(at, RecentText(tuple(range(MAX_TOKENS + 10)), GREEDY))
+    found = decode(at, data)
+    assert len(data) == MAX_BYTES and found is not None and found.tokens == tuple(range(MAX_TOKENS))
+
+
+# -- in memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_memory_keeps_the_newest_text_of_each_owner() -> None:
+    """Another owner never gets it."""
+    store = MemoryStore()
+    store.put(place(), text(1, 2))
+    store.put(place(), text(3))
+    assert find(store, place()) == text(3)
+    assert find(store, place(b"bob")) is None and find(store, place(prompt=(1,))) is None
+    stats = store.stats()
+    assert (stats.texts, stats.counts.hits, stats.counts.misses, stats.counts.stored) == (1, 1, 2, 2)
+    store.close()
+    assert (store.stats().texts, store.stats().bytes) == (0, 0)
+
+
+def test_memory_forgets_what_is_old() -> None:
+    """Nobody gets it, and its memory is free again with the next call."""
+    clock = Clock()
+    store = MemoryStore(10.0, clock=clock)
+    store.put(place(), text(1))
+    clock.now += 9.9
+    assert find(store, place()) == text(1)
+    clock.now += 0.2
+    assert find(store, place()) is None
+    clock.now += 1.0
+    assert store.stats().texts == store.stats().bytes == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(0, 30)), max_size=60))
+def test_memory_stays_within_its_limits(puts: list[tuple[int, int, int]]) -> None:
+    """Its books are right, and one who holds no more than a share loses nothing to the others."""
+    limits = RecentLimits(max_each=6, max_each_bytes=4000, max_texts=12, max_bytes=9000)
+    store = MemoryStore(limits=limits)
+    store.put(place(b"small"), text(1, 2))
+    for owner, prompt, length in puts:
+        store.put(place(bytes([owner]), (prompt,)), text(*range(length)))
+        stats = store.stats()
+        assert stats.texts is not None and stats.bytes is not None
+        assert stats.texts <= limits.max_texts and stats.bytes <= limits.max_bytes
+        held = store._owners.values()
+        assert stats.texts == sum(len(each.texts) for each in held)
+        assert stats.bytes == sum(each.num_bytes for each in held)
+        assert all(len(each.texts) <= limits.max_each and each.num_bytes <= limits.max_each_bytes for each in held)
+    assert find(store, place(b"small")) == text(1, 2)
+
+
+# -- in Redis ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def store_at(url: str, *, max_s: float = 60.0, is_up: bool = True, wait_s: float = 5.0) -> Iterator[RedisStore]:
+    """A store that tries again at once. wait_s: long, so that no slow test machine counts as a slow Redis."""
+    with closing(RedisStore(url, max_s, wait_s=wait_s, retry_s=0.02)) as store:
+        if is_up:
+            wait_until(lambda: store.stats().up == 1)
+        yield store
+    assert not store._thread.is_alive()
+
+
+def put(store: RedisStore, at: Place, written: RecentText) -> None:
+    num_stored = store.stats().counts.stored
+    store.put(at, written)
+    wait_until(lambda: store.stats().counts.stored > num_stored)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_replicas_share_texts_through_redis(tmp_path: Path) -> None:
+    """Within an owner; what Redis holds has an expiry, no prompt, and nothing of the owner's key."""
+    socket_file = tmp_path / "redis"
+    with (
+        redis_server(socket_file) as _,
+        store_at(f"unix://{socket_file}") as one,
+        store_at(f"unix://{socket_file}") as two,
+    ):
+        put(one, place(), text(5, 6, 7))
+        assert find(two, place()) == text(5, 6, 7)
+        assert find(two, place(b"bob")) is None
+        with closing(Redis(unix_socket_path=str(socket_file))) as plain:
+            (key,) = plain.keys()
+            assert re.fullmatch(rb"outrider:recent:1:[0-9a-f]{32}:\d+", key)
+            assert 0 < plain.pttl(key) <= 60_000
+            assert len(plain.get(key)) == len(encode(place(), text(5, 6, 7)))
+
+
+def test_an_owner_has_a_fixed_number_of_slots(tmp_path: Path) -> None:
+    """A flood of prompts takes no other owner's, and what shares a slot is a miss, no fault."""
+    socket_file = tmp_path / "redis"
+    with redis_server(socket_file), store_at(f"unix://{socket_file}") as store:
+        put(store, place(b"bob"), text(1, 2))
+        for prompt in range(3 * SLOTS):
+            store.put(place(prompt=(prompt,)), text(prompt))
+        wait_until(lambda: store.stats().counts.stored == 1 + 3 * SLOTS)
+        with closing(Redis(unix_socket_path=str(socket_file))) as plain:
+            assert len(plain.keys()) <= 1 + SLOTS
+        found = [find(store, place(prompt=(prompt,))) for prompt in range(3 * SLOTS)]
+        assert all(each is None or each == text(prompt) for prompt, each in enumerate(found))
+        assert 0 < sum(each is not None for each in found) <= SLOTS
+        assert find(store, place(b"bob")) == text(1, 2)
+        assert store.stats().counts.rejected == store.stats().counts.failures == 0
+
+
+def test_redis_ends_a_texts_life(tmp_path: Path) -> None:
+    """By its own clock."""
+    socket_file = tmp_path / "redis"
+    with redis_server(socket_file), store_at(f"unix://{socket_file}", max_s=0.05) as store:
+        put(store, place(), text(1))
+        wait_until(lambda: find(store, place()) is None)
+
+
+def test_garbage_in_redis_is_a_miss(tmp_path: Path) -> None:
+    """Bytes that fail the check, something huge, a key of another type: counted, and the store stays up."""
+    socket_file = tmp_path / "redis"
+    with redis_server(socket_file), store_at(f"unix://{socket_file}") as store:
+        put(store, place(), text(1, 2, 3))
+        with closing(Redis(unix_socket_path=str(socket_file))) as plain:
+            (key,) = plain.keys()
+            good = plain.get(key)
+            for wrong in (good[:-1] + bytes([good[-1] ^ 1]), b"garbage", b"\0" * (1 << 20)):
+                plain.set(key, wrong)
+                assert find(store, place()) is None
+            plain.delete(key)
+            plain.lpush(key, b"a list")
+            assert find(store, place()) is None
+        assert store.stats().up == 1 and store.stats().counts.rejected >= 2
+        put(store, place(), text(4))
+        assert find(store, place()) == text(4)
+
+
+def test_a_redis_that_is_killed_is_left_out_until_it_is_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning, however many requests come; nothing is raised; what is put meanwhile is dropped."""
+    socket_file = tmp_path / "redis"
+    caplog.set_level(logging.INFO, "outrider.cloud")
+    with redis_server(socket_file) as process, store_at(f"unix://{socket_file}") as store:
+        put(store, place(), text(1))
+        process.kill()
+        process.wait()
+        wait_until(lambda: find(store, place()) is None and store.stats().up == 0)
+        for _ in range(20):
+            assert find(store, place()) is None
+            store.put(place(), text(2))
+        failures = store.stats().counts.failures
+        wait_until(lambda: store.stats().counts.failures > failures + 2)  # it has tried again
+        assert store.stats().counts.dropped == 20
+        assert len(warnings_of(caplog)) == 1 and str(socket_file) in warnings_of(caplog)[0]
+        with redis_server(socket_file):
+            wait_until(lambda: store.stats().up == 1)
+            put(store, place(), text(3))
+            assert find(store, place()) == text(3)
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_a_redis_that_is_dead_at_the_start_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The server starts without it."""
+    socket_file = tmp_path / "redis"
+    with store_at(f"unix://{socket_file}", is_up=False) as store:
+        wait_until(lambda: store.stats().counts.failures > 2)
+        assert find(store, place()) is None and store.stats().up == 0
+        with redis_server(socket_file):
+            wait_until(lambda: store.stats().up == 1)
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_a_redis_that_hangs_delays_nobody_for_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A request waits for the bound and not for the socket, the event loop goes on meanwhile, and soon none waits."""
+    socket_file = tmp_path / "redis"
+    with redis_server(socket_file) as process, store_at(f"unix://{socket_file}", wait_s=0.3) as store:
+        put(store, place(), text(1))
+        process.send_signal(signal.SIGSTOP)
+
+        async def ask() -> tuple[float, int]:
+            began, num_turns = time.monotonic(), 0
+            asking = asyncio.ensure_future(store.find(place()))
+            while not asking.done():
+                await asyncio.sleep(0.01)
+                num_turns += 1
+            assert asking.result() is None
+            return time.monotonic() - began, num_turns
+
+        took_s, num_turns = asyncio.run(ask())
+        assert took_s < 0.5 and num_turns > 5  # the socket's own limit is 0.5 s
+        wait_until(lambda: store.stats().up == 0)
+        began = time.monotonic()
+        assert [find(store, place()) for _ in range(10)] == [None] * 10
+        assert time.monotonic() - began < 0.3
+        wait_until(lambda: len(warnings_of(caplog)) == 1)
+        process.send_signal(signal.SIGCONT)
+        wait_until(lambda: store.stats().up == 1)
+        assert find(store, place()) == text(1)
+
+
+def test_a_port_that_never_answers_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """It accepts connections, and is no Redis."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        with store_at(f"redis://127.0.0.1:{mute.getsockname()[1]}/0", is_up=False) as store:
+            assert find(store, place()) is None
+            wait_until(lambda: store.stats().counts.failures > 0)
+            assert store.stats().up == 0
+        assert len(warnings_of(caplog)) == 1
+
+
+def test_tls_checks_the_certificate(tmp_path: Path) -> None:
+    """`rediss://`: with the authority's certificate texts are kept, without it the store stays down."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the openssl command")
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    files = ["-keyout", str(key), "-out", str(certificate), "-nodes", "-days", "1"]
+    name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    subprocess.run([openssl, "req", "-x509", *curve, *files, *name], check=True, capture_output=True)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    tls = ["--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
+    url = f"rediss://127.0.0.1:{port}/0"
+    with redis_server(tmp_path / "redis", *tls, "--tls-auth-clients", "no"):
+        with store_at(f"{url}?ssl_ca_certs={certificate}") as store:
+            put(store, place(), text(1))
+            assert find(store, place()) == text(1)
+        with store_at(url, is_up=False) as stranger:
+            wait_until(lambda: stranger.stats().counts.failures > 0)
+            assert stranger.stats().up == 0
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_options_choose_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory, none, or Redis; a missing package and a wrong URL are named, a password is not."""
+    monkeypatch.delenv(REDIS_VARIABLE, raising=False)
+    with open_recent(ServeOptions("b")) as store:
+        assert isinstance(store, MemoryStore)
+    with open_recent(ServeOptions("b", recent=False)) as store:
+        assert store is None
+    with open_recent(ServeOptions("b", redis="redis://127.0.0.1:1/0")) as store:
+        assert isinstance(store, RedisStore)
+    with (
+        pytest.raises(ConfigError, match="--no-recent"),
+        open_recent(ServeOptions("b", recent=False, redis="redis://a")),
+    ):
+        pass
+    monkeypatch.setenv(REDIS_VARIABLE, "http://user:secret@host/0")
+    with pytest.raises(ConfigError, match="write redis://HOST") as refused, open_recent(ServeOptions("b")):
+        pass
+    assert "secret" not in str(refused.value)
+    monkeypatch.setattr("outrider.models.extras.is_installed", lambda name: name != "redis")
+    no_package = pytest.raises(RuntimeUnavailable, match=r"--redis needs the package 'redis'.*outrider\[scale\]")
+    with no_package, open_recent(ServeOptions("b", redis="redis://a")):
+        pass

@@ -1,0 +1,336 @@
+"""Tests parked prefixes on disk: equal bits when they return, here and in another engine; never used when damaged."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engine_harness import SAMPLED, Collector, Harness, plain
+
+from outrider.cloud.engine import Engine, EngineConfig
+from outrider.cloud.engine.config import SpillConfig
+from outrider.cloud.engine.spill import SpillStore
+from outrider.cloud.engine.spill_file import MAGIC, SpillTarget
+from outrider.cloud.server.options import EngineName, ServeOptions
+from outrider.cloud.server.vllm_target import VllmTarget
+from outrider.models.errors import ConfigError, RequestError
+from outrider.models.runtimes.fake import FakeBatchRuntime
+
+PROMPT = tuple(range(1, 14))
+TARGET = SpillTarget("t", ("u8[8]",), 4, 8, 100, 64)
+TOKENS = [5, 6, 7, 8, 9, 1, 2, 3, 4]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "spill"
+
+
+class SpillHarness(Harness):
+    """An engine that spills; its blocks arrive from a thread, so a run waits for what is being read."""
+
+    def __init__(self, place: Path, *, always: bool = False, target: str = "t", max_parked: int = 256) -> None:
+        spill = SpillConfig(place, target, always=always)
+        super().__init__(config=EngineConfig(spill=spill, max_parked=max_parked), num_blocks=64)
+        assert self.engine._spill is not None
+        self.spill: SpillStore = self.engine._spill
+
+    def text(self, collector: Collector) -> list[int]:
+        """Runs until this sequence has ended."""
+        deadline = time.monotonic() + 30.0
+        while collector.end is None:
+            assert time.monotonic() < deadline, "the sequence did not end"
+            if self.engine.step() is None:
+                time.sleep(0.001)
+        return collector.tokens
+
+    def keep(self, prompt: tuple[int, ...] = PROMPT, owner: bytes = b"") -> tuple[str, list[int]]:
+        """A finished session that is parked: its name and all its tokens."""
+        _, collector = self.submit(prompt, 8, keep=True, owner=owner)
+        tokens = self.text(collector)
+        assert collector.end is not None and collector.end.prefix_hash is not None
+        return collector.end.prefix_hash, [*prompt, *tokens]
+
+    def go_on(self, name: str, *, owner: bytes = b"") -> tuple[list[int], int]:
+        """The text that continues a kept prefix, and how many of its prompt's tokens were in the cache."""
+        _, collector = self.submit((3, 4), 10, prefix_hash=name, owner=owner)
+        tokens = self.text(collector)
+        assert collector.end is not None
+        return tokens, collector.end.usage.cached_prompt_tokens
+
+
+@contextmanager
+def engine(place: Path, **options: object) -> Iterator[SpillHarness]:
+    """An engine that is closed at the end, with every block returned."""
+    harness = SpillHarness(place, **options)  # type: ignore[arg-type]
+    try:
+        yield harness
+        harness.assert_all_returned()
+    finally:
+        harness.engine.close()
+    assert not harness.spill._thread.is_alive()
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_that_lost_its_blocks_comes_back(place: Path) -> None:
+    """With its keys and values: only what follows its full blocks runs. The text is that of the tokens."""
+    with engine(place, max_parked=1) as harness:
+        name, tokens = harness.keep()
+        harness.keep((9, 9, 9, 9, 9))  # an owner may park one: the first is evicted
+        harness.spill.flush()
+        assert harness.engine.stats().totals.spilled == 1
+        text, cached = harness.go_on(name)
+        assert text == plain([*tokens, 3, 4], SAMPLED, 10)
+        assert cached == (len(tokens) - 1) // 4 * 4
+        assert harness.go_on(name)[0] == text  # the file stays: a turn can be generated again
+
+
+def test_another_engine_goes_on_with_it(place: Path) -> None:
+    """A hand-over: the first engine writes it at once, or at its end; in the second none of its blocks is computed."""
+    for always in (True, False):
+        with engine(place, always=always) as first:
+            name, tokens = first.keep()
+            first.spill.flush()
+            assert (first.engine.stats().totals.spilled == 1) == always
+        with engine(place) as second:
+            text, cached = second.go_on(name)
+            assert text == plain([*tokens, 3, 4], SAMPLED, 10)
+            assert cached == (len(tokens) - 1) // 4 * 4
+            assert second.engine.stats().totals.restored == 1
+            assert max(max(batch) for batch in second.batches) < 8
+
+
+def test_only_its_owner_and_target_find_a_prefix(place: Path) -> None:
+    """Others get 409, and the file stays for its owner."""
+    with engine(place, always=True) as first:
+        name, _ = first.keep(owner=b"alice")
+        first.spill.flush()
+    for target, owner in (("t", b"bob"), ("t", b""), ("another", b"alice")):
+        with engine(place, target=target) as other, pytest.raises(RequestError, match="not held"):
+            other.go_on(name, owner=owner)
+    with engine(place) as second:
+        assert second.go_on(name, owner=b"alice")[1] > 0
+        assert second.engine.stats().totals.spill_faults == 0
+
+
+def test_a_prefix_without_room_runs_again(place: Path) -> None:
+    """Where no blocks are free, its tokens are the prompt; the text is the same."""
+    with engine(place, always=True) as first:
+        name, tokens = first.keep()
+        first.spill.flush()
+    with engine(place) as second:
+        blocks = second.engine._cache.pool.allocate(62) or []
+        _, collector = second.submit((3, 4), 10, prefix_hash=name)
+        deadline = time.monotonic() + 30.0
+        while not second.engine.stats().queued:  # it was read, and found no room
+            assert time.monotonic() < deadline
+            second.engine.step()
+        second.engine._cache.pool.release(blocks)
+        assert second.text(collector) == plain([*tokens, 3, 4], SAMPLED, 10)
+
+
+def test_a_cancelled_request_takes_no_blocks(place: Path) -> None:
+    """Its blocks may arrive after its end."""
+    with engine(place, always=True) as first:
+        name, _ = first.keep()
+        first.spill.flush()
+    with engine(place) as second:
+        number, collector = second.submit((3, 4), 10, prefix_hash=name)
+        second.engine.cancel(number)
+        second.text(collector)
+        second.spill.flush()
+        second.run()
+
+
+def damaged(data: bytes) -> dict[str, bytes]:
+    """Files that must not be used."""
+    (length,) = struct.unpack("<I", data[8:12])
+    facts = json.loads(data[12 : 12 + length])
+    rest = data[12 + length + 32 :]
+
+    def with_facts(**changed: object) -> bytes:
+        header = json.dumps(facts | changed).encode()
+        start = MAGIC + struct.pack("<I", len(header)) + header
+        return start + sha256(start).digest() + rest
+
+    nothing = MAGIC + struct.pack("<I", 2) + b"[]"
+    return {
+        "empty": b"",
+        "magic": b"x" + data[1:],
+        "header": data[:40] + bytes([data[40] ^ 1]) + data[41:],
+        "a huge header": data[:8] + struct.pack("<I", 1 << 31) + data[12:],
+        "cut": data[:-1],
+        "longer": data + b"\0",
+        "ids": data[: 12 + length + 32] + b"\xff" + data[12 + length + 33 :],
+        "blocks": data[:-1] + bytes([data[-1] ^ 1]),
+        "another layout": with_facts(layout=["f32[4]"]),
+        "another place": with_facts(place="a-b.kv"),
+        "no list": with_facts(layout=7),
+        "no tokens": with_facts(num_tokens=0),
+        "words for numbers": with_facts(num_blocks="4"),
+        "more blocks than tokens": with_facts(num_blocks=1 << 40),
+        "too old": with_facts(created=facts["created"] - 3601.0),
+        "of the future": with_facts(created=facts["created"] + 3600.0),
+        "no header": nothing + sha256(nothing).digest() + rest,
+    }
+
+
+def test_no_damaged_file_is_used(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is counted, with one warning in all, and removed; the request gets 409, or runs its tokens again."""
+    with engine(place, always=True) as first:
+        name, tokens = first.keep()
+        first.spill.flush()
+    (path,) = place.iterdir()
+    cases = damaged(path.read_bytes())
+    with engine(place) as second:
+        for what, data in cases.items():
+            path.write_bytes(data)
+            if what == "blocks":  # found when they are read; the ids are fine
+                assert second.go_on(name) == (plain([*tokens, 3, 4], SAMPLED, 10), 0), what
+            else:
+                with pytest.raises(RequestError, match="not held"):
+                    second.go_on(name)
+            assert not path.exists(), what
+        path.symlink_to("/dev/zero")
+        with pytest.raises(RequestError, match="not held"):
+            second.go_on(name)
+        assert second.engine.stats().totals.spill_faults == len(cases) + 1
+        assert second.engine.stats().totals.restored == 0
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1 and "is not used, and removed" in warnings[0].getMessage()
+
+
+def test_a_runtime_that_fails_to_copy_fails_no_request(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither when a prefix is written, nor when it returns."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the copy failed")
+
+    with engine(place, always=True) as first:
+        name, tokens = first.keep()
+        monkeypatch.setattr(first.runtime, "read_blocks", fail)
+        first.keep((9, 9, 9, 9, 9))
+        first.spill.flush()
+        assert first.engine.stats().totals.spilled == first.engine.stats().totals.faults == 1
+    with engine(place) as second:
+        monkeypatch.setattr(second.runtime, "write_blocks", fail)
+        assert second.go_on(name) == (plain([*tokens, 3, 4], SAMPLED, 10), 0)
+
+
+# -- the directory -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def store(place: Path, clock: Callable[[], float] = time.time, **limits: object) -> Iterator[SpillStore]:
+    config = SpillConfig(place, "t", **limits)  # type: ignore[arg-type]
+    with closing(SpillStore(config, TARGET, clock)) as opened:
+        yield opened
+
+
+def blocks(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (2, 8), np.uint8)
+
+
+def test_files_are_for_this_user_only(place: Path) -> None:
+    """Directory 0700, files 0600; names hold no owner and no hash that a client could use."""
+    with store(place) as opened:
+        opened.put(b"alice", "name", TOKENS, blocks())
+        opened.flush()
+        (path,) = place.iterdir()
+        assert stat.S_IMODE(place.stat().st_mode) == 0o700 and stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert b"alice" not in path.name.encode() + path.read_bytes() and "name" not in path.name
+        found = opened.find(b"alice", "name")
+        assert found is not None and list(found.tokens) == TOKENS
+        assert opened.find(b"alice", "../name") is None and opened.find(b"bob", "name") is None
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 99), min_size=8, max_size=64), st.integers(0, 99))
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, tokens: list[int], seed: int) -> None:
+    """Bit by bit."""
+    read: list[np.ndarray | None] = []
+    with store(tmp_path_factory.mktemp("spill") / "new") as opened:
+        opened.put(b"a", "n", tokens, blocks(seed))
+        opened.flush()
+        found = opened.find(b"a", "n")
+        assert found is not None and list(found.tokens) == tokens
+        opened.load(found, read.append)
+        opened.flush()
+    assert len(read) == 1 and read[0] is not None and np.array_equal(read[0], blocks(seed))
+
+
+def test_a_file_has_an_end(place: Path) -> None:
+    """It is not found when it is too old, and removed by whichever replica looks next; leftovers of killed ones too."""
+    offset = [0.0]
+    with store(place, lambda: time.time() + offset[0], max_s=100.0) as opened:
+        opened.put(b"a", "old", TOKENS, blocks(), age_s=90.0)
+        opened.put(b"a", "new", TOKENS, blocks())
+        opened.flush()
+        (place / "x.kv.1.part").touch()
+        offset[0] = 20.0
+        assert opened.find(b"a", "old") is None and opened.find(b"a", "new") is not None
+        offset[0] = 1000.0
+        with store(place, lambda: time.time() + 1000.0, max_s=100.0) as later:
+            later.flush()
+            assert not list(place.iterdir())
+
+
+def test_the_owner_with_most_bytes_loses_its_oldest_file(place: Path) -> None:
+    """So a flood leaves others' files alone, and the directory keeps to its size."""
+    size = 600
+    with store(place, max_bytes=5 * size) as opened:
+        opened.put(b"small", "n", TOKENS, blocks())
+        for index in range(20):
+            opened.put(b"large", str(index), TOKENS, blocks())
+        opened.flush()
+        assert sum(path.stat().st_size for path in place.iterdir()) <= 5 * size
+        assert opened.find(b"small", "n") is not None and opened.find(b"large", "19") is not None
+        assert opened.find(b"large", "0") is None
+        assert not opened.has_room(5 * size) and opened.counts.faults == 1
+
+
+def test_a_full_disk_is_one_warning(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And no fault of any request."""
+    with store(place) as opened:
+        place.rmdir()
+        for _ in range(3):
+            opened.put(b"a", "n", TOKENS, blocks())
+        opened.flush()
+        assert opened.counts.faults >= 3 and opened.counts.written == 0
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
+
+
+def test_a_directory_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    """With the command that closes it; a file, and one that cannot be made, by name."""
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match="run: chmod 700"), store(tmp_path):
+        pass
+    (tmp_path / "file").touch()
+    for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="--spill-dir"), store(wrong):
+            pass
+
+
+def test_a_runtime_without_blocks_is_refused_by_name(place: Path) -> None:
+    """So is vLLM, whose cache is its own."""
+
+    class OnGpu(FakeBatchRuntime):
+        why_no_blocks = "the KV cache of OpenVINO on GPU cannot be read"
+
+    with pytest.raises(ConfigError, match="--spill-dir keeps the KV cache, and the KV cache of OpenVINO on GPU"):
+        Engine(OnGpu(), EngineConfig(spill=SpillConfig(place, "t")))
+    with pytest.raises(ConfigError, match="--spill-dir keeps the embedded engine's KV cache"):
+        VllmTarget(ServeOptions("b", engine=EngineName.VLLM, spill_dir=place))
