@@ -16,7 +16,7 @@ from tools.api_page import CURL, PAGE, document, page
 
 from outrider.cloud.api.error_codes import shared_codes
 from outrider.cloud.api.state import ServerSettings
-from outrider.models.http.security import KeyRing
+from outrider.models.http.keys import KeyRing
 
 KEY = "sixteen-characters"
 DOCUMENT = document()

@@ -230,7 +230,7 @@ def test_the_images_command_serves_is_probed_and_drains(reference_pair: PairPath
         assert ask(url) == ask(url, "--not-failed") == (0, "ready")
         assert httpx.get(url + "/v1/models").status_code == 401
         with httpx.Client(headers=headers, timeout=TIMEOUT_S) as client:
-            begun = [open_session(client, url, 900) for _ in range(8)]
+            begun = [open_session(client, url, 900) for _ in range(4)]
             short = open_session(client, url, 40)
             server.send_signal(signal.SIGTERM)
             assert "end" not in next(short)

@@ -81,7 +81,7 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
 def test_the_service_is_exposed_no_more_than_documented(tmp_path: Path) -> None:
     """`systemd-analyze security` at most at the level that docs/operations.md gives."""
     document = (PLACE.parent.parent / "docs" / "operations.md").read_text(encoding="utf-8")
-    documented = re.search(r"exposure level of (\d\.\d)", document)
+    documented = re.search(r"exposure level\s+of (\d\.\d)", document)
     assert documented
     threshold = f"--threshold={round(float(documented[1]) * 10)}"
     rate = ["systemd-analyze", "security", "--offline=true", "--no-pager", threshold, str(placed(tmp_path))]

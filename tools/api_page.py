@@ -21,7 +21,7 @@ from outrider.cloud.api.error_codes import shared_codes
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import Engine
 from outrider.cloud.engine.thread import EngineThread
-from outrider.models.http.security import KeyRing
+from outrider.models.http.keys import KeyRing
 from outrider.models.runtimes.fake import FakeBatchRuntime
 
 PAGE: Final = Path(__file__).parent.parent / "docs" / "api.md"

@@ -17,13 +17,14 @@ _ANY: Final[Codes] = {
     500: ("internal_error",),
     503: ("too_many_connections", "too_many_bytes"),
 }
-_GATE: Final[Codes] = {401: ("unauthorized",), 403: ("host_not_allowed", "origin_not_allowed")}
+_GATE: Final[Codes] = {401: ("unauthorized",), 403: ("scope_missing", "host_not_allowed", "origin_not_allowed")}
 _JSON: Final[Codes] = {400: ("malformed_json", "invalid_parameter"), 415: ("unsupported_media_type",)}
 _RATE: Final[Codes] = {429: ("rate_limited",)}
 _ENGINE: Final[Codes] = {
     400: ("context_length_exceeded", "empty_prompt", "token_out_of_range"),
-    429: ("too_many_sessions",),
+    429: ("too_many_sessions", "tokens_exhausted"),
     503: ("overloaded", "engine_failed", "shutting_down"),
+    504: ("deadline_exceeded",),
 }
 _FAULT: Final[Codes] = {500: ("model_fault",)}
 _TOKENIZER: Final[Codes] = {409: ("tokenizer_mismatch",)}
