@@ -44,13 +44,14 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def fake_target() -> Iterator[Any]:
-    """What `serve` serves, over the fake language."""
+def fake_target(on_load: Callable[[], object]) -> Iterator[Any]:
+    """What `serve` serves, over the fake language. on_load: called while it is loaded."""
     tokenizer = fake_tokenizer()
     engine = EngineThread(Engine(FakeBatchRuntime(vocab_size=tokenizer.size)))
 
     @contextmanager
     def load() -> Iterator[Any]:
+        on_load()
         yield SimpleNamespace(engine=engine, summary="a fake target")
 
     model = ServedModel("fake", tokenizer, frozenset({EOS_ID}))
@@ -61,7 +62,7 @@ def fake_target() -> Iterator[Any]:
 def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a change, and at once on SIGHUP; a broken file is counted; the audit log names each key."""
     keys, audit, port_file = tmp_path / "keys", tmp_path / "audit.jsonl", tmp_path / "port"
-    keys.write_text(f"{ALICE}\n")
+    keys.write_text("the-key-of-the-start\n")
     monkeypatch.setattr(watched_files, "LOOK_S", 0.02)
     failures: list[BaseException] = []
 
@@ -72,7 +73,8 @@ def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pyte
             return client.post("/v1/completions", json=body, headers=bearer(key)).status_code
 
         with httpx.Client(base_url=url) as client:
-            assert (status(ALICE), status(BOB)) == (200, 401)
+            wait_for(lambda: status(ALICE) == 200)  # the file changed while the model was loaded
+            assert status(BOB) == 401
             keys.write_text(f"sha256:{ApiKey.plain(BOB).digest.hex()} name=bob scopes=generate,metrics\n")
             wait_for(lambda: status(BOB) == 200)
             assert status(ALICE) == 401
@@ -96,7 +98,7 @@ def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pyte
         "fake", port=0, port_file=port_file, api_key_file=keys, audit_log=audit, tokens_per_minute=80, drain_s=0.0
     )
     before = signal.getsignal(signal.SIGHUP)
-    with fake_target() as target:
+    with fake_target(lambda: keys.write_text(f"{ALICE}\n")) as target:
         monkeypatch.setattr(serve_module, "_open_target", lambda _: target)
         monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
         thread = threading.Thread(target=beside)

@@ -23,6 +23,9 @@ from outrider.edge.cli import serve as command
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.store.shelf import PulledFor, Shelf, find_pulled_from
+from outrider.models import watched_files
+from outrider.models.errors import RequestError
+from outrider.models.http.keys import ApiKey
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import ModelFacts
 from outrider.models.runtimes.fake import FakeSequenceRuntime
@@ -130,6 +133,32 @@ def test_without_a_verifier_the_draft_is_the_one_last_pulled_from_it(
     monkeypatch.setattr("outrider.edge.cli.draft_source.default_draft", lambda _: reference)
     assert run_main(monkeypatch, "serve", "--port", "0", "--cloud", "http://127.0.0.1:9") == 0
     assert started.opened[1:] == [reference / "openvino_model.xml"]
+
+
+def test_keys_of_clients_are_read_again(
+    config: Path, started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """A new key is accepted without a restart, and one that is gone is refused."""
+    own, draft = tmp_path / "own.keys", make_draft(tmp_path / "draft").path
+    own.write_text(f"{KEY}\n")
+    own.chmod(0o600)
+    monkeypatch.setattr(watched_files, "LOOK_S", 0.02)
+
+    async def look(core: LocalCore) -> None:
+        keys = core.settings.keys
+        assert keys.may_generate(keys.owner(b"Bearer " + KEY.encode()))
+        own.write_text(f"{OTHER_KEY}\n")
+        async with asyncio.timeout(30.0):
+            while keys.of_owner(ApiKey.plain(OTHER_KEY).digest) is None:
+                await asyncio.sleep(0.005)
+        with pytest.raises(RequestError, match="not accepted"):
+            keys.owner(b"Bearer " + KEY.encode())
+
+    started.look = look
+    with serve_fake() as cloud:
+        options = ["--port", "0", "--cloud", cloud.url, "--draft", str(draft), "--api-key-file", str(own)]
+        assert run_main(monkeypatch, "serve", *options) == 0, capsys.readouterr().err
+    assert len(started.cores) == 1
 
 
 def test_typed_options_without_effect_are_refused(

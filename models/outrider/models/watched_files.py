@@ -28,24 +28,28 @@ State = tuple[tuple[int, int, int] | None, ...]
 class WatchedFiles:
     """Files that are read together. reload: reads them; raises ConfigError where they cannot be used.
 
-    name: in the log and in metrics. counts: by name and result, "ok" or "failed".
+    Make it before they are read for the first time: what changes from then on is noticed. name: in the log and in
+    metrics.
     """
 
     def __init__(self, name: str, paths: Sequence[Path], reload: Callable[[], object]) -> None:
         self.name = name
         self._paths = tuple(paths)
-        self._reload = reload
+        self.reload = reload
         self._read = self._seen = self._state()
 
     def check(self, counts: Counter[tuple[str, str]], *, is_forced: bool = False) -> None:
-        """Reads the files again if they have changed and keep still, or if `is_forced`."""
+        """Reads the files again if they have changed and keep still, or if `is_forced`.
+
+        counts: how often, by name and result, "ok" or "failed".
+        """
         state, before = self._state(), self._seen
         self._seen = state
         if not is_forced and (state == self._read or state != before):
             return
         self._read = state
         try:
-            self._reload()
+            self.reload()
         except ConfigError as error:
             counts[self.name, "failed"] += 1
             _log.warning("%s: %s; the server keeps what it had", self.name, error)

@@ -53,6 +53,7 @@ def serve(options: ServeOptions) -> int:
     Raises OutriderError for what the user can put right.
     """
     configure_logging(options.log_format)
+    watched = _watched_keys(options.api_key_file)
     keys = KeyRing.load(options.api_key_file)
     is_open = options.insecure_no_keys or options.tls_client_ca is not None
     require_safe_host(options.host, keys, is_insecure_allowed=is_open)
@@ -104,7 +105,11 @@ def serve(options: ServeOptions) -> int:
             loaded.engine.start()
             loaded.engine.on_death(server.fail)
             try:
-                with FileWatch(_watched(server, keys), reloads) as watch, _read_on_hangup(watch, audit):
+                for each in watched:
+                    each.reload = lambda: server.admission.revoke(keys.reload())
+                if server.tls is not None:
+                    watched.append(WatchedFiles("certificates", server.tls.files.paths, server.tls.reload))
+                with FileWatch(watched, reloads) as watch, _read_on_hangup(watch, audit):
                     server.run(sockets=[sock])
             finally:
                 loaded.engine.stop()  # before the model goes
@@ -125,14 +130,9 @@ def _open_target(options: ServeOptions) -> Target:
     return BundleTarget(options)
 
 
-def _watched(server: VerifierServer, keys: KeyRing) -> list[WatchedFiles]:
-    """The files that are read again while the server runs."""
-    files: list[WatchedFiles] = []
-    if keys.path is not None and keys.path.is_file():  # and not a pipe of the shell
-        files.append(WatchedFiles("keys", [keys.path], lambda: server.admission.revoke(keys.reload())))
-    if server.tls is not None:
-        files.append(WatchedFiles("certificates", server.tls.files.paths, server.tls.reload))
-    return files
+def _watched_keys(path: Path | None) -> list[WatchedFiles]:
+    """The key file, if it can change: a pipe of the shell is read once."""
+    return [WatchedFiles("keys", [path], lambda: None)] if path is not None and path.is_file() else []
 
 
 @contextmanager

@@ -63,6 +63,9 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
         refuse_one_file(each.key_file, options.api_key_file)
     if options.api_key_file is not None:
         require_private(options.api_key_file)
+    files = []
+    if options.api_key_file is not None and options.api_key_file.is_file():  # and not a pipe of the shell
+        files.append(WatchedFiles("keys", [options.api_key_file], lambda: keys.reload()))
     keys = KeyRing.load(options.api_key_file)
     is_open = options.insecure_no_keys or options.tls_client_ca is not None
     require_safe_host(options.host, keys, is_insecure_allowed=is_open)
@@ -104,9 +107,6 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
         )
         end_tracing = start_tracing(lambda words: _log.warning("%s", words))
         relieve_collector()  # else a full collection stops all texts for a tenth of a second
-        files = []
-        if keys.path is not None and keys.path.is_file():  # and not a pipe of the shell
-            files.append(WatchedFiles("keys", [keys.path], keys.reload))
         if tls is not None and server.tls is not None:
             files.append(WatchedFiles("certificates", server.tls.files.paths, server.tls.reload))
         try:
