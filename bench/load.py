@@ -7,7 +7,7 @@ first commit to the first session's end.
 
   tokens/s       of all sessions
   p50, p95, p99  ms between two arrivals of text at one device; tokens that arrive together are one arrival
-  passes/token   a pass is one session's part of a step
+  passes/token   a pass is one session's part of a step; over the whole texts, the pass of the prompt left out
 
     python -m bench.load [--widen 1200] [--sessions 1 4 16 64] [--runs 3] [--json PATH]
     python -m bench.load --emulate 40 0.3
@@ -64,7 +64,7 @@ QUANTILES: Final = (0.5, 0.95, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run of one mode. gaps_ms: quantiles of the time between two arrivals at a device."""
+    """One run of one mode. passes: per token. gaps_ms: quantiles of the time between two arrivals at a device."""
 
     tokens_per_s: float
     passes: float
@@ -72,22 +72,23 @@ class Figures:
 
     @classmethod
     def of(cls, sessions: Sequence[Session]) -> Figures:
-        """Of the time in which all sessions run; of less than one step each it is not defined."""
+        """Raises ValueError where no token arrived while all sessions ran."""
         begin = max(session.commits[0][0] for session in sessions)
         end = min(session.commits[-1][0] for session in sessions)
-        num_tokens = num_passes = 0
+        num_tokens = 0
         gaps: list[float] = []
         for session in sessions:
             before = session.commits[0][0]
             for at, tokens in session.commits[1:]:
                 if begin < at <= end:
                     num_tokens += len(tokens)
-                    num_passes += 1
                     gaps.append(1e3 * (at - before))
                 before = at
         if not num_tokens:
             raise ValueError("no time in which all sessions run; raise --max-tokens")
-        return cls(num_tokens / (end - begin), num_passes / num_tokens, tuple(quantile(gaps, q) for q in QUANTILES))
+        later = [tokens for session in sessions for _, tokens in session.commits[1:]]
+        passes = len(later) / sum(map(len, later))
+        return cls(num_tokens / (end - begin), passes, tuple(quantile(gaps, q) for q in QUANTILES))
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -133,9 +133,9 @@ async def _run(url: str, order: Order, device: Device | None, rtt_ms: float) -> 
     session, number = Session(), ""
     posts: set[asyncio.Task[None]] = set()
     address = urlsplit(url)
-    async with _Connection(address.hostname or "", address.port or 80) as stream:
+    async with Connection(address.hostname or "", address.port or 80) as stream:
         await stream.send("/v1/sessions", json.dumps(order.body).encode(), "application/json")
-        async with _Connection(address.hostname or "", address.port or 80) as drafts:
+        async with Connection(address.hostname or "", address.port or 80) as drafts:
             async for event in stream.events():
                 if event.get("type") == "open":
                     number = event["session"]
@@ -161,14 +161,14 @@ async def _run(url: str, order: Order, device: Device | None, rtt_ms: float) -> 
     return session
 
 
-class _Connection:
+class Connection:
     """HTTP/1.1 with little work per message."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
         self._turn = asyncio.Lock()
 
-    async def __aenter__(self) -> _Connection:
+    async def __aenter__(self) -> Connection:
         self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
         return self
 
@@ -189,9 +189,21 @@ class _Connection:
             await asyncio.sleep(delay_s)
         async with self._turn:
             await self.send(path, body, TREE_MEDIA_TYPE)
-            head = await self._reader.readuntil(b"\r\n\r\n")
-            if length := _LENGTH.search(head):
-                await self._reader.readexactly(int(length[1]))
+            await self._answer()
+
+    async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Posts JSON and returns the answer's. Raises CloudError where it is not a 200."""
+        await self.send(path, json.dumps(body).encode(), "application/json")
+        head, answer = await self._answer()
+        if b" 200 " not in head.partition(b"\r\n")[0]:
+            raise CloudError(f"the verifier answered {head.splitlines()[0].decode()}: {answer[:500].decode()}")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    async def _answer(self) -> tuple[bytes, bytes]:
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        length = _LENGTH.search(head)
+        return head, await self._reader.readexactly(int(length[1])) if length else b""
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """The stream's events: each is one `data:` line. Raises CloudError where the answer is none."""
