@@ -52,13 +52,16 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """One text. arrival_s: seconds from the start to each token, as `GenerationResult` has it."""
+    """One text. arrival_s: seconds from the start to each token, as `GenerationResult` has it. draft_s: of all
+    `num_drafted` draft calls.
+    """
 
     tokens: tuple[int, ...]
     arrival_s: tuple[float, ...]
     num_passes: int
     num_drafted: int
     num_accepted: int
+    draft_s: float
 
 
 class Opener(Protocol):
@@ -127,9 +130,12 @@ class Turns:
         text, past = list(prompt), 0
         arrival_s: list[float] = []
         num_passes = num_drafted = num_accepted = 0
+        draft_s = 0.0
         while (left := num_tokens - len(arrival_s)) > 0:
             # The first pass reads the prompt, as the cloud's does; the draft reads it in its first round.
+            before_s = time.perf_counter()
             path, num_calls = self._path(drafter, min(left - 1, MOST_DRAFTED), stop) if past else (list[Guess](), 0)
+            draft_s += time.perf_counter() - before_s
             drafted = [guess.token for guess in path]
             new = [*text[past:], *drafted]
             rows = self._target.forward([SequenceSlice(new, past, self._blocks, len(path) + 1)])
@@ -148,7 +154,8 @@ class Turns:
             num_passes += 1
             num_drafted += num_calls
             num_accepted += len(picked) - 1
-        return Written(tuple(text[len(prompt) :]), tuple(arrival_s), num_passes, num_drafted, num_accepted)
+        written = tuple(text[len(prompt) :])
+        return Written(written, tuple(arrival_s), num_passes, num_drafted, num_accepted, draft_s)
 
     def ranks(self, texts: Sequence[Continuation]) -> list[list[Picked]]:
         """Ranks of the texts' tokens among the draft's guesses, as `bench.ranks` measures them."""

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.api.state import ServedModel
-from outrider.cloud.engine import Engine, EngineConfig, EngineThread
+from outrider.cloud.engine import Engine, EngineConfig, EngineThread, Policy
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.server.serving import VerifierServer
 from outrider.edge.lab.child_process import child_process
@@ -251,7 +251,12 @@ def fit_table(measured: Ranks, emulated: Ranks, title: str) -> Table:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    config = EngineConfig(looks_up=options.lookup, form=TreeForm(options.form))
+    config = EngineConfig(
+        looks_up=options.lookup,
+        form=TreeForm(options.form),
+        policy=Policy(options.policy),
+        max_running=options.max_running,
+    )
     engine = Engine(
         EmulatedTarget(Emulation(options.step_ms, options.extra_ms, 0.0, temperature=options.temperature)), config
     )
@@ -274,6 +279,8 @@ def main() -> None:
     cli.add_argument("--temperature", type=float, default=0.8, help="of the texts to come")
     cli.add_argument("--form", choices=tuple(TreeForm), default=TreeForm.LINE, help="what a step verifies of a tree")
     cli.add_argument("--lookup", action="store_true", help="guess by prompt lookup, too")
+    cli.add_argument("--policy", choices=tuple(Policy), default=Policy.AUTO)
+    cli.add_argument("--max-running", type=int, default=EngineConfig.max_running, help="sequences in one step")
     cli.add_argument("--data", type=Path, default=Path(__file__).parent / "data", help="what bench.ranks measured")
     options = cli.parse_args()
     if options.step_ms is not None:

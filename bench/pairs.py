@@ -89,7 +89,7 @@ def _real(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterator[S
     with ExitStack() as stack:
         draft = options.draft or pair.draft
         if options.widen_draft:
-            draft = _widened_draft(options.widen_draft, Path(stack.enter_context(TemporaryDirectory())))
+            draft = widened_draft(options.widen_draft, Path(stack.enter_context(TemporaryDirectory())))
         opener = RealPair(pair.target, draft, is_batch_invariant=options.form != Form.TREE)
         turns = stack.enter_context(open_beside(opener, cores.cloud)) if beside else None
         other = cloud_process(pair.target, cores.cloud, cloud_options, verifier.python)
@@ -101,7 +101,8 @@ def _real(options: argparse.Namespace, beside: bool, lookup: bool) -> Iterator[S
         yield Subject(lab.url, lab.cores, drafter, num_ids, turns, lookup_url)
 
 
-def _widened_draft(megabytes: float, root: Path) -> Path:
+def widened_draft(megabytes: float, root: Path) -> Path:
+    """The reference draft at this size in FP32, exported to INT8 below `root`; its bundle."""
     widen(draft_dir(), root / "source", megabytes)
     return export_model(root / "source", root / "bundle", ExportOptions("draft", "int8", "openvino")).path
 

@@ -1,0 +1,336 @@
+"""Measures 1, 4, 16 and 64 sessions at once on one verifier: cloud-only, drafts by stream policy, by verify policy.
+
+The verifiers are real processes on one core and take turns; all devices are one process on another core, with bare
+sockets and with drafts that the real draft made beforehand (`bench.load_devices`), so that 64 devices cost no more
+than they would cost the verifier's machine: nothing. Figures are taken while all sessions run: from the last session's
+first commit to the first session's end.
+
+  tokens/s       of all sessions
+  p50, p95, p99  ms between two arrivals of text at one device; tokens that arrive together are one arrival
+  passes/token   a pass is one session's part of a step; over the whole texts, the pass of the prompt left out
+
+    python -m bench.load [--widen 1200] [--sessions 1 4 16 64] [--runs 3] [--json PATH]
+    python -m bench.load --emulate 40 0.3
+
+Each further token of a step costs some 2 ms of the widened target's 70 on one core: with many sessions it is bound by
+arithmetic, and drafts stop paying; the output says where. `--emulate STEP_MS EXTRA_MS` has steps that sleep, for a
+target bound by memory, as a large one on a GPU is. Exits 1 where a text differs from cloud-only's, where the verify
+policy at 16 sessions takes more than half of cloud-only's passes, or, with an extra of at most a fiftieth of the step,
+less than 1.5 times its tokens/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from bench.emulated import VOCAB_SIZE, Emulation, emulated_cloud, emulated_draft
+from bench.load_devices import Device, Order, Recorded, Session, run_sessions
+from bench.report import write_json
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from outrider.edge.drafting.drafter import ModelDrafter
+from outrider.edge.lab.cores import plan_cores, running_on
+from outrider.edge.lab.laboratory import cloud_process
+from outrider.export.make.reference_pair import export_reference_pair
+from outrider.models.bundle import Bundle
+from outrider.models.runtimes import open_sequence_runtime
+from outrider.models.runtimes.base import RuntimeOptions
+from outrider.models.sampling import SamplingParams
+from outrider.models.tokenizer import Tokenizer
+from outrider.reference import load_prompts, target_dir
+
+CLOUD_ONLY, STREAM, VERIFY, AUTO = "cloud-only", "stream", "verify", "auto"
+MODES: Final = (CLOUD_ONLY, STREAM, VERIFY, AUTO)
+SERVER_OF: Final = {CLOUD_ONLY: "auto", STREAM: "stream", VERIFY: "verify", AUTO: "auto"}
+"""The policy of each mode's verifier; cloud-only sends no drafts, so the policy decides nothing."""
+CONTEXT: Final = 96
+BOUND_AT: Final = 16
+MOST_PASSES, LEAST_SPEED_UP = 0.5, 1.5
+MEMORY_BOUND: Final = 1 / 50
+"""An extra token's share of a step, up to which the target counts as bound by memory."""
+QUANTILES: Final = (0.5, 0.95, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run of one mode. passes: per token. gaps_ms: quantiles of the time between two arrivals at a device."""
+
+    tokens_per_s: float
+    passes: float
+    gaps_ms: tuple[float, ...]
+
+    @classmethod
+    def of(cls, sessions: Sequence[Session]) -> Figures:
+        """Raises ValueError where no token arrived while all sessions ran."""
+        begin = max(session.commits[0][0] for session in sessions)
+        end = min(session.commits[-1][0] for session in sessions)
+        num_tokens = 0
+        gaps: list[float] = []
+        for session in sessions:
+            before = session.commits[0][0]
+            for at, tokens in session.commits[1:]:
+                if begin < at <= end:
+                    num_tokens += len(tokens)
+                    gaps.append(1e3 * (at - before))
+                before = at
+        if not num_tokens:
+            raise ValueError("no time in which all sessions run; raise --max-tokens")
+        later = [tokens for session in sessions for _, tokens in session.commits[1:]]
+        passes = len(later) / sum(map(len, later))
+        return cls(num_tokens / (end - begin), passes, tuple(quantile(gaps, q) for q in QUANTILES))
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least this share of the values does not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+@dataclass(slots=True)
+class Cell:
+    """One mode at one number of sessions."""
+
+    runs: list[Figures] = field(default_factory=list)
+    num_different: int = 0
+
+    @property
+    def middle(self) -> Figures:
+        """Medians of the runs."""
+        gaps = zip(*(run.gaps_ms for run in self.runs), strict=True)
+        return Figures(
+            median(run.tokens_per_s for run in self.runs),
+            median(run.passes for run in self.runs),
+            tuple(map(median, gaps)),
+        )
+
+
+Cells = Mapping[int, Mapping[str, Cell]]
+
+
+def speed_up(cells: Mapping[str, Cell], mode: str) -> float:
+    """Median of the runs' ratios over cloud-only."""
+    pairs = zip(cells[mode].runs, cells[CLOUD_ONLY].runs, strict=True)
+    return median(mine.tokens_per_s / plain.tokens_per_s for mine, plain in pairs)
+
+
+def crossover(speed_ups: Mapping[int, float]) -> float | None:
+    """The number of sessions at which a mode falls to cloud-only's tokens/s, between two measured numbers by their
+    logarithms; None where it stays above.
+    """
+    last: tuple[int, float] | None = None
+    for count, ratio in sorted(speed_ups.items()):
+        if ratio < 1.0:
+            if last is None:
+                return float(count)
+            share = (last[1] - 1.0) / (last[1] - ratio)
+            return float(math.exp(math.log(last[0]) + share * (math.log(count) - math.log(last[0]))))
+        last = count, ratio
+    return None
+
+
+def misses(cells: Cells, is_memory_bound: bool) -> list[str]:
+    """The bounds that are missed, in words."""
+    told = [
+        f"{count} sessions, {mode}: {cell.num_different} texts differ from cloud-only's; run bench.invariant"
+        for count, modes in cells.items()
+        for mode, cell in modes.items()
+        if cell.num_different
+    ]
+    at = cells.get(BOUND_AT, {})
+    if VERIFY in at and CLOUD_ONLY in at:
+        passes = at[VERIFY].middle.passes / at[CLOUD_ONLY].middle.passes
+        if passes > MOST_PASSES:
+            told.append(
+                f"{BOUND_AT} sessions: verify takes {passes:.2f} of cloud-only's passes, expected {MOST_PASSES}"
+            )
+        faster = speed_up(at, VERIFY)
+        if is_memory_bound and faster < LEAST_SPEED_UP:
+            told.append(f"{BOUND_AT} sessions: verify is {faster:.2f}x cloud-only, expected {LEAST_SPEED_UP}x")
+    return told
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Subject:
+    """Verifiers by policy, the draft, and what was recorded of it by the number of an order."""
+
+    urls: Mapping[str, str]
+    drafter: ModelDrafter
+    orders: Sequence[Order]
+    num_calls: int
+    width: int
+    rtt_ms: float
+    texts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    recorded: dict[int, Recorded] = field(default_factory=dict)
+
+    def run(self, mode: str, count: int) -> list[Session]:
+        """The first `count` orders at once."""
+        devices: list[Device | None] = [None] * count
+        if mode != CLOUD_ONLY:
+            devices = [Device(self.recorded[index], self.num_calls, self.width) for index in range(count)]
+        return asyncio.run(run_sessions(self.urls[SERVER_OF[mode]], self.orders[:count], devices, self.rtt_ms))
+
+    def record(self) -> None:
+        """Takes the target's texts from a run without drafts, and drafts along them."""
+        for index, session in enumerate(self.run(CLOUD_ONLY, len(self.orders))):
+            self.texts[index] = session.text
+            self.recorded[index] = Recorded(self.drafter, self.orders[index], session.text, self.width)
+            self.recorded[index].record(self.num_calls)
+
+    @property
+    def num_drafted(self) -> int:
+        """Guesses that the draft had to make so far."""
+        return sum(each.num_drafted for each in self.recorded.values())
+
+
+def measure(
+    subject: Subject, counts: Sequence[int], modes: Sequence[str], num_runs: int, progress: Progress
+) -> tuple[Cells, int]:
+    """All modes in turn at each number of sessions, after a run of each that warms up (and drafts what was not
+    recorded). Also returns how many guesses were drafted while the clock ran.
+    """
+    subject.record()
+    cells = {count: {mode: Cell() for mode in modes} for count in counts}
+    num_late = 0
+    task = progress.add_task("runs", total=(num_runs + 1) * len(counts) * len(modes))
+    for index in range(num_runs + 1):
+        for count in counts:
+            for mode in modes if index % 2 else reversed(modes):
+                before = subject.num_drafted
+                sessions = subject.run(mode, count)
+                progress.advance(task)
+                if not index:
+                    continue
+                num_late += subject.num_drafted - before
+                cell = cells[count][mode]
+                cell.runs.append(Figures.of(sessions))
+                cell.num_different += sum(each.text != subject.texts[i] for i, each in enumerate(sessions))
+    return cells, num_late
+
+
+def make_orders(count: int, max_tokens: int, temperature: float) -> list[Order]:
+    """Held-out prompts, each with its own seed."""
+    tokenizer = Tokenizer.from_dir(target_dir())
+    return [
+        Order(tuple(tokenizer.encode(prompt.text)[:CONTEXT]), SamplingParams(temperature, seed=seed), max_tokens)
+        for seed, prompt in enumerate(load_prompts(count))
+    ]
+
+
+@contextmanager
+def open_subject(options: argparse.Namespace) -> Iterator[Subject]:
+    """Starts a verifier per policy, all on one core; this process stays on another."""
+    cores, most = plan_cores(), max(options.sessions)
+    policies = sorted({SERVER_OF[mode] for mode in (*options.modes, CLOUD_ONLY)})
+    orders = make_orders(most, options.max_tokens, options.temperature)
+    urls: dict[str, str] = {}
+    with ExitStack() as stack:
+        if options.emulate:
+            emulation = Emulation(*options.emulate, 0.0, temperature=options.temperature)
+            for policy in policies:
+                given = ("--policy", policy, "--max-running", str(most), "--form", "line")
+                urls[policy] = stack.enter_context(emulated_cloud(emulation, cores.cloud, given))
+            drafter = ModelDrafter(emulated_draft(emulation), VOCAB_SIZE)
+        else:
+            pair = export_reference_pair(widen_mb=options.widen or None)
+            for policy in policies:
+                given = ("--policy", policy, "--max-running", str(most), "--no-lookup", "--max-queue", "4096")
+                urls[policy] = stack.enter_context(cloud_process(pair.target, cores.cloud, given))
+            draft = Bundle.open(pair.draft)
+            runtime = open_sequence_runtime("openvino", draft.model_file, RuntimeOptions(num_threads=1))
+            stack.callback(runtime.close)
+            drafter = ModelDrafter(runtime, draft.manifest.architecture.tokenizer_size)
+        stack.enter_context(running_on(cores.agent))
+        yield Subject(urls, drafter, orders, options.calls, options.width, options.rtt_ms)
+
+
+def as_table(cells: Cells, title: str) -> Table:
+    """Medians of the runs."""
+    table = Table(title=title, title_justify="left", box=None)
+    for name in ("sessions", "mode", "tokens/s", "over cloud-only", "passes/token", "p50 ms", "p95 ms", "p99 ms"):
+        table.add_column(name, justify="left" if name == "mode" else "right")
+    for count, modes in cells.items():
+        for mode, cell in modes.items():
+            m = cell.middle
+            over = f"{speed_up(modes, mode):.2f}x"
+            gaps = (f"{gap:.0f}" for gap in m.gaps_ms)
+            table.add_row(str(count), mode, f"{m.tokens_per_s:.1f}", over, f"{m.passes:.3f}", *gaps)
+    return table
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """The command."""
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--widen", type=float, default=1200.0, help="MB of the widened FP32 target; 0: as it is")
+    cli.add_argument("--emulate", type=float, nargs=2, metavar=("STEP_MS", "EXTRA_MS"), help="no real target: sleeps")
+    cli.add_argument("--sessions", type=int, nargs="+", default=[1, 4, 16, 64])
+    cli.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    cli.add_argument("--runs", type=int, default=3)
+    cli.add_argument("--max-tokens", type=int, default=64)
+    cli.add_argument("--calls", type=int, default=8, help="nodes that a device expands after each commit")
+    cli.add_argument("--width", type=int, default=4, help="guesses per node; 1: a path")
+    cli.add_argument("--rtt-ms", type=float, default=0.0, help="added to what a device's answer takes")
+    cli.add_argument("--temperature", type=float, default=0.8)
+    cli.add_argument("--json", type=Path)
+    options = cli.parse_args(given)
+    if CLOUD_ONLY not in options.modes:
+        cli.error(f"--modes needs {CLOUD_ONLY}: the others are compared with it")
+    console = Console(width=120)
+    with open_subject(options) as subject, Progress(console=console, transient=True, refresh_per_second=1) as progress:
+        cells, num_late = measure(subject, options.sessions, options.modes, options.runs, progress)
+    step = f"{options.emulate[0]:g} ms a step, {options.emulate[1]:g} ms a token more" if options.emulate else ""
+    console.print(as_table(cells, step or f"target of {options.widen:g} MB, FP32, one core"))
+    found: dict[str, float | None] = {}
+    for mode in options.modes:
+        if mode != CLOUD_ONLY:
+            found[mode] = crossover({count: speed_up(modes, mode) for count, modes in cells.items()})
+            where = f"falls below cloud-only at {found[mode]:.0f}" if found[mode] else f"pays up to {max(cells)}"
+            console.print(f"{mode}: {where} sessions", highlight=False)
+    console.print(f"{num_late} guesses were drafted while the clock ran", style="dim", highlight=False)
+    is_memory_bound = bool(options.emulate) and options.emulate[1] <= MEMORY_BOUND * options.emulate[0]
+    missed = misses(cells, is_memory_bound)
+    for miss in missed:
+        console.print(miss, style="red", highlight=False)
+    write_json(options.json, as_json(options, cells, found, missed))
+    return 1 if missed else 0
+
+
+def as_json(
+    options: argparse.Namespace, cells: Cells, found: Mapping[str, float | None], missed: Sequence[str]
+) -> dict[str, Any]:
+    """The table as plain data, with every run."""
+    return {
+        "widen_mb": None if options.emulate else options.widen,
+        "emulated": options.emulate,
+        "rtt_ms": options.rtt_ms,
+        "temperature": options.temperature,
+        "crossover_sessions": found,
+        "misses": list(missed),
+        "sessions": {
+            count: {
+                mode: {
+                    "speed_up": speed_up(modes, mode),
+                    "runs": [asdict(run) for run in cell.runs],
+                    "num_different": cell.num_different,
+                }
+                for mode, cell in modes.items()
+            }
+            for count, modes in cells.items()
+        },
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""Plays many devices against one verifier, for `bench.load`: bare sockets, drafts that were drafted beforehand.
+
+64 drafts on the device's core would be late for each other, as 64 devices are not. A text is the same in every run, so
+what the draft guesses along it is too: it is recorded once, and looked up while the clock runs. What was not recorded
+(a branch of a tree that no run asked for before) is drafted then, and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from outrider.edge.drafting.belief import Belief
+from outrider.edge.drafting.calibration import Calibration, Guess
+from outrider.edge.drafting.drafter import ModelDrafter
+from outrider.edge.modes.stream import tree_message
+from outrider.models.errors import CloudError
+from outrider.models.sampling import SamplingParams
+from outrider.models.tree_draft import TREE_MEDIA_TYPE
+
+LEAST_REACH: Final = 5e-4
+SEND_FLOOR: Final = 0.01
+MAX_DEPTH: Final = 64
+MAX_SENT: Final = 256
+_DATA: Final = b"data: "
+_LENGTH: Final = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One session: its prompt, its sampling, its length."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Of POST /v1/sessions."""
+        return {
+            "prompt": list(self.prompt),
+            "max_tokens": self.max_tokens,
+            "temperature": self.params.temperature,
+            "seed": self.params.seed,
+            "ignore_eos": True,
+        }
+
+
+class Recorded:
+    """The draft's guesses along one text, and off it. One runtime serves all texts."""
+
+    def __init__(self, drafter: ModelDrafter, order: Order, text: Sequence[int], width: int) -> None:
+        self._drafter, self._order, self._text, self._width = drafter, order, tuple(text), width
+        self._found: dict[tuple[int, tuple[int, ...]], list[Guess]] = {}
+        self.num_drafted = 0
+
+    def guess(self, num_known: int, branch: Sequence[int]) -> list[Guess]:
+        """What follows `branch` after the first `num_known` tokens of the text."""
+        on_text = 0
+        left = self._text[num_known:]
+        while on_text < min(len(branch), len(left)) and branch[on_text] == left[on_text]:
+            on_text += 1
+        key = (num_known + on_text, tuple(branch[on_text:]))
+        if key not in self._found:
+            self.num_drafted += 1
+            self._drafter.begin([*self._order.prompt, *self._text[: key[0]]], self._order.params)
+            (self._found[key],) = self._drafter.guess([key[1]], self._width)
+        return self._found[key]
+
+    def record(self, num_calls: int) -> None:
+        """Drafts beforehand what a device asks for that answers commits of any size with `num_calls` expansions."""
+        for step in range(1, 5):
+            device = Device(self, num_calls, self._width)
+            for base in range(0, len(self._text), step):
+                device.on_commit(base, self._text[base : base + step])
+                device.answer()
+
+
+class Device:
+    """One session's guesses: after every commit it expands `num_calls` nodes, the likeliest first."""
+
+    def __init__(self, recorded: Recorded, num_calls: int, width: int) -> None:
+        self._recorded, self._num_calls, self._width = recorded, num_calls, width
+        self._calibration = Calibration()
+        self._belief = Belief(self._calibration.chance, LEAST_REACH if width > 1 else 0.0)
+
+    def on_commit(self, base: int, tokens: Sequence[int]) -> None:
+        """Takes a commit."""
+        for guesses, token in self._belief.on_commit(base, tokens).tested:
+            self._calibration.observe(guesses, token)
+        self._belief.tree.replant()
+
+    def answer(self) -> bytes | None:
+        """The message with the new nodes; None without any."""
+        tree = self._belief.tree
+        for _ in range(self._num_calls):
+            nodes = tree.take_best(1, 0.0, MAX_DEPTH)
+            if not nodes:
+                break
+            tree.expand(nodes[0], self._recorded.guess(self._belief.num_known, tree.path(nodes[0])))
+        unsent = tree.take_unsent(SEND_FLOOR if self._width > 1 else 0.0, MAX_SENT)
+        return tree_message(self._belief.num_known, unsent).body if unsent else None
+
+
+@dataclass(slots=True)
+class Session:
+    """What one session received. commits: the arrival of each, by the clock, and its tokens."""
+
+    commits: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    posts: int = 0
+
+    @property
+    def text(self) -> tuple[int, ...]:
+        """All tokens."""
+        return tuple(token for _, tokens in self.commits for token in tokens)
+
+
+async def run_sessions(
+    url: str, orders: Sequence[Order], devices: Sequence[Device | None], rtt_ms: float = 0.0
+) -> list[Session]:
+    """Runs all sessions at once; a device of None drafts nothing. rtt_ms: added to what a device's answer takes."""
+    return list(await asyncio.gather(*(_run(url, o, d, rtt_ms) for o, d in zip(orders, devices, strict=True))))
+
+
+async def _run(url: str, order: Order, device: Device | None, rtt_ms: float) -> Session:
+    session, number = Session(), ""
+    posts: set[asyncio.Task[None]] = set()
+    address = urlsplit(url)
+    async with Connection(address.hostname or "", address.port or 80) as stream:
+        await stream.send("/v1/sessions", json.dumps(order.body).encode(), "application/json")
+        async with Connection(address.hostname or "", address.port or 80) as drafts:
+            async for event in stream.events():
+                if event.get("type") == "open":
+                    number = event["session"]
+                elif event.get("type") == "end":
+                    if event["reason"] != "length":
+                        raise CloudError(f"a session ended with {event}; expected its full length")
+                    break
+                else:
+                    session.commits.append((time.perf_counter(), tuple(event["tokens"])))
+                    if device is None:
+                        continue
+                    device.on_commit(event["base"], event["tokens"])
+                    body = device.answer()
+                    if body is not None:
+                        session.posts += 1
+                        path = f"/v1/sessions/{number}/drafts"
+                        post = asyncio.create_task(drafts.post_draft(rtt_ms / 1e3, path, body))
+                        posts.add(post)
+                        post.add_done_callback(posts.discard)
+            for post in posts:
+                post.cancel()
+            await asyncio.gather(*posts, return_exceptions=True)
+    return session
+
+
+class Connection:
+    """HTTP/1.1 with little work per message."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._turn = asyncio.Lock()
+
+    async def __aenter__(self) -> Connection:
+        self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._writer.close()
+        with suppress(OSError):
+            await self._writer.wait_closed()
+
+    async def send(self, path: str, body: bytes, media_type: str) -> None:
+        """Sends a POST."""
+        head = f"POST {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\nContent-Type: {media_type}\r\n"
+        self._writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        await self._writer.drain()
+
+    async def post_draft(self, delay_s: float, path: str, body: bytes) -> None:
+        """Posts a draft after a delay, one at a time. An answer other than 204 is left alone, as an agent does."""
+        if delay_s:
+            await asyncio.sleep(delay_s)
+        async with self._turn:
+            await self.send(path, body, TREE_MEDIA_TYPE)
+            await self._answer()
+
+    async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Posts JSON and returns the answer's. Raises CloudError where it is not a 200."""
+        await self.send(path, json.dumps(body).encode(), "application/json")
+        head, answer = await self._answer()
+        if b" 200 " not in head.partition(b"\r\n")[0]:
+            raise CloudError(f"the verifier answered {head.splitlines()[0].decode()}: {answer[:500].decode()}")
+        found: dict[str, Any] = json.loads(answer)
+        return found
+
+    async def _answer(self) -> tuple[bytes, bytes]:
+        head = await self._reader.readuntil(b"\r\n\r\n")
+        length = _LENGTH.search(head)
+        return head, await self._reader.readexactly(int(length[1])) if length else b""
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """The stream's events: each is one `data:` line. Raises CloudError where the answer is none."""
+        status = await self._reader.readline()
+        if b" 200 " not in status:
+            rest = await self._reader.read(2000)
+            raise CloudError(f"the verifier answered {status.decode().strip()}: {rest.decode(errors='replace')}")
+        async for line in self._reader:
+            if line.startswith(_DATA):
+                yield json.loads(line.removeprefix(_DATA))

@@ -1,0 +1,248 @@
+"""Runs one engine in this process, for `bench.peers`: batches come as JSON lines on standard input, figures go back.
+
+    PYTHON -m bench.peer_engines {embedded,openvino_genai} TARGET --threads N --max-tokens N ...
+
+`embedded` is our engine without HTTP and without drafts; `openvino_genai` is its continuous batching. Both are compiled
+with the same properties: f32 arithmetic, an f32 KV cache, the same threads. Both run the same token budget per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+KINDS: Final = ("embedded", "embedded_tree", "openvino_genai")
+READY: Final = "PEER_READY "
+STEP_TOKENS: Final = 256
+BLOCK_SIZE: Final = 32
+"""Of the CPU plugin's KV cache, for both."""
+PROPERTIES: Final = {
+    "INFERENCE_PRECISION_HINT": "f32",
+    "KV_CACHE_PRECISION": "f32",
+    "PERFORMANCE_HINT": "LATENCY",
+    "ENABLE_CPU_PINNING": "NO",
+}
+"""Of openvino_genai; those that our runtime sets (`openvino_graph`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """All prompts arrive at once; each text has exactly `max_tokens` tokens, greedy."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A finished batch. took_s: from the first submission to the last token. Decoding begins when every text has its
+    first token: num_before tokens had come by then, before_s seconds after the submission. cpu_s, cpu_before_s: the
+    same in processor time of this process.
+    """
+
+    texts: tuple[tuple[int, ...], ...]
+    took_s: float
+    before_s: float
+    num_before: int
+    cpu_s: float = 0.0
+    cpu_before_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all texts."""
+        return sum(map(len, self.texts))
+
+    @property
+    def rate(self) -> float:
+        """Tokens/s, prompts included."""
+        return self.num_tokens / self.took_s
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens/s of the rest, once every text has begun."""
+        return (self.num_tokens - self.num_before) / (self.took_s - self.before_s)
+
+    @property
+    def decode_cpu_rate(self) -> float:
+        """The same for each second of processor time: on a busy machine the steadier figure."""
+        return (self.num_tokens - self.num_before) / (self.cpu_s - self.cpu_before_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Started at a batch's submission."""
+
+    wall_s: float
+    cpu_s: float
+
+    @classmethod
+    def start(cls) -> Clock:
+        """From now."""
+        return cls(time.perf_counter(), time.process_time())
+
+    def read(self) -> tuple[float, float]:
+        """Seconds since then, and processor seconds."""
+        return time.perf_counter() - self.wall_s, time.process_time() - self.cpu_s
+
+
+Run = Callable[[Batch], Done]
+
+
+@contextmanager
+def embedded(target: Path, threads: int, num_blocks: int, *, is_batch_invariant: bool = True) -> Iterator[Run]:
+    """Our engine, as `outrider-cloud serve` configures it, stepped by the caller."""
+    from outrider.cloud.engine import Engine, EngineConfig
+    from outrider.cloud.seam import CommitEvent, Event, GenerateRequest
+    from outrider.models.bundle import Bundle
+    from outrider.models.runtimes import open_batch_runtime
+    from outrider.models.runtimes.base import RuntimeOptions
+    from outrider.models.sampling import SamplingParams
+
+    def open_runtime(num_bytes: int) -> Any:
+        options = RuntimeOptions(num_threads=threads, is_batch_invariant=is_batch_invariant, kv_cache_bytes=num_bytes)
+        return open_batch_runtime("openvino", Bundle.open(target).model_file, options)
+
+    runtime = open_runtime(num_blocks * _block_bytes(target))
+    assert runtime.num_blocks == num_blocks, f"{runtime.num_blocks} KV blocks; expected {num_blocks}"
+    engine = Engine(runtime, EngineConfig(share_prefixes=False, step_tokens=STEP_TOKENS))
+    engine.calibrate()
+
+    def run(batch: Batch) -> Done:
+        texts: list[list[int]] = [[] for _ in batch.prompts]
+
+        def sink_of(text: list[int]) -> Callable[[Event], None]:
+            return lambda event: text.extend(event.tokens) if isinstance(event, CommitEvent) else None
+
+        clock = Clock.start()
+        for prompt, text in zip(batch.prompts, texts, strict=True):
+            engine.submit(GenerateRequest(prompt, SamplingParams(), batch.max_tokens), sink_of(text))
+        while not all(texts):
+            engine.step()
+        before, num_before = clock.read(), sum(map(len, texts))
+        while engine.has_work:
+            engine.step()
+        took = clock.read()
+        return Done(tuple(map(tuple, texts)), took[0], before[0], num_before, took[1], before[1])
+
+    try:
+        yield run
+    finally:
+        runtime.close()
+
+
+def _block_bytes(target: Path) -> int:
+    """f32 keys and values of one block, all layers."""
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_size * 4
+    return int(per_token * BLOCK_SIZE)
+
+
+@contextmanager
+def openvino_genai(target: Path, threads: int, num_blocks: int) -> Iterator[Run]:
+    """`ContinuousBatchingPipeline` over links to the bundle's files, stepped by the caller as its `generate` does."""
+    import numpy as np
+    import openvino as ov
+    import openvino_genai as genai
+    import openvino_tokenizers
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as copy:
+        for path in target.iterdir():
+            (Path(copy) / path.name).symlink_to(path)
+        tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
+        for model, name in zip(
+            openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True),
+            ("openvino_tokenizer", "openvino_detokenizer"),
+            strict=True,
+        ):
+            ov.save_model(model, Path(copy) / f"{name}.xml")
+        scheduling = genai.SchedulerConfig()
+        scheduling.num_kv_blocks = num_blocks
+        scheduling.max_num_batched_tokens = STEP_TOKENS
+        scheduling.enable_prefix_caching = False
+        properties = PROPERTIES | {"INFERENCE_NUM_THREADS": threads}
+        pipeline = genai.ContinuousBatchingPipeline(copy, scheduling, "CPU", properties, {}, {})
+
+        def run(batch: Batch) -> Done:
+            config = genai.GenerationConfig()
+            config.max_new_tokens, config.ignore_eos, config.do_sample = batch.max_tokens, True, False
+            texts: list[list[int]] = [[] for _ in batch.prompts]
+            clock = Clock.start()
+            handles = [
+                pipeline.add_request(number, ov.Tensor(np.array([prompt], np.int64)), config)
+                for number, prompt in enumerate(batch.prompts)
+            ]
+
+            def read() -> None:
+                for handle, text in zip(handles, texts, strict=True):
+                    while handle.can_read():
+                        for output in handle.read().values():
+                            text += output.generated_ids
+
+            while not all(texts):
+                pipeline.step()
+                read()
+            before, num_before = clock.read(), sum(map(len, texts))
+            while pipeline.has_non_finished_requests():
+                pipeline.step()
+            took = clock.read()
+            read()
+            return Done(tuple(map(tuple, texts)), took[0], before[0], num_before, took[1], before[1])
+
+        yield run
+
+
+@contextmanager
+def opened(kind: str, target: Path, threads: int, num_blocks: int) -> Iterator[Run]:
+    """One of KINDS."""
+    with ExitStack() as stack:
+        if kind == "openvino_genai":
+            yield stack.enter_context(openvino_genai(target, threads, num_blocks))
+        else:
+            invariant = kind == "embedded"
+            yield stack.enter_context(embedded(target, threads, num_blocks, is_batch_invariant=invariant))
+
+
+def serve(run: Run, batches: TextIO, answers: TextIO) -> None:
+    """Answers each batch with its figures, until the input ends."""
+    answers.write(READY + "\n")
+    answers.flush()
+    for line in batches:
+        given = json.loads(line)
+        done = run(Batch(tuple(map(tuple, given["prompts"])), given["max_tokens"]))
+        answers.write(json.dumps(asdict(done)) + "\n")
+        answers.flush()
+
+
+def done_of(line: str) -> Done:
+    """The figures, as `serve` writes them."""
+    given = json.loads(line)
+    return Done(**given | {"texts": tuple(map(tuple, given["texts"]))})
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """The command."""
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("kind", choices=KINDS)
+    cli.add_argument("target", type=Path)
+    cli.add_argument("--threads", type=int, default=1)
+    cli.add_argument("--blocks", type=int, default=512, help="of the KV cache")
+    options = cli.parse_args(given)
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
+        os.dup2(2, 1)  # libraries print to standard output
+        with opened(options.kind, options.target, options.threads, options.blocks) as run:
+            serve(run, sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

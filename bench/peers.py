@@ -1,0 +1,286 @@
+"""Compares our engines with their peers, without drafts: the same target, 16 greedy sequences, batch by batch in turn.
+
+  engine    our own engine beside `openvino_genai`'s continuous batching (`pip install openvino-genai==2026.4.1`), in a
+            process each, without HTTP: the same IR, f32 arithmetic, f32 KV cache, threads, step budget
+  serving   `outrider-cloud serve --engine vllm` beside vLLM's own OpenAI server: the same safetensors, the same client,
+            streamed completions over HTTP; runs with `--vllm-python`, an environment as docs/vllm.md says
+
+    python -m bench.peers [--widen 1200] [--runs 5] [--threads 1] [--json PATH]
+    python -m bench.peers --vllm-python PYTHON --only serving
+
+While one runs, the other processes are stopped (SIGSTOP), so nothing idle takes part. `decode` begins when every text
+has its first token. Exits 1 where ours is under 0.95 of the peer's tokens/s, prompts included or decode alone (medians
+of the runs' ratios), or where texts have another length. Texts may differ: other kernels round differently.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, Protocol
+
+from bench.peer_engines import READY, STEP_TOKENS, Batch, Done, done_of
+from bench.peer_servers import Streamed, open_servers
+from bench.report import write_json
+from rich.console import Console
+from rich.table import Table
+
+from outrider.edge.lab.cores import running_on
+from outrider.export.make.reference_pair import export_reference_pair
+from outrider.export.source.widen import widen
+from outrider.models.errors import RuntimeUnavailable
+from outrider.models.tokenizer import Tokenizer
+from outrider.reference import load_prompts, target_dir
+
+LEAST: Final = 0.95
+CONTEXT: Final = 96
+OURS, PEER = "ours", "peer"
+
+
+class Rates(Protocol):
+    """What one batch gave: tokens/s."""
+
+    @property
+    def rate(self) -> float:
+        """Prompts included."""
+        ...
+
+    @property
+    def decode_rate(self) -> float:
+        """Once every text has begun."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all texts."""
+        ...
+
+
+class Contestant(Protocol):
+    """What generates batches, in processes of its own, which are stopped while it has no turn."""
+
+    name: str
+
+    def run(self, batch: Batch) -> Rates:
+        """Blocking."""
+        ...
+
+    def pause(self) -> None:
+        """Stops its processes."""
+        ...
+
+    def go_on(self) -> None:
+        """Lets them run."""
+        ...
+
+
+class EngineProcess:
+    """One kind of `bench.peer_engines` in a process of its own."""
+
+    def __init__(self, name: str, kind: str, target: Path, threads: int, num_blocks: int) -> None:
+        """Starts it; returns once the model is loaded. Raises RuntimeUnavailable."""
+        self.name = name
+        cores = frozenset(sorted(os.sched_getaffinity(0))[:threads])
+        command = [sys.executable, "-m", "bench.peer_engines", kind, str(target), "--threads", str(threads)]
+        with running_on(cores):
+            self._process = subprocess.Popen(
+                [*command, "--blocks", str(num_blocks)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        self._expect(READY)
+
+    def run(self, batch: Batch) -> Done:
+        """Sends it and waits for the figures."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asdict(batch)) + "\n")
+        self._process.stdin.flush()
+        return done_of(self._expect("{"))
+
+    def _expect(self, start: str) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line.startswith(start):
+            raise RuntimeUnavailable(f"{self.name} ended; its last lines are above")
+        return line
+
+    def pause(self) -> None:
+        """Stops it."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Lets it run."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        """Ends it."""
+        self._process.kill()
+        self._process.communicate()
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Tokens/s of each run, ours and the peer's. num_same: texts that are equal, of num_texts, in the last run."""
+
+    name: str
+    ours: tuple[float, ...]
+    peer: tuple[float, ...]
+    ours_decode: tuple[float, ...]
+    peer_decode: tuple[float, ...]
+    num_same: int
+    num_texts: int
+
+    @property
+    def ratio(self) -> float:
+        """Median of the runs' ratios, prompts included."""
+        return median(a / b for a, b in zip(self.ours, self.peer, strict=True))
+
+    @property
+    def decode_ratio(self) -> float:
+        """The same for decoding alone."""
+        return median(a / b for a, b in zip(self.ours_decode, self.peer_decode, strict=True))
+
+    @property
+    def misses(self) -> list[str]:
+        """The bounds that it misses, in words."""
+        found = {"tokens/s": self.ratio, "tokens/s while decoding": self.decode_ratio}
+        return [
+            f"{self.name}: {what} is {ratio:.3f} of the peer's, expected at least {LEAST:g}"
+            for what, ratio in found.items()
+            if ratio < LEAST
+        ]
+
+
+def compare(name: str, ours: Contestant, peer: Contestant, batch: Batch, num_runs: int) -> Comparison:
+    """Runs the batch with each in turn, in changing order, after one run that warms up."""
+    found: dict[str, list[Rates]] = {OURS: [], PEER: []}
+    contestants = {OURS: ours, PEER: peer}
+    for index in range(num_runs + 1):
+        for side in sorted(contestants, reverse=bool(index % 2)):
+            contestants[side].go_on()
+            done = contestants[side].run(batch)
+            contestants[side].pause()
+            expected = len(batch.prompts) * batch.max_tokens
+            if done.num_tokens != expected:
+                raise RuntimeUnavailable(f"{contestants[side].name} gave {done.num_tokens} tokens; expected {expected}")
+            if index:
+                found[side].append(done)
+    texts = [_texts(found[side][-1]) for side in (OURS, PEER)]
+    return Comparison(
+        name,
+        *(tuple(done.rate for done in found[side]) for side in (OURS, PEER)),
+        *(tuple(done.decode_rate for done in found[side]) for side in (OURS, PEER)),
+        num_same=sum(a == b for a, b in zip(*texts, strict=True)),
+        num_texts=len(batch.prompts),
+    )
+
+
+def _texts(done: Any) -> list[object]:
+    return [each.text if isinstance(done, Streamed) else each for each in done.texts]
+
+
+@contextmanager
+def open_engines(target: Path, threads: int, num_blocks: int) -> Iterator[tuple[EngineProcess, EngineProcess]]:
+    """Our engine and openvino_genai, stopped."""
+    with ExitStack() as stack:
+        both = []
+        for name, kind in (("our engine", "embedded"), ("openvino_genai", "openvino_genai")):
+            process = EngineProcess(name, kind, target, threads, num_blocks)
+            stack.callback(process.close)
+            process.pause()
+            both.append(process)
+        yield both[0], both[1]
+
+
+def make_batch(sequences: int, max_tokens: int, context: int = CONTEXT) -> Batch:
+    """Held-out prompts, cut to `context` tokens."""
+    tokenizer = Tokenizer.from_dir(target_dir())
+    prompts = tuple(tuple(tokenizer.encode(prompt.text)[:context]) for prompt in load_prompts(sequences))
+    return Batch(prompts, max_tokens)
+
+
+def as_table(comparisons: Sequence[Comparison]) -> Table:
+    """Medians."""
+    names = ("", "tokens/s: ours", "peer", "ratio", "decode: ours", "peer", "ratio", "same texts")
+    table = Table(*names, title="medians of the runs")
+    for each in comparisons:
+        table.add_row(
+            each.name,
+            f"{median(each.ours):.1f}",
+            f"{median(each.peer):.1f}",
+            f"{each.ratio:.3f}",
+            f"{median(each.ours_decode):.1f}",
+            f"{median(each.peer_decode):.1f}",
+            f"{each.decode_ratio:.3f}",
+            f"{each.num_same} of {each.num_texts}",
+        )
+    return table
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """The command."""
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--widen", type=float, default=1200.0, help="MB of the widened FP32 target; 0: as it is")
+    cli.add_argument("--sequences", type=int, default=16)
+    cli.add_argument("--max-tokens", type=int, default=64)
+    cli.add_argument("--runs", type=int, default=5)
+    cli.add_argument("--threads", type=int, default=1, help="of the model, one core each")
+    cli.add_argument("--kv-blocks", type=int, default=512, help="of 32 tokens")
+    cli.add_argument("--only", choices=("engine", "serving"))
+    cli.add_argument("--vllm-python", help="the interpreter of an environment with vLLM and Outrider")
+    cli.add_argument("--compiled", action="store_true", help="vLLM without enforce_eager, both")
+    cli.add_argument("--json", type=Path)
+    options = cli.parse_args(given)
+    if options.only == "serving" and not options.vllm_python:
+        cli.error("--only serving needs --vllm-python")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or stopped processes would stay behind
+    batch, console = make_batch(options.sequences, options.max_tokens), Console(width=130)
+    comparisons: list[Comparison] = []
+    if options.only != "serving":
+        target = export_reference_pair(widen_mb=options.widen or None).target
+        with open_engines(target, options.threads, options.kv_blocks) as (ours, peer):
+            comparisons.append(compare("our engine / openvino_genai", ours, peer, batch, options.runs))
+    if options.only != "engine" and options.vllm_python:
+        with tempfile.TemporaryDirectory() as place:
+            model = target_dir()
+            if options.widen:
+                model = Path(place) / "model"
+                widen(target_dir(), model, options.widen)
+            kv_cache_mb = 256
+            with open_servers(
+                options.vllm_python, model, Path(place), options.threads, kv_cache_mb, not options.compiled
+            ) as (ours_server, peer_server):
+                comparisons.append(
+                    compare("vLLM behind our API / vLLM's own", ours_server, peer_server, batch, options.runs)
+                )
+    console.print(as_table(comparisons))
+    misses = [miss for each in comparisons for miss in each.misses]
+    for miss in misses:
+        console.print(miss, style="red", highlight=False)
+    write_json(
+        options.json,
+        {
+            "widen_mb": options.widen,
+            "threads": options.threads,
+            "step_tokens": STEP_TOKENS,
+            "comparisons": [asdict(each) | {"ratio": each.ratio} for each in comparisons],
+            "misses": misses,
+        },
+    )
+    return 1 if misses else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
