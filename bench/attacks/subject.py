@@ -32,6 +32,8 @@ _EXPORT_FOR_VLLM: Final = (
     "from bench.verifier import VLLM, Verifier\npair = Verifier(VLLM).pair(None)\nprint(pair.target)\nprint(pair.draft)"
 )
 _VLLM_OPTIONS: Final = ("--engine", "vllm", "--vllm-option", "dtype=float32", "--vllm-option", "enforce_eager=true")
+_LEAST_STEP_MS: Final = 100.0
+"""Of vLLM's: it computes, and a step of 32 sequences or 256 tokens has to take no longer than one of a few."""
 _TREE: Final = "from pathlib import Path\nimport outrider.cloud\nprint(Path(outrider.cloud.__file__).parents[3])"
 
 
@@ -138,11 +140,13 @@ class Subject:
     @contextmanager
     def emulated(self, step_ms: float, extra_ms: float = 0.0) -> Iterator[Server]:
         """Runs this version's `bench.emulated`: the real server over a model whose every step takes `step_ms`, and
-        extra_ms more for each token after the first. With vLLM, `bench.paced_vllm`: its steps take as long at least.
+        extra_ms more for each token after the first. With vLLM, `bench.paced_vllm` over the reference target: its steps
+        take as long at least, and never less than `_LEAST_STEP_MS`.
         """
         if self.engine == VLLM:
-            paced = ["-m", "bench.paced_vllm", str(self.bundles[0]), "--step-ms", str(step_ms), "--extra-ms"]
-            paced += [str(extra_ms), "--port", "0", "--threads", "1", "--drain-s", "0", *self._engine_options]
+            step = str(max(step_ms, _LEAST_STEP_MS))
+            paced = ["-m", "bench.paced_vllm", str(self.bundles[0]), "--step-ms", step, "--extra-ms", str(extra_ms)]
+            paced += ["--port", "0", "--threads", "1", "--drain-s", "0", "--step-tokens", "256", *self._engine_options]
             with self._running(paced) as server:
                 yield server
             return

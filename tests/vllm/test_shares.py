@@ -133,12 +133,12 @@ def test_an_item_is_verified_in_one_pass(vllm: SharedEngine) -> None:
 
 def test_a_small_cache_changes_no_text(vllm: SharedEngine) -> None:
     """A cache for three of eight texts, right, wrong and mixed drafts, some wait: sequences give way, and go on."""
+    prompts = [prompt_of(index, 120) for index in range(8)]
+    truths = [vllm.target_tokens(prompt, NUM_TOKENS) for prompt in prompts]  # before: all texts begin together
     engine = start_engine(vllm.root, "max_model_len=512", "block_size=32", kv_cache_bytes=700 << 10)
     try:
         texts = []
-        for index in range(8):
-            prompt = prompt_of(index, 120)
-            truth = vllm.target_tokens(prompt, NUM_TOKENS)
+        for index, (prompt, truth) in enumerate(zip(prompts, truths, strict=True)):
             text = Text(engine, truth, (right, wrong, mixed, nothing)[index % 4])
             lag_ms = 5.0 if index < 4 else None
             patience_ms = None if index < 4 else 0.0

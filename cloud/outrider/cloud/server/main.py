@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import typer
 
 from outrider.cloud.server.keys import keys_app
 from outrider.cloud.server.options import ServeOptions
@@ -20,7 +20,9 @@ def serve(options: ServeOptions) -> None:
     """Serve a target until SIGTERM or Ctrl-C; a second one ends at once."""
     with importing(WHAT, EXTRA):
         from outrider.cloud.server.serve import serve
-    sys.exit(serve(options))
+    code = serve(options)
+    if code:
+        raise typer.Exit(code)
 
 
 app.add_typer(keys_app)

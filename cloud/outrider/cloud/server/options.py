@@ -86,7 +86,9 @@ class ServeOptions(AccessOptions):
     runtime: Annotated[RuntimeName | None, typer.Option(help="What runs the model; default: the bundle's.")] = None
     device: Annotated[str | None, typer.Option(help="As the runtime names it: CPU, GPU, cuda:0.")] = None
     threads: Annotated[int, typer.Option(min=0, help="Inference threads; 0 leaves it to the runtime.")] = 0
-    kv_cache_mb: Annotated[int, typer.Option(min=1, help="Size of the KV cache, MiB.")] = 256
+    kv_cache_mb: Annotated[
+        int, typer.Option(min=1, help="Size of the KV cache, MiB; vLLM needs room for one full context.")
+    ] = 256
     spill_dir: Annotated[
         Path | None,
         typer.Option(
@@ -105,7 +107,9 @@ class ServeOptions(AccessOptions):
     max_running: Annotated[int, typer.Option(min=1, help="Sequences in one step.")] = 32
     step_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens in one step; default: 256, or 8 for each sequence where that is more."),
+        typer.Option(
+            min=1, help="Tokens in one step; default: 256, or 8 per sequence where that is more; with vLLM 2048."
+        ),
     ] = None
     max_queue: Annotated[
         int, typer.Option(min=1, help="Sequences that may wait; keys with more than their share of them get 503.")

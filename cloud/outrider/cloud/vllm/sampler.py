@@ -2,7 +2,7 @@
 
 A drafted token is accepted if and only if it is the pick at its position; the first that is not is replaced by the
 pick. It runs on the device that the logits are on. Temperature, top-k, top-p and min-p are ours; vLLM's own processing
-of logits (penalties, biases, bad words) is passed by: the server refuses these parameters by name.
+of logits (penalties, biases, bad words) is skipped: the server refuses these parameters by name.
 """
 
 from __future__ import annotations
