@@ -50,7 +50,7 @@ def session_routes(core: Core) -> APIRouter:
         except BaseException:
             core.slots.release(owner)
             raise
-        session_id = secrets.token_urlsafe(_SESSION_ID_BYTES)
+        session_id = core.settings.session_prefix + secrets.token_urlsafe(_SESSION_ID_BYTES)
         core.sessions.add(session_id, session)
 
         def close() -> None:

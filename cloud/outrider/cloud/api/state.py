@@ -28,7 +28,8 @@ class ServerSettings:
     rate_per_s: requests that start work, per second and key; 0 is no limit. max_patience_ms: bound on every session's
     patience. keep_alive_s: silence on a stream after which a comment is sent; `open` reports it. pages:
     which names and pages may call; None: PagePolicy's defaults. draft_limits: budgets of draft messages.
-    download_limits: bounds on downloads of drafts.
+    download_limits: bounds on downloads of drafts. session_prefix: how the ids of its sessions begin, where several
+    replicas stand behind one address.
     """
 
     keys: KeyRing = field(default_factory=KeyRing)
@@ -40,6 +41,7 @@ class ServerSettings:
     pages: PagePolicy | None = None
     draft_limits: DraftLimits = field(default_factory=DraftLimits)
     download_limits: DownloadLimits = field(default_factory=DownloadLimits)
+    session_prefix: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,11 @@ class VerifierServer(BoundedServer):
         else:
             self.force_exit = self.should_exit = True
 
+    @property
+    def core(self) -> Core:
+        """What its routes share."""
+        return self._core
+
     def begin_drain(self, drain_s: float) -> None:
         """Refuses new work, and closes when what runs has finished or been ended after `drain_s`. From any thread."""
         self._core.is_draining = True
