@@ -7,6 +7,7 @@ Ray reads its environment when it is imported, so no module of this room imports
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
@@ -20,6 +21,8 @@ from typing import Any, Final
 from outrider.models.errors import RuntimeUnavailable
 from outrider.models.hosts import is_loopback
 
+_log = logging.getLogger("outrider.replicas")
+
 ENVIRONMENT: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -28,6 +31,7 @@ ENVIRONMENT: Final = {
 }
 """Read by Ray when it is imported."""
 DEPLOYMENT: Final = "replicas"
+_MAX_STARTS: Final = 3
 _STORE_BYTES: Final = 80 << 20
 """Of Ray's object store, which holds nothing of ours; no smaller one is allowed."""
 
@@ -64,22 +68,38 @@ def local_ray(num_cpus: float) -> Iterator[None]:
     # For its sockets and logs, which nobody else may read. Short: a socket's path has at most 107 characters.
     place = Path(tempfile.mkdtemp(prefix="outrider-"))
     try:
-        ray.init(
-            address="local",
-            num_cpus=max(1, round(num_cpus)),
-            object_store_memory=_STORE_BYTES,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-            _temp_dir=str(place),
-        )
+        _start(max(1, round(num_cpus)), place)
         if not is_loopback(ray.util.get_node_ip_address()):
             raise RuntimeUnavailable("Ray would listen beyond this machine: it was imported before it was told not to")
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled")
         yield
     finally:
         ray.shutdown()
         shutil.rmtree(place, ignore_errors=True)
+
+
+def _start(num_cpus: int, place: Path) -> None:
+    """Starts Ray. Its processes have 15 and 30 s to start, fixed numbers, which a busy machine exceeds: tried again."""
+    import ray
+
+    for num_left in reversed(range(_MAX_STARTS)):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                object_store_memory=_STORE_BYTES,
+                include_dashboard=False,
+                log_to_driver=False,
+                configure_logging=False,
+                _temp_dir=str(place),
+            )
+            return
+        except Exception as error:  # Ray raises a bare Exception
+            ray.shutdown()
+            if not num_left:
+                raise RuntimeUnavailable(f"Ray did not start: {error} Its logs were in {place}") from None
+            _log.warning("Ray did not start in time: %s Trying again", error)
 
 
 def replicas_of(make: Any, application: str, scale: Scale, *, host: str, drain_s: float) -> Any:

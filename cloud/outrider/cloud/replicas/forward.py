@@ -23,12 +23,11 @@ from outrider.cloud.replicas.trust import forwarded
 from outrider.models.errors import RequestError
 from outrider.models.http.requests import Bodies, read_body
 from outrider.models.http.security import ANYBODY, OWNER
-from outrider.models.protocol import ErrorAnswer
+from outrider.models.protocol import TARGET_HEADER, ErrorAnswer
 
 _log = logging.getLogger("outrider.replicas")
 
-TARGET_HEADER: Final = b"outrider-target"
-"""A device that goes on with a text names the target that began it."""
+_TARGET: Final = TARGET_HEADER.lower().encode()
 _PASSED: Final = frozenset(
     {
         *(b"content-type", b"accept", b"prefer", b"user-agent", b"traceparent", b"tracestate"),
@@ -152,7 +151,7 @@ class Forwarder:
         """The first answer that is no reason to ask another replica. Raises RequestError where there is none."""
         path: str = scope["path"]
         session_id = path.removeprefix("/v1/sessions/") if path.startswith("/v1/sessions/") else None
-        target = next((value.decode("latin-1") for name, value in scope["headers"] if name == TARGET_HEADER), None)
+        target = next((value.decode("latin-1") for name, value in scope["headers"] if name == _TARGET), None)
         found = _ASKED_HASH.search(body) if path in _NAMES_A_PREFIX else None
         held = found[1].decode() if found else None
         tried: list[Member] = []

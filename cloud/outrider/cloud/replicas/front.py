@@ -10,6 +10,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -116,7 +117,8 @@ class Front:
         if ready is None:
             raise no_replica()
         status = 200 if ready.status == "ready" else 503
-        return Response(ready.model_dump_json(), status, media_type="application/json")
+        date = {"date": formatdate(usegmt=True)}  # a device compares clocks by it
+        return Response(ready.model_dump_json(), status, date, media_type="application/json")
 
     async def _draft(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends a draft message to the replica that has its session."""
