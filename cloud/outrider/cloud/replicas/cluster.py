@@ -11,10 +11,12 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +30,8 @@ ENVIRONMENT: Final = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_AUTH_MODE": "token",
+    "RAY_agent_register_timeout_ms": "300000",  # default: 30 s
+    "RAY_worker_register_timeout_seconds": "300",  # default: 60 s
 }
 """Read by Ray when it is imported."""
 DEPLOYMENT: Final = "replicas"
@@ -80,26 +84,62 @@ def local_ray(num_cpus: float) -> Iterator[None]:
 
 
 def _start(num_cpus: int, place: Path) -> None:
-    """Starts Ray. Its processes have 15 and 30 s to start, fixed numbers, which a busy machine exceeds: tried again."""
+    """Starts Ray. Its processes have 30 s to start, a fixed number, which a busy machine may exceed: tried again."""
     import ray
 
     for num_left in reversed(range(_MAX_STARTS)):
         try:
-            ray.init(
-                address="local",
-                num_cpus=num_cpus,
-                object_store_memory=_STORE_BYTES,
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                _temp_dir=str(place),
-            )
+            with _ports_chosen():
+                ray.init(
+                    address="local",
+                    num_cpus=num_cpus,
+                    object_store_memory=_STORE_BYTES,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    _temp_dir=str(place),
+                )
             return
         except Exception as error:  # Ray raises a bare Exception
             ray.shutdown()
             if not num_left:
                 raise RuntimeUnavailable(f"Ray did not start: {error} Its logs were in {place}") from None
             _log.warning("Ray did not start in time: %s Trying again", error)
+
+
+@contextmanager
+def _ports_chosen() -> Iterator[None]:
+    """Chooses the ports of Ray's agents. Else its node waits for them, 15 s at most, and on a busy machine in vain.
+
+    `ray.init` has no argument for that, so it goes through what Ray does not publish: the version is pinned.
+    """
+    from ray._private import services
+    from ray._private.parameter import RayParams
+    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port
+
+    original, start_raylet = RayParams.__init__, services.start_raylet
+
+    def with_ports(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        names = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+        with ExitStack() as stack:  # all at the same time, so that they differ
+            socks = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]
+            ports = [sock.getsockname()[1] for sock in socks]
+        for name, port in zip(names, ports, strict=True):
+            setattr(self, name, port)
+
+    def with_file(*args: Any, **kwargs: Any) -> Any:
+        given = signature(start_raylet).bind(*args, **kwargs).arguments
+        # The one port that the node reads from the agent's file in any case.
+        port = given["dashboard_agent_listen_port"]
+        persist_port(given["session_dir"], given["node_id"], DASHBOARD_AGENT_LISTEN_PORT_NAME, port)
+        return start_raylet(*args, **kwargs)
+
+    RayParams.__init__, services.start_raylet = with_ports, with_file
+    try:
+        yield
+    finally:
+        RayParams.__init__, services.start_raylet = original, start_raylet
 
 
 def replicas_of(make: Any, application: str, scale: Scale, *, host: str, drain_s: float) -> Any:

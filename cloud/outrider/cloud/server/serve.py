@@ -24,7 +24,6 @@ from outrider.cloud.server.replica_options import ReplicaOptions
 from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.server.target import Target
 from outrider.models.errors import ConfigError
-from outrider.models.extras import importing, require_packages
 from outrider.models.hosts import is_loopback
 from outrider.models.http.logs import configure_logging
 from outrider.models.http.security import WILDCARDS, KeyRing, PagePolicy, page_policy, require_safe_host
@@ -37,11 +36,6 @@ from outrider.models.visible import visible
 
 def serve(options: ServeOptions) -> None:
     """Serves until a signal ends it. Raises OutriderError for what the user can put right."""
-    if options.ray:
-        require_packages(("ray", "aiohttp"), "--ray", "scale")
-        with importing("--ray", "scale"):
-            from outrider.cloud.server.replicated import serve_replicas
-        return serve_replicas(options)
     _refuse_replica_options(options)
     configure_logging(options.log_format)
     keys = KeyRing.load(options.api_key_file)
