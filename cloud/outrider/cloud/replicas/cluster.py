@@ -115,7 +115,7 @@ def _ports_chosen() -> Iterator[None]:
     """
     from ray._private import services
     from ray._private.parameter import RayParams
-    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port
+    from ray._raylet import DASHBOARD_AGENT_LISTEN_PORT_NAME, persist_port  # type: ignore[attr-defined]
 
     original, start_raylet = RayParams.__init__, services.start_raylet
 

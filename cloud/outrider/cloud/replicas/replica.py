@@ -23,10 +23,10 @@ from outrider.models.ingress.sockets import open_socket, url_of
 _log = logging.getLogger("outrider.replicas")
 
 LOOPBACK: Final = "127.0.0.1"
-NODE: Final = "node"
-"""In place of an address to listen on: the node's own, which other nodes reach."""
 MARGIN_S: Final = 15.0
 """For the end of a replica, beyond its drain."""
+NODE: Final = "node"
+"""In place of an address to listen on: the node's own, which other nodes reach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class Replica:
     """What Ray Serve makes an actor of. Raises OutriderError where the server cannot be opened."""
 
     def __init__(self, make: Make, application: str, host: str = LOOPBACK) -> None:
+        keep_to_node()
         self._tag, self._secret = secrets.token_hex(TAG_CHARS // 2), secrets.token_hex(32)
         self._stack = ExitStack()
         self._has_ended = threading.Event()
@@ -136,3 +137,16 @@ def _node_address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
+
+
+def keep_to_node() -> None:
+    """Keeps a server of Ray Serve to the node's own address: each of its actors has one, for calls between deployments.
+
+    Nobody calls it here. It would listen on all addresses. Call this in the actor's constructor.
+    """
+    import ray
+    from ray.serve._private import replica
+
+    add_port, node = replica.add_port_to_grpc_server, ray.util.get_node_ip_address()
+    shown = f"[{node}]" if ":" in node else node
+    replica.add_port_to_grpc_server = lambda server, address: add_port(server, f"{shown}:0")

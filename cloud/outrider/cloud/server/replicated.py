@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from outrider.cloud.api.app import create_app
 from outrider.cloud.replicas.cluster import Scale, local_ray, replicas_of
 from outrider.cloud.replicas.front import Front, FrontServer, FrontSettings
 from outrider.cloud.replicas.members import Members, Report
 from outrider.cloud.replicas.registry import follow, open_registry
-from outrider.cloud.replicas.replica import LOOPBACK, NODE, Make, Opened
+from outrider.cloud.replicas.replica import LOOPBACK, NODE, Make, Opened, keep_to_node
 from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.serve import (
     announce,
@@ -146,7 +146,7 @@ def app(arguments: dict[str, Any]) -> Any:
             f"the application's argument {unknown[0]!r} is no option of `outrider-cloud serve`; remove it"
         )
     try:
-        options = TypeAdapter(ServeOptions, config=ConfigDict(extra="forbid")).validate_python(arguments)
+        options = TypeAdapter(ServeOptions).validate_python(arguments)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ConfigError(f"the application's argument {first['loc'][0]!r}: {first['msg']}") from None
@@ -173,6 +173,7 @@ class DeployedFront:
     """A front as a deployment of Ray Serve: a server in a thread of its own. replicas: so that Ray deploys them."""
 
     def __init__(self, options: ServeOptions, name: str, replicas: Any) -> None:
+        keep_to_node()
         configure_logging(options.log_format)
         access = Access.of(options)
         self._socket = open_socket(options.host, options.port)
