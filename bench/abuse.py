@@ -3,6 +3,7 @@
     python -m bench.abuse [--only ROW] [--json PATH]
     python -m bench.abuse --tree DIR          # the version that lies there, by DIR/.venv
     python -m bench.abuse --server PYTHON     # the version that this interpreter imports
+    python -m bench.abuse --ray --only 7      # `outrider-cloud serve --ray`; rows with emulated steps stay as they are
 
 Black box: it knows wire formats and commands only, so it runs on versions before and after a change. Servers are real
 processes: the reference target, not widened, or the real server over a model whose steps take a given time
@@ -103,6 +104,7 @@ def main(
     only: Annotated[list[int] | None, typer.Option(help="a row's number; repeat for several")] = None,
     tree: Annotated[Path | None, typer.Option(help="a checkout with its own .venv")] = None,
     server: Annotated[str | None, typer.Option(help="the Python that runs servers and agents")] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="servers with --ray: attacks the front of two replicas")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the raw numbers here")] = None,
 ) -> None:
     """Runs every attack once."""
@@ -111,7 +113,9 @@ def main(
     if server and named is None:
         raise typer.BadParameter(f"there is no interpreter {server}")
     python = Path(named or sys.executable) if tree is None else tree / ".venv" / "bin" / "python"
-    subject = Subject(str(python.absolute()))  # not resolved: a link in an environment stands for the environment
+    options, start_s = (("--ray", "--replicas", "2"), 400.0) if ray else ((), 120.0)
+    # Not resolved: a link in an environment stands for the environment.
+    subject = Subject(str(python.absolute()), options=options, start_s=start_s)
     rows: list[Row] = []
     for number, attack in ATTACKS:
         if only and number not in only:

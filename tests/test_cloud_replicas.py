@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack
@@ -15,13 +16,18 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fronts import FakeReplica, RunningFront, replicas, serve_front
 from tests.serving import TIMEOUT_S, StepGate, read_events, run_session, target_tokens
+from typer.testing import CliRunner
 
 from outrider.cloud.api.draft_budget import DraftLimits
+from outrider.cloud.replicas.cluster import Scale
 from outrider.cloud.replicas.front import FrontSettings
 from outrider.cloud.replicas.members import Member, Members, Report
 from outrider.cloud.replicas.registry import SILENCE_S, Registry
 from outrider.cloud.replicas.scaling import QUEUED, RUNNING, replicas_for
 from outrider.cloud.replicas.trust import ForwardedOwners, forwarded
+from outrider.cloud.server import main
+from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.replicated import scale_of
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.client import CloudClient
@@ -30,7 +36,7 @@ from outrider.edge.link.errors import TargetMismatch
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
-from outrider.models.errors import RequestError
+from outrider.models.errors import ConfigError, RequestError, RuntimeUnavailable
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import Commit, SessionEnd, SessionOpen
 from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
@@ -478,3 +484,76 @@ def test_replicas_follow_running_and_queued_sequences() -> None:
     loads = {RUNNING: {"a": 30.0, "b": 10.0}, QUEUED: {"a": 20.0, "b": 0.0}, "other": {"a": 1e9}}
     assert replicas_for(loads, 32.0) == 2 and replicas_for(loads, 20.0) == 3 and replicas_for(loads, 100.0) == 1
     assert replicas_for({}, 32.0) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [
+        ({}, Scale(replicas=2)),
+        ({"replicas": 3}, Scale(replicas=3)),
+        ({"max_replicas": 4}, Scale(replicas=1, max_replicas=4)),
+        ({"min_replicas": 2, "max_replicas": 4}, Scale(replicas=2, min_replicas=2, max_replicas=4)),
+        ({"max_replicas": 4, "target_sequences": 9.0}, Scale(replicas=1, max_replicas=4, sequences=9.0)),
+        ({"gpus_per_replica": 0.5}, Scale(replicas=2, gpus=0.5)),
+    ],
+)
+def test_the_options_of_replicas_become_numbers(options: dict[str, Any], found: Scale) -> None:
+    """Two, or between the bounds; a replica reserves as many processors as it has threads."""
+    assert scale_of(ServeOptions("x", ray=True, threads=3, **options)) == replace(found, cpus=3.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_replicas": 2}, "for --max-replicas; give it too"),
+        ({"target_sequences": 5.0}, "for --max-replicas; give it too"),
+        ({"replicas": 5, "max_replicas": 4}, "--replicas is 5; expected a number from --min-replicas"),
+    ],
+)
+def test_options_of_replicas_that_contradict_are_refused(options: dict[str, Any], message: str) -> None:
+    """Before Ray starts."""
+    with pytest.raises(ConfigError, match=message):
+        scale_of(ServeOptions("x", ray=True, **options))
+
+
+def test_options_of_replicas_need_ray_and_ray_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line each, exit code 2 where the command line says so."""
+    for option in ("--replicas", "--max-replicas", "--gpus-per-replica"):
+        refused = CliRunner().invoke(main.app, ["serve", "nowhere", option, "2"])
+        assert isinstance(refused.exception, ConfigError)
+        assert str(refused.exception) == f"{option} is for replicas; give --ray too"
+    monkeypatch.setitem(sys.modules, "ray", None)
+    missing = CliRunner().invoke(main.app, ["serve", "nowhere", "--ray"])
+    assert isinstance(missing.exception, RuntimeUnavailable)
+    assert str(missing.exception).endswith('run: pip install "outrider[scale]"')
+
+
+def test_a_device_names_its_target_only_where_a_text_goes_on() -> None:
+    """A header of 33 bytes, once for each session after the first, and for verifications that send all tokens again."""
+    seen: list[str | None] = []
+    gate = StepGate()
+
+    def note(request: httpx.Request) -> None:
+        if request.method == "POST":
+            seen.append(request.headers.get("outrider-target"))
+
+    with replicas(2, gate=gate) as group, serve_front(group[:1]) as front:
+
+        async def scenario() -> GenerationResult:
+            begun = asyncio.Event()
+
+            async def hook(request: httpx.Request) -> None:
+                note(request)
+
+            async with CloudClient(front.url) as client:
+                client._http.event_hooks = {"request": [hook]}
+                agent = StreamAgent(Endpoints([client]))
+                text = asyncio.create_task(agent.generate(request_for(20), lambda tokens: begun.set()))
+                gate.allow(4)
+                await asyncio.wait_for(begun.wait(), TIMEOUT_S)
+                front.publish([group[1].report])
+                gate.open()
+                return await text
+
+        assert run(scenario()).tokens == tuple(target_tokens(PROMPT, 20))
+    assert seen == [None, group[0].report.target]
