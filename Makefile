@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 
-.PHONY: demo test test-vllm lint types wheel check docs release format clean
+.PHONY: demo test test-ray test-vllm lint types wheel check docs release format clean
 
 demo: $(STAMP)
 	$(BIN)/outrider demo $(ARGS)
@@ -16,6 +16,10 @@ demo: $(STAMP)
 # Two processes: each begins with a half of the tests, so a module's fixtures are seldom made twice.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# Replicas on a real Ray of this machine: minutes on a busy one. Ray leaves sockets and processes to their finalizers.
+test-ray: $(STAMP)
+	OUTRIDER_TEST_RAY=1 $(BIN)/python -m pytest tests/on_ray -W ignore::ResourceWarning $(ARGS)
 
 # vLLM's engine, on vLLM's CPU build: an environment of its own, 3.7 GB.
 test-vllm: $(VLLM_STAMP)
@@ -33,7 +37,7 @@ types: $(STAMP)
 wheel: $(STAMP)
 	$(BIN)/python tests/wheel_job.py
 
-check: lint types test wheel
+check: lint types test test-ray wheel
 
 # Writes docs/api.md from the OpenAPI document.
 docs: $(STAMP)

@@ -4,6 +4,7 @@
     python -m bench.abuse --tree DIR          # the version that lies there, by DIR/.venv
     python -m bench.abuse --server PYTHON     # the version that this interpreter imports
     python -m bench.abuse --server PYTHON --engine vllm    # vLLM verifies; this interpreter runs servers only
+    python -m bench.abuse --ray --only 7      # `outrider-cloud serve --ray`; rows with emulated steps stay as they are
 
 Black box: it knows wire formats and commands only, so it runs on versions before and after a change. Servers are real
 processes: the reference target, not widened, or the real server over a model whose steps take a given time
@@ -114,6 +115,7 @@ def main(
     tree: Annotated[Path | None, typer.Option(help="a checkout with its own .venv")] = None,
     server: Annotated[str | None, typer.Option(help="the Python that runs servers and agents")] = None,
     engine: Annotated[str, typer.Option(help="of the servers: embedded or vllm")] = EMBEDDED,
+    ray: Annotated[bool, typer.Option("--ray", help="servers with --ray: attacks the front of two replicas")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the raw numbers here")] = None,
 ) -> None:
     """Runs every attack once."""
@@ -124,9 +126,9 @@ def main(
     python = Path(named or sys.executable) if tree is None else tree / ".venv" / "bin" / "python"
     if engine not in (EMBEDDED, VLLM) or (engine == VLLM and not server):
         raise typer.BadParameter("--engine is embedded or vllm; vllm needs --server")
-    subject = Subject(
-        str(python.absolute()), engine
-    )  # not resolved: a link in an environment stands for the environment
+    options, start_s = (("--ray", "--replicas", "2"), 400.0) if ray else ((), 300.0)
+    # Not resolved: a link in an environment stands for the environment.
+    subject = Subject(str(python.absolute()), engine, options=options, start_s=start_s)
     rows: list[Row] = []
     for number, attack in ATTACKS:
         if only and number not in only:

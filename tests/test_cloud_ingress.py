@@ -25,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.serve import _page_policy
+from outrider.cloud.server.serve import page_policy_of
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.hosts import client_network
 from outrider.models.http import limits as http_limits
@@ -704,7 +704,7 @@ def test_the_options_decide_which_hosts_may_call(
     called, and the address that it stands for.
     """
     address = options.get("host", "127.0.0.1").replace("server.example", "192.0.2.1")
-    pages = _page_policy(ServeOptions(bundle="x", **options), address, is_keyless=is_keyless)
+    pages = page_policy_of(ServeOptions(bundle="x", **options), address, is_keyless=is_keyless)
     pages.require_host(allowed.encode())
     if refused is not None:
         with pytest.raises(RequestError, match=r"--allowed-host"):

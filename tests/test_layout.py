@@ -34,7 +34,7 @@ ROOMS = {
         "devices",
         "",
     ),
-    "cloud": ("server", "api", "recent", "vllm", "engine", "pending", ""),
+    "cloud": ("server", "replicas", "api", "recent", "vllm", "engine", "pending", ""),
     "models": ("ingress", "http", "runtimes", ""),
     "reference": ("",),
 }
@@ -63,6 +63,11 @@ UNKNOWN_TO = {
         "outrider.cloud.vllm",
         "outrider.cloud.pending",
     ),  # an engine only through the seam
+    "outrider.cloud.replicas": (
+        "outrider.cloud.engine",
+        "outrider.cloud.vllm",
+        "outrider.cloud.pending",
+    ),
     "outrider.models.http": ("outrider.models.runtimes",),
     "outrider.models.ingress": ("outrider.models.runtimes",),
     # Of the device's rooms only the local endpoint is a server.
@@ -225,6 +230,7 @@ def loaded_by(statement: str) -> set[str]:
         "import outrider.models.sampling, outrider.models.bundle, outrider.models.runtimes",
         "import outrider.models.protocol",
         "import outrider.cloud.server.main",
+        "import outrider.cloud.server.replicated, outrider.cloud.replicas.replica",  # Ray, once it starts
         "import outrider.export.cli.main",
     ],
 )

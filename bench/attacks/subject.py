@@ -98,12 +98,14 @@ class Server:
 @dataclass(frozen=True)
 class Subject:
     """The version under attack. python: its interpreter; with vLLM, which has an environment of its own, only its
-    servers run by it. engine: of the servers.
+    servers run by it. engine: of the servers. options: of every server. start_s: for a server to start.
     """
 
     python: str
     engine: str = EMBEDDED
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ) | {"NO_COLOR": "1"})
+    options: tuple[str, ...] = ()
+    start_s: float = 120.0
 
     @cached_property
     def tree(self) -> Path:
@@ -131,7 +133,7 @@ class Subject:
         """Runs `outrider-cloud serve` on the reference target."""
         with tempfile.TemporaryDirectory() as place:
             arguments = ["-m", "outrider.cloud.server", "serve", str(bundle or self.bundles[0]), "--port", "0"]
-            arguments += ["--threads", "1", "--drain-s", "0", *self._engine_options, *options]
+            arguments += ["--threads", "1", "--drain-s", "0", *self._engine_options, *self.options, *options]
             if keys:
                 arguments += ["--api-key-file", str(written_keys(Path(place), keys))]
             with self._running(arguments) as server:
@@ -185,7 +187,7 @@ class Subject:
                 start_new_session=True,
             )
             try:
-                url = _ready_url(process)
+                url = _ready_url(process, self.start_s)
                 if url is None:
                     errors.seek(0)
                     raise NotMeasured(f"the server did not start: {errors.read()[-500:].strip()}")
@@ -221,7 +223,7 @@ def end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
         process.stdout.close()
 
 
-def _ready_url(process: subprocess.Popen[str], timeout_s: float = 300.0) -> str | None:
+def _ready_url(process: subprocess.Popen[str], timeout_s: float) -> str | None:
     """The URL that the server announces; None where it ends without, or does not announce one in time."""
     assert process.stdout is not None
     watchdog = threading.Timer(timeout_s, process.kill)

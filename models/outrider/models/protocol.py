@@ -34,6 +34,8 @@ from outrider.models.sampling import MAX_SEED, SamplingParams
 PROTOCOL_VERSION = 2
 TREES_SINCE = 2
 """The version since which drafts may be trees (`tree_draft`); the path form stays."""
+TARGET_HEADER = "Outrider-Target"
+"""Header of a request that goes on with a text: the target that began it, for who chooses among replicas."""
 MAX_PATHS = 8
 MAX_PATH_TOKENS = 64
 MAX_VERIFY_ITEMS = 256

@@ -58,7 +58,7 @@ def session_routes(core: Core) -> APIRouter:
         except BaseException:
             core.slots.release(owner)
             raise
-        session_id = secrets.token_urlsafe(_SESSION_ID_BYTES)
+        session_id = core.settings.session_prefix + secrets.token_urlsafe(_SESSION_ID_BYTES)
         core.sessions.add(session_id, session)
         if (current := current_request()) is not None:
             current.session = session_tag(session_id)

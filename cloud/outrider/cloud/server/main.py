@@ -7,7 +7,7 @@ import typer
 from outrider.cloud.server.keys import keys_app
 from outrider.cloud.server.options import ServeOptions
 from outrider.models.command_line import make_app, run_app, takes_options
-from outrider.models.extras import importing
+from outrider.models.extras import importing, require_packages
 
 WHAT, EXTRA = "serving", "cloud"
 
@@ -20,6 +20,11 @@ def serve(options: ServeOptions) -> None:
     """Serve a target until SIGTERM or Ctrl-C; a second one ends at once."""
     with importing(WHAT, EXTRA):
         from outrider.cloud.server.serve import serve
+    if options.ray:
+        require_packages(("ray", "aiohttp"), "--ray", "scale")
+        from outrider.cloud.server.replicated import serve_replicas
+
+        return serve_replicas(options)
     code = serve(options)
     if code:
         raise typer.Exit(code)

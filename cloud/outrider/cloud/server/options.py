@@ -11,6 +11,7 @@ import typer
 
 from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.pending.policy import Policy
+from outrider.cloud.server.replica_options import ReplicaOptions
 from outrider.models.http.logs import LogFormat
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.listen_options import AccessOptions, Host, MaxBodyKb, Port
@@ -41,7 +42,7 @@ class SpillWhen(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions(AccessOptions):
+class ServeOptions(AccessOptions, ReplicaOptions):
     """The command line; None leaves a choice to the bundle or the engine."""
 
     bundle: Annotated[
@@ -83,6 +84,7 @@ class ServeOptions(AccessOptions):
         list[str],
         typer.Option(help="NAME=VALUE of vLLM's engine, such as tensor_parallel_size=4; repeatable."),
     ] = field(default_factory=list)
+    _replicas: ClassVar = ReplicaOptions
     runtime: Annotated[RuntimeName | None, typer.Option(help="What runs the model; default: the bundle's.")] = None
     device: Annotated[str | None, typer.Option(help="As the runtime names it: CPU, GPU, cuda:0.")] = None
     threads: Annotated[int, typer.Option(min=0, help="Inference threads; 0 leaves it to the runtime.")] = 0

@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Final
 
@@ -27,6 +28,7 @@ from outrider.cloud.server.embedded import BundleTarget
 from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.options import EngineName, ServeOptions
 from outrider.cloud.server.recent import open_recent
+from outrider.cloud.server.replica_options import ReplicaOptions
 from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.server.target import Target
 from outrider.models.command_line import print_error
@@ -52,46 +54,32 @@ def serve(options: ServeOptions) -> int:
 
     Raises OutriderError for what the user can put right.
     """
+    _refuse_replica_options(options)
     configure_logging(options.log_format)
     watched = _watched_keys(options.api_key_file)
     keys = KeyRing.load(options.api_key_file)
     is_open = options.insecure_no_keys or options.tls_client_ca is not None
     require_safe_host(options.host, keys, is_insecure_allowed=is_open)
     tls = tls_files(options.tls_cert, options.tls_key, options.tls_client_ca)
-    _require_writable(options.port_file)
+    require_writable(options.port_file)
     with open_socket(options.host, options.port) as sock, traces_from_environment(_log.warning) as traces:
-        pages = _page_policy(options, sock.getsockname()[0], is_keyless=not len(keys))
-        target = _open_target(options)
-        drafts = _drafts(options.drafts, target)
+        pages = page_policy_of(options, sock.getsockname()[0], is_keyless=not len(keys))
+        target = open_target(options)
+        drafts = drafts_for(options.drafts, target)
         with (
             open_recent(options) as recent,
             target.load() as loaded,
-            _port_file_removed(options.port_file),
+            port_file_removed(options.port_file),
             _audit_log(options.audit_log) as audit,
         ):
             reloads = Counter[tuple[str, str]]()
-            settings = ServerSettings(
-                keys=keys,
-                max_body_bytes=options.max_body_bytes,
-                max_sessions=options.max_sessions,
-                rate_per_s=options.rate,
-                tokens_per_minute=options.tokens_per_minute,
-                max_patience_ms=options.patience_ms,
-                pages=pages,
-                traces=traces,
-                audit=audit,
-                reloads=reloads,
-            )
+            settings = replace(server_settings(options, keys, pages), traces=traces, audit=audit, reloads=reloads)
             server = VerifierServer(
                 create_app(loaded.engine, target.model, settings, drafts, recent),
                 drain_s=options.drain_s,
                 tls=tls,
-                limits=ConnectionLimits(
-                    max_connections=options.max_connections,
-                    max_per_client=options.max_per_client,
-                    max_body_bytes=options.max_body_bytes,
-                ),
-                on_ready=lambda: _announce(
+                limits=connection_limits(options),
+                on_ready=lambda: announce(
                     options,
                     target.path,
                     url_of(sock, is_tls=tls is not None),
@@ -100,7 +88,7 @@ def serve(options: ServeOptions) -> int:
                     has_drafts=bool(drafts),
                 ),
             )
-            _print_now(loaded.summary)
+            print_now(loaded.summary)
             relieve_collector()
             loaded.engine.start()
             loaded.engine.on_death(server.fail)
@@ -119,7 +107,36 @@ def serve(options: ServeOptions) -> int:
     return ENGINE_FAILED
 
 
-def _open_target(options: ServeOptions) -> Target:
+def server_settings(options: ServeOptions, keys: KeyRing, pages: PagePolicy | None) -> ServerSettings:
+    """How the server treats its clients."""
+    return ServerSettings(
+        keys=keys,
+        max_body_bytes=options.max_body_bytes,
+        max_sessions=options.max_sessions,
+        rate_per_s=options.rate,
+        tokens_per_minute=options.tokens_per_minute,
+        max_patience_ms=options.patience_ms,
+        pages=pages,
+    )
+
+
+def connection_limits(options: ServeOptions) -> ConnectionLimits:
+    """Bounds on the connections of clients."""
+    return ConnectionLimits(
+        max_connections=options.max_connections,
+        max_per_client=options.max_per_client,
+        max_body_bytes=options.max_body_bytes,
+    )
+
+
+def _refuse_replica_options(options: ServeOptions) -> None:
+    """Raises ConfigError for an option that only replicas have."""
+    for each in fields(ReplicaOptions):
+        if getattr(options, each.name) not in (None, False):
+            raise ConfigError(f"--{each.name.replace('_', '-')} is for replicas; give --ray too")
+
+
+def open_target(options: ServeOptions) -> Target:
     """The target, checked and not loaded. Raises OutriderError for one that cannot be served."""
     if options.engine is EngineName.VLLM:
         from outrider.cloud.server.vllm_target import VllmTarget
@@ -160,7 +177,7 @@ def _read_on_hangup(watch: FileWatch, audit: AuditLog | None) -> Iterator[None]:
 
 
 @contextmanager
-def _port_file_removed(port_file: Path | None) -> Iterator[None]:
+def port_file_removed(port_file: Path | None) -> Iterator[None]:
     try:
         yield
     finally:
@@ -168,12 +185,12 @@ def _port_file_removed(port_file: Path | None) -> Iterator[None]:
             port_file.unlink(missing_ok=True)
 
 
-def _page_policy(options: ServeOptions, address: str, *, is_keyless: bool) -> PagePolicy:
+def page_policy_of(options: ServeOptions, address: str, *, is_keyless: bool) -> PagePolicy:
     """address: what --host stands for; the URL that is printed has it."""
     return page_policy(options.host, address, options.allowed_host, options.allowed_origin, is_keyless=is_keyless)
 
 
-def _require_writable(port_file: Path | None) -> None:
+def require_writable(port_file: Path | None) -> None:
     """Raises ConfigError if the port cannot be written: before the model is loaded, not after."""
     if port_file is not None and (port_file.is_dir() or not os.access(port_file.parent, os.W_OK)):
         raise ConfigError(
@@ -181,21 +198,21 @@ def _require_writable(port_file: Path | None) -> None:
         )
 
 
-def _drafts(directory: Path | None, target: Target) -> tuple[DraftFiles, ...]:
+def drafts_for(directory: Path | None, target: Target) -> tuple[DraftFiles, ...]:
     if directory is None:
         return ()
     return find_offered(directory, target.model.tokenizer.fingerprint, target.source_name)
 
 
-def _announce(options: ServeOptions, bundle: Path, url: str, port: int, *, needs_key: bool, has_drafts: bool) -> None:
+def announce(options: ServeOptions, bundle: Path, url: str, port: int, *, needs_key: bool, has_drafts: bool) -> None:
     if options.port_file is not None:
         # Renamed into place, so that a reader who waits for it never sees half a number.
         partial = options.port_file.with_name(options.port_file.name + ".part")
         partial.write_text(f"{port}\n", encoding="utf-8")
         partial.replace(options.port_file)
-    _print_now(READY_PREFIX + url)
+    print_now(READY_PREFIX + url)
     where = "In another terminal" if is_loopback(options.host) else "On a device"
-    _print_now(f"{where}: {_next_command(options, bundle, url, needs_key=needs_key, has_drafts=has_drafts)}")
+    print_now(f"{where}: {_next_command(options, bundle, url, needs_key=needs_key, has_drafts=has_drafts)}")
 
 
 def _next_command(options: ServeOptions, bundle: Path, url: str, *, needs_key: bool, has_drafts: bool = False) -> str:
@@ -219,7 +236,7 @@ def _next_command(options: ServeOptions, bundle: Path, url: str, *, needs_key: b
     return f'{key}outrider run{cloud}{draft} --compare "def walk(path):"'
 
 
-def _print_now(line: str) -> None:
+def print_now(line: str) -> None:
     """Standard output, at once, also into a pipe; a bundle's control characters are visible."""
     sys.stdout.write(visible(line) + "\n")
     sys.stdout.flush()

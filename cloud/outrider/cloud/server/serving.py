@@ -68,6 +68,11 @@ class VerifierServer(BoundedServer):
         else:
             self.force_exit = self.should_exit = True
 
+    @property
+    def core(self) -> Core:
+        """What its routes share."""
+        return self._core
+
     def fail(self, why: str) -> None:
         """Closes because the engine has failed for good: `failure` says why. What was open has got its error.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from outrider.edge.results import ByteCounts
 from outrider.models.errors import OutriderError, RequestError
 from outrider.models.hosts import is_loopback
 from outrider.models.protocol import (
+    TARGET_HEADER,
     ErrorAnswer,
     ErrorBody,
     ModelFacts,
@@ -184,11 +186,14 @@ class CloudClient:
         check_rendered(self.url, answer)
         return answer
 
-    async def verify(self, request: VerifyRequest) -> VerifyAnswer:
-        """POST /v1/verify. May take as long as the server is alive and `call_timeout_s` lasts."""
+    async def verify(self, request: VerifyRequest, target: str | None = None) -> VerifyAnswer:
+        """POST /v1/verify. May take as long as the server is alive and `call_timeout_s` lasts.
+
+        target: as for `open_session`.
+        """
         limit_s = self._options.call_timeout_s
         with tracing.call("POST /v1/verify", self.url) as span:
-            headers = [*_ASK, *span.headers]
+            headers = [*_ASK, *_wish(target), *span.headers]
             call = asyncio.create_task(self._exchange("POST", "/v1/verify", request, headers=headers, limit_s=limit_s))
             try:
                 await self._watch(call)
@@ -215,15 +220,20 @@ class CloudClient:
             pass  # gone, or unreachable: the server frees it when the stream's connection closes
 
     @asynccontextmanager
-    async def open_session(self, request: SessionRequest) -> AsyncIterator[AsyncGenerator[SessionEvent, None]]:
+    async def open_session(
+        self, request: SessionRequest, target: str | None = None
+    ) -> AsyncIterator[AsyncGenerator[SessionEvent, None]]:
         """POST /v1/sessions; gives the stream of SessionOpen, Commit..., SessionEnd.
+
+        target: the one that began the text, where it goes on: an address with several replicas chooses by it.
 
         Leaving the context before the end closes the connection, which ends the session. The iterator raises
         EndpointLost when the stream is cut before its SessionEnd or goes silent, ProtocolBroken for what no server of
         this protocol sends.
         """
         with tracing.call("POST /v1/sessions", self.url) as span:
-            headers = [*_ASK, *([_NO_STORE] if self._options.no_store else ()), *span.headers]
+            no_store = [_NO_STORE] if self._options.no_store else []
+            headers = [*_ASK, *no_store, *_wish(target), *span.headers]
             http_request = self._build("POST", "/v1/sessions", request, headers)
             async with self._deadline(self._head_timeout_s):
                 response = await self._http.send(http_request, stream=True)
@@ -416,6 +426,10 @@ def _reported(status: int, body: bytes) -> ErrorBody:
         if state in _NOT_READY:
             return ErrorBody(code=state, message=_NOT_READY[state])
     return ErrorBody(code="http_error", message=f"HTTP {status} that is not an Outrider answer")
+
+
+def _wish(target: str | None) -> Headers:
+    return [(TARGET_HEADER, target)] if target is not None and re.fullmatch(r"[!-~]{1,64}", target) else []
 
 
 def _header_bytes(headers: httpx.Headers) -> int:

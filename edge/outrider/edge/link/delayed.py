@@ -29,10 +29,12 @@ class DelayedClient(CloudClient):
         return body
 
     @asynccontextmanager
-    async def open_session(self, request: SessionRequest) -> AsyncIterator[AsyncGenerator[SessionEvent, None]]:
+    async def open_session(
+        self, request: SessionRequest, target: str | None = None
+    ) -> AsyncIterator[AsyncGenerator[SessionEvent, None]]:
         """As `CloudClient.open_session`."""
         await asyncio.sleep(self._half_s)
-        async with super().open_session(request) as events, aclosing(self._late(events)) as late:
+        async with super().open_session(request, target) as events, aclosing(self._late(events)) as late:
             yield late
 
     async def _late(self, events: AsyncGenerator[SessionEvent, None]) -> AsyncGenerator[SessionEvent, None]:

@@ -116,7 +116,7 @@ class Endpoints:
                 return
             try:
                 await _require_fit(client, text)
-                async with client.open_session(request) as stream, aclosing(stream):
+                async with client.open_session(request, text.target) as stream, aclosing(stream):
                     async for event in stream:
                         self._has_answered = True
                         if isinstance(event, SessionOpen):

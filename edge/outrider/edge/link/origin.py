@@ -36,6 +36,11 @@ class TextOrigin:
         """The target of the text's first token, as far as it is known."""
         return self._began
 
+    @property
+    def target(self) -> str | None:
+        """The identity of that target, where it has sent one."""
+        return self._began.target if self._began is not None else None
+
     def needs_probe(self, url: str) -> bool:
         """Whether to look at the endpoint's readiness before the text goes on there: it is another than the last."""
         return self._began is not None and self._began.target is not None and url != self._last_url

@@ -133,7 +133,8 @@ class StopAndWaitAgent:
         async def ask(client: CloudClient) -> VerifyResult:
             self.estimates.use(client.url)
             asked_at = self.clock()
-            answer = await client.verify(VerifyRequest(items=[item], tokenizer=request.tokenizer))
+            target = text.target if item.prefix_hash is None else None  # whoever holds the prefix has that target
+            answer = await client.verify(VerifyRequest(items=[item], tokenizer=request.tokenizer), target)
             took_ms = (self.clock() - asked_at) * 1e3
             served = Served(client.url, answer.model or "a model without a name", answer.target)
             text.require_same(served)

@@ -1,0 +1,1 @@
+"""Replicas of one server behind one address: Ray starts and restarts them, requests go to them past Ray."""

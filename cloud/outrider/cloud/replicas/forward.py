@@ -1,0 +1,287 @@
+"""Sends requests on to replicas, over HTTP, as they came: bodies and streams pass byte by byte.
+
+A request whose answer has not begun goes to another replica where the first is lost or refuses: the text is a function
+of the request. An answer that has begun is cut, and the client goes on with it. Ray's own calls pickle what they carry;
+nothing that a client sends goes through them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from typing import Final
+
+import aiohttp
+from starlette.types import Receive, Scope, Send
+from yarl import URL
+
+from outrider.cloud.replicas.members import Member, Members, expire
+from outrider.cloud.replicas.trust import forwarded
+from outrider.models.errors import RequestError
+from outrider.models.http.requests import Bodies, read_body
+from outrider.models.http.security import ANYBODY, OWNER
+from outrider.models.protocol import TARGET_HEADER, ErrorAnswer
+
+_log = logging.getLogger("outrider.replicas")
+
+_TARGET: Final = TARGET_HEADER.lower().encode()
+_PASSED: Final = frozenset(
+    {
+        *(b"content-type", b"accept", b"prefer", b"user-agent", b"traceparent", b"tracestate"),
+        *(b"range", b"if-range", b"if-none-match"),
+    }
+)
+"""Headers of a request that a replica needs. `Authorization`, `Host` and `Origin` are the front's to check."""
+_HELD_BACK: Final = frozenset({b"connection", b"keep-alive", b"transfer-encoding"})
+"""Headers of an answer that belong to the connection (RFC 9110, section 7.6.1)."""
+_ASKED_HASH: Final = re.compile(rb'"prefix_hash"\s*:\s*"([0-9A-Za-z_-]{1,64})"')
+_GIVEN_HASH: Final = re.compile(rb'"prefix_hash":"([0-9A-Za-z_-]{1,64})"')
+_NAMES_A_PREFIX: Final = ("/v1/sessions", "/v1/verify")
+_OVERLAP_BYTES: Final = 96
+"""A name that two chunks share is still found."""
+_MAX_REFUSAL_BYTES: Final = 1 << 16
+_CONNECT_S: Final = 5.0
+_DRAFT_S: Final = 10.0
+_IDLE_S: Final = 30.0
+"""How long an idle connection to a replica is kept; the replica keeps it for longer."""
+MAX_LOST: Final = 2
+"""Replicas that may be lost while they have one request, before an answer: it may be what they die of."""
+_ELSEWHERE: Final = frozenset({"shutting_down", "engine_failed", "overloaded"})
+"""Refusals that another replica may not give."""
+
+
+class _Lost(Exception):
+    """The replica is gone. has_worked: it may have begun to work on the request."""
+
+    def __init__(self, *, has_worked: bool) -> None:
+        self.has_worked = has_worked
+
+
+class _Left(Exception):
+    """The client is gone."""
+
+
+class Forwarder:
+    """ASGI application that has its answers from replicas. Belongs to one event loop; `aclose` closes connections."""
+
+    def __init__(self, members: Members, max_body_bytes: int) -> None:
+        self._members = members
+        self._bodies = Bodies(max_body_bytes)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def aclose(self) -> None:
+        """Closes all connections to replicas."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI. Raises RequestError 503 `no_replica` where no replica is left."""
+        owner: bytes = scope.get(OWNER, ANYBODY)
+        has_body = scope["method"] not in ("GET", "HEAD", "DELETE")
+        body = await read_body(receive) if has_body else b""
+        answer: aiohttp.ClientResponse | None = None
+        client = _Client(receive)
+        try:
+            async with client.watched():
+                with self._bodies.hold(owner, body):
+                    member, answer = await self._begin(scope, owner, body, client)
+                del body
+                await self._pass_on(scope, member, answer, client, send)
+        except _Left:
+            pass
+        except _Lost:
+            assert answer is not None
+            _log.warning("replica %s was lost in the middle of an answer, which is cut", member.report.tag)
+        finally:
+            if answer is not None:
+                answer.close()
+
+    async def fetch(self, member: Member, path: str) -> bytes:
+        """The body of a GET that the front asks for itself. Raises OSError where there is none."""
+        try:
+            async with asyncio.timeout(_DRAFT_S), self._ask(member, "GET", path, b"", ANYBODY, {}) as answer:
+                if answer.status != 200:
+                    raise OSError(f"HTTP {answer.status}")
+                return await answer.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise OSError(str(error)) from None
+
+    async def draft(self, scope: Scope, member: Member, body: bytes, send: Send) -> None:
+        """Sends a draft message on, once: a message that is lost slows its text and changes nothing.
+
+        Raises RequestError 404 `unknown_session` where its session's replica is lost.
+        """
+        owner: bytes = scope.get(OWNER, ANYBODY)
+        try:
+            async with (
+                asyncio.timeout(_DRAFT_S),
+                self._ask(member, "POST", _path(scope), body, owner, _passed(scope)) as answer,
+            ):
+                content = await answer.content.read(_MAX_REFUSAL_BYTES)
+                await send({"type": "http.response.start", "status": answer.status, "headers": _headers(answer)})
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            raise unknown_session() from None
+        await send({"type": "http.response.body", "body": content})
+
+    def _ask(
+        self, member: Member, method: str, path: str, body: bytes, owner: bytes, headers: dict[str, str]
+    ) -> aiohttp.client._RequestContextManager:
+        if self._session is None:  # made on the loop that uses it
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+                auto_decompress=False,
+                skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent", "Content-Type"),
+            )
+        return self._session.request(
+            method,
+            URL(member.report.url + path, encoded=True),
+            data=body or None,
+            headers=headers | {"Authorization": forwarded(member.report.secret, owner)},
+            allow_redirects=False,
+        )
+
+    async def _begin(
+        self, scope: Scope, owner: bytes, body: bytes, client: _Client
+    ) -> tuple[Member, aiohttp.ClientResponse]:
+        """The first answer that is no reason to ask another replica. Raises RequestError where there is none."""
+        path: str = scope["path"]
+        session_id = path.removeprefix("/v1/sessions/") if path.startswith("/v1/sessions/") else None
+        target = next((value.decode("latin-1") for name, value in scope["headers"] if name == _TARGET), None)
+        found = _ASKED_HASH.search(body) if path in _NAMES_A_PREFIX else None
+        held = found[1].decode() if found else None
+        tried: list[Member] = []
+        num_lost = 0
+        refusal: RequestError | None = None
+        while True:
+            if session_id is not None:
+                member = self._members.of_session(session_id)
+                if member is None or tried:
+                    raise unknown_session()
+            else:
+                member = self._members.choose(owner, target=target, held=held, tried=tried)
+            if member is None or num_lost >= MAX_LOST:
+                raise refusal or no_replica()
+            tried.append(member)
+            try:
+                async with client.exchange(member):
+                    answer = await self._ask(member, scope["method"], _path(scope), body, owner, _passed(scope))
+                    if answer.status != 503 or session_id is not None:
+                        return member, answer
+                    error = _refusal(await answer.content.read(_MAX_REFUSAL_BYTES))
+            except _Lost as lost:
+                member.is_suspect = True
+                num_lost += lost.has_worked
+                continue
+            answer.close()
+            refusal = error
+            if error.code not in _ELSEWHERE:
+                raise error
+
+    async def _pass_on(
+        self, scope: Scope, member: Member, answer: aiohttp.ClientResponse, client: _Client, send: Send
+    ) -> None:
+        names_prefixes = scope["path"] in _NAMES_A_PREFIX
+        await send({"type": "http.response.start", "status": answer.status, "headers": _headers(answer)})
+        end = b""
+        async with client.exchange(member):
+            async for chunk in answer.content.iter_any():
+                if names_prefixes:
+                    # Only an end names a prefix, or a result: most chunks are commits.
+                    for name in _GIVEN_HASH.findall(end + chunk):
+                        self._members.hold(name.decode(), member)
+                    end = chunk[-_OVERLAP_BYTES:]
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Client:
+    """The client of one request: whether it is still there, and the exchange that ends when it leaves."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._has_left = False
+        self._exchange: asyncio.Timeout | None = None
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Notices inside when the client leaves. The request's body must have been read before."""
+        watching = asyncio.get_running_loop().create_task(self._watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+
+    @asynccontextmanager
+    async def exchange(self, member: Member) -> AsyncIterator[None]:
+        """An exchange with a replica. Raises _Left where the client leaves, _Lost where the replica is lost."""
+        if self._has_left:
+            raise _Left
+        try:
+            async with asyncio.timeout(None) as self._exchange:
+                with member.serving(self._exchange):
+                    yield
+        except TimeoutError:
+            if self._has_left:
+                raise _Left from None
+            raise _Lost(has_worked=True) from None
+        except aiohttp.ClientConnectorError:
+            raise _Lost(has_worked=False) from None
+        except (aiohttp.ClientError, ConnectionError):
+            raise _Lost(has_worked=True) from None
+        finally:
+            self._exchange = None
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._has_left = True
+        if self._exchange is not None:
+            expire(self._exchange)
+
+
+def unknown_session() -> RequestError:
+    """The error 404 where no replica has the session."""
+    return RequestError(
+        "unknown_session",
+        "there is no such session: it has ended, or its replica has. To continue the text, open a session with the "
+        "prompt and the tokens committed so far",
+        status=404,
+    )
+
+
+def no_replica() -> RequestError:
+    """The error 503 where no replica takes work."""
+    return RequestError("no_replica", "no replica takes work now; retry in a moment", status=503)
+
+
+def _refusal(body: bytes) -> RequestError:
+    try:
+        error = ErrorAnswer.model_validate_json(body).error
+    except ValueError:
+        return no_replica()
+    return RequestError(error.code, error.message, status=503)
+
+
+def _path(scope: Scope) -> str:
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    query: bytes = scope["query_string"]
+    return (raw + b"?" + query if query else raw).decode("latin-1")
+
+
+def _passed(scope: Scope) -> dict[str, str]:
+    return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _PASSED}
+
+
+def _headers(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:
+    return list(_kept(answer.raw_headers))
+
+
+def _kept(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[tuple[bytes, bytes]]:
+    for name, value in headers:
+        if (lower := name.lower()) not in _HELD_BACK:
+            yield lower, value

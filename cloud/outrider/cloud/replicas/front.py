@@ -1,0 +1,262 @@
+"""Stands before the replicas: bounds connections, checks keys, and sends requests on.
+
+A request passes the same layers as at a single server. What a replica alone can know stays with it: sessions, the
+engine's queue, the sequences that one owner has open there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from outrider.cloud.api.app import COSTLY_PATHS, OPEN_PATHS, PROBE_PATHS
+from outrider.cloud.api.draft_budget import TREE_UNIT_BYTES, UNIT_BYTES, DraftBudget, DraftLimits
+from outrider.cloud.api.drafts import DRAFTS_PATH, MAX_DRAFT_BYTES, MAX_TREE_BYTES, MEDIA_TYPES, is_draft_path
+from outrider.cloud.replicas.forward import Forwarder, no_replica, unknown_session
+from outrider.cloud.replicas.members import Members, Report
+from outrider.models.errors import RequestError
+from outrider.models.http.counted_requests import CountedRequests
+from outrider.models.http.errors import ErrorBoundary, Throttled, method_not_allowed
+from outrider.models.http.limits import BodyLimit, RateLimiter
+from outrider.models.http.requests import read_body
+from outrider.models.http.security import ANYBODY, OWNER, Gate, KeyRing, PagePolicy, media_type_of
+from outrider.models.ingress.bounded_server import BoundedServer
+from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.sockets import TlsFiles
+from outrider.models.tally import RequestTally
+from outrider.models.tree_draft import TREE_MEDIA_TYPE
+
+if TYPE_CHECKING:
+    import socket
+    from types import FrameType
+
+Reports = Callable[[], AsyncIterator[list[Report]]]
+"""Gives the newest reports of all replicas, again and again."""
+
+_LIVE: Final = frozenset({"/health/live", "/health", "/healthz", "/livez"})
+_READY: Final = frozenset({"/health/ready", "/readyz"})
+_FIXED: Final = frozenset(
+    {*PROBE_PATHS, *OPEN_PATHS, *COSTLY_PATHS, "/metrics", "/v1/model", "/v1/models", "/v1/drafts"}
+)
+_TREE: Final = TREE_MEDIA_TYPE.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class FrontSettings:
+    """How the front treats clients; each field as in `ServerSettings`."""
+
+    keys: KeyRing = field(default_factory=KeyRing)
+    max_body_bytes: int = 1 << 20
+    rate_per_s: float = 0.0
+    pages: PagePolicy | None = None
+    draft_limits: DraftLimits = field(default_factory=DraftLimits)
+
+
+class Front:
+    """ASGI application: the layers, and the routes that the front answers itself. is_draining: takes no new work."""
+
+    def __init__(self, members: Members, settings: FrontSettings) -> None:
+        self.members = members
+        self.tally = RequestTally()
+        self.forwarder = Forwarder(members, settings.max_body_bytes)
+        self.is_draining = False
+        self._settings = settings
+        self._budget = DraftBudget(settings.draft_limits)
+        self.num_dropped = 0
+        gate = partial(
+            Gate,
+            keys=settings.keys,
+            limiter=RateLimiter(settings.rate_per_s),
+            pages=settings.pages or PagePolicy(is_keyless=not len(settings.keys)),
+            open_paths=OPEN_PATHS,
+            probe_paths=PROBE_PATHS,
+            costly_paths=COSTLY_PATHS,
+        )
+        whole: ASGIApp = ErrorBoundary(BodyLimit(gate(self._answer), settings.max_body_bytes))
+        drafts: ASGIApp = ErrorBoundary(
+            BodyLimit(gate(self._draft, media_types=MEDIA_TYPES), min(MAX_DRAFT_BYTES, settings.max_body_bytes))
+        )
+        self._whole = CountedRequests(whole, self.tally, route_of)
+        self._drafts = CountedRequests(drafts, self.tally, lambda scope: DRAFTS_PATH)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        await (self._drafts if is_draft_path(scope) else self._whole)(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = scope["path"], scope["method"]
+        is_own = path in _LIVE or path in _READY or path == "/metrics"
+        if not is_own:
+            if self.is_draining and method == "POST" and path in COSTLY_PATHS:
+                raise RequestError("shutting_down", "the server is shutting down; use another", status=503)
+            return await self.forwarder(scope, receive, send)
+        if method not in (("GET",) if path == "/metrics" else ("GET", "HEAD")):
+            raise method_not_allowed(method)
+        if path in _LIVE:
+            answer = Response(b'{"status":"live"}', media_type="application/json")
+        elif path in _READY:
+            answer = self._ready()
+        else:
+            answer = Response(await self._metrics(), headers={"content-type": "text/plain; version=0.0.4"})
+        await answer(scope, receive, send)
+
+    def _ready(self) -> Response:
+        ready = self.members.ready(is_draining=self.is_draining)
+        if ready is None:
+            raise no_replica()
+        status = 200 if ready.status == "ready" else 503
+        date = {"date": formatdate(usegmt=True)}  # a device compares clocks by it
+        return Response(ready.model_dump_json(), status, date, media_type="application/json")
+
+    async def _draft(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends a draft message to the replica that has its session."""
+        if scope["method"] != "POST":
+            raise method_not_allowed(scope["method"])
+        session_id = scope["path"].removeprefix("/v1/sessions/").removesuffix("/drafts")
+        member = self.members.of_session(session_id)
+        if member is None:
+            raise unknown_session()
+        headers = dict(scope["headers"])
+        is_tree = media_type_of(headers.get(b"content-type")) == _TREE
+        max_bytes, unit_bytes = (MAX_TREE_BYTES, TREE_UNIT_BYTES) if is_tree else (MAX_DRAFT_BYTES, UNIT_BYTES)
+        num_bytes = int(headers.get(b"content-length", max_bytes))
+        spent = self._budget.spend(session_id, scope.get(OWNER, ANYBODY), min(num_bytes, max_bytes), unit_bytes)
+        if spent is not None:
+            self.num_dropped += 1
+            await asyncio.sleep(self._settings.draft_limits.delay_s)
+            raise Throttled(
+                "rate_limited", f"more drafts than the {spent}'s budget; this one was dropped", retry_after_s=1
+            )
+        await self.forwarder.draft(scope, member, await read_body(receive), send)
+
+    async def _metrics(self) -> bytes:
+        """The metrics of the front and of all replicas; the label `replica` has a replica's tag, or "front"."""
+        registry = CollectorRegistry()
+        members = list(self.members)
+        texts = await asyncio.gather(
+            *(self.forwarder.fetch(each, "/metrics") for each in members), return_exceptions=True
+        )
+        found = {m.report.tag: t.decode() for m, t in zip(members, texts, strict=True) if isinstance(t, bytes)}
+        registry.register(_Labelled(found))
+        registry.register(_Own(self, num_scraped=len(found)))
+        return generate_latest(registry)
+
+
+class _Labelled(Collector):
+    """The replicas' metrics, each sample with its replica's tag."""
+
+    def __init__(self, texts: dict[str, str]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterator[Metric]:
+        merged: dict[str, Metric] = {}
+        for tag, text in self._texts.items():
+            for family in text_string_to_metric_families(text):
+                whole = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    labels = {**sample.labels, "replica": tag}
+                    whole.samples.append(sample._replace(labels=labels))
+        yield from merged.values()
+
+
+class _Own(Collector):
+    def __init__(self, front: Front, num_scraped: int) -> None:
+        self._front = front
+        self._num_scraped = num_scraped
+
+    def collect(self) -> Iterator[Metric]:
+        front = self._front
+        reports = [member.report for member in front.members]
+        able = sum(report.takes_work for report in reports)
+        yield GaugeMetricFamily("outrider_front_replicas", "Replicas that the front knows.", value=len(reports))
+        yield GaugeMetricFamily("outrider_front_replicas_ready", "Replicas that take new work.", value=able)
+        yield GaugeMetricFamily("outrider_front_replicas_scraped", "Replicas in this scrape.", value=self._num_scraped)
+        yield front.tally.counter(
+            "front_drafts_dropped", "Draft messages dropped because a budget was used up.", (), {(): front.num_dropped}
+        )
+        yield front.tally.counter(
+            "front_requests",
+            "HTTP requests that the front has answered or sent on.",
+            ("route", "method", "status"),
+            {(route, method, str(status)): n for (route, method, status), n in front.tally.requests.items()},
+        )
+
+
+class FrontServer(BoundedServer):
+    """Serves a front, and follows the reports of its replicas.
+
+    drain: ends the replicas within so many seconds; blocking. Called at the first signal; then the server closes.
+    """
+
+    def __init__(
+        self,
+        front: Front,
+        reports: Reports,
+        *,
+        drain: Callable[[], None],
+        limits: ConnectionLimits,
+        tls: TlsFiles | None = None,
+        on_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._front = front
+        self._reports = reports
+        self._drain = drain
+        self._following: asyncio.Task[None] | None = None
+        super().__init__(front, limits, tls=tls, on_ready=on_ready)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Opens for business once the first replica is there."""
+        first = asyncio.Event()
+        self._following = asyncio.get_running_loop().create_task(self._follow(first))
+        await first.wait()
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Closes the connections of clients, then those to replicas."""
+        await super().shutdown(sockets)
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait([self._following])
+        await self._front.forwarder.aclose()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, the second ends at once. Called by the interpreter, between two steps."""
+        if self._front.is_draining:
+            self.should_exit = self.force_exit = True
+            return
+        self.begin_drain()
+
+    def begin_drain(self) -> None:
+        """Refuses new work, ends the replicas, and closes. From any thread."""
+        self._front.is_draining = True
+        threading.Thread(target=self._end, name="outrider-drain", daemon=True).start()
+
+    def _end(self) -> None:
+        try:
+            self._drain()
+        finally:
+            self.should_exit = True
+
+    async def _follow(self, first: asyncio.Event) -> None:
+        async for reports in self._reports():
+            self._front.members.update(reports)
+            if any(report.takes_work for report in reports):
+                first.set()
+
+
+def route_of(scope: Scope) -> str:
+    """A request's path where it is one of a few: others have names of clients' choosing in them."""
+    path: str = scope["path"]
+    return path if path in _FIXED else "other"

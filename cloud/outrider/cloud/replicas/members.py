@@ -1,0 +1,163 @@
+"""Keeps what a front knows of its replicas, and chooses one for a request. Knows neither Ray nor HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from outrider.models.protocol import ReadyAnswer
+
+TAG_CHARS: Final = 6
+"""Of a replica's name, with which the ids of its sessions begin."""
+MAX_HELD: Final = 1 << 16
+"""Names of kept prefixes that a front remembers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a replica says of itself.
+
+    tag: its name, TAG_CHARS long. url: where it listens. secret: what the front shows it. target: identity of what
+    picks the tokens. number: of its reports so far. The rest is as in `ReadyAnswer`.
+    """
+
+    tag: str
+    url: str
+    secret: str = field(repr=False)
+    model: str
+    target: str
+    number: int = 0
+    is_draining: bool = False
+    is_failed: bool = False
+    running: int = 0
+    queued: int = 0
+    free_block_share: float = 1.0
+    step_ms: float | None = None
+    draft_token_ms: float | None = None
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether new work is welcome."""
+        return not (self.is_draining or self.is_failed)
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A replica, as its front knows it. is_suspect: it could not be reached since its last report."""
+
+    report: Report
+    is_suspect: bool = False
+    _exchanges: set[asyncio.Timeout] = field(default_factory=set)
+
+    @property
+    def load(self) -> int:
+        """Requests that it has: those of this front now, or all by its last report."""
+        return max(len(self._exchanges), self.report.running + self.report.queued)
+
+    @contextmanager
+    def serving(self, exchange: asyncio.Timeout) -> Iterator[None]:
+        """Counts an exchange with it, which expires where the replica is lost."""
+        self._exchanges.add(exchange)
+        try:
+            yield
+        finally:
+            self._exchanges.discard(exchange)
+
+    def lose(self) -> None:
+        """Ends all exchanges with it."""
+        for exchange in self._exchanges:
+            expire(exchange)
+
+
+def expire(exchange: asyncio.Timeout) -> None:
+    """Ends an exchange now, unless it is ending already."""
+    if not exchange.expired():
+        exchange.reschedule(asyncio.get_running_loop().time())
+
+
+class Members:
+    """The replicas that a front knows. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, Member] = {}
+        self._held: OrderedDict[str, str] = OrderedDict()  # a kept prefix's name -> its replica's tag
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(tuple(self._members.values()))
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def update(self, reports: Iterable[Report]) -> None:
+        """Takes the newest reports of all replicas. Those that have none are gone: their exchanges end."""
+        newest = {report.tag: report for report in reports}
+        for tag in [tag for tag in self._members if tag not in newest]:
+            self._members.pop(tag).lose()
+        for tag, report in newest.items():
+            member = self._members.get(tag)
+            if member is None:
+                self._members[tag] = Member(report)
+            elif member.report.number != report.number:
+                member.report, member.is_suspect = report, False
+
+    def of_session(self, session_id: str) -> Member | None:
+        """The replica that has a session, by the session's id."""
+        return self._members.get(session_id[:TAG_CHARS])
+
+    def hold(self, name: str, member: Member) -> None:
+        """Remembers which replica keeps a prefix."""
+        self._held[name] = member.report.tag
+        self._held.move_to_end(name)
+        if len(self._held) > MAX_HELD:
+            self._held.popitem(last=False)
+
+    def choose(
+        self, owner: bytes, *, target: str | None = None, held: str | None = None, tried: Collection[Member] = ()
+    ) -> Member | None:
+        """The replica for a new request; None where none is left.
+
+        held: name of a kept prefix, which one replica has. target: a text that goes on; a replica of that target is
+        taken where there is one. Otherwise the one with the least to do; of several, the same one for an owner, whose
+        prompts it may have cached.
+        """
+        able = [each for each in self._members.values() if each.report.takes_work and each not in tried]
+        able = [each for each in able if not each.is_suspect] or able
+        if held is not None and (tag := self._held.get(held)) is not None:
+            keeper = next((each for each in able if each.report.tag == tag), None)
+            if keeper is not None:
+                return keeper
+        able = [each for each in able if each.report.target == target] or able
+        return min(able, key=lambda each: (each.load, _distance(owner, each.report.tag)), default=None)
+
+    def ready(self, *, is_draining: bool) -> ReadyAnswer | None:
+        """All replicas as one server; None where there is none."""
+        reports = [each.report for each in self._members.values()]
+        able = [each for each in reports if each.takes_work]
+        shown = able or reports
+        if not shown:
+            return None
+        # While another target is rolled out there are two: a device asks before it opens its next text.
+        first = min(shown, key=lambda each: (each.running + each.queued, each.tag))
+        return ReadyAnswer(
+            status="draining"
+            if is_draining or not (able or any(r.is_failed for r in reports))
+            else "ready"
+            if able
+            else "failed",
+            model=first.model,
+            queue_depth=sum(each.queued for each in shown),
+            running=sum(each.running for each in shown),
+            free_block_share=max(each.free_block_share for each in shown),
+            step_ms=first.step_ms,
+            draft_token_ms=first.draft_token_ms,
+            target=first.target,
+        )
+
+
+def _distance(owner: bytes, tag: str) -> bytes:
+    return hashlib.blake2b(owner, digest_size=8, key=tag.encode()).digest()

@@ -1,0 +1,113 @@
+"""Knows which replicas there are: an actor of Ray to which replicas report and which fronts ask.
+
+It keeps nothing that is not reported again within a second, so Ray may start it anew at any time, anywhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Final
+
+from outrider.cloud.replicas.members import Report
+
+_log = logging.getLogger("outrider.replicas")
+
+REPORT_S: Final = 1.0
+"""How often a replica reports."""
+SILENCE_S: Final = 10.0
+"""A replica that does not report for so long is lost, also where its connections still stand."""
+_LEARNING_S: Final = 3 * REPORT_S
+"""A new registry does not know yet who is missing."""
+_NAMESPACE: Final = "outrider"
+
+State = tuple[str, int]
+"""Which registry, and how often it has changed."""
+
+
+class Registry:
+    """The newest report of each replica. Methods run on one event loop."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._name = secrets.token_hex(4)
+        self._born_s = clock()
+        self._num_changes = 0
+        self._reports: dict[str, tuple[float, Report]] = {}
+        self._changed = asyncio.Event()
+
+    async def report(self, report: Report) -> None:
+        """Takes a replica's report."""
+        before = self._reports.get(report.tag)
+        self._reports[report.tag] = (self._clock(), report)
+        if before is None or before[1].takes_work != report.takes_work:
+            self._note()
+
+    async def leave(self, tag: str) -> None:
+        """Forgets a replica that ends."""
+        if self._reports.pop(tag, None) is not None:
+            self._note()
+
+    async def changes(self, seen: State | None) -> tuple[State, list[Report] | None]:
+        """All reports once a replica has come, gone, or changed what it takes; else after REPORT_S.
+
+        seen: the state of the last answer. None in place of reports: it is too new to know all replicas.
+        """
+        if seen == (self._name, self._num_changes):
+            try:
+                async with asyncio.timeout(REPORT_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+        now_s = self._clock()
+        for tag in [tag for tag, (heard_s, _) in self._reports.items() if now_s - heard_s > SILENCE_S]:
+            _log.warning("replica %s has not reported for %g s: it counts as lost", tag, SILENCE_S)
+            del self._reports[tag]
+        is_new = seen is not None and seen[0] != self._name and now_s - self._born_s < _LEARNING_S
+        reports = None if is_new else [report for _, report in self._reports.values()]
+        return (seen or (self._name, -1)) if is_new else (self._name, self._num_changes), reports
+
+    def _note(self) -> None:
+        self._num_changes += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def open_registry(name: str) -> Any:
+    """The registry of the application `name`, started if it is not there: a handle of Ray's."""
+    import ray
+
+    return (
+        ray.remote(Registry)
+        .options(
+            name=f"registry-{name}",
+            namespace=_NAMESPACE,
+            get_if_exists=True,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=0,
+        )
+        .remote()
+    )
+
+
+async def follow(registry: Any) -> AsyncIterator[list[Report]]:
+    """The reports, each time that they change and every second. Where the registry is away, it is asked again."""
+    from ray.exceptions import RayError
+
+    seen: State | None = None
+    while True:
+        try:
+            seen, reports = await registry.changes.remote(seen)
+        except RayError as error:
+            _log.warning("the registry of replicas does not answer (%s); replicas stay as known", type(error).__name__)
+            await asyncio.sleep(REPORT_S)
+            continue
+        if reports is None:
+            await asyncio.sleep(REPORT_S / 4)
+        else:
+            yield reports

@@ -1,0 +1,283 @@
+"""Serves replicas: `outrider-cloud serve --ray`, and the application of Ray Serve for a cluster.
+
+On one machine this process is the front, and Ray is its own. On a cluster the front is a deployment beside the
+replicas: `serve deploy` takes `app`, whose arguments are the options of `outrider-cloud serve` (docs/ray.md).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final
+
+from pydantic import TypeAdapter, ValidationError
+
+from outrider.cloud.api.app import create_app
+from outrider.cloud.replicas.cluster import Scale, local_ray, replicas_of
+from outrider.cloud.replicas.front import Front, FrontServer, FrontSettings
+from outrider.cloud.replicas.members import Members, Report
+from outrider.cloud.replicas.registry import follow, open_registry
+from outrider.cloud.replicas.replica import LOOPBACK, NODE, Make, Opened, keep_to_node
+from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.serve import (
+    announce,
+    connection_limits,
+    drafts_for,
+    open_target,
+    page_policy_of,
+    port_file_removed,
+    print_now,
+    require_writable,
+    server_settings,
+)
+from outrider.cloud.server.serving import VerifierServer
+from outrider.cloud.server.target import Target
+from outrider.models.counted import counted
+from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.http.logs import configure_logging
+from outrider.models.http.security import KeyRing, PagePolicy, require_safe_host
+from outrider.models.ingress.collector import relieve_collector
+from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.sockets import TlsFiles, open_socket, tls_files, url_of
+
+APPLICATION: Final = "outrider"
+_FRONT: Final = "front"
+_START_S: Final = 600.0
+"""For the first replica of a front to load its model."""
+_NODE_OPTION: Final = "replica_host"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenReplica:
+    """Opens the server of one replica by the options of all: a `Make`."""
+
+    options: ServeOptions
+
+    @contextmanager
+    def __call__(self, tag: str, keys: KeyRing) -> Iterator[Opened]:
+        """The server, its engine started."""
+        options = self.options
+        configure_logging(options.log_format)
+        target = open_target(options)
+        drafts = drafts_for(options.drafts, target)
+        with target.load() as loaded:
+            settings = replace(server_settings(options, keys, None), rate_per_s=0.0, session_prefix=tag)
+            server = VerifierServer(
+                create_app(loaded.engine, target.model, settings, drafts),
+                drain_s=options.drain_s,
+                limits=replica_limits(options),
+            )
+            print_now(loaded.summary)
+            relieve_collector()
+            loaded.engine.start()
+            try:
+                yield Opened(server, server.core, server.begin_drain, options.drain_s)
+            finally:
+                loaded.engine.stop()  # before the model goes
+
+
+def replica_limits(options: ServeOptions) -> ConnectionLimits:
+    """Bounds on the connections of a replica: a front is one client, which has bounded its own."""
+    limits = connection_limits(options)
+    return replace(limits, max_per_client=limits.max_connections, max_client_bodies=limits.max_bodies)
+
+
+def serve_replicas(options: ServeOptions) -> None:
+    """Serves replicas of this machine until a signal ends them. Raises OutriderError for the user's mistakes."""
+    configure_logging(options.log_format)
+    scale = scale_of(options)
+    access = Access.of(options)
+    require_writable(options.port_file)
+    with open_socket(options.host, options.port) as sock:
+        target = open_target(options)  # a mistake shows before Ray starts
+        make = OpenReplica(_for_replica(options, target, scale))
+        print_now(f"{target.model.name}: starts {counted(scale.replicas, 'replica')} on Ray")
+        with local_ray(scale.cpus * scale.most + 1), port_file_removed(options.port_file):
+            deploy(replicas_of(make, APPLICATION, scale, host=LOOPBACK, drain_s=options.drain_s))
+            server = access.server(
+                APPLICATION,
+                drain=_delete,
+                on_ready=lambda: announce(
+                    options,
+                    target.path,
+                    url_of(sock, is_tls=access.tls is not None),
+                    sock.getsockname()[1],
+                    needs_key=bool(len(access.keys)),
+                    has_drafts=options.drafts is not None,
+                ),
+            )
+            relieve_collector()
+            server.run(sockets=[sock])
+
+
+def deploy(application: Any, name: str = APPLICATION) -> None:
+    """Deploys, and returns once it runs. Raises RuntimeUnavailable where it does not."""
+    from ray import serve
+
+    try:
+        serve.run(application, name=name, route_prefix=None)
+    except RuntimeError as error:
+        raise RuntimeUnavailable(
+            f"the replicas did not start: {_first_lines(error)}; their logs are in Ray's"
+        ) from None
+
+
+def _delete() -> None:
+    from ray import serve
+
+    serve.delete(APPLICATION)
+
+
+def app(arguments: dict[str, Any]) -> Any:
+    """The application for `serve deploy`: replicas, and fronts that listen where the options say.
+
+    arguments: the options of `outrider-cloud serve`, with underscores; and `replica_host`, `node` (the default) or an
+    address that replicas listen on. Raises ConfigError for what is none of them.
+    """
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    arguments = dict(arguments)
+    host = str(arguments.pop(_NODE_OPTION, NODE))
+    unknown = sorted(set(arguments) - {each.name for each in fields(ServeOptions)})
+    if unknown:
+        raise ConfigError(
+            f"the application's argument {unknown[0]!r} is no option of `outrider-cloud serve`; remove it"
+        )
+    try:
+        options = TypeAdapter(ServeOptions).validate_python(arguments)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ConfigError(f"the application's argument {first['loc'][0]!r}: {first['msg']}") from None
+    return application_of(options, OpenReplica(_without_access(options)), host=host)
+
+
+def application_of(options: ServeOptions, make: Make, *, host: str, name: str = APPLICATION) -> Any:
+    """Replicas and one front per node that has room for it, as an application of Ray Serve."""
+    from ray import serve
+
+    replicas = replicas_of(make, name, scale_of(options), host=host, drain_s=options.drain_s)
+    return serve.deployment(
+        name=_FRONT,
+        ray_actor_options={"num_cpus": 0.5},
+        num_replicas=1,
+        max_replicas_per_node=1,  # they share a port
+        health_check_period_s=5.0,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=options.drain_s + 30.0,
+    )(DeployedFront).bind(options, name, replicas)
+
+
+class DeployedFront:
+    """A front as a deployment of Ray Serve: a server in a thread of its own. replicas: so that Ray deploys them."""
+
+    def __init__(self, options: ServeOptions, name: str, replicas: Any) -> None:
+        keep_to_node()
+        configure_logging(options.log_format)
+        access = Access.of(options)
+        self._socket = open_socket(options.host, options.port)
+        self._is_ready = threading.Event()
+        self._server = access.server(name, drain=lambda: None, on_ready=self._is_ready.set)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="outrider-front", daemon=True
+        )
+        self._thread.start()
+        if not self._is_ready.wait(_START_S):
+            raise RuntimeUnavailable(f"no replica took work within {_START_S:g} s; the replicas' logs have the reason")
+
+    def check_health(self) -> None:
+        """Called by Ray Serve; three failures in a row, and it starts another in its place."""
+        if not self._thread.is_alive():
+            raise RuntimeError("the front's thread has ended")
+
+    def describe(self) -> dict[str, Any]:
+        """Where it listens."""
+        return {"port": self._socket.getsockname()[1]}
+
+    def __del__(self) -> None:
+        """Called by Ray Serve before it ends the process: streams are cut, and devices go on at the next front."""
+        if self._thread.is_alive():
+            self._server.begin_drain()
+            self._thread.join()
+        self._socket.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Who may call the front, and how. Raises OutriderError for options that cannot be."""
+
+    options: ServeOptions
+    keys: KeyRing
+    tls: TlsFiles | None
+
+    @classmethod
+    def of(cls, options: ServeOptions) -> Access:
+        """By the options."""
+        keys = KeyRing.load(options.api_key_file)
+        require_safe_host(options.host, keys, is_insecure_allowed=options.insecure_no_keys)
+        return cls(options, keys, tls_files(options.tls_cert, options.tls_key))
+
+    @property
+    def pages(self) -> PagePolicy:
+        """Which names and pages may call."""
+        return page_policy_of(self.options, self.options.host, is_keyless=not len(self.keys))
+
+    def server(self, name: str, *, drain: Callable[[], None], on_ready: Callable[[], None]) -> FrontServer:
+        """The front of the application `name`; Ray must be connected."""
+        options = self.options
+        settings = FrontSettings(self.keys, options.max_body_bytes, options.rate, self.pages)
+
+        def reports() -> AsyncIterator[list[Report]]:
+            return follow(open_registry(name))
+
+        return FrontServer(
+            Front(Members(), settings),
+            reports,
+            drain=drain,
+            limits=connection_limits(options),
+            tls=self.tls,
+            on_ready=on_ready,
+        )
+
+
+def scale_of(options: ServeOptions) -> Scale:
+    """The numbers of the options. Raises ConfigError for those that contradict each other."""
+    most = options.max_replicas
+    if most is None and (options.min_replicas or options.target_sequences):
+        raise ConfigError("--min-replicas and --target-sequences are for --max-replicas; give it too")
+    replicas = options.replicas or (options.min_replicas or 1 if most is not None else 2)
+    if most is not None and not (options.min_replicas or 1) <= replicas <= most:
+        raise ConfigError(
+            f"--replicas is {replicas}; expected a number from --min-replicas ({options.min_replicas or 1}) to "
+            f"--max-replicas ({most})"
+        )
+    return Scale(
+        replicas=replicas,
+        min_replicas=options.min_replicas,
+        max_replicas=most,
+        sequences=options.target_sequences or float(options.max_running),
+        cpus=float(options.threads or max(1, (os.cpu_count() or 1) // max(replicas, most or 0))),
+        gpus=options.gpus_per_replica or 0.0,
+    )
+
+
+def _for_replica(options: ServeOptions, target: Target, scale: Scale) -> ServeOptions:
+    """For replicas of this machine: they share its processors, and work in another directory."""
+    return replace(
+        _without_access(options),
+        bundle=str(target.path.resolve()),
+        name=target.model.name,
+        drafts=options.drafts.resolve() if options.drafts else None,
+        cache_dir=options.cache_dir.resolve() if options.cache_dir else None,
+        threads=options.threads or int(scale.cpus),
+    )
+
+
+def _without_access(options: ServeOptions) -> ServeOptions:
+    """Without what is the front's: keys and certificates reach no replica."""
+    return replace(options, api_key_file=None, tls_cert=None, tls_key=None, port_file=None)
+
+
+def _first_lines(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]

@@ -1,0 +1,108 @@
+"""Runs a front over replicas in the test process: fake servers in threads, which a list of reports names.
+
+with replicas(2) as group, serve_front(group) as front:
+    httpx.get(front.url + "/health/ready")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.serving import TIMEOUT_S, FakeServer, StepGate, serve_fake
+
+from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.replicas.front import Front, FrontServer, FrontSettings
+from outrider.cloud.replicas.members import Members, Report
+from outrider.cloud.replicas.trust import ForwardedOwners
+from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.sockets import open_socket, url_of
+from outrider.models.runtimes.fake import FakeBatchRuntime
+
+
+@dataclass(frozen=True)
+class FakeReplica:
+    """A replica: a fake server that takes a front's owners."""
+
+    server: FakeServer
+    report: Report
+
+    def drain(self) -> None:
+        """As Ray Serve ends it: what runs is ended with `shutdown`."""
+        self.server.server.begin_drain(0.0)
+
+
+@contextmanager
+def replicas(count: int, *, seeds: Sequence[int] = (), gate: StepGate | None = None) -> Iterator[list[FakeReplica]]:
+    """So many replicas; seeds: the languages of their targets, else one. gate: of all their steps."""
+    with ExitStack() as stack:
+        group = []
+        for index in range(count):
+            tag, secret = f"{index + 1:06x}", f"secret-of-replica-{index}"
+            settings = ServerSettings(keys=ForwardedOwners(secret), session_prefix=tag, keep_alive_s=0.2)
+            runtime = FakeBatchRuntime(vocab_size=300, seed=seeds[index] if seeds else 0, on_step=gate)
+            server = stack.enter_context(serve_fake(settings, runtime=runtime, gate=gate))
+            target = server.core.model.target
+            group.append(FakeReplica(server, Report(tag, server.url, secret, "fake", target)))
+        yield group
+
+
+@dataclass(frozen=True)
+class RunningFront:
+    """A front that listens."""
+
+    url: str
+    front: Front
+    server: FrontServer
+    publish: Callable[[Sequence[Report]], None] = field(repr=False)
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Returns once `is_so()` is true; fails the test after TIMEOUT_S."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not is_so():
+            assert time.monotonic() < deadline, "the condition did not come true in time"
+            time.sleep(0.002)
+
+
+@contextmanager
+def serve_front(
+    group: Sequence[FakeReplica],
+    settings: FrontSettings | None = None,
+    limits: ConnectionLimits | None = None,
+    drain: Callable[[], None] = lambda: None,
+) -> Iterator[RunningFront]:
+    """A front over these replicas, as their registry would name them. drain: see FrontServer."""
+    inbox: list[Any] = []
+
+    async def reports() -> AsyncIterator[list[Report]]:
+        queue: asyncio.Queue[list[Report]] = asyncio.Queue()
+        inbox.extend((asyncio.get_running_loop(), queue))
+        yield [each.report for each in group]
+        while True:
+            yield await queue.get()
+
+    numbers = iter(range(1, 10**6))
+
+    def publish(newest: Sequence[Report]) -> None:
+        loop, queue = inbox
+        number = next(numbers)
+        loop.call_soon_threadsafe(queue.put_nowait, [replace(each, number=number) for each in newest])
+
+    front = Front(Members(), settings or FrontSettings())
+    server = FrontServer(front, reports, drain=drain, limits=limits or ConnectionLimits())
+    with open_socket("127.0.0.1", 0) as sock:
+        thread = threading.Thread(target=server.run, args=([sock],), name="outrider-test-front")
+        thread.start()
+        running = RunningFront(url_of(sock, is_tls=False), front, server, publish)
+        try:
+            running.wait_until(lambda: server.started)
+            yield running
+        finally:
+            server.begin_drain()
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive(), "the front did not end"

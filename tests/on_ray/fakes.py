@@ -1,0 +1,46 @@
+"""Opens fake replicas in Ray's processes: the made-up language, at a given time per step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tests.serving import EOS_ID, fake_tokenizer
+
+from outrider.cloud.api.app import create_app
+from outrider.cloud.api.state import ServedModel, ServerSettings
+from outrider.cloud.engine import Engine
+from outrider.cloud.engine.thread import EngineThread
+from outrider.cloud.replicas.replica import Opened
+from outrider.cloud.server.serving import VerifierServer
+from outrider.models.http.security import KeyRing
+from outrider.models.runtimes.fake import FakeBatchRuntime
+
+
+@dataclass(frozen=True)
+class OpenFake:
+    """Opens a replica of the language `seed`, whose steps take `step_s`. version: another is a new deployment."""
+
+    seed: int = 0
+    step_s: float = 0.005
+    drain_s: float = 0.1
+    version: int = 0
+
+    @contextmanager
+    def __call__(self, tag: str, keys: KeyRing) -> Iterator[Opened]:
+        """The server, its engine started."""
+        tokenizer = fake_tokenizer()
+        runtime = FakeBatchRuntime(
+            vocab_size=tokenizer.size, seed=self.seed, on_step=lambda batch: time.sleep(self.step_s)
+        )
+        engine = EngineThread(Engine(runtime))
+        model = ServedModel("fake", tokenizer, frozenset({EOS_ID}), target=f"{self.seed:016x}")
+        settings = ServerSettings(keys=keys, session_prefix=tag)
+        server = VerifierServer(create_app(engine, model, settings), drain_s=self.drain_s)
+        engine.start()
+        try:
+            yield Opened(server, server.core, server.begin_drain, self.drain_s)
+        finally:
+            engine.stop()

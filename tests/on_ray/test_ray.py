@@ -1,0 +1,255 @@
+"""Replicas on a real Ray: texts through them, a killed one, new weights, ports. One Ray for all tests here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+from tests.on_ray.fakes import OpenFake
+from tests.serving import run_session, target_tokens
+
+from outrider.cloud.replicas.cluster import ENVIRONMENT, Scale, local_ray, replicas_of
+from outrider.cloud.replicas.members import Report
+from outrider.cloud.replicas.registry import open_registry
+from outrider.cloud.replicas.replica import LOOPBACK
+from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.replicated import APPLICATION, OpenReplica, app, application_of, deploy
+from outrider.edge.drafting.depth import FixedDepth
+from outrider.edge.drafting.drafter import NgramDrafter
+from outrider.edge.link.client import ClientOptions, CloudClient
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.link.errors import TargetMismatch
+from outrider.edge.modes.stream import StreamAgent
+from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.models.errors import ConfigError
+
+# Ray's own: sockets that its clients leave to the garbage collector, and deprecations of what it calls.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:ray"),
+]
+
+PROMPT = (5, 17, 99, 3)
+KEY = "key-of-the-only-owner-0001"
+WAIT_S = 180.0
+"""For Ray: its processes start slowly on a busy machine."""
+
+
+@dataclass(frozen=True)
+class Running:
+    """The application on Ray. options: those of its front."""
+
+    url: str
+    options: ServeOptions
+
+    def deploy(self, make: OpenFake) -> None:
+        """Rolls out other replicas; returns once Ray says that they run."""
+        deploy(application_of(self.options, make, host=LOOPBACK))
+
+    def reports(self) -> list[Report]:
+        """What the replicas have reported last."""
+        import ray
+
+        return list(ray.get(open_registry(APPLICATION).changes.remote(None), timeout=WAIT_S)[1])
+
+    def wait_until(self, is_so: Callable[[list[Report]], bool]) -> None:
+        """Returns once it is so by the reports; the registry waits for their changes."""
+        deadline = time.monotonic() + WAIT_S
+        while not is_so(self.reports()):
+            assert time.monotonic() < deadline, "the replicas did not come to this state in time"
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Two replicas behind a front with a key."""
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(KEY + "\n")
+    with pytest.MonkeyPatch.context() as patch, local_ray(8):
+        for name in ENVIRONMENT:
+            patch.setenv(name, ENVIRONMENT[name])
+        from ray import serve
+
+        with _free_port() as port:
+            options = ServeOptions("fake", port=port, api_key_file=keys, replicas=2, threads=1, drain_s=0.1)
+        deploy(application_of(options, OpenFake(), host=LOOPBACK))
+        found = Running(f"http://127.0.0.1:{options.port}", options)
+        found.wait_until(lambda reports: len(reports) == 2)
+        yield found
+        serve.shutdown()
+
+
+class _free_port:
+    """A port that is free now."""
+
+    def __enter__(self) -> int:
+        import socket
+
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            return int(sock.getsockname()[1])
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def pid_of(report: Report) -> int:
+    """The process that listens where a replica does."""
+    port = int(report.url.rsplit(":", 1)[1])
+    (pid,) = {c.pid for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.laddr.port == port}
+    assert pid is not None
+    return int(pid)
+
+
+async def generate(
+    url: str, count: int, index: int, on_token: Callable[[int], None] = lambda index: None
+) -> GenerationResult:
+    """One text by an agent that drafts, whose prompt ends in `index`."""
+    request = GenerationRequest((*PROMPT, index), max_tokens=count, ignore_eos=True)
+    async with CloudClient(url, ClientOptions(api_key=KEY)) as client:
+        agent = StreamAgent(Endpoints([client]), NgramDrafter(), FixedDepth(4))
+        return await agent.generate(request, lambda tokens: on_token(index))
+
+
+def test_texts_through_two_replicas_are_those_of_one_server(running: Running) -> None:
+    """With drafts; both replicas take part, and a key is asked for."""
+    assert httpx.post(f"{running.url}/v1/sessions", json={"prompt": [1], "max_tokens": 1}).status_code == 401
+
+    async def scenario() -> list[GenerationResult]:
+        return await asyncio.gather(*(generate(running.url, 40, index) for index in range(8)))
+
+    for index, result in enumerate(asyncio.run(scenario())):
+        assert result.tokens == tuple(target_tokens((*PROMPT, index), 40))
+    with httpx.Client(base_url=running.url, headers={"authorization": f"Bearer {KEY}"}, timeout=WAIT_S) as client:
+        body = {"prompt": list(PROMPT), "max_tokens": 3, "ignore_eos": True}
+        assert run_session(client, body).tokens == target_tokens(PROMPT, 3)
+        lines = client.get("/metrics").text.splitlines()
+        used = [
+            line for line in lines if line.startswith("outrider_engine_committed_total") and not line.endswith(" 0.0")
+        ]
+        assert len(used) == 2
+
+
+def test_nothing_of_ray_listens_beyond_loopback(running: Running) -> None:
+    """Neither its own processes, nor its proxy, nor replicas and front; and the dashboard does not listen."""
+    ours = psutil.Process()
+    pids = {each.pid for each in (ours, *ours.children(recursive=True))}
+    listening = {
+        (c.laddr.ip.removeprefix("::ffff:"), c.laddr.port)
+        for c in psutil.net_connections("inet")
+        if c.pid in pids and c.status == "LISTEN"
+    }
+    assert len(listening) > 5
+    assert {address for address, _ in listening} == {"127.0.0.1"}
+    assert not {8265, 8000} & {port for _, port in listening}
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+def test_a_killed_replica_loses_nothing(running: Running) -> None:
+    """SIGKILL while twelve texts run: all are the same, and Ray starts another replica."""
+    count, num_texts = 150, 12
+    victim = running.reports()[0]
+
+    async def scenario() -> list[GenerationResult]:
+        started: set[int] = set()
+        everyone = asyncio.Event()
+
+        def on_token(index: int) -> None:
+            started.add(index)
+            if len(started) == num_texts:
+                everyone.set()
+
+        texts = [asyncio.create_task(generate(running.url, count, index, on_token)) for index in range(num_texts)]
+        await asyncio.wait_for(everyone.wait(), WAIT_S)
+        os.kill(pid_of(victim), signal.SIGKILL)
+        return await asyncio.wait_for(asyncio.gather(*texts), WAIT_S)
+
+    results = asyncio.run(scenario())
+    for index, result in enumerate(results):
+        assert result.tokens == tuple(target_tokens((*PROMPT, index), count))
+    assert sum(result.num_sessions > 1 for result in results) >= 1
+    running.wait_until(lambda reports: len(reports) == 2 and victim.tag not in {r.tag for r in reports})
+
+
+def test_a_rolling_update_drains_and_texts_go_on(running: Running) -> None:
+    """The same weights: each replica is replaced, texts in progress are resumed and stay the same."""
+    before = {report.tag for report in running.reports()}
+
+    async def scenario() -> list[GenerationResult]:
+        started = asyncio.Event()
+        texts = [
+            asyncio.create_task(generate(running.url, 1500, index, lambda index: started.set())) for index in range(3)
+        ]
+        await asyncio.wait_for(started.wait(), WAIT_S)
+        await asyncio.to_thread(running.deploy, OpenFake(version=1))
+        return await asyncio.wait_for(asyncio.gather(*texts), WAIT_S)
+
+    for index, result in enumerate(asyncio.run(scenario())):
+        assert result.tokens == tuple(target_tokens((*PROMPT, index), 1500))
+        assert result.num_sessions > 1
+    running.wait_until(lambda reports: len(reports) == 2 and not before & {r.tag for r in reports})
+
+
+def test_other_weights_end_a_text_with_a_clear_error(running: Running) -> None:
+    """It goes on as long as a replica of its target is left, and no token of the other's is used."""
+
+    async def scenario() -> GenerationResult:
+        started = asyncio.Event()
+        text = asyncio.create_task(generate(running.url, 3500, 1, lambda index: started.set()))
+        await asyncio.wait_for(started.wait(), WAIT_S)
+        await asyncio.to_thread(running.deploy, OpenFake(seed=7, version=2))
+        return await asyncio.wait_for(text, WAIT_S)
+
+    with pytest.raises(
+        TargetMismatch, match=r"began with fake \(target 0{16}\).*target 0{15}7.*replicas of one target"
+    ):
+        asyncio.run(scenario())
+    running.wait_until(lambda reports: {r.target for r in reports} == {f"{7:016x}"})
+
+
+def test_replicas_scale_by_what_they_report() -> None:
+    """Ray's own count of requests is not used: they do not pass through Ray."""
+    scale = Scale(replicas=2, min_replicas=2, max_replicas=6, sequences=24.0)
+    deployment = replicas_of(OpenFake(), "a", scale, host=LOOPBACK, drain_s=30.0)._bound_deployment
+    found = deployment._deployment_config.autoscaling_config
+    assert (found.min_replicas, found.initial_replicas, found.max_replicas) == (2, 2, 6)
+    assert found.target_ongoing_requests == 24.0
+    assert found.policy.policy_function == "outrider.cloud.replicas.scaling:by_sequences"
+    assert deployment._deployment_config.graceful_shutdown_timeout_s >= 30.0 + 15.0
+    fixed = replicas_of(OpenFake(), "a", Scale(replicas=3), host=LOOPBACK, drain_s=1.0)._bound_deployment
+    assert fixed.num_replicas == 3 and fixed._deployment_config.autoscaling_config is None
+
+
+def test_the_clusters_configuration_is_one(tmp_path: Path) -> None:
+    """deploy/ray/serve.yaml is what `serve deploy` takes, and its arguments are options."""
+    from ray.serve.schema import ServeDeploySchema
+
+    path = Path(__file__).parents[2] / "deploy" / "ray" / "serve.yaml"
+    raw: dict[str, Any] = yaml.safe_load(path.read_text())
+    schema = ServeDeploySchema.model_validate(raw)
+    (application,) = schema.applications
+    assert str(schema.proxy_location.value) == "Disabled" and application.route_prefix is None
+    assert application.import_path == "outrider.cloud.server.replicated:app"
+    front = app(application.args)._bound_deployment
+    assert front.name == "front" and front.init_args[0].port == 8000
+    make, name, host = front.init_args[2]._bound_deployment.init_args
+    assert (name, host) == (APPLICATION, "node")
+    assert isinstance(make, OpenReplica)
+    assert make.options.api_key_file is None and front.init_args[0].api_key_file == Path("/etc/outrider/keys")
+    assert replace(make.options, api_key_file=front.init_args[0].api_key_file) == front.init_args[0]
+    with pytest.raises(ConfigError, match="'bogus' is no option"):
+        app({**application.args, "bogus": 1})
+    with pytest.raises(ConfigError, match="'port'"):
+        app({**application.args, "port": "high"})
