@@ -35,6 +35,8 @@ _log = logging.getLogger("outrider.cloud")
 
 _SLICE_S: Final = 0.002
 """While all sequences wait for drafts: how long the engine process listens for one before it looks for requests."""
+_READ_S: Final = 0.02
+"""How long drafts are read before a step: a flood of them holds up no step for longer."""
 FAULTY: Final = -1
 """What the samplers give for a row of logits that is not finite."""
 
@@ -271,10 +273,8 @@ class OutriderScheduler(Scheduler):
 
     def _read_orders(self, wait_s: float) -> None:
         """Merges the drafts that have arrived; waits up to `wait_s` for the first."""
-        wait_ms = round(wait_s * 1e3)
-        for _ in range(wire.MAX_ORDERS):
-            if not self._orders.poll(wait_ms):
-                return
+        wait_ms, until = round(wait_s * 1e3), time.monotonic() + wait_s + _READ_S
+        while time.monotonic() < until and self._orders.poll(wait_ms):
             wait_ms = 0
             message = self._orders.recv()
             try:
