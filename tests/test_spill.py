@@ -307,6 +307,19 @@ def test_the_owner_with_most_bytes_loses_its_oldest_file(place: Path) -> None:
         assert not opened.has_room(5 * size) and opened.counts.faults == 1
 
 
+def test_at_the_end_every_parked_prefix_is_written(place: Path) -> None:
+    """However few bytes may wait at a time; while it serves, what does not fit is dropped and counted."""
+    with engine(place) as harness:
+        block = harness.runtime.block_bytes
+        harness.spill._max_waiting_bytes = 12 * block  # two prefixes of 5 blocks
+        names = [harness.keep((seed,) * 13)[0] for seed in range(8)]
+        harness.engine.shut_down()
+        assert harness.spill.counts.written == 8 and harness.spill.counts.faults == 0
+        assert all(harness.spill.find(b"", name) is not None for name in names)
+        assert harness.spill.has_room(12) and not harness.spill.has_room(13)
+        assert harness.spill.counts.faults == 1
+
+
 def test_a_full_disk_is_one_warning(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And no fault of any request."""
     with store(place) as opened:
