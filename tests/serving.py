@@ -192,6 +192,7 @@ def serve_fake(
         if not fake.core.is_draining:
             server.begin_drain(0.0)
         thread.join(TIMEOUT_S)
+        engine.close()
         sock.close()
         assert not thread.is_alive(), "the server did not end"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
@@ -25,6 +26,10 @@ from outrider.cloud.recent.store import MemoryStore, RecentStore
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.vllm.book import Book
 from outrider.cloud.vllm.terms import Terms, terms_of
+from outrider.edge.link.client import ClientOptions, CloudClient
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.assemble import make_agent
+from outrider.edge.results import GenerationRequest, Mode
 from outrider.models.http.security import KeyRing
 from outrider.models.sampling import SamplingParams
 from outrider.models.tree_draft import CHANCES, TreeDraft
@@ -363,3 +368,20 @@ def test_without_a_store_nothing_is_kept() -> None:
 
 
 assert fake_tokenizer().size > 99
+
+
+def test_a_device_can_ask_for_a_text_from_nothing() -> None:
+    """With its client's option, or for one text: the page and `run --compare` do."""
+    request = GenerationRequest(prompt=(5, 17, 99), params=GREEDY, max_tokens=12, ignore_eos=True)
+
+    async def generate(url: str, *, is_client: bool, is_text: bool) -> None:
+        async with CloudClient(url, ClientOptions(no_store=is_client)) as client:
+            one = client.for_one_text(no_store=is_text)
+            await make_agent(Mode.CLOUD_ONLY, Endpoints([one]), None).generate(request)
+
+    with serving(MemoryStore()) as (server, client):
+        asyncio.run(generate(server.url, is_client=True, is_text=False))
+        asyncio.run(generate(server.url, is_client=False, is_text=True))
+        asyncio.run(generate(server.url, is_client=False, is_text=False))
+        kept(server, 1)
+        assert "outrider_recent_misses_total 1.0" in client.get("/metrics").text

@@ -18,6 +18,7 @@ from rich.console import Console
 from tests.serving import FakeServer, fake_tokenizer, save_fake_tokenizer, serve_fake, target_tokens
 from tests.test_bundle import make_manifest
 
+from outrider.cloud.recent.store import MemoryStore
 from outrider.edge.cli import main as cli
 from outrider.edge.cli.devices_screen import DRAFTS, devices_as_json, show_devices
 from outrider.edge.cli.summary import draft_lines
@@ -464,6 +465,23 @@ def test_a_run_says_what_drafted(run: Run) -> None:
     alone = json.loads(run("--mode", "cloud-only", "--json")[0])
     assert alone["draft"] is None and alone["tokens"] == document["tokens"]
     assert "drafted by" not in run("--mode", "cloud-only")[1]
+
+
+def test_a_comparison_starts_from_nothing(
+    fake_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server drafts none of its texts from an earlier one, and keeps none; another run's text is kept."""
+    with serve_fake(recent=MemoryStore()) as server:
+        assert server.core.recent is not None
+        for arguments, num in ((["--compare", "--repeat", "2"], 0), ([], 1)):
+            command = ["outrider", "run", "def def", "--cloud", server.url, "--draft", str(fake_bundle)]
+            monkeypatch.setattr(sys, "argv", [*command, "--runtime", "ngram", "--ignore-eos", *arguments])
+            with pytest.raises(SystemExit) as ended:
+                cli.main()
+            assert not ended.value.code, capsys.readouterr().err
+            server.wait_until(server.is_empty)
+            counts = server.core.recent.stats().counts
+            assert (counts.misses, counts.stored) == (num, num)
 
 
 def test_a_comparison_of_a_text_that_is_too_short_is_refused(run: Run) -> None:

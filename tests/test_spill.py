@@ -9,20 +9,25 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_harness import SAMPLED, Collector, Harness, plain
+from tests.serving import run_session, serve_fake, target_tokens
 
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine.config import SpillConfig
 from outrider.cloud.engine.spill import SpillStore
 from outrider.cloud.engine.spill_file import MAGIC, SpillTarget
-from outrider.cloud.server.options import EngineName, ServeOptions
+from outrider.cloud.server.embedded import _config
+from outrider.cloud.server.options import EngineName, ServeOptions, SpillWhen
 from outrider.cloud.server.vllm_target import VllmTarget
 from outrider.models.errors import ConfigError, RequestError
 from outrider.models.runtimes.fake import FakeBatchRuntime
@@ -302,6 +307,19 @@ def test_the_owner_with_most_bytes_loses_its_oldest_file(place: Path) -> None:
         assert not opened.has_room(5 * size) and opened.counts.faults == 1
 
 
+def test_at_the_end_every_parked_prefix_is_written(place: Path) -> None:
+    """However few bytes may wait at a time; while it serves, what does not fit is dropped and counted."""
+    with engine(place) as harness:
+        block = harness.runtime.block_bytes
+        harness.spill._max_waiting_bytes = 12 * block  # two prefixes of 5 blocks
+        names = [harness.keep((seed,) * 13)[0] for seed in range(8)]
+        harness.engine.shut_down()
+        assert harness.spill.counts.written == 8 and harness.spill.counts.faults == 0
+        assert all(harness.spill.find(b"", name) is not None for name in names)
+        assert harness.spill.has_room(12) and not harness.spill.has_room(13)
+        assert harness.spill.counts.faults == 1
+
+
 def test_a_full_disk_is_one_warning(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And no fault of any request."""
     with store(place) as opened:
@@ -334,3 +352,29 @@ def test_a_runtime_without_blocks_is_refused_by_name(place: Path) -> None:
         Engine(OnGpu(), EngineConfig(spill=SpillConfig(place, "t")))
     with pytest.raises(ConfigError, match="--spill-dir keeps the embedded engine's KV cache"):
         VllmTarget(ServeOptions("b", engine=EngineName.VLLM, spill_dir=place))
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+def test_a_server_goes_on_where_another_was_killed(place: Path) -> None:
+    """Its thread wakes when blocks have been read: a session on a second server finds the turn of the first."""
+    body: dict[str, Any] = {"prompt": [5, 17, 99] * 12, "max_tokens": 20, "ignore_eos": True}
+    config = EngineConfig(spill=SpillConfig(place, "t", always=True))
+    with serve_fake(config=config) as first, httpx.Client(base_url=first.url) as client:
+        turn = run_session(client, body | {"keep_prefix": True})
+        first.wait_until(lambda: first.core.engine.stats().totals.spilled == 1)
+    with serve_fake(config=config) as second, httpx.Client(base_url=second.url) as client:
+        again = run_session(client, body | {"prompt": [7, 8], "prefix_hash": turn.end.prefix_hash})
+        assert again.tokens == target_tokens([*body["prompt"], *turn.tokens, 7, 8], 20)
+        assert again.end.usage.cached_prompt_tokens == 48
+        shown = client.get("/metrics").text
+        assert "outrider_engine_restored_total 1.0" in shown and "outrider_engine_spill_faults_total 0.0" in shown
+
+
+def test_the_options_reach_the_engine(place: Path) -> None:
+    """By default nothing is written."""
+    assert _config(ServeOptions("b"), "t").spill is None
+    options = ServeOptions("b", spill_dir=place, spill=SpillWhen.ALWAYS, spill_mb=3, spill_s=60.0)
+    assert _config(options, "t").spill == SpillConfig(place, "t", 3 << 20, 60.0, True)
+    assert _config(replace(options, spill=SpillWhen.EVICTED), "t").spill == SpillConfig(place, "t", 3 << 20, 60.0)

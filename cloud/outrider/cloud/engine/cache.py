@@ -170,7 +170,7 @@ class SequenceCache:
         """Releases the parked prefixes that are too old."""
         self._parked.evict_old()
 
-    def release_parked(self) -> None:
-        """Releases every parked prefix."""
+    def release_parked(self, between: Callable[[], None] = lambda: None) -> None:
+        """Releases every parked prefix. between: called after each."""
         while self._parked.evict_one():
-            pass
+            between()

@@ -579,8 +579,10 @@ class Engine:
         self._read_inbox()
         for sequence in list(self._sequences.values()):
             self._finish(sequence, "shutdown")
-        self._cache.release_parked()
-        if self._spill is not None:
+        if self._spill is None:
+            self._cache.release_parked()
+        else:  # all of them go to disk, however many wait
+            self._cache.release_parked(self._spill.settle)
             self._spill.flush()
 
     def close(self) -> None:

@@ -62,7 +62,13 @@ class SpillCounts:
 class SpillStore:
     """Prefixes in `config.directory`. The engine's thread puts; any thread finds."""
 
-    def __init__(self, config: SpillConfig, target: SpillTarget, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        config: SpillConfig,
+        target: SpillTarget,
+        clock: Callable[[], float] = time.time,
+        max_waiting_bytes: int = _MAX_WAITING_BYTES,
+    ) -> None:
         """Raises ConfigError for a directory that cannot be used, or that others may read."""
         self._config = config
         self._target = target
@@ -71,7 +77,8 @@ class SpillStore:
         self._order = itertools.count()
         self._waiting_bytes = self._num_loads = 0
         self._lock = threading.Lock()
-        self._has_warned = False
+        self._has_warned = self._is_hung = False
+        self._max_waiting_bytes = max_waiting_bytes
         self.counts = SpillCounts()
         _prepare(config.directory)
         self._thread = threading.Thread(target=self._run, name="outrider-spill", daemon=True)
@@ -81,7 +88,7 @@ class SpillStore:
         """Whether so many blocks would be taken; else a fault is counted."""
         size = num_blocks * self._target.block_bytes
         with self._lock:
-            has_room = size <= self._config.max_bytes and self._waiting_bytes + size <= _MAX_WAITING_BYTES
+            has_room = size <= self._config.max_bytes and self._waiting_bytes + size <= self._max_waiting_bytes
             self.counts.faults += not has_room
         return has_room
 
@@ -114,11 +121,16 @@ class SpillStore:
         else:
             self._begin(_FIRST, lambda: self._load(spilled, done))
 
-    def flush(self) -> None:
-        """Waits until what was put is written. Blocking, for some time at most."""
+    def flush(self) -> bool:
+        """Waits until what was put is written. Blocking, for some time at most; False if it was too short."""
         reached = threading.Event()
         self._begin(_LAST, reached.set)
-        reached.wait(_FLUSH_S)
+        return reached.wait(_FLUSH_S)
+
+    def settle(self) -> None:
+        """Waits if so much is not written yet that more might be dropped. Not on a disk that hangs."""
+        if self._waiting_bytes > self._max_waiting_bytes // 2 and not self._is_hung:
+            self._is_hung = not self.flush()
 
     def close(self) -> None:
         """Writes what waits, and ends the thread."""

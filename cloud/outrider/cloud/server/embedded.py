@@ -34,8 +34,8 @@ class BundleTarget(Target):
         is_reference = options.bundle == REFERENCE
         self._bundle = Bundle.open(export_reference_target() if is_reference else options.bundle)
         self._loading = _loading(self._bundle, options)
-        identity = target_identity(self._bundle.manifest, self._loading)
-        self._model = _served_model(self._bundle, options.name, identity)
+        self._identity = target_identity(self._bundle.manifest, self._loading)
+        self._model = _served_model(self._bundle, options.name, self._identity)
 
     @property
     def path(self) -> Path:
@@ -59,7 +59,7 @@ class BundleTarget(Target):
         manifest = self._bundle.manifest
         runtime = open_batch_runtime(manifest.runtime, self._bundle.model_file, self._loading)
         try:
-            engine = EngineThread(Engine(runtime, _config(self._options, self._model.target)))
+            engine = EngineThread(Engine(runtime, _config(self._options, self._identity)))
             try:
                 engine.calibrate()
                 load_s = time.monotonic() - started_s
