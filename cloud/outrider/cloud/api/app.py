@@ -1,6 +1,6 @@
 """Builds the verifier's HTTP application.
 
-A request passes these layers, from the outside in: the audit log where there is one, the request's id, the HTTP
+A request passes these layers, from the outside in: the request's id, the audit log where there is one, the HTTP
 metrics, the error boundary, the body limit, the gate (host, origin, key and scope, media type and rate), the trace,
 then FastAPI's router. All layers are plain ASGI. The drafts endpoint stands in front of them, with a gate of its own.
 """
@@ -125,11 +125,11 @@ def create_app(
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(ErrorBoundary)
     app.add_middleware(CountedRequests, tally=core.metrics, route_of=route_of)
-    app.add_middleware(RequestIds)
     if settings.audit is not None:
         app.add_middleware(
             AuditedRequests, log=settings.audit, route_of=_endpoint_of, is_work=_is_work, quiet_paths=PROBE_PATHS
         )
+    app.add_middleware(RequestIds)
     # FastAPI builds the routes when the first request looks for its own: that takes time then, and changes the warning
     # filters of the whole process.
     for route in app.routes:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
-import secrets
 import stat
 import threading
 import time
@@ -28,6 +26,7 @@ from outrider.models.errors import ConfigError
 from outrider.models.hosts import client_network
 from outrider.models.http.errors import ERROR_CODE
 from outrider.models.http.keys import KEY
+from outrider.models.http.request_context import current_request
 from outrider.models.http.security import SUBJECT
 
 AUDIT: Final = "outrider.audit"
@@ -40,7 +39,6 @@ MAX_WAITING: Final = 10_000
 _LOOK_S: Final = 1.0
 """Seconds between two looks whether the file was moved away."""
 _FLUSH_S: Final = 5.0
-_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 _log = logging.getLogger("outrider.audit")
 
@@ -214,7 +212,7 @@ class AuditLog:
 
 
 class AuditedRequests:
-    """ASGI layer, outermost: gives each request an id and an entry, and writes its line once it is over.
+    """ASGI layer inside of RequestIds: gives each request an entry, and writes its line once it is over.
 
     route_of: gives the pattern of the route that answers. is_work: whether a request is written where it is not
     refused. quiet_paths: never written, such as health probes.
@@ -239,15 +237,13 @@ class AuditedRequests:
         if scope["type"] != "http" or scope["path"] in self._quiet_paths:
             return await self._app(scope, receive, send)
         started_s = time.monotonic()
-        entry = scope[AUDIT] = AuditEntry(_request_id(scope))
+        entry = scope[AUDIT] = AuditEntry(_request_id())
         status = 499  # the client left before the answer
 
         async def note_start(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                named = (b"x-request-id", entry.request_id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), named]}
             await send(message)
 
         try:
@@ -287,10 +283,9 @@ def caller_of(scope: Scope) -> dict[str, str | None]:
     return caller | ({"subject": scope[SUBJECT]} if scope.get(SUBJECT) else {})
 
 
-def _request_id(scope: Scope) -> str:
-    """The client's X-Request-Id if it is a plain one, else one of our own."""
-    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-    return given.decode() if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+def _request_id() -> str:
+    request = current_request()
+    return request.request_id if request is not None else ""
 
 
 def _now() -> str:
