@@ -667,7 +667,7 @@ def test_a_server_whose_engine_has_died_ends_with_a_code_of_its_own(
         def load(self) -> Iterator[LoadedTarget]:
             yield LoadedTarget(Dying(Engine(FakeBatchRuntime(vocab_size=tokenizer.size))), "loaded")
 
-    monkeypatch.setattr(serve_module, "_open_target", lambda options: FakeTarget())
+    monkeypatch.setattr(serve_module, "open_target", lambda options: FakeTarget())
     command = ["serve", str(tmp_path), "--port", "0", "--port-file", str(tmp_path / "port")]
     found = CliRunner().invoke(cli.app, command)
     assert found.exit_code == serve_module.ENGINE_FAILED == 70
