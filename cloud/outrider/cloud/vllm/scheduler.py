@@ -425,15 +425,17 @@ class OutriderScheduler(Scheduler):
         share = self._shares.get(request.request_id)
         if share is not None:
             missing = request.num_tokens - num_computed_tokens
-            drafts = self._of_request[request.request_id].drafts
+            served = self._of_request[request.request_id]
+            # After a fault, which a wrong guess may have caused, the prompt runs alone.
+            with_draft = not served.is_rerun and not self.use_v2_model_runner
             if count > missing:  # vLLM has added places for drafts
-                if not self.use_v2_model_runner:
-                    self._first_drafts[request.request_id] = drafts.own_draft(count - missing)
+                if with_draft:
+                    self._first_drafts[request.request_id] = served.drafts.own_draft(count - missing)
             else:
                 count = min(count, share)
                 room = min(share, self._num_left, self.max_model_len - 1 - num_computed_tokens) - count
-                draft = drafts.own_draft(max(0, min(room, self.num_spec_tokens)))
-                if count == missing and draft and not self.use_v2_model_runner:
+                draft = served.drafts.own_draft(max(0, min(room, self.num_spec_tokens)))
+                if count == missing and draft and with_draft:
                     count += len(draft)
                     if request.status == RequestStatus.RUNNING:
                         request.spec_token_ids = draft
