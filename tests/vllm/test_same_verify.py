@@ -19,10 +19,10 @@ globals().update(shared_by(same))
 def on_vllm(vllm: SharedEngine) -> Iterator[None]:
     """The module's tests see vLLM's server and the target of transformers."""
 
+    sampled = SamplingParams(temperature=same.SAMPLED["temperature"], seed=int(same.SAMPLED["seed"]))
+
     def has_no_end(prefix: list[int]) -> bool:
-        texts = [
-            vllm.target_tokens(prefix, 12, params) for params in (SamplingParams(), SamplingParams(**same.SAMPLED))
-        ]
+        texts = [vllm.target_tokens(prefix, 12, params) for params in (SamplingParams(), sampled)]
         return not any(EOS_ID in text for text in texts)
 
     # The module's items go on for some tokens; the model's own end in them would be right, and another answer.
