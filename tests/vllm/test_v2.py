@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.serving import fake_tokenizer
+from tests.vllm.gated import STEADY
 from tests.vllm.serving import FAULTY_TOKEN, Reference, make_model, start_engine
 from tests.vllm.test_engine import Collector
 from tests.vllm.test_equality import (
@@ -33,7 +34,7 @@ __all__ = [
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
-    started = start_engine(ROOT_DIR / "target", "runner=v2")
+    started = start_engine(ROOT_DIR / "target", "runner=v2", scheduler=STEADY)
     started.calibrate()
     yield started
     started.stop()
