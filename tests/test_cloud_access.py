@@ -99,7 +99,7 @@ def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pyte
     )
     before = signal.getsignal(signal.SIGHUP)
     with fake_target(lambda: keys.write_text(f"{ALICE}\n")) as target:
-        monkeypatch.setattr(serve_module, "_open_target", lambda _: target)
+        monkeypatch.setattr(serve_module, "open_target", lambda _: target)
         monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
         thread = threading.Thread(target=beside)
         thread.start()

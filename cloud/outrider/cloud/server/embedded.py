@@ -15,6 +15,7 @@ from outrider.cloud.seam import EngineStats
 from outrider.cloud.server.exporter import export_reference_target
 from outrider.cloud.server.identity import target_identity
 from outrider.cloud.server.options import ServeOptions, SpillWhen
+from outrider.cloud.server.sigterm import ends_at_once
 from outrider.cloud.server.target import LoadedTarget, Target
 from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError
@@ -57,11 +58,13 @@ class BundleTarget(Target):
         """Loads the model, and measures its steps."""
         started_s = time.monotonic()
         manifest = self._bundle.manifest
-        runtime = open_batch_runtime(manifest.runtime, self._bundle.model_file, self._loading)
+        with ends_at_once():
+            runtime = open_batch_runtime(manifest.runtime, self._bundle.model_file, self._loading)
         try:
             engine = EngineThread(Engine(runtime, _config(self._options, self._identity)))
             try:
-                engine.calibrate()
+                with ends_at_once():
+                    engine.calibrate()
                 load_s = time.monotonic() - started_s
                 summary = _summary(self._model, manifest, engine.stats(), engine.limits.max_positions, load_s)
                 yield LoadedTarget(engine, summary)

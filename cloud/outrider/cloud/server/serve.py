@@ -30,6 +30,7 @@ from outrider.cloud.server.options import EngineName, ServeOptions
 from outrider.cloud.server.recent import open_recent
 from outrider.cloud.server.replica_options import ReplicaOptions
 from outrider.cloud.server.serving import VerifierServer
+from outrider.cloud.server.sigterm import ends_on_sigterm
 from outrider.cloud.server.target import Target
 from outrider.models.command_line import print_error
 from outrider.models.errors import ConfigError
@@ -62,7 +63,11 @@ def serve(options: ServeOptions) -> int:
     require_safe_host(options.host, keys, is_insecure_allowed=is_open)
     tls = tls_files(options.tls_cert, options.tls_key, options.tls_client_ca)
     require_writable(options.port_file)
-    with open_socket(options.host, options.port) as sock, traces_from_environment(_log.warning) as traces:
+    with (
+        open_socket(options.host, options.port) as sock,
+        traces_from_environment(_log.warning) as traces,
+        ends_on_sigterm(),  # until the server takes signals
+    ):
         pages = page_policy_of(options, sock.getsockname()[0], is_keyless=not len(keys))
         target = open_target(options)
         drafts = drafts_for(options.drafts, target)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import signal
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +14,7 @@ from typing import Any, Final, get_args
 from outrider.cloud.api.state import ServedModel
 from outrider.cloud.server.identity import CHARS
 from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.sigterm import ends_on_sigterm
 from outrider.cloud.server.target import LoadedTarget, Target
 from outrider.cloud.vllm.checks import vllm_version
 from outrider.cloud.vllm.options import Dtype, VllmOptions, engine_arguments
@@ -103,10 +101,10 @@ class VllmTarget(Target):
             share_between_owners=options.share_caches_between_keys,
             policy=options.policy,
         )
-        with _ends_on_sigterm():
+        with ends_on_sigterm():
             engine = VllmEngine(config)
         try:
-            with _ends_on_sigterm():
+            with ends_on_sigterm():
                 engine.calibrate()
             stats = engine.stats()
             step = f", {stats.step_ms:.1f} ms per step" if stats.step_ms is not None else ""
@@ -119,19 +117,6 @@ class VllmTarget(Target):
         finally:
             engine.stop()
             engine.close()
-
-
-@contextmanager
-def _ends_on_sigterm() -> Iterator[None]:
-    """Makes SIGTERM raise, so that vLLM's processes are ended too; the server handles it once it runs."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _refuse_others(options: ServeOptions) -> None:
