@@ -150,8 +150,7 @@ class OutriderScheduler(Scheduler):
         for new in output.scheduled_new_reqs:
             served = self._of_request.get(new.req_id)
             if served is not None and not served.drafts.committed:
-                served.usage.cached_prompt_tokens = min(new.num_computed_tokens, served.usage.prompt_tokens)
-                self._book.totals.prefix_hit_tokens += served.usage.cached_prompt_tokens
+                self._book.left_queue(served, new.num_computed_tokens)
         self._book.totals.preempted += len(output.preempted_req_ids or ())
         for request_id, served in self._of_request.items():
             # vLLM may cut drafts, and pads some requests with -1; the V2 runner verifies that as token 0.
@@ -176,7 +175,7 @@ class OutriderScheduler(Scheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._run_again()
         if size.tokens:
-            self._book.stepped(size, seconds, self._overhead_s, is_probe=is_probe)
+            self._book.stepped(size, seconds, self._overhead_s, num_sequences=len(scheduled), is_probe=is_probe)
         commits = [
             wire.Commit(served.terms.number, done.base, list(done.tokens), done.accepted, done.proposed, done.looked_up)
             for served, done in self._passes.items()
@@ -477,6 +476,7 @@ class OutriderScheduler(Scheduler):
             patience_ms=self._book.patience_ms(),
             step_ms=None if step_s is None else step_s * 1e3,
             draft_token_ms=None if extra_s is None else extra_s * 1e3,
+            distributions=self._book.drafting.distributions.numbers(),
         )
 
     def _is_probe(self, request_id: str) -> bool:
