@@ -17,12 +17,14 @@ from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
 from tests.redis_server import redis_server, wait_until
 from tests.serving import FakeServer, fake_tokenizer, run_session, serve_fake, target_tokens
 
+from outrider.cloud.api.recall import Recall
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.cloud.pending.earlier import MAX_TOKENS, EarlierText, kind_after
 from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, REPEATED
 from outrider.cloud.recent.redis_store import RedisStore
 from outrider.cloud.recent.store import MemoryStore, RecentStore
+from outrider.cloud.recent.texts import PromptDigest
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.vllm.book import Book
 from outrider.cloud.vllm.terms import Terms, terms_of
@@ -176,7 +178,7 @@ def test_ids_that_the_model_has_not_are_ignored() -> None:
         assert found.tokens == text and passes(found) == 20
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_no_earlier_text_changes_the_output(data: st.DataObject) -> None:
     """Whatever it is, beside drafts of the device in either form, greedy and sampled, with and without lookup."""
@@ -328,6 +330,19 @@ def test_a_turn_that_continues_a_kept_prefix_is_found_by_its_whole_prompt() -> N
         kept(server, 2)
         again = session(client, prompt=[5, 17, 99, *first.tokens, 7, 8])
         assert again.tokens == turn.tokens and turn.passes == 40 and again.passes <= 5
+
+
+def test_an_owner_has_a_bounded_number_of_known_prefixes() -> None:
+    """However many it leaves, another owner's are still known."""
+    recall = Recall(MemoryStore(), "t")
+    digest = PromptDigest("t", b"alice")
+    recall.note_prefix(b"bob", "his", digest)
+    for owner in range(40):
+        for index in range(300):
+            recall.note_prefix(bytes([owner]), str(index), digest)
+    known = recall._prefixes
+    assert recall._num_prefixes == sum(map(len, known.values())) == 4096
+    assert max(map(len, known.values())) <= 256 and list(known[b"bob"]) == ["his"]
 
 
 def test_a_session_that_the_client_leaves_is_kept_as_far_as_it_came() -> None:

@@ -262,7 +262,7 @@ def test_files_are_for_this_user_only(place: Path) -> None:
         assert opened.find(b"alice", "../name") is None and opened.find(b"bob", "name") is None
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.integers(0, 99), min_size=8, max_size=64), st.integers(0, 99))
 def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, tokens: list[int], seed: int) -> None:
     """Bit by bit."""

@@ -13,6 +13,7 @@ from typing import Any, Final
 from outrider.cloud.pending.estimators import StepSize
 from outrider.cloud.vllm.scheduler import OutriderScheduler
 
+STEADY: Final = "tests.vllm.gated.SteadyScheduler"
 VARIABLE: Final = "OUTRIDER_TEST_GATE"
 ENVIRONMENT_NAME: Final = "environment.json"
 """Beside the gate: what the engine process has in its environment, which its workers inherit."""
@@ -55,7 +56,20 @@ class VllmGate:
         self._write()
 
 
-class GatedScheduler(OutriderScheduler):
+class SteadyScheduler(OutriderScheduler):
+    """Takes its steps to last as long as their tokens say."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        drafting, stepped = self._book.drafting, self._book.drafting.stepped
+
+        def as_if(size: StepSize, seconds: float, has_trees: bool) -> None:
+            stepped(size, _STEP_S + _TOKEN_S * size.tokens, has_trees)
+
+        drafting.stepped = as_if  # type: ignore[method-assign]
+
+
+class GatedScheduler(SteadyScheduler):
     """Waits for its gate before each step that has work."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -63,12 +77,6 @@ class GatedScheduler(OutriderScheduler):
         self._memory = map_gate(Path(os.environ[VARIABLE]))
         Path(os.environ[VARIABLE]).with_name(ENVIRONMENT_NAME).write_text(json.dumps(dict(os.environ)))
         self._number, self._num_used = 0, 0
-        drafting, stepped = self._book.drafting, self._book.drafting.stepped
-
-        def as_if(size: StepSize, seconds: float, has_trees: bool) -> None:
-            stepped(size, _STEP_S + _TOKEN_S * size.tokens, has_trees)
-
-        drafting.stepped = as_if  # type: ignore[method-assign]
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """A step."""

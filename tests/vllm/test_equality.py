@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.serving import TIMEOUT_S
+from tests.vllm.gated import STEADY
 from tests.vllm.serving import Reference, start_engine
 
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
@@ -89,7 +90,7 @@ def mixed(truth: Sequence[int], at: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VllmEngine]:
-    started = start_engine(ROOT_DIR / "target")
+    started = start_engine(ROOT_DIR / "target", scheduler=STEADY)
     started.calibrate()
     yield started
     started.stop()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from tests.serving import TIMEOUT_S
-from tests.vllm.serving import SharedEngine, start_engine
+from tests.vllm.serving import FAULTY_TOKEN, SharedEngine, start_engine
 from tests.vllm.test_engine import Collector
 from tests.vllm.test_equality import NUM_TOKENS, Text, mixed, nothing, right, wrong
 
@@ -129,6 +129,16 @@ def test_an_item_is_verified_in_one_pass(vllm: SharedEngine) -> None:
             assert found.tokens == truth[:expected]
             assert usage.target_passes == 1, (length, len(draft))
     crowd.close()
+
+
+def test_a_wrong_guess_that_is_not_finite_ends_no_item(vllm: SharedEngine) -> None:
+    """Its pass is run again without the draft, which it shares with the prompt."""
+    prompt = prompt_of(5, 100)
+    truth = vllm.target_tokens(prompt, 12)
+    for num_right in (0, 3):
+        found, draft = Collector(), (*truth[:num_right], FAULTY_TOKEN, 1)
+        vllm.engine.submit(GenerateRequest(tuple(prompt), SamplingParams(), 9, draft=draft, once=True), found)
+        assert found.wait().error is None and found.tokens == truth[: num_right + 1]
 
 
 def test_a_small_cache_changes_no_text(vllm: SharedEngine) -> None:

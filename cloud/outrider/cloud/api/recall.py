@@ -13,8 +13,10 @@ from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, S
 
 _LEAST_TOKENS: Final = 4
 """Of a text that is worth keeping."""
+_MAX_OWN_PREFIXES: Final = 256
+"""Kept prefixes of an owner whose digest is known; without it, a request that continues one is not drafted so."""
 _MAX_PREFIXES: Final = 4096
-"""Kept prefixes of all owners whose digest is known; without it, a request that continues one is not drafted so."""
+"""Of all owners; beyond, the owner with most loses its oldest."""
 
 
 @dataclass(slots=True)
@@ -60,7 +62,8 @@ class Recall:
     def __init__(self, store: RecentStore, target: str) -> None:
         self.store = store
         self._target = target
-        self._prefixes: OrderedDict[tuple[bytes, str], PromptDigest] = OrderedDict()
+        self._prefixes: dict[bytes, OrderedDict[str, PromptDigest]] = {}
+        self._num_prefixes = 0
         self._lock = threading.Lock()
 
     async def recall(self, request: GenerateRequest) -> Recalled:
@@ -80,12 +83,23 @@ class Recall:
         if request.prefix_hash is None:
             return PromptDigest(self._target, request.owner)
         with self._lock:
-            return self._prefixes.get((request.owner, request.prefix_hash))
+            own = self._prefixes.get(request.owner)
+            return None if own is None else own.get(request.prefix_hash)
 
     def note_prefix(self, owner: bytes, name: str, digest: PromptDigest) -> None:
         """Remembers the digest of a text that is kept under `name`. Any thread."""
         with self._lock:
-            self._prefixes[owner, name] = digest
-            self._prefixes.move_to_end((owner, name))
-            while len(self._prefixes) > _MAX_PREFIXES:
-                self._prefixes.popitem(last=False)
+            own = self._prefixes.setdefault(owner, OrderedDict())
+            self._num_prefixes += name not in own
+            own[name] = digest
+            own.move_to_end(name)
+            if len(own) > _MAX_OWN_PREFIXES:
+                self._drop_oldest(owner)
+            while self._num_prefixes > _MAX_PREFIXES:
+                self._drop_oldest(max(self._prefixes, key=lambda each: len(self._prefixes[each])))
+
+    def _drop_oldest(self, owner: bytes) -> None:
+        self._prefixes[owner].popitem(last=False)
+        self._num_prefixes -= 1
+        if not self._prefixes[owner]:
+            del self._prefixes[owner]

@@ -40,6 +40,8 @@ _MAX_WAITING_BYTES: Final = 8 << 20
 """Of texts that are not written yet."""
 _SOCKET_S: Final = 0.5
 _MOST_LATE: Final = 3
+_WARN_S: Final = 60.0
+"""Between two warnings, at least: a Redis on the edge of the bound comes and goes."""
 _CLOSE_S: Final = 5.0
 _FAULTS: Final = (RedisError, OSError, asyncio.TimeoutError, ValueError)
 
@@ -164,7 +166,7 @@ class RedisStore(RecentStore):
 
     async def _keep_up(self) -> None:
         """Connects, writes, and tries again where Redis has failed, until the store is closed."""
-        has_warned = False
+        has_warned, warned_at = False, -_WARN_S
         while not self._is_closed:
             if self._is_up:
                 await self._write()
@@ -175,9 +177,9 @@ class RedisStore(RecentStore):
                     _log.info("Redis at %s answers again", self._where)
                 has_warned, self._num_late, self._is_up = False, 0, True
                 continue
-            if not has_warned:
+            if not has_warned and time.monotonic() - warned_at >= _WARN_S:
                 _log.warning("Redis at %s: %s; no earlier texts are used until it answers", self._where, reason)
-                has_warned = True
+                has_warned, warned_at = True, time.monotonic()
             await self._pause(self._retry_s)
 
     async def _pause(self, seconds: float) -> None:

@@ -7,7 +7,9 @@ replicas: `serve deploy` takes `app`, whose arguments are the options of `outrid
 from __future__ import annotations
 
 import os
+import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -20,7 +22,7 @@ from outrider.cloud.replicas.cluster import Scale, local_ray, replicas_of
 from outrider.cloud.replicas.front import Front, FrontServer, FrontSettings
 from outrider.cloud.replicas.members import Members, Report
 from outrider.cloud.replicas.registry import follow, open_registry
-from outrider.cloud.replicas.replica import LOOPBACK, NODE, Make, Opened, keep_to_node
+from outrider.cloud.replicas.replica import LOOPBACK, MARGIN_S, NODE, Make, Opened, keep_to_node
 from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.serve import (
     announce,
@@ -176,7 +178,7 @@ class DeployedFront:
         keep_to_node()
         configure_logging(options.log_format)
         access = Access.of(options)
-        self._socket = open_socket(options.host, options.port)
+        self._socket = _socket_of(options)
         self._is_ready = threading.Event()
         self._server = access.server(name, drain=lambda: None, on_ready=self._is_ready.set)
         self._thread = threading.Thread(
@@ -201,6 +203,18 @@ class DeployedFront:
             self._server.begin_drain()
             self._thread.join()
         self._socket.close()
+
+
+def _socket_of(options: ServeOptions) -> socket.socket:
+    """The front's socket. In a rolling update the front before may still close: it is waited for."""
+    until_s = time.monotonic() + options.drain_s + MARGIN_S
+    while True:
+        try:
+            return open_socket(options.host, options.port)
+        except ConfigError:
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.5)
 
 
 @dataclass(frozen=True, slots=True)

@@ -423,20 +423,24 @@ class OutriderScheduler(Scheduler):
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
         """Cuts a prompt to its share of the step; adds the draft of an item whose prompt ends in it.
 
-        vLLM asks this for each request, before it reserves blocks for what is returned.
+        vLLM asks this for each request, before it reserves blocks for what is returned. Its V2 runner rejects drafts
+        behind the end of a prompt: they are verified in the next step there.
         """
         count: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         share = self._shares.get(request.request_id)
         if share is not None:
             missing = request.num_tokens - num_computed_tokens
             served = self._of_request[request.request_id]
+            # After a fault, which a wrong guess may have caused, the prompt runs alone.
+            with_draft = not served.is_rerun and not self.use_v2_model_runner
             if count > missing:  # vLLM has added places for drafts
-                self._first_drafts[request.request_id] = self._book.own_draft(served, count - missing)
+                if with_draft:
+                    self._first_drafts[request.request_id] = self._book.own_draft(served, count - missing)
             else:
                 count = min(count, share)
                 room = min(share, self._num_left, self.max_model_len - 1 - num_computed_tokens) - count
                 draft = self._book.own_draft(served, max(0, min(room, self.num_spec_tokens)))
-                if count == missing and draft:
+                if count == missing and draft and with_draft:
                     count += len(draft)
                     if request.status == RequestStatus.RUNNING:
                         request.spec_token_ids = draft
