@@ -7,11 +7,9 @@ repository: ray-operator/config/crd/bases/ray.io_rayservices.yaml). Without it o
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from tests.dockerfile import Dockerfile
 from tests.serve_command import serve_options
 
 from outrider.cloud.api.app import PROBE_PATHS
-from outrider.cloud.server.options import ServeOptions
 
 ROOT = Path(__file__).parent.parent
 PLACE = ROOT / "deploy" / "kubernetes"
@@ -287,16 +284,26 @@ def test_every_worker_has_a_front_and_a_replica() -> None:
     assert arguments["host"] == "0.0.0.0" and APPLICATION["proxy_location"] == "Disabled"
 
 
-def test_the_ray_application_is_the_servers() -> None:
-    """Ray Serve accepts the configuration; its function exists, and its arguments are options of the server."""
-    schema = pytest.importorskip("ray.serve.schema")
-    schema.ServeDeploySchema.model_validate(APPLICATION)
-    (application,) = APPLICATION["applications"]
+@pytest.mark.parametrize("place", ["kubernetes/ray-service.yaml", "ray/serve.yaml"])
+def test_the_ray_application_is_the_servers(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Serve accepts both configurations; the builder makes an application of each, whose deployments they name."""
+    schema = pytest.importorskip("ray.serve.schema", reason="Ray has no wheel here")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    text = (ROOT / "deploy" / place).read_text(encoding="utf-8")
+    configured = yaml.safe_load(text) if place.startswith("ray/") else APPLICATION
+    schema.ServeDeploySchema.model_validate(configured)
+    (application,) = configured["applications"]
+    assert (configured["proxy_location"], application["route_prefix"]) == ("Disabled", None)
     module, _, function = application["import_path"].partition(":")
-    if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not here")
-    assert callable(getattr(importlib.import_module(module), function))
-    assert application["args"].keys() <= {each.name for each in fields(ServeOptions)}
-    beside = ROOT / "deploy" / "ray" / "serve.yaml"
-    (for_serve_deploy,) = yaml.safe_load(beside.read_text(encoding="utf-8"))["applications"]
-    assert for_serve_deploy["import_path"] == application["import_path"]
+    front = getattr(importlib.import_module(module), function)(application["args"])._bound_deployment
+    options, _, replicas = front.init_args
+    made = {each.name: each for each in (front, replicas._bound_deployment)}
+    for deployment in application.get("deployments", ()):
+        assert deployment["name"] in made
+        assert made[deployment["name"]].ray_actor_options["num_cpus"] == deployment["ray_actor_options"]["num_cpus"]
+    is_scaled = "max_replicas" in application["args"]
+    assert is_scaled or made["replicas"].num_replicas == application["args"]["replicas"]
+    named = {name: value for name, value in application["args"].items() if name != "replica_host"}
+    assert {name: getattr(options, name) for name in named} == named | {
+        name: Path(value) for name, value in named.items() if isinstance(getattr(options, name), Path)
+    }

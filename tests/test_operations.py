@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-import httpx
 import typer.main
 import yaml
-from tests.serving import serve_fake
+from tests.metrics_table import serve_all
 
 from outrider.cloud.server.main import app as cloud_app
 from outrider.edge.cli.main import app as edge_app
@@ -49,8 +48,8 @@ def options_of(command: click.Command) -> Iterator[str]:
 
 def test_metrics_and_alerts_exist() -> None:
     """By their names at /metrics, and in the alert rules."""
-    with serve_fake() as server:
-        exposed = set(re.findall(r"^# TYPE (\w+) ", httpx.get(server.url + "/metrics").text, re.MULTILINE))
+    with serve_all() as scraped:
+        exposed = set(re.findall(r"^# TYPE (\w+) ", "\n".join(scraped.texts()), re.MULTILINE))
     named = set(re.findall(r"`((?:outrider|process)_[a-z_]+)`", TEXT))
     assert len(named) > 3 and named <= exposed
     rules = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]

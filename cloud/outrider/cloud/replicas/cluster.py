@@ -159,7 +159,7 @@ def replicas_of(make: Any, application: str, scale: Scale, *, host: str, drain_s
                 target_ongoing_requests=scale.sequences,
                 upscale_delay_s=10.0,
                 downscale_delay_s=300.0,
-                look_back_period_s=10.0,
+                look_back_period_s=15.0,  # above the 10 s between two reports to Ray
                 policy=AutoscalingPolicy(policy_function="outrider.cloud.replicas.scaling:by_sequences"),
             )
         }
