@@ -1,16 +1,26 @@
-"""Writes the table of docs/metrics.md from the metrics of a running server.
+"""Writes the table of docs/metrics.md from the metrics of a running server, and of a front over it.
 
 python -m tests.metrics_table
 """
 
 from __future__ import annotations
 
+import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from tests.fronts import RunningFront, replicas, serve_front
 from tests.serving import FakeServer, run_session, serve_fake
+
+from outrider.cloud.api.audit import AuditLog
+from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.recent.store import MemoryStore
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "metrics.md"
 BEGIN, END = "<!-- metrics -->\n", "<!-- /metrics -->\n"
@@ -39,6 +49,7 @@ IN_VLLM = {
 _SUFFIX = {"counter": "_total", "info": "_info"}
 _UNITS = (
     ("_seconds", "s"),
+    ("_bytes", "bytes"),
     ("_tokens", "tokens"),
     ("_blocks", "blocks"),
     ("_perc", "0 to 1"),
@@ -51,16 +62,50 @@ _TOLD = {
     "prefix_cache_hits": "tokens",
     "engine_failed": "0 or 1",
     "engine_trees": "0 or 1",
+    "recent_up": "0 or 1",
     "server": "1",
 }
 
 
-def families(server: FakeServer) -> list[Metric]:
-    """All families of ours, once each has its samples."""
-    with httpx.Client(base_url=server.url) as client:
-        run_session(client, {"prompt": [5, 17, 99, 3], "max_tokens": 12, "ignore_eos": True})
-        client.get("/nowhere")
-    return [family for family in server.core.metrics.families() if family.name.startswith("outrider_")]
+@dataclass(frozen=True)
+class Scraped:
+    """A server with all that adds metrics, and a front over another."""
+
+    server: FakeServer
+    front: RunningFront
+
+    def texts(self) -> list[str]:
+        """What both show at /metrics."""
+        return [httpx.get(f"{url}/metrics").text for url in (self.server.url, self.front.url)]
+
+
+@contextmanager
+def serve_all() -> Iterator[Scraped]:
+    """Both have answered a request."""
+    with (
+        tempfile.TemporaryDirectory() as place,
+        closing(AuditLog(Path(place) / "audit.jsonl")) as audit,
+        closing(MemoryStore()) as recent,
+        serve_fake(ServerSettings(audit=audit, reloads=Counter({("keys", "ok"): 1})), recent=recent) as server,
+        replicas(1) as group,
+        serve_front(group) as front,
+    ):
+        for url in (server.url, front.url):
+            with httpx.Client(base_url=url) as client:
+                run_session(client, {"prompt": [5, 17, 99, 3], "max_tokens": 12, "ignore_eos": True})
+                client.get("/nowhere")
+        yield Scraped(server, front)
+
+
+def families(scraped: Scraped) -> list[Metric]:
+    """All families of ours."""
+    of_server = scraped.server.core.metrics.families()
+    of_front = text_string_to_metric_families(scraped.texts()[1])
+    return [family for family in of_server if family.name.startswith("outrider_")] + [
+        family
+        for family in of_front
+        if family.name.startswith("outrider_front_") and not family.name.endswith("_created")  # of a counter
+    ]
 
 
 def table(found: list[Metric]) -> str:
@@ -84,8 +129,8 @@ def _labels(family: Metric) -> Iterator[str]:
 
 def main() -> None:
     """Replaces the table in the document."""
-    with serve_fake() as server:
-        new = table(families(server))
+    with serve_all() as scraped:
+        new = table(families(scraped))
     text = DOCUMENT.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
     DOCUMENT.write_text(before + BEGIN + new + END + rest.split(END)[1], encoding="utf-8")

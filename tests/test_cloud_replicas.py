@@ -6,28 +6,36 @@ import asyncio
 import socket
 import sys
 import threading
+import time
 from collections.abc import Coroutine, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.fronts import FakeReplica, RunningFront, replicas, serve_front
-from tests.serving import TIMEOUT_S, StepGate, read_events, run_session, target_tokens
+from tests.serving import TIMEOUT_S, StepGate, fake_tokenizer, read_events, run_session, target_tokens
 from typer.testing import CliRunner
 
 from outrider.cloud.api.draft_budget import DraftLimits
+from outrider.cloud.api.state import ServedModel
+from outrider.cloud.engine import Engine
+from outrider.cloud.engine.thread import EngineThread
+from outrider.cloud.recent.store import MemoryStore
 from outrider.cloud.replicas.cluster import Scale
 from outrider.cloud.replicas.front import FrontSettings
 from outrider.cloud.replicas.members import Member, Members, Report
 from outrider.cloud.replicas.registry import SILENCE_S, Registry
 from outrider.cloud.replicas.scaling import QUEUED, RUNNING, replicas_for
 from outrider.cloud.replicas.trust import ForwardedOwners, forwarded
-from outrider.cloud.server import main
+from outrider.cloud.server import main, replicated
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.replicated import scale_of
+from outrider.cloud.server.replicated import Access, OpenReplica, scale_of
+from outrider.cloud.server.target import LoadedTarget
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.link.client import CloudClient
@@ -36,9 +44,12 @@ from outrider.edge.link.errors import TargetMismatch
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.models import watched_files
 from outrider.models.errors import ConfigError, RequestError, RuntimeUnavailable
+from outrider.models.http.keys import ApiKey
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import Commit, SessionEnd, SessionOpen
+from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
 PROMPT = [5, 17, 99, 3]
@@ -388,7 +399,7 @@ def test_readiness_and_metrics_are_of_all_replicas(
     assert ready.json()["queue_depth"] == 2 and ready.json()["status"] == "ready" and "date" in ready.headers
     text = client.get("/metrics").text
     families = {family.name: family for family in text_string_to_metric_families(text)}
-    labels = {sample.labels["replica"] for sample in families["outrider_engine_running"].samples}
+    labels = {sample.labels["replica"] for sample in families["outrider_num_requests_running"].samples}
     assert labels == {each.report.tag for each in group}
     assert families["outrider_front_replicas_ready"].samples[0].value == 2
     assert any(s.labels["route"] == "/health/ready" for s in families["outrider_front_requests"].samples)
@@ -415,13 +426,30 @@ def test_a_front_drains_its_replicas_before_it_closes() -> None:
 
 
 def test_a_replica_trusts_its_fronts_secret_only() -> None:
-    """The owner comes with it."""
+    """The owner comes with it, and the limits of the owner's key."""
     ring = ForwardedOwners("s3cret")
-    assert ring.owner(forwarded("s3cret", b"\x00owner").encode()) == b"\x00owner"
+    assert ring.find(forwarded("s3cret", b"\x00owner").encode()).digest == b"\x00owner"
+    assert ring.of_owner(b"\x00owner") is None and ring.sessions_of(b"\x00owner") is None
+    key = ApiKey.parse(f"sha256:{'ab' * 32} sessions=3 tokens-per-minute=70 priority=-5")
+    ring.find(forwarded("s3cret", key.digest, key).encode())
+    found = ring.of_owner(key.digest)
+    assert found is not None and (found.sessions, found.tokens_per_minute, found.priority) == (3, 70, -5)
+    assert ring.sessions_of(key.digest) == 3 and ring.may_generate(key.digest)
     for header in (None, b"", b"Bearer ", b"Bearer .6f", b"Bearer s3cre.6f", b"Bearer s3crets.6f"):
         with pytest.raises(RequestError, match="call the server in front"):
-            ring.owner(header)
+            ring.find(header)
     assert len(ring) == 1
+
+
+def test_the_limits_of_a_key_hold_in_a_replica(group: list[FakeReplica]) -> None:
+    """Its priority, and its tokens per minute."""
+    digest = ApiKey.plain(KEYS[0]).digest.hex()
+    keys = KeyRing([ApiKey.parse(f"sha256:{digest} tokens-per-minute=8 priority=7")])
+    headers = {"authorization": f"Bearer {KEYS[0]}"}
+    with serve_front(group[:1], FrontSettings(keys)) as front, httpx.Client(base_url=front.url) as client:
+        answers = [client.post("/v1/completions", json=BODY, headers=headers) for _ in range(2)]
+    assert [each.status_code for each in answers] == [200, 429]
+    assert answers[1].json()["error"]["code"] == "tokens_exhausted"
 
 
 def test_the_least_loaded_replica_of_the_right_target_is_chosen() -> None:
@@ -514,6 +542,50 @@ def test_options_of_replicas_that_contradict_are_refused(options: dict[str, Any]
     """Before Ray starts."""
     with pytest.raises(ConfigError, match=message):
         scale_of(ServeOptions("x", ray=True, **options))
+
+
+def test_the_front_reads_its_keys_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that is added counts without a restart; one that is removed is refused."""
+    monkeypatch.setattr(watched_files, "LOOK_S", 0.01)
+    path = tmp_path / "keys"
+    path.write_text(KEYS[0])
+    access = Access.of(ServeOptions("x", ray=True, host="0.0.0.0", api_key_file=path))
+    first, second = (f"Bearer {key}".encode() for key in KEYS)
+    path.write_text(KEYS[1])  # while the replicas load
+    server = access.server("x", drain=lambda: None, on_ready=lambda: None)
+    with access.watch(server) as watch:
+        until_s = time.monotonic() + TIMEOUT_S
+        while not watch.counts["keys", "ok"]:
+            assert time.monotonic() < until_s
+            time.sleep(0.002)
+    assert access.keys.find(second) is not None
+    with pytest.raises(RequestError, match="not accepted"):
+        access.keys.find(first)
+
+
+def test_what_a_front_cannot_do_is_refused(tmp_path: Path) -> None:
+    """The audit log has no place there; client certificates need HTTPS as at a single server."""
+    with pytest.raises(ConfigError, match="leave --audit-log out with --ray"):
+        Access.of(ServeOptions("x", ray=True, audit_log=tmp_path / "audit"))
+    with pytest.raises(ConfigError, match="--tls-client-ca needs HTTPS"):
+        Access.of(ServeOptions("x", ray=True, tls_client_ca=tmp_path / "ca.pem"))
+
+
+def test_a_replica_keeps_recent_texts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a single server does: in memory, or in the Redis of all."""
+    engine = EngineThread(Engine(FakeBatchRuntime(vocab_size=300)))
+
+    @contextmanager
+    def load() -> Iterator[LoadedTarget]:
+        yield LoadedTarget(engine, "loaded")
+
+    model = ServedModel("fake", fake_tokenizer(), frozenset({0}))
+    target = SimpleNamespace(load=load, model=model, path=Path("fake"), source_name="fake")
+    monkeypatch.setattr(replicated, "open_target", lambda options: target)
+    monkeypatch.setattr(replicated, "configure_logging", lambda _: None)
+    with OpenReplica(ServeOptions("fake", ray=True))("000001", ForwardedOwners("s3cret")) as opened:
+        assert isinstance(opened.core.recent, MemoryStore)
+    assert capsys.readouterr().out == "loaded\n"
 
 
 def test_options_of_replicas_need_ray_and_ray_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from tests.metrics_table import BEGIN, DOCUMENT, END, IN_VLLM, families, table
+from tests.metrics_table import BEGIN, DOCUMENT, END, IN_VLLM, Scraped, families, serve_all, table
 from tests.promtool import promtool
-from tests.serving import FakeServer, serve_fake
 
 from outrider.cloud.api.drafts import DRAFTS_PATH
 
@@ -34,24 +32,25 @@ OF_THE_SCRAPE = {"job", "instance", "replica"}  # the front of replicas adds the
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[FakeServer]:
-    with serve_fake() as running:
+def scraped() -> Iterator[Scraped]:
+    with serve_all() as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def found(server: FakeServer) -> list[Metric]:
-    """The families of a server that has served a text."""
-    return families(server)
+def found(scraped: Scraped) -> list[Metric]:
+    """The families of a server and of a front that have served a text."""
+    return families(scraped)
 
 
 @pytest.fixture(scope="module")
-def labels(server: FakeServer, found: list[Metric]) -> dict[str, set[str]]:
+def labels(scraped: Scraped, found: list[Metric]) -> dict[str, set[str]]:
     """The labels of each sample's name, as /metrics shows them."""
     by_name: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text):
-        for sample in family.samples:
-            by_name.setdefault(sample.name, set()).update(sample.labels)
+    for text in scraped.texts():
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                by_name.setdefault(sample.name, set()).update(sample.labels)
     return by_name
 
 
@@ -143,9 +142,10 @@ def test_the_scrape_configuration_is_one(tmp_path: Path) -> None:
     promtool("check", "config", tmp_path / "prometheus.yml")
 
 
-def test_prometheus_finds_nothing_to_say_about_the_names(server: FakeServer, found: list[Metric]) -> None:
+def test_prometheus_finds_nothing_to_say_about_the_names(scraped: Scraped) -> None:
     """promtool's lint: suffixes, units, help."""
-    promtool("check", "metrics", stdin=httpx.get(f"{server.url}/metrics").text)
+    for text in scraped.texts():
+        promtool("check", "metrics", stdin=text)
 
 
 def test_the_document_lists_every_metric(found: list[Metric]) -> None:

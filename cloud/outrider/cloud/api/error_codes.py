@@ -15,7 +15,7 @@ _ANY: Final[Codes] = {
     413: ("body_too_large",),
     431: ("headers_too_large",),
     500: ("internal_error",),
-    503: ("too_many_connections", "too_many_bytes"),
+    503: ("too_many_connections", "too_many_bytes", "no_replica"),
 }
 _GATE: Final[Codes] = {401: ("unauthorized",), 403: ("scope_missing", "host_not_allowed", "origin_not_allowed")}
 _JSON: Final[Codes] = {400: ("malformed_json", "invalid_parameter"), 415: ("unsupported_media_type",)}

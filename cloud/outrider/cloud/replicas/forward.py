@@ -21,6 +21,7 @@ from yarl import URL
 from outrider.cloud.replicas.members import Member, Members, expire
 from outrider.cloud.replicas.trust import forwarded
 from outrider.models.errors import RequestError
+from outrider.models.http.keys import KEY
 from outrider.models.http.requests import Bodies, read_body
 from outrider.models.http.security import ANYBODY, OWNER
 from outrider.models.protocol import TARGET_HEADER, ErrorAnswer
@@ -102,7 +103,10 @@ class Forwarder:
     async def fetch(self, member: Member, path: str) -> bytes:
         """The body of a GET that the front asks for itself. Raises OSError where there is none."""
         try:
-            async with asyncio.timeout(_DRAFT_S), self._ask(member, "GET", path, b"", ANYBODY, {}) as answer:
+            async with (
+                asyncio.timeout(_DRAFT_S),
+                self._ask(member, "GET", path, b"", forwarded(member.report.secret, ANYBODY), {}) as answer,
+            ):
                 if answer.status != 200:
                     raise OSError(f"HTTP {answer.status}")
                 return await answer.read()
@@ -114,11 +118,10 @@ class Forwarder:
 
         Raises RequestError 404 `unknown_session` where its session's replica is lost.
         """
-        owner: bytes = scope.get(OWNER, ANYBODY)
         try:
             async with (
                 asyncio.timeout(_DRAFT_S),
-                self._ask(member, "POST", _path(scope), body, owner, _passed(scope)) as answer,
+                self._ask(member, "POST", _path(scope), body, _identity(scope, member), _passed(scope)) as answer,
             ):
                 content = await answer.content.read(_MAX_REFUSAL_BYTES)
                 await send({"type": "http.response.start", "status": answer.status, "headers": _headers(answer)})
@@ -127,7 +130,7 @@ class Forwarder:
         await send({"type": "http.response.body", "body": content})
 
     def _ask(
-        self, member: Member, method: str, path: str, body: bytes, owner: bytes, headers: dict[str, str]
+        self, member: Member, method: str, path: str, body: bytes, identity: str, headers: dict[str, str]
     ) -> aiohttp.client._RequestContextManager:
         if self._session is None:  # made on the loop that uses it
             self._session = aiohttp.ClientSession(
@@ -141,7 +144,7 @@ class Forwarder:
             method,
             URL(member.report.url + path, encoded=True),
             data=body or None,
-            headers=headers | {"Authorization": forwarded(member.report.secret, owner)},
+            headers=headers | {"Authorization": identity},
             allow_redirects=False,
         )
 
@@ -169,7 +172,9 @@ class Forwarder:
             tried.append(member)
             try:
                 async with client.exchange(member):
-                    answer = await self._ask(member, scope["method"], _path(scope), body, owner, _passed(scope))
+                    answer = await self._ask(
+                        member, scope["method"], _path(scope), body, _identity(scope, member), _passed(scope)
+                    )
                     if answer.status != 503 or session_id is not None:
                         return member, answer
                     error = _refusal(await answer.content.read(_MAX_REFUSAL_BYTES))
@@ -271,6 +276,11 @@ def _path(scope: Scope) -> str:
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     query: bytes = scope["query_string"]
     return (raw + b"?" + query if query else raw).decode("latin-1")
+
+
+def _identity(scope: Scope, member: Member) -> str:
+    """The Authorization header for a replica: whom the front has found."""
+    return forwarded(member.report.secret, scope.get(OWNER, ANYBODY), scope.get(KEY))
 
 
 def _passed(scope: Scope) -> dict[str, str]:

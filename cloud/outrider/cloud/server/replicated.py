@@ -24,6 +24,7 @@ from outrider.cloud.replicas.members import Members, Report
 from outrider.cloud.replicas.registry import follow, open_registry
 from outrider.cloud.replicas.replica import LOOPBACK, MARGIN_S, NODE, Make, Opened, keep_to_node
 from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.recent import open_recent
 from outrider.cloud.server.serve import (
     announce,
     connection_limits,
@@ -34,6 +35,7 @@ from outrider.cloud.server.serve import (
     print_now,
     require_writable,
     server_settings,
+    watched_keys,
 )
 from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.server.target import Target
@@ -44,6 +46,7 @@ from outrider.models.http.security import KeyRing, PagePolicy, require_safe_host
 from outrider.models.ingress.collector import relieve_collector
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles, open_socket, tls_files, url_of
+from outrider.models.watched_files import FileWatch, WatchedFiles
 
 APPLICATION: Final = "outrider"
 _FRONT: Final = "front"
@@ -65,16 +68,17 @@ class OpenReplica:
         configure_logging(options.log_format)
         target = open_target(options)
         drafts = drafts_for(options.drafts, target)
-        with target.load() as loaded:
+        with open_recent(options) as recent, target.load() as loaded:
             settings = replace(server_settings(options, keys, None), rate_per_s=0.0, session_prefix=tag)
             server = VerifierServer(
-                create_app(loaded.engine, target.model, settings, drafts),
+                create_app(loaded.engine, target.model, settings, drafts, recent),
                 drain_s=options.drain_s,
                 limits=replica_limits(options),
             )
             print_now(loaded.summary)
             relieve_collector()
             loaded.engine.start()
+            loaded.engine.on_death(server.fail)
             try:
                 yield Opened(server, server.core, server.begin_drain, options.drain_s)
             finally:
@@ -112,7 +116,8 @@ def serve_replicas(options: ServeOptions) -> None:
                 ),
             )
             relieve_collector()
-            server.run(sockets=[sock])
+            with access.watch(server):
+                server.run(sockets=[sock])
 
 
 def deploy(application: Any, name: str = APPLICATION) -> None:
@@ -181,12 +186,14 @@ class DeployedFront:
         self._socket = _socket_of(options)
         self._is_ready = threading.Event()
         self._server = access.server(name, drain=lambda: None, on_ready=self._is_ready.set)
-        self._thread = threading.Thread(
-            target=self._server.run, args=([self._socket],), name="outrider-front", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(access,), name="outrider-front", daemon=True)
         self._thread.start()
         if not self._is_ready.wait(_START_S):
             raise RuntimeUnavailable(f"no replica took work within {_START_S:g} s; the replicas' logs have the reason")
+
+    def _run(self, access: Access) -> None:
+        with access.watch(self._server):
+            self._server.run([self._socket])
 
     def check_health(self) -> None:
         """Called by Ray Serve; three failures in a row, and it starts another in its place."""
@@ -219,23 +226,37 @@ def _socket_of(options: ServeOptions) -> socket.socket:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may call the front, and how. Raises OutriderError for options that cannot be."""
+    """Who may call the front, and how. watched: the key file, if it can change."""
 
     options: ServeOptions
     keys: KeyRing
     tls: TlsFiles | None
+    watched: list[WatchedFiles]
 
     @classmethod
     def of(cls, options: ServeOptions) -> Access:
-        """By the options."""
+        """By the options. Raises OutriderError for those that cannot be."""
+        if options.audit_log is not None:
+            raise ConfigError("replicas write no audit log; leave --audit-log out with --ray")
+        watched = watched_keys(options.api_key_file)
         keys = KeyRing.load(options.api_key_file)
-        require_safe_host(options.host, keys, is_insecure_allowed=options.insecure_no_keys)
-        return cls(options, keys, tls_files(options.tls_cert, options.tls_key))
+        for each in watched:
+            each.reload = keys.reload
+        is_open = options.insecure_no_keys or options.tls_client_ca is not None
+        require_safe_host(options.host, keys, is_insecure_allowed=is_open)
+        tls = tls_files(options.tls_cert, options.tls_key, options.tls_client_ca)
+        return cls(options, keys, tls, watched)
 
     @property
     def pages(self) -> PagePolicy:
         """Which names and pages may call."""
         return page_policy_of(self.options, self.options.host, is_keyless=not len(self.keys))
+
+    def watch(self, server: FrontServer) -> FileWatch:
+        """Reads keys and certificates again where they change, while it is entered."""
+        if server.tls is None:
+            return FileWatch(self.watched)
+        return FileWatch([*self.watched, WatchedFiles("certificates", server.tls.files.paths, server.tls.reload)])
 
     def server(self, name: str, *, drain: Callable[[], None], on_ready: Callable[[], None]) -> FrontServer:
         """The front of the application `name`; Ray must be connected."""
@@ -284,13 +305,14 @@ def _for_replica(options: ServeOptions, target: Target, scale: Scale) -> ServeOp
         name=target.model.name,
         drafts=options.drafts.resolve() if options.drafts else None,
         cache_dir=options.cache_dir.resolve() if options.cache_dir else None,
+        spill_dir=options.spill_dir.resolve() if options.spill_dir else None,
         threads=options.threads or int(scale.cpus),
     )
 
 
 def _without_access(options: ServeOptions) -> ServeOptions:
     """Without what is the front's: keys and certificates reach no replica."""
-    return replace(options, api_key_file=None, tls_cert=None, tls_key=None, port_file=None)
+    return replace(options, api_key_file=None, tls_cert=None, tls_key=None, tls_client_ca=None, port_file=None)
 
 
 def _first_lines(error: Exception) -> str:

@@ -57,7 +57,7 @@ def serve(options: ServeOptions) -> int:
     """
     _refuse_replica_options(options)
     configure_logging(options.log_format)
-    watched = _watched_keys(options.api_key_file)
+    watched = watched_keys(options.api_key_file)
     keys = KeyRing.load(options.api_key_file)
     is_open = options.insecure_no_keys or options.tls_client_ca is not None
     require_safe_host(options.host, keys, is_insecure_allowed=is_open)
@@ -152,7 +152,7 @@ def open_target(options: ServeOptions) -> Target:
     return BundleTarget(options)
 
 
-def _watched_keys(path: Path | None) -> list[WatchedFiles]:
+def watched_keys(path: Path | None) -> list[WatchedFiles]:
     """The key file, if it can change: a pipe of the shell is read once."""
     return [WatchedFiles("keys", [path], lambda: None)] if path is not None and path.is_file() else []
 
