@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-from bench.peer_engines import STEP_TOKENS, Batch
+from bench.peer_engines import HUGE_PAGES, STEP_TOKENS, Batch
 
 from outrider.edge.lab.cores import Cores, running_on
 from outrider.models.errors import RuntimeUnavailable
@@ -74,7 +74,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        environment = {**os.environ, **more}
+        environment = {**os.environ, **HUGE_PAGES, **more}
         with log.open("w") as lines, running_on(cores):
             self._process = subprocess.Popen(
                 [*arguments, "--port", str(self.port)],
