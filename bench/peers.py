@@ -181,9 +181,11 @@ def compare(name: str, ours: Contestant, peer: Contestant, batch: Batch, num_run
                 found[side].append(done)
     texts = [_texts(found[side][-1]) for side in (OURS, PEER)]
     return Comparison(
-        name,
-        *(tuple(done.rate for done in found[side]) for side in (OURS, PEER)),
-        *(tuple(done.decode_rate for done in found[side]) for side in (OURS, PEER)),
+        name=name,
+        ours=tuple(done.rate for done in found[OURS]),
+        peer=tuple(done.rate for done in found[PEER]),
+        ours_decode=tuple(done.decode_rate for done in found[OURS]),
+        peer_decode=tuple(done.decode_rate for done in found[PEER]),
         num_same=sum(a == b for a, b in zip(*texts, strict=True)),
         num_texts=len(batch.prompts),
     )

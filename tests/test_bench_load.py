@@ -74,7 +74,7 @@ def test_capacity_counts_rounds_after_the_first() -> None:
         draft_s=0.4,
     )
     costs = Costs.of([text, text])
-    assert costs == Costs(pytest.approx(0.05), pytest.approx(0.8), 4.0)
+    assert (costs.draft_s, costs.verify_s, costs.gamma) == pytest.approx((0.05, 0.8, 4.0))
     assert costs.gain == pytest.approx(1.25)
     found = Found({"beside": [10.0, 10.0], "devices": [11.0, 11.4]}, [costs])
     assert found.over_beside("devices") == pytest.approx(1.12)
