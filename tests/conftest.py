@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 from tests import tiny_models
 
 if TYPE_CHECKING:
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 # Set before anything imports huggingface_hub, which reads it once: no test contacts a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# A slow machine is no fault. With Hypothesis' own deadline an example that takes 200 ms would be one.
+settings.register_profile("outrider", deadline=None)
+settings.load_profile("outrider")
 
 # A vocabulary of 96 here, odd sizes elsewhere: nothing should depend on round numbers.
 TINY_VOCAB = 96

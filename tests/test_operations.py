@@ -26,7 +26,16 @@ def test_options_exist() -> None:
     """Each belongs to a command of `outrider-cloud` or `outrider`."""
     known = {option for app in (cloud_app, edge_app) for option in options_of(typer.main.get_command(app))}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", TEXT))
-    assert named - known - OF_OTHERS <= {"--ray"} and named >= OF_OTHERS
+    assert named - known <= OF_OTHERS <= named
+
+
+def test_metrics_that_documents_name_exist() -> None:
+    """By the table of docs/metrics.md, which another test compares with a running server. serve.md is the device's."""
+    table = set(re.findall(r"^\| `(outrider_\w+)`", (ROOT / "docs" / "metrics.md").read_text("utf-8"), re.MULTILINE))
+    for path in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "SECURITY.md"):
+        if path.name != "serve.md":
+            named = set(re.findall(r"`(outrider_\w+?)(?:_bucket|_sum|_count)?[`{ ]", path.read_text("utf-8")))
+            assert named - {"outrider_reference"} <= table, path.name  # a package
 
 
 def options_of(command: click.Command) -> Iterator[str]:
