@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,27 @@ def test_a_log_that_cannot_be_written_is_a_mistake_at_the_start(tmp_path: Path) 
     for number in range(MAX_WAITING + 5):  # nobody writes them any more
         log.write({"n": number})
     assert log.num_lost == 5
+
+
+@pytest.mark.parametrize("is_audited", [True, False])
+def test_an_answer_has_one_request_id(tmp_path: Path, is_audited: bool) -> None:
+    """Also a refused one; it is the one of the log."""
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(path)
+    settings = replace(settings_of(log), audit=log if is_audited else None)
+    work = {"prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}
+    with serve_fake(settings) as server, httpx.Client(base_url=server.url) as client:
+        answers = [
+            client.post("/v1/completions", json=work, headers=HEADERS),
+            client.post("/v1/sessions", json=work, headers=HEADERS),
+            client.post("/v1/sessions", json=work),
+            client.post("/v1/verify", json={}, headers=HEADERS),
+            client.get("/nowhere", headers=HEADERS),
+            client.get("/health/live"),
+        ]
+    log.close()
+    assert [each.status_code for each in answers] == [200, 200, 401, 400, 404, 200]
+    ids = [each.headers.get_list("x-request-id") for each in answers]
+    assert {len(each) for each in ids} == {1} and len({each[0] for each in ids}) == len(ids)
+    logged = {line["request_id"] for line in lines_of(path)}
+    assert logged == ({each[0] for each in ids[:-1]} if is_audited else set())

@@ -22,7 +22,8 @@ from tests.serving import TIMEOUT_S, StepGate, fake_tokenizer, read_events, run_
 from typer.testing import CliRunner
 
 from outrider.cloud.api.draft_budget import DraftLimits
-from outrider.cloud.api.state import ServedModel
+from outrider.cloud.api.recall import Recalled
+from outrider.cloud.api.state import Core, ServedModel
 from outrider.cloud.engine import Engine
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.recent.store import MemoryStore
@@ -32,6 +33,7 @@ from outrider.cloud.replicas.members import Member, Members, Report
 from outrider.cloud.replicas.registry import SILENCE_S, Registry
 from outrider.cloud.replicas.scaling import QUEUED, RUNNING, replicas_for
 from outrider.cloud.replicas.trust import ForwardedOwners, forwarded
+from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server import main, replicated
 from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.replicated import Access, OpenReplica, scale_of
@@ -408,6 +410,25 @@ def test_readiness_and_metrics_are_of_all_replicas(
     assert client.get("/health/ready").json()["status"] == "failed"
     front.publish([each.report for each in group])
     front.wait_until(lambda: client.get("/health/ready").status_code == 200)
+
+
+def test_an_answer_through_the_front_has_one_request_id(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's, which the replica has too; and `Cache-Control` reaches it."""
+    allowed: list[bool] = []
+
+    async def recall(core: Core, request: GenerateRequest, *, is_allowed: bool = True) -> Recalled:
+        allowed.append(is_allowed)
+        return Recalled(request)
+
+    monkeypatch.setattr(Core, "recall", recall)
+    headers = {"x-request-id": "mine-1", "cache-control": "no-store"}
+    work = client.post("/v1/completions", json=BODY, headers=headers)
+    assert work.headers.get_list("x-request-id") == ["mine-1"] and allowed == [False]
+    refused = client.post("/v1/completions", json={}, headers=headers)
+    assert refused.headers.get_list("x-request-id") == ["mine-1"] and refused.json()["request_id"] == "mine-1"
+    for path in ("/health/ready", "/nowhere", "/v1/sessions/000009x/drafts"):
+        (own,) = client.get(path).headers.get_list("x-request-id")
+        assert own
 
 
 def test_a_front_drains_its_replicas_before_it_closes() -> None:

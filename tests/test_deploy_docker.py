@@ -31,9 +31,9 @@ import pytest
 from tests.dockerfile import Dockerfile
 from tests.serve_command import serve_options
 from tests.serving import serve_fake
+from tests.tiny_models import make_chat_target
 
 from outrider.cloud.api.app import PROBE_PATHS
-from outrider.export.make.pair import PairPaths
 from outrider.models.bundle import Bundle
 from outrider.models.ingress.sockets import READY_PREFIX, TlsFiles
 
@@ -204,11 +204,10 @@ def scratch() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="the images run Linux")
-def test_the_images_command_serves_is_probed_and_drains(reference_pair: PairPaths, scratch: Path) -> None:
+def test_the_images_command_serves_is_probed_and_drains(scratch: Path) -> None:
     """As user 10001 and process 1 it answers; SIGTERM turns readiness red and lets a text finish; it ends with 0."""
-    for name in ("target", "keys"):
-        (scratch / name).mkdir()
-    model = shutil.copytree(reference_pair.target, scratch / "target", dirs_exist_ok=True)
+    (scratch / "keys").mkdir()
+    model = make_chat_target(scratch / "source", scratch / "target")
     keys = scratch / "keys" / "keys"
     keys.write_text(KEY + "\n")
     replaced = {"/model": str(model), "/run/secrets/outrider/keys": str(keys), "8000": "0"}

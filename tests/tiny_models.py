@@ -45,20 +45,26 @@ class ChatPair:
 
 
 def make_chat_pair(directory: Path) -> ChatPair:
-    """Makes and exports a tiny pair that can chat, in some seconds.
+    """Makes and exports a tiny pair that can chat, in some seconds."""
+    from outrider.export.make.pipeline import export_model
+    from outrider.export.recipes import ExportOptions
 
-    The target is widened: its steps are long enough that a verifier waits for drafts, also on a busy machine.
+    target = make_chat_target(directory / "source", directory / "target")
+    return ChatPair(export_model(directory / "source", directory / "draft", ExportOptions("draft")).path, target)
+
+
+def make_chat_target(source: Path, directory: Path) -> Path:
+    """Makes a tiny model that can chat in `source`, and exports it as a target.
+
+    It is widened: its steps are long enough that a verifier waits for drafts, also on a busy machine.
     """
     from outrider.export.make.pipeline import export_model
     from outrider.export.recipes import ExportOptions
 
-    source = directory / "source"
     roles = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
     make_tiny_tokenizer(source, special_tokens=roles, chat_template=CHAT_TEMPLATE)
     make_tiny_model("llama", source, vocab_size=320, eos_token_id=0)
-    draft = export_model(source, directory / "draft", ExportOptions("draft")).path
-    target = export_model(source, directory / "target", ExportOptions("target", "fp32", widen_mb=150.0)).path
-    return ChatPair(draft, target)
+    return export_model(source, directory, ExportOptions("target", "fp32", widen_mb=150.0)).path
 
 
 def make_unknown(directory: Path, model_type: str, *, seed: int = 0, **fields: Any) -> Path:

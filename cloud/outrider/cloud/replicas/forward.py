@@ -22,6 +22,7 @@ from outrider.cloud.replicas.members import Member, Members, expire
 from outrider.cloud.replicas.trust import forwarded
 from outrider.models.errors import RequestError
 from outrider.models.http.keys import KEY
+from outrider.models.http.request_context import HEADER, current_request
 from outrider.models.http.requests import Bodies, read_body
 from outrider.models.http.security import ANYBODY, OWNER
 from outrider.models.protocol import TARGET_HEADER, ErrorAnswer
@@ -32,12 +33,12 @@ _TARGET: Final = TARGET_HEADER.lower().encode()
 _PASSED: Final = frozenset(
     {
         *(b"content-type", b"accept", b"prefer", b"user-agent", b"traceparent", b"tracestate"),
-        *(b"range", b"if-range", b"if-none-match"),
+        *(b"cache-control", b"range", b"if-range", b"if-none-match"),
     }
 )
 """Headers of a request that a replica needs. `Authorization`, `Host` and `Origin` are the front's to check."""
-_HELD_BACK: Final = frozenset({b"connection", b"keep-alive", b"transfer-encoding"})
-"""Headers of an answer that belong to the connection (RFC 9110, section 7.6.1)."""
+_HELD_BACK: Final = frozenset({b"connection", b"keep-alive", b"transfer-encoding", HEADER})
+"""Headers of an answer that belong to the connection (RFC 9110, section 7.6.1), and the id, which the front adds."""
 _ASKED_HASH: Final = re.compile(rb'"prefix_hash"\s*:\s*"([0-9A-Za-z_-]{1,64})"')
 _GIVEN_HASH: Final = re.compile(rb'"prefix_hash":"([0-9A-Za-z_-]{1,64})"')
 _NAMES_A_PREFIX: Final = ("/v1/sessions", "/v1/verify")
@@ -284,7 +285,9 @@ def _identity(scope: Scope, member: Member) -> str:
 
 
 def _passed(scope: Scope) -> dict[str, str]:
-    return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _PASSED}
+    passed = {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _PASSED}
+    request = current_request()
+    return passed if request is None else passed | {HEADER.decode(): request.request_id}
 
 
 def _headers(answer: aiohttp.ClientResponse) -> list[tuple[bytes, bytes]]:

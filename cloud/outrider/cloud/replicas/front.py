@@ -30,6 +30,7 @@ from outrider.models.errors import RequestError
 from outrider.models.http.counted_requests import CountedRequests
 from outrider.models.http.errors import ErrorBoundary, Throttled, method_not_allowed
 from outrider.models.http.limits import BodyLimit, RateLimiter
+from outrider.models.http.request_context import RequestIds
 from outrider.models.http.requests import read_body
 from outrider.models.http.security import ANYBODY, OWNER, Gate, KeyRing, PagePolicy, media_type_of
 from outrider.models.ingress.bounded_server import BoundedServer
@@ -88,8 +89,8 @@ class Front:
         drafts: ASGIApp = ErrorBoundary(
             BodyLimit(gate(self._draft, media_types=MEDIA_TYPES), min(MAX_DRAFT_BYTES, settings.max_body_bytes))
         )
-        self._whole = CountedRequests(whole, self.tally, route_of)
-        self._drafts = CountedRequests(drafts, self.tally, lambda scope: DRAFTS_PATH)
+        self._whole = RequestIds(CountedRequests(whole, self.tally, route_of))
+        self._drafts = RequestIds(CountedRequests(drafts, self.tally, lambda scope: DRAFTS_PATH))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
