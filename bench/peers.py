@@ -8,6 +8,9 @@
     python -m bench.peers [--widen 1200] [--runs 5] [--threads 1] [--json PATH]
     python -m bench.peers --vllm-python PYTHON --only serving
 
+What differs: our engine runs each token of a prompt as a sequence of its own, for bits that do not depend on the batch,
+and picks in Python; vLLM behind our API has speculation switched on without drafts, and no asynchronous scheduling.
+
 While one runs, the other processes are stopped (SIGSTOP), so nothing idle takes part; all have huge pages. `decode`
 begins when every text has its first token. Exits 1 where ours is under 0.95 of the peer's tokens/s, prompts included or
 decode alone (medians of the runs' ratios), or where texts have another length. Texts may differ: other kernels round
