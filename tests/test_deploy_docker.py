@@ -207,7 +207,7 @@ def scratch() -> Iterator[Path]:
 def test_the_images_command_serves_is_probed_and_drains(scratch: Path) -> None:
     """As user 10001 and process 1 it answers; SIGTERM turns readiness red and lets a text finish; it ends with 0."""
     (scratch / "keys").mkdir()
-    model = make_chat_target(scratch / "source", scratch / "target")
+    model = make_chat_target(scratch / "source", scratch / "target", widen_mb=40.0)
     keys = scratch / "keys" / "keys"
     keys.write_text(KEY + "\n")
     replaced = {"/model": str(model), "/run/secrets/outrider/keys": str(keys), "8000": "0"}

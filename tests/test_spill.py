@@ -369,7 +369,7 @@ def test_a_server_goes_on_where_another_was_killed(place: Path) -> None:
         assert again.tokens == target_tokens([*body["prompt"], *turn.tokens, 7, 8], 20)
         assert again.end.usage.cached_prompt_tokens == 48
         shown = client.get("/metrics").text
-        assert "outrider_engine_restored_total 1.0" in shown and "outrider_engine_spill_faults_total 0.0" in shown
+        assert "outrider_kv_cache_restored_total 1.0" in shown and "outrider_kv_cache_spill_faults_total 0.0" in shown
 
 
 def test_the_options_reach_the_engine(place: Path) -> None:

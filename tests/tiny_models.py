@@ -21,6 +21,7 @@ __all__ = [
     "compress_int8",
     "export_openvino",
     "make_chat_pair",
+    "make_chat_target",
     "make_tiny_model",
     "make_tiny_tokenizer",
 ]
@@ -53,7 +54,7 @@ def make_chat_pair(directory: Path) -> ChatPair:
     return ChatPair(export_model(directory / "source", directory / "draft", ExportOptions("draft")).path, target)
 
 
-def make_chat_target(source: Path, directory: Path) -> Path:
+def make_chat_target(source: Path, directory: Path, widen_mb: float = 150.0) -> Path:
     """Makes a tiny model that can chat in `source`, and exports it as a target.
 
     It is widened: its steps are long enough that a verifier waits for drafts, also on a busy machine.
@@ -64,7 +65,7 @@ def make_chat_target(source: Path, directory: Path) -> Path:
     roles = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
     make_tiny_tokenizer(source, special_tokens=roles, chat_template=CHAT_TEMPLATE)
     make_tiny_model("llama", source, vocab_size=320, eos_token_id=0)
-    return export_model(source, directory, ExportOptions("target", "fp32", widen_mb=150.0)).path
+    return export_model(source, directory, ExportOptions("target", "fp32", widen_mb=widen_mb)).path
 
 
 def make_unknown(directory: Path, model_type: str, *, seed: int = 0, **fields: Any) -> Path:
