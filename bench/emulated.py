@@ -280,7 +280,7 @@ def main() -> None:
     cli.add_argument("--form", choices=tuple(TreeForm), default=TreeForm.LINE, help="what a step verifies of a tree")
     cli.add_argument("--lookup", action="store_true", help="guess by prompt lookup, too")
     cli.add_argument("--policy", choices=tuple(Policy), default=Policy.AUTO)
-    cli.add_argument("--max-running", type=int, default=EngineConfig.max_running, help="sequences in one step")
+    cli.add_argument("--max-running", type=int, default=EngineConfig().max_running, help="sequences in one step")
     cli.add_argument("--data", type=Path, default=Path(__file__).parent / "data", help="what bench.ranks measured")
     options = cli.parse_args()
     if options.step_ms is not None:

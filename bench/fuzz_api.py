@@ -1,11 +1,14 @@
 """Sends generated requests to a server, from its own OpenAPI document, and judges every answer.
 
     python -m bench.fuzz_api
+    python -m bench.fuzz_api --vllm-python PYTHON --max-examples 15
 
 schemathesis makes the requests (`pip install "schemathesis>=4.32,<5"`): examples, every boundary of every schema,
 random valid and invalid ones, and chains. They are the same in every run. The server is real, its model is the tests'
-fake. The second pass sends drafts to a session that stays open. Exits 1 on an answer 5xx, or on a finding that is not
-in EXPLAINED.
+fake. The second pass sends drafts to a session that stays open, and asks for the files of an offered draft. With
+`--vllm-python` (an environment as docs/vllm.md says) the server is a process with vLLM over the reference target, and
+the second pass is left out: no gate holds its sessions open. Exits 1 on an answer 5xx, on an operation of the document
+that got no request, or on a finding that is not in EXPLAINED.
 """
 
 from __future__ import annotations
@@ -26,16 +29,20 @@ from typing import Annotated, Any, Final
 
 import httpx
 import typer
+from bench.processes import Program, source_path, started
 from rich.console import Console
+from tests.drafts import make_draft
 from tests.serving import StepGate, fake_tokenizer, read_events, serve_fake
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import SessionOpen
 from outrider.models.runtimes.fake import FakeBatchRuntime
+from outrider.reference import target_dir
 
 console = Console()
 KEY: Final = "a-key-for-the-fuzzer"
+DRAFT, DRAFT_FILE = "cpu-int8", "openvino_model.bin"
 MAX_POSITIONS: Final = 256
 MIN_REQUESTS: Final = 2000
 
@@ -154,22 +161,41 @@ def fuzz(url: str, *options: str, config: str = "") -> Verdict:
 
 @contextmanager
 def open_server(gate: StepGate | None = None) -> Iterator[str]:
-    """A server with the fake model; its URL."""
+    """A server with the fake model, which offers the draft DRAFT; its URL."""
     runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size, max_positions=MAX_POSITIONS, on_step=gate)
-    with serve_fake(ServerSettings(keys=KeyRing([KEY])), runtime=runtime, gate=gate) as server:
-        yield server.url
-        if gate is None:
-            server.wait_until(lambda: server.core.engine.stats().running == server.core.slots.num_taken == 0)
+    settings = ServerSettings(keys=KeyRing([KEY]))
+    with tempfile.TemporaryDirectory() as drafts:
+        make_draft(Path(drafts, DRAFT), rate=0.75)
+        with serve_fake(settings, runtime=runtime, gate=gate, drafts=Path(drafts)) as server:
+            yield server.url
+            if gate is None:
+                server.wait_until(lambda: server.core.engine.stats().running == server.core.slots.num_taken == 0)
 
 
-def fuzz_all(max_examples: int) -> Verdict:
+@contextmanager
+def open_vllm(python: str) -> Iterator[str]:
+    """A process with vLLM over the reference target; its URL."""
+    arguments = ["-m", "outrider.cloud.server", "serve", str(target_dir()), "--engine", "vllm", "--drain-s", "0"]
+    arguments += ["--vllm-option", "dtype=float32", "--vllm-option", "enforce_eager=true"]
+    arguments += ["--vllm-option", f"max_model_len={MAX_POSITIONS}"]
+    with tempfile.TemporaryDirectory() as place:
+        environment = {"OUTRIDER_API_KEYS": KEY, "PYTHONPATH": source_path()}
+        program = Program(arguments, Path(place, "verifier.log"), environment=environment, python=python)
+        with started(program) as server:
+            yield server.url
+            if "Traceback" in server.said():
+                console.print(server.said())
+
+
+def fuzz_all(url: str, max_examples: int) -> Verdict:
     """Every operation."""
-    with open_server() as url:
-        return fuzz(url, "--max-examples", str(max_examples))
+    return fuzz(url, "--max-examples", str(max_examples))
 
 
-def fuzz_drafts(max_examples: int) -> Verdict:
-    """Drafts to an open session: the engine waits, so it does not end."""
+def fuzz_named(max_examples: int) -> Verdict:
+    """What needs a name that exists: drafts to an open session (the engine waits, so it does not end), the files of an
+    offered draft, the model.
+    """
     gate = StepGate()
     with (
         open_server(gate) as url,
@@ -179,21 +205,34 @@ def fuzz_drafts(max_examples: int) -> Verdict:
         events = read_events(response)  # kept: without a reader the stream closes
         opened = next(events)
         assert isinstance(opened, SessionOpen)
-        config = f'[parameters]\nsession_id = "{opened.session}"\n'
-        options = ("--include-path-regex", "drafts$", "--max-examples", str(max_examples))
+        names = {"session_id": opened.session, "name": DRAFT, "path": DRAFT_FILE, "model": "fake"}
+        config = "[parameters]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in names.items())
+        # A DELETE would end the session.
+        options = ("--include-path-regex", "drafts|models/", "--max-examples", str(max_examples))
         verdict = fuzz(url, *options, config=config)
         gate.open()
         assert list(events)
         return verdict
 
 
+def operations_of(url: str) -> set[str]:
+    """The operations of a server's document, as `Verdict` names them."""
+    paths = httpx.get(f"{url}/openapi.json", trust_env=False).raise_for_status().json()["paths"]
+    return {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
+
+
 def main(
     max_examples: Annotated[int, typer.Option(min=1, help="Random requests per operation and phase.")] = 40,
+    vllm_python: Annotated[str | None, typer.Option(help="fuzz vLLM as the engine, run by this interpreter")] = None,
 ) -> None:
     """Prints the answers by operation and status, and every finding."""
     if importlib.util.find_spec("schemathesis") is None:
         raise SystemExit('schemathesis is not installed; pip install "schemathesis>=4.32,<5"')
-    verdicts = [fuzz_all(max_examples), fuzz_drafts(max_examples)]
+    with open_vllm(vllm_python) if vllm_python else open_server() as url:
+        operations = operations_of(url)
+        verdicts = [fuzz_all(url, max_examples)]
+    if not vllm_python:
+        verdicts.append(fuzz_named(max_examples))
     statuses = sum((verdict.statuses for verdict in verdicts), Counter())
     for operation in sorted({operation for operation, _ in statuses}):
         counts = {status: num for (each, status), num in statuses.items() if each == operation}
@@ -210,13 +249,19 @@ def main(
     errors = [error for verdict in verdicts for error in verdict.errors]
     for error in errors:
         console.print("[red]schemathesis:[/]", error)
+    missing = operations - {operation for operation, _ in statuses}
+    for operation in sorted(missing):
+        console.print(f"[red]{operation} got no request[/]")
     num_broken = sum(num for (_, status), num in statuses.items() if status is None or status >= 500)
-    num_drafts = verdicts[1].statuses["POST /v1/sessions/{session_id}/drafts", 204]
+    num_taken = sum(verdict.statuses["POST /v1/sessions/{session_id}/drafts", 204] for verdict in verdicts)
+    num_files = sum(verdict.statuses["GET /v1/drafts/{name}/{path}", 200] for verdict in verdicts)
     console.print(
-        f"{statuses.total()} requests, {num_broken} without an answer or 5xx, {len(faults)} findings, "
-        f"{sum(explained.values())} more explained, {num_drafts} drafts taken"
+        f"{len(operations)} operations, {statuses.total()} requests, {num_broken} without an answer or 5xx, "
+        f"{len(faults)} findings, {sum(explained.values())} more explained, {num_taken} drafts taken, "
+        f"{num_files} files sent"
     )
-    if faults or errors or num_broken or not num_drafts or statuses.total() < MIN_REQUESTS:
+    has_all = bool(vllm_python) or (num_taken and num_files and statuses.total() >= MIN_REQUESTS)
+    if faults or errors or num_broken or missing or not has_all:
         raise SystemExit(1)
 
 

@@ -238,15 +238,16 @@ def open_subject(options: argparse.Namespace) -> Iterator[Subject]:
     urls: dict[str, str] = {}
     with ExitStack() as stack:
         if options.emulate:
-            emulation = Emulation(*options.emulate, 0.0, temperature=options.temperature)
+            step_ms, extra_ms = options.emulate
+            emulation = Emulation(step_ms, extra_ms, 0.0, temperature=options.temperature)
             for policy in policies:
-                given = ("--policy", policy, "--max-running", str(most), "--form", "line")
+                given = ["--policy", policy, "--max-running", str(most), "--form", "line"]
                 urls[policy] = stack.enter_context(emulated_cloud(emulation, cores.cloud, given))
             drafter = ModelDrafter(emulated_draft(emulation), VOCAB_SIZE)
         else:
             pair = export_reference_pair(widen_mb=options.widen or None)
             for policy in policies:
-                given = ("--policy", policy, "--max-running", str(most), "--no-lookup", "--max-queue", "4096")
+                given = ["--policy", policy, "--max-running", str(most), "--no-lookup"]
                 urls[policy] = stack.enter_context(cloud_process(pair.target, cores.cloud, given))
             draft = Bundle.open(pair.draft)
             runtime = open_sequence_runtime("openvino", draft.model_file, RuntimeOptions(num_threads=1))

@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx
-from bench.peer_engines import STEP_TOKENS, Batch
+from bench.peer_engines import HUGE_PAGES, STEP_TOKENS, Batch
+from bench.processes import source_path
 
 from outrider.edge.lab.cores import Cores, running_on
 from outrider.models.errors import RuntimeUnavailable
 
 MODEL: Final = "target"
 MAX_RUNNING: Final = 16
-_ROOT: Final = Path(__file__).parent.parent
-"""Measured is this checkout, whichever the environment has."""
 _START_S: Final = 600.0
 _POLL_S: Final = 0.5
 _DATA: Final = b"data: "
@@ -74,7 +73,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        environment = {**os.environ, **more}
+        environment = {**os.environ, **HUGE_PAGES, **more}
         with log.open("w") as lines, running_on(cores):
             self._process = subprocess.Popen(
                 [*arguments, "--port", str(self.port)],
@@ -145,8 +144,12 @@ def open_servers(
 
     The server's own options stay at their defaults: ours runs steps in turn, vLLM's may schedule ahead.
     """
-    sources = os.pathsep.join(str(_ROOT / part) for part in ("cloud", "models", "edge", "export"))
-    more = {"PYTHONPATH": sources, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    more = {
+        "PYTHONPATH": source_path(),
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     ours = [python, "-m", "outrider.cloud.server", "serve", str(target), "--engine", "vllm", "--name", MODEL]
     ours += ["--threads", str(threads), "--max-running", str(MAX_RUNNING), "--step-tokens", str(STEP_TOKENS)]
     ours += ["--kv-cache-mb", str(kv_cache_mb), "--no-share-prefixes", "--no-lookup", "--drain-s", "0"]

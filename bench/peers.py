@@ -1,16 +1,20 @@
 """Compares our engines with their peers, without drafts: the same target, 16 greedy sequences, batch by batch in turn.
 
-  engine    our own engine beside `openvino_genai`'s continuous batching (`pip install openvino-genai==2026.4.1`), in a
-            process each, without HTTP: the same IR, f32 arithmetic, f32 KV cache, threads, step budget
+  engine    our own engine beside `openvino_genai`'s continuous batching (`pip install "outrider[peers]"`), in a process
+            each, without HTTP: the same IR, f32 arithmetic, f32 KV cache, threads, step budget
   serving   `outrider-cloud serve --engine vllm` beside vLLM's own OpenAI server: the same safetensors, the same client,
             streamed completions over HTTP; runs with `--vllm-python`, an environment as docs/vllm.md says
 
     python -m bench.peers [--widen 1200] [--runs 5] [--threads 1] [--json PATH]
     python -m bench.peers --vllm-python PYTHON --only serving
 
-While one runs, the other processes are stopped (SIGSTOP), so nothing idle takes part. `decode` begins when every text
-has its first token. Exits 1 where ours is under 0.95 of the peer's tokens/s, prompts included or decode alone (medians
-of the runs' ratios), or where texts have another length. Texts may differ: other kernels round differently.
+What differs: our engine runs each token of a prompt as a sequence of its own, for bits that do not depend on the batch,
+and picks in Python; vLLM behind our API has speculation switched on without drafts, and no asynchronous scheduling.
+
+While one runs, the other processes are stopped (SIGSTOP), so nothing idle takes part; all have huge pages. `decode`
+begins when every text has its first token. Exits 1 where ours is under 0.95 of the peer's tokens/s, prompts included or
+decode alone (medians of the runs' ratios), or where texts have another length. Texts may differ: other kernels round
+differently.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, Protocol
 
-from bench.peer_engines import READY, STEP_TOKENS, Batch, Done, done_of
+from bench.peer_engines import HUGE_PAGES, READY, STEP_TOKENS, Batch, Done, done_of
 from bench.peer_servers import Streamed, open_servers
 from bench.report import write_json
 from rich.console import Console
@@ -98,6 +102,7 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
+                env=os.environ | HUGE_PAGES,
                 start_new_session=True,
             )
         self._expect(READY)
@@ -179,9 +184,11 @@ def compare(name: str, ours: Contestant, peer: Contestant, batch: Batch, num_run
                 found[side].append(done)
     texts = [_texts(found[side][-1]) for side in (OURS, PEER)]
     return Comparison(
-        name,
-        *(tuple(done.rate for done in found[side]) for side in (OURS, PEER)),
-        *(tuple(done.decode_rate for done in found[side]) for side in (OURS, PEER)),
+        name=name,
+        ours=tuple(done.rate for done in found[OURS]),
+        peer=tuple(done.rate for done in found[PEER]),
+        ours_decode=tuple(done.decode_rate for done in found[OURS]),
+        peer_decode=tuple(done.decode_rate for done in found[PEER]),
         num_same=sum(a == b for a, b in zip(*texts, strict=True)),
         num_texts=len(batch.prompts),
     )

@@ -27,6 +27,12 @@ _SILENCE_S: Final = 120.0
 """A stream that is silent for longer has failed: its keep-alives come every few seconds."""
 
 
+def source_path() -> str:
+    """PYTHONPATH for an interpreter of another environment, so that it runs this checkout's sources."""
+    root = Path(__file__).parent.parent
+    return os.pathsep.join(str(root / part) for part in ("cloud", "models", "edge", "export"))
+
+
 class Program:
     """A command that announces its URL, in a process group of its own. A port that it once had is its own for good.
 

@@ -332,6 +332,36 @@ def test_a_busy_endpoint_and_one_without_a_verifier(cloud: FakeServer) -> None:
                 assert raised.value.code == code and raised.value.response.headers["retry-after"] == "1"
 
 
+def test_a_busy_verifier() -> None:
+    """RateLimitError, with `Retry-After`, for more texts at once than a key may have."""
+    with (
+        serve_fake(ServerSettings(max_sessions=1)) as busy,
+        openai.OpenAI(base_url=f"{busy.url}/v1", api_key="unused", max_retries=0) as client,
+    ):
+        with pytest.raises(openai.RateLimitError) as raised:
+            client.completions.create(prompt=["zip", "all"], **ASKED)
+        assert raised.value.code == "too_many_sessions" and raised.value.response.headers["retry-after"] == "1"
+        assert client.completions.create(prompt="zip", **ASKED).choices[0].text
+
+
+def test_a_stream_that_a_verifier_ends_raises() -> None:
+    """As for the endpoint, without one in between."""
+    gate = StepGate()
+    with serve_fake(gate=gate) as server:
+        gate.allow(3)
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+            stream = client.completions.create(
+                model="fake", prompt="zip", max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
+            )
+            assert next(stream).choices[0].text
+            server.server.begin_drain(0.0)
+            gate.open()
+            with pytest.raises(openai.APIError, match="shut down before the request was complete") as raised:
+                for _ in stream:
+                    pass
+            assert raised.value.code == "shutting_down"
+
+
 def test_a_stream_that_the_server_ends_raises() -> None:
     """The error event of a stream becomes the client's APIError, with our code."""
     gate = StepGate()

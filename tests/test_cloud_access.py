@@ -21,6 +21,7 @@ from outrider.cloud.api.state import ServedModel
 from outrider.cloud.engine import Engine
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.server import serve as serve_module
+from outrider.cloud.server.hangup import takes_hangups
 from outrider.cloud.server.options import ServeOptions
 from outrider.models import watched_files
 from outrider.models.errors import ConfigError
@@ -60,7 +61,7 @@ def fake_target(on_load: Callable[[], object]) -> Iterator[Any]:
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs SIGHUP")
 def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a change, and at once on SIGHUP; a broken file is counted; the audit log names each key."""
+    """After a change, and on SIGHUP, also while the model is loaded; a broken file is counted; the audit log names each key."""
     keys, audit, port_file = tmp_path / "keys", tmp_path / "audit.jsonl", tmp_path / "port"
     keys.write_text("the-key-of-the-start\n")
     monkeypatch.setattr(watched_files, "LOOK_S", 0.02)
@@ -97,8 +98,13 @@ def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pyte
     options = ServeOptions(
         "fake", port=0, port_file=port_file, api_key_file=keys, audit_log=audit, tokens_per_minute=80, drain_s=0.0
     )
+
+    def on_load() -> None:
+        keys.write_text(f"{ALICE}\n")
+        os.kill(os.getpid(), signal.SIGHUP)
+
     before = signal.getsignal(signal.SIGHUP)
-    with fake_target(lambda: keys.write_text(f"{ALICE}\n")) as target:
+    with fake_target(on_load) as target:
         monkeypatch.setattr(serve_module, "open_target", lambda _: target)
         monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
         thread = threading.Thread(target=beside)
@@ -115,9 +121,30 @@ def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pyte
 
 
 def test_mistakes_show_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CA without HTTPS; a server beyond loopback needs keys or client certificates."""
+    """A CA without HTTPS; a server beyond loopback without keys or client certificates; an audit log with no place."""
     monkeypatch.setattr(serve_module, "configure_logging", lambda _: None)
     with pytest.raises(ConfigError, match="--tls-client-ca needs HTTPS"):
         serve_module.serve(ServeOptions("fake", port=0, tls_client_ca=tmp_path / "ca.pem"))
     with pytest.raises(ConfigError, match="--api-key-file or --tls-client-ca"):
         serve_module.serve(ServeOptions("fake", port=0, host="0.0.0.0"))
+    loads: list[bool] = []
+    with fake_target(lambda: loads.append(True)) as target:
+        monkeypatch.setattr(serve_module, "open_target", lambda _: target)
+        with pytest.raises(ConfigError, match="the audit log "):
+            serve_module.serve(ServeOptions("fake", port=0, audit_log=tmp_path / "missing" / "audit.jsonl"))
+    assert not loads
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs SIGHUP")
+def test_a_hangup_is_remembered() -> None:
+    """One that comes before the files are watched is acted upon when they are; a later one at once."""
+    acts: list[str] = []
+    before = signal.getsignal(signal.SIGHUP)
+    with takes_hangups() as hangups:
+        signal.raise_signal(signal.SIGHUP)
+        assert not acts
+        hangups.act_by(lambda: acts.append("read"))
+        assert acts == ["read"]
+        signal.raise_signal(signal.SIGHUP)
+        assert acts == ["read", "read"]
+    assert signal.getsignal(signal.SIGHUP) == before

@@ -134,8 +134,28 @@ def test_a_changed_file_is_read_once_it_keeps_still(tmp_path: Path) -> None:
             files.check(counts)
     path.unlink()
     files.check(counts, is_forced=True)
+    files.check(counts)
     assert counts == {("keys", "ok"): 1, ("keys", "failed"): 3} and len(ring) == 1
     assert ring.owner(b"Bearer " + BOB.encode())
+
+
+def test_a_file_that_is_still_written_is_not_read_on_sighup(tmp_path: Path) -> None:
+    """An editor that has begun to write leaves fewer keys; the forced read waits until the file keeps still."""
+    path = written(tmp_path / "keys", ALICE, BOB)
+    ring, counts = KeyRing.load(path), Counter[tuple[str, str]]()
+    files = WatchedFiles("keys", [path], ring.reload)
+    written(path, ALICE)  # BOB's line is to follow
+    files.check(counts, is_forced=True)
+    assert not counts and len(ring) == 2
+    written(path, ALICE, BOB)
+    files.check(counts)
+    assert not counts and len(ring) == 2
+    files.check(counts)
+    assert counts == {("keys", "ok"): 1} and len(ring) == 2
+    files.check(counts)
+    assert counts == {("keys", "ok"): 1}  # once
+    files.check(counts, is_forced=True)
+    assert counts == {("keys", "ok"): 2}  # unchanged and still: at once
 
 
 # -- the server ------------------------------------------------------------------------------------------------------
@@ -191,9 +211,8 @@ def test_the_removal_of_a_key_ends_its_work(tmp_path: Path) -> None:
         next(events)
         assert isinstance(next(events), Commit)
         written(path, BOB)
-        WatchedFiles("keys", [path], lambda: server.core.admission.revoke(keys.reload())).check(
-            Counter(), is_forced=True
-        )
+        watched = WatchedFiles("keys", [path], lambda: server.core.admission.revoke(keys.reload()))
+        watched.check(Counter(), is_forced=True)
         gate.open()
         *_, end = events
         assert isinstance(end, SessionEnd) and end.reason == "error"

@@ -38,7 +38,7 @@ from outrider.cloud.server.options import RuntimeName, ServeOptions
 from outrider.cloud.server.serving import VerifierServer
 from outrider.edge.cli.exporter import draft_kind
 from outrider.edge.devices.placement import DraftChoice
-from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.errors import ConfigError, RuntimeUnavailable, SamplingError
 from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing, require_safe_host
 from outrider.models.ingress.sockets import READY_PREFIX, open_socket, url_of
@@ -47,6 +47,7 @@ from outrider.models.protocol import Commit, ReadyAnswer, SessionEnd, SessionOpe
 from outrider.models.reference_export import export_arguments
 from outrider.models.runtimes.base import RuntimeOptions
 from outrider.models.runtimes.fake import FakeBatchRuntime
+from outrider.models.sampling import SamplingParams
 from outrider.models.tree_draft import TREE_MEDIA_TYPE
 
 PROMPT = [5, 17, 99, 3]
@@ -223,6 +224,20 @@ def test_the_openapi_document_is_complete(client: httpx.Client, server: FakeServ
         if method != "HEAD" and route.path not in ALIASES
     }
     assert routed <= {(method, path) for path, operations in document["paths"].items() for method in operations}
+
+
+def test_the_document_knows_which_temperatures_are_refused(client: httpx.Client) -> None:
+    """Those between greedy and the smallest one, in every request that has a temperature."""
+    schemas = client.get("/openapi.json").json()["components"]["schemas"]
+    properties = [schema.get("properties", {}) for schema in schemas.values()]
+    found = [each["temperature"] for each in properties if "not" in each.get("temperature", {})]
+    assert len(found) >= 4
+    least = 0.0001
+    assert {each["not"]["exclusiveMaximum"] for each in found} == {least}
+    assert {(each["not"]["type"], each["not"]["exclusiveMinimum"]) for each in found} == {("number", 0.0)}
+    assert SamplingParams(temperature=least).temperature == least
+    with pytest.raises(SamplingError):
+        SamplingParams(temperature=least / 2)
 
 
 def test_health_is_answered_under_its_usual_names() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -99,7 +100,8 @@ def test_one_bad_item_fails_alone(client: httpx.Client) -> None:
 
 def test_not_a_number_fails_its_item_only(client: httpx.Client) -> None:
     """The literal NaN, which JSON libraries write, is an error of its item."""
-    body = b'{"items":[{"prefix":[1],"temperature":NaN},{"prefix":[1],"min_p":Infinity},{"prefix":[5,17,99,3]}]}'
+    good = json.dumps(PREFIX).encode()
+    body = b'{"items":[{"prefix":[1],"temperature":NaN},{"prefix":[1],"min_p":Infinity},{"prefix":%s}]}' % good
     results = VerifyAnswer.model_validate_json(client.post("/v1/verify", content=body, headers=JSON).content).results
     assert [result.error.param if result.error else None for result in results] == [
         "items.0.temperature",

@@ -53,6 +53,7 @@ def test_the_command_is_one_of_the_server_and_stops_in_time() -> None:
     assert int(patience) > options["drain_s"]
     (credential,) = settings()["LoadCredential"]
     assert options["api_key_file"] == f"%d/{credential.split(':')[0]}"
+    assert settings()["RestartForceExitStatus"] == ["SIGHUP"], "a reload while Python still starts would be a clean end"
     assert settings()["KillMode"] == ["mixed"], "vLLM's workers get no SIGTERM: the server ends them"
 
 

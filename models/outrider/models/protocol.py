@@ -20,6 +20,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    JsonValue,
     Strict,
     StrictBool,
     WithJsonSchema,
@@ -80,10 +81,16 @@ class _Answer(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
+NO_NEAR_GREEDY: Final[dict[str, JsonValue]] = {
+    "not": {"type": "number", "exclusiveMinimum": 0.0, "exclusiveMaximum": 0.0001}
+}
+"""Of a temperature's schema: `SamplingParams` refuses what lies between greedy and the smallest temperature."""
+
+
 class SamplingFields(_Request):
     """Sampling parameters, with the ranges of `SamplingParams`; NaN and infinities are refused."""
 
-    temperature: Number = Field(default=0.0, ge=0.0, le=100.0)
+    temperature: Number = Field(default=0.0, ge=0.0, le=100.0, json_schema_extra=NO_NEAR_GREEDY)
     top_k: Integer = Field(default=0, ge=0, le=MAX_COUNT)
     top_p: Number = Field(default=1.0, gt=0.0, le=1.0)
     min_p: Number = Field(default=0.0, ge=0.0, le=1.0)

@@ -1,7 +1,8 @@
 """Reads files again when they change, without a restart: keys, certificates.
 
 A thread looks once a second, so no request pays for it. A change counts once the files have kept still from one look
-to the next, so that a file which an editor still writes is not read; `check_soon` (SIGHUP) reads them at the next look.
+to the next, so that a file which an editor still writes is not read; `check_soon` (SIGHUP) reads them once they keep
+still, changed or not.
 What cannot be read leaves the server as it is: the log says so once for each change, and a metric counts it.
 """
 
@@ -37,17 +38,19 @@ class WatchedFiles:
         self._paths = tuple(paths)
         self.reload = reload
         self._read = self._seen = self._state()
+        self._is_forced = False
 
     def check(self, counts: Counter[tuple[str, str]], *, is_forced: bool = False) -> None:
-        """Reads the files again if they have changed and keep still, or if `is_forced`.
+        """Reads the files again if they keep still and have changed, or were to be read whether or not: `is_forced`.
 
         counts: how often, by name and result, "ok" or "failed".
         """
         state, before = self._state(), self._seen
         self._seen = state
-        if not is_forced and (state == self._read or state != before):
+        self._is_forced = self._is_forced or is_forced
+        if state != before or (state == self._read and not self._is_forced):
             return
-        self._read = state
+        self._read, self._is_forced = state, False
         try:
             self.reload()
         except ConfigError as error:
@@ -90,13 +93,8 @@ class FileWatch:
         if self._files:
             self._thread.join()
 
-    @property
-    def has_files(self) -> bool:
-        """Whether there is anything to read again."""
-        return bool(self._files)
-
     def check_soon(self) -> None:
-        """Reads all files again at the next look. Safe in a signal handler: it takes no lock."""
+        """Reads all files again once they keep still. Safe in a signal handler: it takes no lock."""
         self._is_forced = True
 
     def _run(self) -> None:

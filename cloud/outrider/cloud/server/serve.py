@@ -1,7 +1,7 @@
 """Serves a bundle: `outrider-cloud serve`.
 
-In this order, so that a mistake shows before the model is loaded: options, keys, port, bundle; then the model, its
-calibration, and the line that says that the server is ready.
+In this order, so that a mistake shows before the model is loaded: options, keys, port, bundle, audit log; then the
+model, its calibration, and the line that says that the server is ready.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import signal
 import sys
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +23,7 @@ from outrider.cloud.api.download_places import DraftFiles
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.traces import traces_from_environment
 from outrider.cloud.server.embedded import BundleTarget
+from outrider.cloud.server.hangup import HangUps, takes_hangups
 from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.options import EngineName, ServeOptions
 from outrider.cloud.server.recent import open_recent
@@ -56,6 +55,11 @@ def serve(options: ServeOptions) -> int:
     Raises OutriderError for what the user can put right.
     """
     _refuse_replica_options(options)
+    with takes_hangups() as hangups:
+        return _serve(options, hangups)
+
+
+def _serve(options: ServeOptions, hangups: HangUps) -> int:
     configure_logging(options.log_format)
     watched = watched_keys(options.api_key_file)
     keys = KeyRing.load(options.api_key_file)
@@ -72,10 +76,10 @@ def serve(options: ServeOptions) -> int:
         target = open_target(options)
         drafts = drafts_for(options.drafts, target)
         with (
+            _audit_log(options.audit_log) as audit,
             open_recent(options) as recent,
             target.load() as loaded,
             port_file_removed(options.port_file),
-            _audit_log(options.audit_log) as audit,
         ):
             reloads = Counter[tuple[str, str]]()
             settings = replace(server_settings(options, keys, pages), traces=traces, audit=audit, reloads=reloads)
@@ -102,7 +106,8 @@ def serve(options: ServeOptions) -> int:
                     each.reload = lambda: server.admission.revoke(keys.reload())
                 if server.tls is not None:
                     watched.append(WatchedFiles("certificates", server.tls.files.paths, server.tls.reload))
-                with FileWatch(watched, reloads) as watch, _read_on_hangup(watch, audit):
+                with FileWatch(watched, reloads) as watch:
+                    hangups.act_by(watch.check_soon)
                     server.run(sockets=[sock])
             finally:
                 loaded.engine.stop()  # before the model goes
@@ -165,20 +170,6 @@ def _audit_log(path: Path | None) -> Iterator[AuditLog | None]:
     finally:
         if log is not None:
             log.close()
-
-
-@contextmanager
-def _read_on_hangup(watch: FileWatch, audit: AuditLog | None) -> Iterator[None]:
-    """SIGHUP reads the watched files again, and opens the audit log again, where there is one of either."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if not (is_main and hasattr(signal, "SIGHUP") and (watch.has_files or audit is not None)):
-        yield
-        return
-    before = signal.signal(signal.SIGHUP, lambda *_: watch.check_soon())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGHUP, before)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from outrider.models.http.errors import FieldError
 from outrider.models.protocol import (
     DEADLINE,
     MAX_COUNT,
+    NO_NEAR_GREEDY,
     PRIORITY,
     DeadlineMs,
     Integer,
@@ -170,7 +171,9 @@ class GenerationRequest(BaseModel):
 
     model: str | None = Field(default=None, description="the served model's name; may be left out")
     max_tokens: Integer | None = Field(default=None, ge=1, le=MAX_COUNT)
-    temperature: Number | None = Field(default=None, ge=0.0, le=100.0, description="1 if unset; 0 is greedy")
+    temperature: Number | None = Field(
+        default=None, ge=0.0, le=100.0, description="1 if unset; 0 is greedy", json_schema_extra=NO_NEAR_GREEDY
+    )
     top_p: Number | None = Field(default=None, gt=0.0, le=1.0)
     top_k: Integer | None = Field(default=None, ge=0, le=MAX_COUNT)
     min_p: Number | None = Field(default=None, ge=0.0, le=1.0)

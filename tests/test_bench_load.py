@@ -1,0 +1,168 @@
+"""The arithmetic of the measurements under load, beside peers, of capacity, and of leaks."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+from bench.beside import Written
+from bench.capacity import Costs, Found, Text, saturated_rate
+from bench.load import CLOUD_ONLY, VERIFY, Cell, Figures, crossover, misses, quantile
+from bench.load_devices import Session
+from bench.open_and_drop import State, leaks
+from bench.peer_engines import READY, Batch, Done, done_of, serve
+from bench.peer_servers import Streamed, StreamedText, read_stream
+from bench.peers import Comparison, compare
+
+from outrider.models.errors import RuntimeUnavailable
+
+
+def test_figures_are_taken_while_all_sessions_run() -> None:
+    """What comes before the last first commit and after the first end does not count, except for the passes."""
+    first = Session([(0.0, (1,)), (1.0, (2, 3)), (2.0, (4,)), (3.0, (5, 6))])
+    second = Session([(1.0, (1,)), (2.0, (2, 3, 4)), (6.0, (5, 6))])
+    found = Figures.of([first, second])
+    assert found.tokens_per_s == (1 + 2 + 3) / 2.0  # from second 1 to second 3
+    assert found.passes == 5 / 10
+    assert found.gaps_ms == (1000.0, 1000.0, 1000.0)
+    with pytest.raises(ValueError, match="raise --max-tokens"):
+        Figures.of([Session([(0.0, (1,))]), Session([(0.0, (1,))])])
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.5, 50), (0.95, 95), (0.99, 99), (1.0, 100), (0.001, 1)])
+def test_a_quantile_is_a_measured_value(share: float, expected: float) -> None:
+    """The smallest that this share of the values does not exceed."""
+    assert quantile([float(value) for value in range(100, 0, -1)], share) == expected
+
+
+@pytest.mark.parametrize(
+    ("speed_ups", "expected"),
+    [({1: 1.8, 4: 1.2}, None), ({1: 0.9}, 1.0), ({4: 1.5, 16: 0.5}, 8.0), ({1: 2.0, 4: 1.0, 16: 0.8}, 4.0)],
+)
+def test_the_crossover_lies_between_two_measured_numbers(speed_ups: dict[int, float], expected: float | None) -> None:
+    """By the logarithm of the number of sessions."""
+    found = crossover(speed_ups)
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_limits_hold_at_16_sessions() -> None:
+    """Passes always, tokens/s where the target is bound by memory, texts everywhere."""
+
+    def cell(rate: float, passes: float, num_different: int = 0) -> Cell:
+        return Cell([Figures(rate, passes, (1.0, 2.0, 3.0))], num_different)
+
+    cells = {16: {CLOUD_ONLY: cell(100.0, 1.0), VERIFY: cell(140.0, 0.51)}}
+    assert [line.split(":")[0] for line in misses(cells, is_memory_bound=False)] == ["16 sessions"]
+    assert len(misses(cells, is_memory_bound=True)) == 2
+    fine = {16: {CLOUD_ONLY: cell(100.0, 1.0), VERIFY: cell(150.0, 0.5)}}
+    assert misses(fine, is_memory_bound=True) == []
+    assert "texts differ" in misses({4: {VERIFY: cell(1.0, 1.0, 1)}}, is_memory_bound=False)[0]
+
+
+def test_capacity_counts_rounds_after_the_first() -> None:
+    """The first pass reads the prompt and drafts nothing."""
+    text = Written(
+        tokens=tuple(range(9)),
+        arrival_s=(1.0, *[2.0] * 4, *[3.0] * 4),
+        num_passes=3,
+        num_drafted=8,
+        num_accepted=6,
+        draft_s=0.4,
+    )
+    costs = Costs.of([text, text])
+    assert (costs.draft_s, costs.verify_s, costs.gamma) == pytest.approx((0.05, 0.8, 4.0))
+    assert costs.gain == pytest.approx(1.25)
+    found = Found({"beside": [10.0, 10.0], "devices": [11.0, 11.4]}, [costs])
+    assert found.over_beside("devices") == pytest.approx(1.12)
+    assert len(found.misses) == 1  # under 0.9 of 1.25
+    clients = [Text([(0.0, (1,)), (2.0, (2, 3))]), Text([(1.0, (1,)), (2.0, (2,)), (4.0, (3,))])]
+    assert saturated_rate(clients) == 3 / 1.0
+
+
+def test_decoding_begins_when_every_text_has_begun() -> None:
+    """The rates of an engine, and those of a streamed batch."""
+    done = Done(((1, 2, 3, 4), (1, 2, 3, 4)), took_s=4.0, before_s=2.0, num_before=4, cpu_s=2.0, cpu_before_s=1.0)
+    assert (done.rate, done.decode_rate, done.decode_cpu_rate) == (2.0, 2.0, 4.0)
+    streamed = Streamed(
+        (StreamedText("ab", 4, (1.0, 3.0)), StreamedText("abcd", 4, (2.0, 3.0, 4.0, 5.0))),
+    )
+    assert streamed.rate == 8 / 5
+    assert streamed.decode_rate == (2 + 3) / 3
+
+
+def test_batches_go_to_an_engine_and_back_as_lines() -> None:
+    """The protocol of the process that runs an engine."""
+    asked: list[Batch] = []
+
+    def run(batch: Batch) -> Done:
+        asked.append(batch)
+        return Done(batch.prompts, 1.0, 0.5, 1)
+
+    answers = io.StringIO()
+    serve(run, io.StringIO(json.dumps({"prompts": [[1, 2], [3]], "max_tokens": 5}) + "\n"), answers)
+    assert asked == [Batch(((1, 2), (3,)), 5)]
+    ready, line = answers.getvalue().splitlines()
+    assert ready == READY
+    assert done_of(line) == Done(((1, 2), (3,)), 1.0, 0.5, 1)
+
+
+def test_a_stream_is_read_with_its_usage() -> None:
+    """Text, tokens and arrivals; an error in the stream is raised."""
+    lines = [
+        b'data: {"choices": [{"text": "a", "finish_reason": null}]}\n',
+        b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n',
+        b'data: {"choices": [], "usage": {"completion_tokens": 3}}\n',
+        b"data: [DONE]\n",
+    ]
+    assert read_stream([(float(at), line) for at, line in enumerate(lines)]) == StreamedText("a", 3, (0.0,))
+    with pytest.raises(RuntimeUnavailable, match="no room"):
+        read_stream([(0.0, b'data: {"error": {"message": "no room"}}\n')])
+
+
+class _Contestant:
+    """Takes the given seconds for its batches; only one of all may run."""
+
+    running: ClassVar[list[str]] = []
+
+    def __init__(self, name: str, seconds: Sequence[float], num_tokens: int = 2) -> None:
+        self.name, self._seconds, self._num_tokens = name, iter(seconds), num_tokens
+
+    def run(self, batch: Batch) -> Done:
+        assert self.running == [self.name]
+        took_s = next(self._seconds)
+        return Done(tuple((7,) * self._num_tokens for _ in batch.prompts), took_s, took_s / 2, 2)
+
+    def pause(self) -> None:
+        self.running.remove(self.name)
+
+    def go_on(self) -> None:
+        self.running.append(self.name)
+
+
+def test_peers_take_turns_and_the_first_turn_does_not_count() -> None:
+    """One runs while the other is stopped; the bound is on the median of the runs' ratios."""
+    batch = Batch(((1,), (2,)), 2)
+    found = compare("x", _Contestant("a", [9.0, 1.0, 1.0, 2.0]), _Contestant("b", [9.0, 1.0, 0.5, 1.0]), batch, 3)
+    assert (found.ours, found.peer) == ((4.0, 4.0, 2.0), (4.0, 8.0, 4.0))
+    assert found.ratio == found.decode_ratio == 0.5
+    assert len(found.misses) == 2 and found.num_same == 2
+    assert replace(found, ours=found.peer, ours_decode=found.peer_decode).misses == []
+    with pytest.raises(RuntimeUnavailable, match="expected 4"):
+        compare("x", _Contestant("a", [1.0], num_tokens=1), _Contestant("b", [1.0]), batch, 1)
+    assert isinstance(found, Comparison)
+
+
+def test_what_a_verifier_keeps_is_named() -> None:
+    """Blocks, sessions, tasks, threads, descriptors, processes, objects, memory: each in words of its own."""
+    clean = State(0, {}, 3, ("serve",), 6, 15, 1, {"outrider.X": 2}, 100.0)
+    assert leaks(clean, replace(clean, descriptors=19, memory_mb=102.9, parked=5)) == []
+    dirty = State(2, {"engine_running": 1.0}, 3, ("serve", "chunks"), 7, 20, 2, {"outrider.X": 11}, 103.1)
+    told = leaks(clean, dirty)
+    words = ("blocks", "engine_running", "chunks", "threads", "descriptors", "processes", "outrider.X", "MB")
+    assert len(told) == len(words) and all(word in line for word, line in zip(words, told, strict=True))
+    # A parked prefix is an object, and may stay.
+    assert leaks(clean, replace(clean, parked=23, objects={"outrider.X": 22})) == []
