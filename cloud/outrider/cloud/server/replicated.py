@@ -23,6 +23,7 @@ from outrider.cloud.replicas.front import Front, FrontServer, FrontSettings
 from outrider.cloud.replicas.members import Members, Report
 from outrider.cloud.replicas.registry import follow, open_registry
 from outrider.cloud.replicas.replica import LOOPBACK, MARGIN_S, NODE, Make, Opened, keep_to_node
+from outrider.cloud.server.hangup import takes_hangups
 from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.recent import open_recent
 from outrider.cloud.server.serve import (
@@ -97,7 +98,7 @@ def serve_replicas(options: ServeOptions) -> None:
     scale = scale_of(options)
     access = Access.of(options)
     require_writable(options.port_file)
-    with open_socket(options.host, options.port) as sock:
+    with takes_hangups() as hangups, open_socket(options.host, options.port) as sock:
         target = open_target(options)  # a mistake shows before Ray starts
         make = OpenReplica(_for_replica(options, target, scale))
         print_now(f"{target.model.name}: starts {counted(scale.replicas, 'replica')} on Ray")
@@ -116,7 +117,8 @@ def serve_replicas(options: ServeOptions) -> None:
                 ),
             )
             relieve_collector()
-            with access.watch(server):
+            with access.watch(server) as watch:
+                hangups.act_by(watch.check_soon)
                 server.run(sockets=[sock])
 
 
