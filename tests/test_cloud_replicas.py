@@ -24,7 +24,7 @@ from outrider.cloud.replicas.front import FrontSettings
 from outrider.cloud.replicas.members import Member, Members, Report
 from outrider.cloud.replicas.registry import SILENCE_S, Registry
 from outrider.cloud.replicas.scaling import QUEUED, RUNNING, replicas_for
-from outrider.cloud.replicas.trust import ForwardedOwners, forwarded
+from outrider.cloud.replicas.trust import Caller, ForwardedOwners, forwarded
 from outrider.cloud.server import main
 from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.replicated import scale_of
@@ -314,7 +314,7 @@ def test_a_front_asks_for_keys_and_hands_no_client_header_on(group: list[FakeRep
             assert client.post("/v1/sessions/000001x/drafts", json={"base": 0, "paths": [[1]]}).status_code == 401
             for path in ("/metrics", "/v1/model", "/v1/drafts"):
                 assert client.get(path).status_code == 401
-            forged = forwarded(group[0].report.secret, b"somebody")
+            forged = forwarded(group[0].report.secret, Caller(b"somebody"))
             assert client.get("/v1/model", headers={"authorization": forged}).status_code == 401
             for path in ("/health/live", "/health/ready", "/healthz", "/openapi.json"):
                 assert client.get(path).status_code == 200
@@ -417,7 +417,7 @@ def test_a_front_drains_its_replicas_before_it_closes() -> None:
 def test_a_replica_trusts_its_fronts_secret_only() -> None:
     """The owner comes with it."""
     ring = ForwardedOwners("s3cret")
-    assert ring.owner(forwarded("s3cret", b"\x00owner").encode()) == b"\x00owner"
+    assert ring.owner(forwarded("s3cret", Caller(b"\x00owner")).encode()) == b"\x00owner"
     for header in (None, b"", b"Bearer ", b"Bearer .6f", b"Bearer s3cre.6f", b"Bearer s3crets.6f"):
         with pytest.raises(RequestError, match="call the server in front"):
             ring.owner(header)

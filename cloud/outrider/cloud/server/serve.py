@@ -57,7 +57,7 @@ def serve(options: ServeOptions) -> int:
     """
     _refuse_replica_options(options)
     configure_logging(options.log_format)
-    watched = _watched_keys(options.api_key_file)
+    watched = watched_keys(options.api_key_file)
     keys = KeyRing.load(options.api_key_file)
     is_open = options.insecure_no_keys or options.tls_client_ca is not None
     require_safe_host(options.host, keys, is_insecure_allowed=is_open)
@@ -75,7 +75,7 @@ def serve(options: ServeOptions) -> int:
             open_recent(options) as recent,
             target.load() as loaded,
             port_file_removed(options.port_file),
-            _audit_log(options.audit_log) as audit,
+            audit_log_of(options.audit_log) as audit,
         ):
             reloads = Counter[tuple[str, str]]()
             settings = replace(server_settings(options, keys, pages), traces=traces, audit=audit, reloads=reloads)
@@ -102,7 +102,7 @@ def serve(options: ServeOptions) -> int:
                     each.reload = lambda: server.admission.revoke(keys.reload())
                 if server.tls is not None:
                     watched.append(WatchedFiles("certificates", server.tls.files.paths, server.tls.reload))
-                with FileWatch(watched, reloads) as watch, _read_on_hangup(watch, audit):
+                with FileWatch(watched, reloads) as watch, read_on_hangup(watch, audit):
                     server.run(sockets=[sock])
             finally:
                 loaded.engine.stop()  # before the model goes
@@ -152,13 +152,13 @@ def open_target(options: ServeOptions) -> Target:
     return BundleTarget(options)
 
 
-def _watched_keys(path: Path | None) -> list[WatchedFiles]:
+def watched_keys(path: Path | None) -> list[WatchedFiles]:
     """The key file, if it can change: a pipe of the shell is read once."""
     return [WatchedFiles("keys", [path], lambda: None)] if path is not None and path.is_file() else []
 
 
 @contextmanager
-def _audit_log(path: Path | None) -> Iterator[AuditLog | None]:
+def audit_log_of(path: Path | None) -> Iterator[AuditLog | None]:
     log = AuditLog(path) if path is not None else None
     try:
         yield log
@@ -168,7 +168,7 @@ def _audit_log(path: Path | None) -> Iterator[AuditLog | None]:
 
 
 @contextmanager
-def _read_on_hangup(watch: FileWatch, audit: AuditLog | None) -> Iterator[None]:
+def read_on_hangup(watch: FileWatch, audit: AuditLog | None) -> Iterator[None]:
     """SIGHUP reads the watched files again, and opens the audit log again, where there is one of either."""
     is_main = threading.current_thread() is threading.main_thread()
     if not (is_main and hasattr(signal, "SIGHUP") and (watch.has_files or audit is not None)):
