@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.cloud.api.app import COSTLY_PATHS, OPEN_PATHS, PROBE_PATHS
+from outrider.cloud.api.audit import AuditedRequests, AuditLog
 from outrider.cloud.api.draft_budget import TREE_UNIT_BYTES, UNIT_BYTES, DraftBudget, DraftLimits
 from outrider.cloud.api.drafts import DRAFTS_PATH, MAX_DRAFT_BYTES, MAX_TREE_BYTES, MEDIA_TYPES, is_draft_path
-from outrider.cloud.replicas.forward import Forwarder, no_replica, unknown_session
+from outrider.cloud.replicas.forward import FORWARDED, LOST, Forwarder, no_replica, unknown_session
 from outrider.cloud.replicas.members import Members, Report
 from outrider.models.errors import RequestError
 from outrider.models.http.counted_requests import CountedRequests
-from outrider.models.http.errors import ErrorBoundary, Throttled, method_not_allowed
+from outrider.models.http.errors import ERROR_CODE, ErrorBoundary, Throttled, method_not_allowed
 from outrider.models.http.limits import BodyLimit, RateLimiter
-from outrider.models.http.request_context import RequestIds
+from outrider.models.http.request_context import HEADER as REQUEST_ID
+from outrider.models.http.request_context import RequestIds, enter_request
 from outrider.models.http.requests import read_body
 from outrider.models.http.security import ANYBODY, OWNER, Gate, KeyRing, PagePolicy, media_type_of
 from outrider.models.ingress.bounded_server import BoundedServer
@@ -63,6 +65,8 @@ class FrontSettings:
     rate_per_s: float = 0.0
     pages: PagePolicy | None = None
     draft_limits: DraftLimits = field(default_factory=DraftLimits)
+    audit: AuditLog | None = None
+    reloads: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
 class Front:
@@ -71,7 +75,7 @@ class Front:
     def __init__(self, members: Members, settings: FrontSettings) -> None:
         self.members = members
         self.tally = RequestTally()
-        self.forwarder = Forwarder(members, settings.max_body_bytes)
+        self.forwarder = Forwarder(members, settings.max_body_bytes, settings.keys)
         self.is_draining = False
         self._settings = settings
         self._budget = DraftBudget(settings.draft_limits)
@@ -89,12 +93,38 @@ class Front:
         drafts: ASGIApp = ErrorBoundary(
             BodyLimit(gate(self._draft, media_types=MEDIA_TYPES), min(MAX_DRAFT_BYTES, settings.max_body_bytes))
         )
-        self._whole = RequestIds(CountedRequests(whole, self.tally, route_of))
-        self._drafts = RequestIds(CountedRequests(drafts, self.tally, lambda scope: DRAFTS_PATH))
+        whole = CountedRequests(whole, self.tally, route_of)
+        if settings.audit is not None:  # of what reaches no replica: refused requests, and those whose replica is lost
+            whole = AuditedRequests(
+                whole,
+                settings.audit,
+                route_of,
+                is_work=lambda scope: scope.get(LOST, False),
+                quiet_paths=PROBE_PATHS,
+                is_elsewhere=lambda scope: scope.get(FORWARDED, False),
+            )
+        self._whole = RequestIds(whole)
+        self._drafts = CountedRequests(drafts, self.tally, lambda scope: DRAFTS_PATH)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        await (self._drafts if is_draft_path(scope) else self._whole)(scope, receive, send)
+        await (self._take_draft if is_draft_path(scope) else self._whole)(scope, receive, send)
+
+    async def _take_draft(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As `DraftsEndpoint` does it: only errors carry the request's id, and refused messages are counted."""
+        request = enter_request(next((value for name, value in scope["headers"] if name == REQUEST_ID), None))
+
+        async def with_id(message: Message) -> None:
+            status = message.get("status", 0)
+            if status >= 400:
+                header = REQUEST_ID, request.request_id.encode()
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+                if self._settings.audit is not None and status in (401, 403, 429) and not scope.get(FORWARDED):
+                    refused = {"endpoint": DRAFTS_PATH, "status": status, "end": scope.get(ERROR_CODE)}
+                    self._settings.audit.refused(refused, is_counted_only=True)
+            await send(message)
+
+        await self._drafts(scope, receive, with_id)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
@@ -150,8 +180,20 @@ class Front:
             *(self.forwarder.fetch(each, "/metrics") for each in members), return_exceptions=True
         )
         found = {m.report.tag: t.decode() for m, t in zip(members, texts, strict=True) if isinstance(t, bytes)}
-        registry.register(_Labelled(found))
+        registry.register(_Labelled(found | {"front": self._files().decode()}))
         registry.register(_Own(self, num_scraped=len(found)))
+        return generate_latest(registry)
+
+    def _files(self) -> bytes:
+        """What a single server says of its files, by the same names."""
+        registry, settings = CollectorRegistry(), self._settings
+        counts: dict[str, Any] = {
+            "reloads": ("Files that were read again after a change.", ("file", "result"), settings.reloads)
+        }
+        if settings.audit is not None:
+            lost = {(): settings.audit.num_lost}
+            counts["audit_lines_lost"] = ("Lines that the audit log could not write.", (), lost)
+        registry.register(_Counts(self.tally, counts))
         return generate_latest(registry)
 
 
@@ -170,6 +212,16 @@ class _Labelled(Collector):
                     labels = {**sample.labels, "replica": tag}
                     whole.samples.append(sample._replace(labels=labels))
         yield from merged.values()
+
+
+class _Counts(Collector):
+    def __init__(self, tally: RequestTally, counts: Mapping[str, Any]) -> None:
+        self._tally = tally
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        for name, (help_text, labels, found) in self._counts.items():
+            yield self._tally.counter(name, help_text, labels, dict(found.items()))
 
 
 class _Own(Collector):
@@ -215,12 +267,15 @@ class FrontServer(BoundedServer):
         self._reports = reports
         self._drain = drain
         self._following: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: set[asyncio.Task[None]] = set()
         super().__init__(front, limits, tls=tls, on_ready=on_ready)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Opens for business once the first replica is there."""
         first = asyncio.Event()
-        self._following = asyncio.get_running_loop().create_task(self._follow(first))
+        self._loop = asyncio.get_running_loop()
+        self._following = self._loop.create_task(self._follow(first))
         await first.wait()
         await super().startup(sockets)
 
@@ -230,6 +285,8 @@ class FrontServer(BoundedServer):
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
+        for task in self._ending:
+            task.cancel()
         await self._front.forwarder.aclose()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -238,6 +295,16 @@ class FrontServer(BoundedServer):
             self.should_exit = self.force_exit = True
             return
         self.begin_drain()
+
+    def revoke(self, owners: Collection[bytes]) -> None:
+        """Ends the work of owners whose key was removed, at all replicas. From any thread; does not wait for it."""
+        if owners and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._begin_revoke, frozenset(owners))
+
+    def _begin_revoke(self, owners: frozenset[bytes]) -> None:
+        task = asyncio.get_running_loop().create_task(self._front.forwarder.end_removed(owners))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     def begin_drain(self) -> None:
         """Refuses new work, ends the replicas, and closes. From any thread."""
