@@ -23,11 +23,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.fronts import FakeReplica, RunningFront, replicas, serve_front
 from tests.serving import TIMEOUT_S, run_session, target_tokens
 
-from outrider.cloud.replicas import cluster, members
-from outrider.cloud.replicas.forward import Forwarder
+from outrider.cloud.replicas import cluster, forward, members
+from outrider.cloud.replicas.forward import Forwarder, _refusal
 from outrider.cloud.replicas.front import Front, FrontServer, FrontSettings, labelled, merged
 from outrider.cloud.replicas.members import Member, Members, Report
 from outrider.cloud.replicas.registry import open_registry
+from outrider.models.errors import RequestError
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import open_socket
 
@@ -48,8 +49,8 @@ def front(group: list[FakeReplica]) -> Iterator[RunningFront]:
 
 
 @contextmanager
-def answering(answers: Sequence[bytes]) -> Iterator[FakeReplica]:
-    """A replica of a plain socket: gives these answers, one per connection, and closes each."""
+def answering(answers: Sequence[bytes], may_close: threading.Event | None = None) -> Iterator[FakeReplica]:
+    """A replica of a plain socket: gives these answers, one per connection, and closes each, or when it may."""
 
     def serve() -> None:
         for answer in answers:
@@ -57,6 +58,8 @@ def answering(answers: Sequence[bytes]) -> Iterator[FakeReplica]:
             with accepted:
                 accepted.recv(1 << 16)
                 accepted.sendall(answer)
+                if may_close is not None:
+                    may_close.wait(TIMEOUT_S)
 
     with socket.create_server(("127.0.0.1", 0)) as listener, replicas(1) as (real,):
         thread = threading.Thread(target=serve, daemon=True)
@@ -188,21 +191,31 @@ def test_a_replicas_retry_after_reaches_the_client(header: str, seconds: str) ->
     assert answer.headers["retry-after"] == seconds
 
 
-def test_a_refusal_that_is_cut_leaves_no_connection(group: list[FakeReplica]) -> None:
-    """The replica is lost while it says 503: another one is asked, and its socket is closed."""
-    cut = refusal("overloaded")[:-20]
+def test_a_refusal_that_does_not_end_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replica hangs while it says 503, and counts as lost."""
     closed: list[int] = []
     close = aiohttp.ClientResponse.close
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    async def refusing(answer: aiohttp.ClientResponse) -> RequestError:
+        has_begun.set()
+        return await _refusal(answer)
 
     def noted(self: aiohttp.ClientResponse) -> None:
         closed.append(self.status)
         close(self)
 
-    with pytest.MonkeyPatch.context() as patch, answering([cut]) as dying, serve_front([dying]) as front:
-        patch.setattr(aiohttp.ClientResponse, "close", noted)
-        answer = httpx.post(f"{front.url}/v1/sessions", json=BODY, timeout=TIMEOUT_S)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
-        assert closed == [503]
+    monkeypatch.setattr(aiohttp.ClientResponse, "close", noted)
+    monkeypatch.setattr(forward, "_refusal", refusing)
+    with answering([refusal("overloaded")[:-20]], may_end) as hung, serve_front([hung]) as front:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(httpx.post, f"{front.url}/v1/sessions", json=BODY, timeout=TIMEOUT_S)
+            assert has_begun.wait(TIMEOUT_S)
+            front.publish([])
+            answer = asked.result(TIMEOUT_S)
+        may_end.set()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+    assert closed == [503]
 
 
 def test_a_signal_ends_a_front_without_replicas() -> None:
