@@ -484,7 +484,7 @@ def test_the_least_loaded_replica_of_the_right_target_is_chosen() -> None:
     assert members.choose(b"o") is by_tag["000000"]
     assert members.choose(b"o", target="new") is by_tag["000002"]
     assert members.choose(b"o", target="none") is by_tag["000000"]
-    members.hold("h", by_tag["000003"])
+    members.hold(b"o", "h", by_tag["000003"])
     assert members.choose(b"o", held="h", target="old") is by_tag["000003"]
     assert members.choose(b"o", held="h", tried=[by_tag["000003"]]) is by_tag["000000"]
     by_tag["000000"].is_suspect = True

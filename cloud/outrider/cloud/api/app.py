@@ -100,6 +100,7 @@ def create_app(
         version=version("outrider"),
         summary="Speculative decoding across a network: verifies drafts, streams the target's tokens.",
         redoc_url=None,
+        redirect_slashes=False,  # a replica would name its own address
     )
     app.state.core = core
     for routes in (session_routes, verify_routes, completion_routes, download_routes, health_routes):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Collection, Iterable
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -26,7 +26,7 @@ from outrider.models.http.keys import KeyRing, key_is_removed
 from outrider.models.http.request_context import HEADER as REQUEST_ID
 from outrider.models.http.request_context import current_request
 from outrider.models.http.requests import Bodies, read_body
-from outrider.models.http.security import OWNER
+from outrider.models.http.security import ANYBODY, OWNER
 from outrider.models.protocol import TARGET_HEADER, ErrorAnswer
 
 _log = logging.getLogger("outrider.replicas")
@@ -39,8 +39,9 @@ _PASSED: Final = frozenset(
     }
 )
 """Headers of a request that a replica needs. `Authorization`, `Host` and `Origin` are the front's to check."""
-_HELD_BACK: Final = frozenset({b"connection", b"keep-alive", b"transfer-encoding", REQUEST_ID})
-"""Headers of an answer that belong to the connection (RFC 9110, section 7.6.1), and the id, which the front adds."""
+_HELD_BACK: Final = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"location", REQUEST_ID})
+"""Headers of an answer that belong to the connection (RFC 9110, section 7.6.1) or name a replica's address, and the id: the
+front adds it."""
 _ANY_PATH: Final = "/v1/models"
 """For what the front says to a replica in the header."""
 FORWARDED: Final = "outrider.forwarded"
@@ -53,6 +54,7 @@ _NAMES_A_PREFIX: Final = ("/v1/sessions", "/v1/verify")
 _OVERLAP_BYTES: Final = 96
 """A name that two chunks share is still found."""
 _MAX_REFUSAL_BYTES: Final = 1 << 16
+_MAX_DIGITS: Final = 7
 _CONNECT_S: Final = 5.0
 _DRAFT_S: Final = 10.0
 _REMOVED_S: Final = 2.0
@@ -61,8 +63,8 @@ _IDLE_S: Final = 30.0
 """How long an idle connection to a replica is kept; the replica keeps it for longer."""
 MAX_LOST: Final = 2
 """Replicas that may be lost while they have one request, before an answer: it may be what they die of."""
-_ELSEWHERE: Final = frozenset({"shutting_down", "engine_failed", "overloaded"})
-"""Refusals that another replica may not give."""
+_ELSEWHERE: Final = frozenset({"shutting_down", "engine_failed", "overloaded", "too_many_connections"})
+"""Refusals that another replica may not give. Several fronts may fill the connections of one."""
 
 
 class _Lost(Exception):
@@ -92,7 +94,8 @@ class Forwarder:
             await self._session.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI. Raises RequestError 503 `no_replica` where no replica is left."""
+        """ASGI. Raises RequestError 503 `no_replica` where no replica is left, 404 `not_found` for what is no path."""
+        _require_path(scope)
         caller = Caller.of(scope)
         has_body = scope["method"] not in ("GET", "HEAD", "DELETE")
         body = await read_body(receive) if has_body else b""
@@ -175,7 +178,7 @@ class Forwarder:
             )
         return self._session.request(
             method,
-            URL(member.report.url + path, encoded=True),
+            _url(member, path),
             data=body or None,
             headers=headers | {"Authorization": forwarded(member.report.secret, caller)},
             allow_redirects=False,
@@ -210,15 +213,16 @@ class Forwarder:
                     answer = await self._ask(member, scope["method"], _path(scope), body, caller, _passed(scope))
                     if answer.status != 503 or session_id is not None:
                         return member, answer
-                    error = _refusal(await answer.content.read(_MAX_REFUSAL_BYTES), answer.headers)
+                    try:
+                        refusal = await _refusal(answer)
+                    finally:
+                        answer.close()
             except _Lost as lost:
                 member.is_suspect, scope[FORWARDED] = True, False
                 num_lost += lost.has_worked
                 continue
-            answer.close()
-            refusal = error
-            if error.code not in _ELSEWHERE:
-                raise error
+            if refusal.code not in _ELSEWHERE:
+                raise refusal
 
     async def _pass_on(
         self, scope: Scope, member: Member, answer: aiohttp.ClientResponse, client: _Client, send: Send
@@ -232,7 +236,7 @@ class Forwarder:
                 if names_prefixes:
                     # Only an end names a prefix, or a result: most chunks are commits.
                     for name in _GIVEN_HASH.findall(end + chunk):
-                        self._members.hold(name.decode(), member)
+                        self._members.hold(scope.get(OWNER, ANYBODY), name.decode(), member)
                     end = chunk[-_OVERLAP_BYTES:]
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -309,19 +313,38 @@ def no_replica() -> RequestError:
     return RequestError("no_replica", "no replica takes work now; retry in a moment", status=503)
 
 
-def _refusal(body: bytes, headers: Mapping[str, str]) -> RequestError:
+async def _refusal(answer: aiohttp.ClientResponse) -> RequestError:
+    """A replica's answer 503 as an error, with the time that the replica measured for a retry."""
     try:
-        error = ErrorAnswer.model_validate_json(body).error
+        error = ErrorAnswer.model_validate_json(await answer.content.read(_MAX_REFUSAL_BYTES)).error
     except ValueError:
         return no_replica()
-    after = headers.get("retry-after", "")
-    return RequestError(error.code, error.message, status=503, retry_after_s=int(after) if after.isdecimal() else None)
+    after = answer.headers.get("retry-after", "")
+    # Digits only: a date is allowed there, and replicas send none.
+    retry_after_s = int(after) if after.isascii() and after.isdigit() and len(after) < _MAX_DIGITS else None
+    return RequestError(error.code, error.message, status=503, retry_after_s=retry_after_s)
+
+
+def _require_path(scope: Scope) -> None:
+    """Raises RequestError 404 `not_found` for what is no path: `*`, or the authority of CONNECT.
+
+    After a replica's address it would read as a part of that.
+    """
+    if not (_path(scope).startswith("/") and scope["path"].startswith("/")):
+        raise RequestError("not_found", "the request's target is no path; /openapi.json lists all paths", status=404)
 
 
 def _path(scope: Scope) -> str:
     raw: bytes = scope.get("raw_path") or scope["path"].encode()
     query: bytes = scope["query_string"]
     return (raw + b"?" + query if query else raw).decode("latin-1")
+
+
+def _url(member: Member, path: str) -> URL:
+    """A replica's URL. Nothing in the path can reach into its host and port."""
+    at = URL(member.report.url)
+    path, _, query = path.partition("?")
+    return URL.build(scheme=at.scheme, authority=at.raw_authority, path=path, query_string=query, encoded=True)
 
 
 def _passed(scope: Scope) -> dict[str, str]:

@@ -84,10 +84,15 @@ class Registry:
         self._changed = asyncio.Event()
 
 
-def open_registry(name: str) -> Any:
-    """The registry of the application `name`, started if it is not there: a handle of Ray's."""
+def open_registry(application: str) -> Any:
+    """The registry of an application, started if it is not there: a handle of Ray's.
+
+    In an actor of Ray Serve it is the application that Serve has deployed it in, whatever `application` says: a cluster
+    may serve several, each by a name that its configuration alone has.
+    """
     import ray
 
+    name = _own_application() or application
     return (
         ray.remote(Registry)
         .options(
@@ -101,6 +106,17 @@ def open_registry(name: str) -> Any:
         )
         .remote()
     )
+
+
+def _own_application() -> str | None:
+    """The name of the application of Ray Serve that this process is a part of."""
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        return str(serve.get_replica_context().app_name)
+    except RayServeException:
+        return None  # not in an actor of Serve
 
 
 async def follow(registry: Any) -> AsyncIterator[list[Report]]:
