@@ -32,7 +32,7 @@ from outrider.cloud.replicas.front import FrontSettings
 from outrider.cloud.replicas.members import Member, Members, Report
 from outrider.cloud.replicas.registry import SILENCE_S, Registry
 from outrider.cloud.replicas.scaling import QUEUED, RUNNING, replicas_for
-from outrider.cloud.replicas.trust import ForwardedOwners, forwarded
+from outrider.cloud.replicas.trust import Caller, ForwardedOwners, forwarded
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server import main, replicated
 from outrider.cloud.server.options import ServeOptions
@@ -327,7 +327,7 @@ def test_a_front_asks_for_keys_and_hands_no_client_header_on(group: list[FakeRep
             assert client.post("/v1/sessions/000001x/drafts", json={"base": 0, "paths": [[1]]}).status_code == 401
             for path in ("/metrics", "/v1/model", "/v1/drafts"):
                 assert client.get(path).status_code == 401
-            forged = forwarded(group[0].report.secret, b"somebody")
+            forged = forwarded(group[0].report.secret, Caller(b"somebody"))
             assert client.get("/v1/model", headers={"authorization": forged}).status_code == 401
             for path in ("/health/live", "/health/ready", "/healthz", "/openapi.json"):
                 assert client.get(path).status_code == 200
@@ -449,10 +449,10 @@ def test_a_front_drains_its_replicas_before_it_closes() -> None:
 def test_a_replica_trusts_its_fronts_secret_only() -> None:
     """The owner comes with it, and the limits of the owner's key."""
     ring = ForwardedOwners("s3cret")
-    assert ring.find(forwarded("s3cret", b"\x00owner").encode()).digest == b"\x00owner"
+    assert ring.find(forwarded("s3cret", Caller(b"\x00owner")).encode()).digest == b"\x00owner"
     assert ring.of_owner(b"\x00owner") is None and ring.sessions_of(b"\x00owner") is None
-    key = ApiKey.parse(f"sha256:{'ab' * 32} sessions=3 tokens-per-minute=70 priority=-5")
-    ring.find(forwarded("s3cret", key.digest, key).encode())
+    key = ApiKey.parse(f"sha256:{'ab' * 32} name=a sessions=3 tokens-per-minute=70 priority=-5")
+    ring.find(forwarded("s3cret", Caller(key.digest, key)).encode())
     found = ring.of_owner(key.digest)
     assert found is not None and (found.sessions, found.tokens_per_minute, found.priority) == (3, 70, -5)
     assert ring.sessions_of(key.digest) == 3 and ring.may_generate(key.digest)
@@ -484,7 +484,7 @@ def test_the_least_loaded_replica_of_the_right_target_is_chosen() -> None:
     assert members.choose(b"o") is by_tag["000000"]
     assert members.choose(b"o", target="new") is by_tag["000002"]
     assert members.choose(b"o", target="none") is by_tag["000000"]
-    members.hold("h", by_tag["000003"])
+    members.hold(b"o", "h", by_tag["000003"])
     assert members.choose(b"o", held="h", target="old") is by_tag["000003"]
     assert members.choose(b"o", held="h", tried=[by_tag["000003"]]) is by_tag["000000"]
     by_tag["000000"].is_suspect = True
@@ -573,8 +573,8 @@ def test_the_front_reads_its_keys_again(tmp_path: Path, monkeypatch: pytest.Monk
     access = Access.of(ServeOptions("x", ray=True, host="0.0.0.0", api_key_file=path))
     first, second = (f"Bearer {key}".encode() for key in KEYS)
     path.write_text(KEYS[1])  # while the replicas load
-    server = access.server("x", drain=lambda: None, on_ready=lambda: None)
-    with access.watch(server) as watch:
+    server = access.server("x", drain=lambda: None, on_ready=lambda: None, audit=None)
+    with access.watching(server) as watch:
         until_s = time.monotonic() + TIMEOUT_S
         while not watch.counts["keys", "ok"]:
             assert time.monotonic() < until_s
@@ -585,9 +585,7 @@ def test_the_front_reads_its_keys_again(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_what_a_front_cannot_do_is_refused(tmp_path: Path) -> None:
-    """The audit log has no place there; client certificates need HTTPS as at a single server."""
-    with pytest.raises(ConfigError, match="leave --audit-log out with --ray"):
-        Access.of(ServeOptions("x", ray=True, audit_log=tmp_path / "audit"))
+    """Client certificates need HTTPS as at a single server."""
     with pytest.raises(ConfigError, match="--tls-client-ca needs HTTPS"):
         Access.of(ServeOptions("x", ray=True, tls_client_ca=tmp_path / "ca.pem"))
 

@@ -253,3 +253,19 @@ def test_the_clusters_configuration_is_one(tmp_path: Path) -> None:
         app({**application.args, "bogus": 1})
     with pytest.raises(ConfigError, match="'port'"):
         app({**application.args, "port": "high"})
+
+
+def test_applications_of_one_cluster_keep_to_their_replicas(running: Running) -> None:
+    """Another model, deployed beside the first: neither front may choose the other's replicas."""
+    import ray
+    from ray import serve
+
+    own = {report.tag for report in running.reports()}
+    with _free_port() as port:
+        options = replace(running.options, port=port, replicas=1)
+    # The builder of `serve deploy` does not know the application's name.
+    deploy(application_of(options, OpenFake(seed=9), host=LOOPBACK), name="other")
+    others = ray.get(open_registry("other").changes.remote(None), timeout=WAIT_S)[1]
+    assert {report.target for report in others} == {f"{9:016x}"}
+    assert {report.tag for report in running.reports()} == own
+    serve.delete("other")

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.models.errors import ConfigError
 from outrider.models.hosts import client_network
 from outrider.models.http.errors import ERROR_CODE
-from outrider.models.http.keys import KEY
+from outrider.models.http.keys import KEY, ForwardedKey
 from outrider.models.http.request_context import current_request
 from outrider.models.http.security import SUBJECT
 
@@ -215,7 +215,7 @@ class AuditedRequests:
     """ASGI layer inside of RequestIds: gives each request an entry, and writes its line once it is over.
 
     route_of: gives the pattern of the route that answers. is_work: whether a request is written where it is not
-    refused. quiet_paths: never written, such as health probes.
+    refused. quiet_paths: never written, such as health probes. is_elsewhere: whether another server writes it.
     """
 
     def __init__(
@@ -225,7 +225,9 @@ class AuditedRequests:
         route_of: Callable[[Scope], str],
         is_work: Callable[[Scope], bool],
         quiet_paths: Collection[str] = (),
+        is_elsewhere: Callable[[Scope], bool] = lambda scope: False,
     ) -> None:
+        self._is_elsewhere = is_elsewhere
         self._quiet_paths = frozenset(quiet_paths)
         self._app = app
         self._log = log
@@ -253,7 +255,7 @@ class AuditedRequests:
 
     def _write(self, scope: Scope, entry: AuditEntry, status: int, took_s: float) -> None:
         is_refused = status >= 400 and not entry.num_sequences
-        if not is_refused and not self._is_work(scope):
+        if self._is_elsewhere(scope) or not (is_refused or self._is_work(scope)):
             return
         line = {
             "endpoint": self._route_of(scope),
@@ -276,11 +278,12 @@ class AuditedRequests:
 def caller_of(scope: Scope) -> dict[str, str | None]:
     """Who called: the key's name, the name on the certificate, the network."""
     key, client = scope.get(KEY), scope.get("client")
-    caller: dict[str, str | None] = {
-        "key": None if key is None else key.name,
-        "network": client_network(client[0]) if client else None,
-    }
-    return caller | ({"subject": scope[SUBJECT]} if scope.get(SUBJECT) else {})
+    name = None if key is None else key.name
+    network, subject = client_network(client[0]) if client else None, scope.get(SUBJECT)
+    if isinstance(key, ForwardedKey):  # the client is the server in front
+        name, network, subject = key.name if key.is_known else None, key.network, key.subject
+    caller: dict[str, str | None] = {"key": name, "network": network}
+    return caller | ({"subject": subject} if subject else {})
 
 
 def _request_id() -> str:

@@ -32,6 +32,9 @@ ENVIRONMENT: Final = {
     "RAY_AUTH_MODE": "token",
     "RAY_agent_register_timeout_ms": "300000",  # default: 30 s
     "RAY_worker_register_timeout_seconds": "300",  # default: 60 s
+    # Of each process's output: clients cause lines in it.
+    "RAY_ROTATION_MAX_BYTES": str(8 << 20),
+    "RAY_ROTATION_BACKUP_COUNT": "1",
 }
 """Read by Ray when it is imported."""
 DEPLOYMENT: Final = "replicas"
@@ -63,7 +66,10 @@ class Scale:
 
 @contextmanager
 def local_ray(num_cpus: float) -> Iterator[None]:
-    """A Ray of this process's own, on loopback, without proxy and dashboard; ended with it."""
+    """A Ray of this process's own, on loopback, without proxy and dashboard; ended with it.
+
+    Its directory has the replicas' logs. An error that ends it leaves them, and a log line says where.
+    """
     os.environ.update(ENVIRONMENT | {"RAY_AUTH_TOKEN": secrets.token_hex(32)})
     os.environ.pop("RAY_ADDRESS", None)
     import ray
@@ -71,16 +77,24 @@ def local_ray(num_cpus: float) -> Iterator[None]:
 
     # For its sockets and logs, which nobody else may read. Short: a socket's path has at most 107 characters.
     place = Path(tempfile.mkdtemp(prefix="outrider-"))
+    logs, is_kept = place / "session_latest" / "logs", False
     try:
         _start(max(1, round(num_cpus)), place)
         if not is_loopback(ray.util.get_node_ip_address()):
             raise RuntimeUnavailable("Ray would listen beyond this machine: it was imported before it was told not to")
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled")
+        _log.info("the replicas' logs are in %s, and are removed at the end", logs)
         yield
+    except Exception:
+        is_kept = True
+        raise
     finally:
         ray.shutdown()
-        shutil.rmtree(place, ignore_errors=True)
+        if is_kept:
+            _log.error("the replicas' logs stay in %s; remove them when you have read them", logs)
+        else:
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _start(num_cpus: int, place: Path) -> None:
@@ -103,7 +117,7 @@ def _start(num_cpus: int, place: Path) -> None:
         except Exception as error:  # Ray raises a bare Exception
             ray.shutdown()
             if not num_left:
-                raise RuntimeUnavailable(f"Ray did not start: {error} Its logs were in {place}") from None
+                raise RuntimeUnavailable(f"Ray did not start: {error} Its logs are in {place}") from None
             _log.warning("Ray did not start in time: %s Trying again", error)
 
 

@@ -7,30 +7,35 @@ engine's queue, the sequences that one owner has open there.
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.cloud.api.app import COSTLY_PATHS, OPEN_PATHS, PROBE_PATHS
+from outrider.cloud.api.audit import AuditedRequests, AuditLog
 from outrider.cloud.api.draft_budget import TREE_UNIT_BYTES, UNIT_BYTES, DraftBudget, DraftLimits
 from outrider.cloud.api.drafts import DRAFTS_PATH, MAX_DRAFT_BYTES, MAX_TREE_BYTES, MEDIA_TYPES, is_draft_path
-from outrider.cloud.replicas.forward import Forwarder, no_replica, unknown_session
-from outrider.cloud.replicas.members import Members, Report
+from outrider.cloud.replicas.forward import FORWARDED, LOST, Forwarder, no_replica, unknown_session
+from outrider.cloud.replicas.members import Member, Members, Report
 from outrider.models.errors import RequestError
 from outrider.models.http.counted_requests import CountedRequests
-from outrider.models.http.errors import ErrorBoundary, Throttled, method_not_allowed
+from outrider.models.http.errors import ERROR_CODE, ErrorBoundary, Throttled, method_not_allowed
 from outrider.models.http.limits import BodyLimit, RateLimiter
-from outrider.models.http.request_context import RequestIds
+from outrider.models.http.request_context import HEADER as REQUEST_ID
+from outrider.models.http.request_context import RequestIds, enter_request
 from outrider.models.http.requests import read_body
 from outrider.models.http.security import ANYBODY, OWNER, Gate, KeyRing, PagePolicy, media_type_of
 from outrider.models.ingress.bounded_server import BoundedServer
@@ -52,6 +57,11 @@ _FIXED: Final = frozenset(
     {*PROBE_PATHS, *OPEN_PATHS, *COSTLY_PATHS, "/metrics", "/v1/model", "/v1/models", "/v1/drafts"}
 )
 _TREE: Final = TREE_MEDIA_TYPE.encode()
+_SCRAPE_S: Final = 1.0
+"""How long an answer of /metrics is given again: a scrape asks all replicas, and GETs count against no rate."""
+_FAMILY: Final = re.compile(rb"^(?=# HELP )", re.MULTILINE)
+_SAMPLE: Final = re.compile(rb"^([A-Za-z_:][\w:]*)(?:\{|(?= ))", re.MULTILINE)
+"""A sample's name, and the brace that its labels begin with, if it has any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,8 @@ class FrontSettings:
     rate_per_s: float = 0.0
     pages: PagePolicy | None = None
     draft_limits: DraftLimits = field(default_factory=DraftLimits)
+    audit: AuditLog | None = None
+    reloads: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
 class Front:
@@ -71,11 +83,13 @@ class Front:
     def __init__(self, members: Members, settings: FrontSettings) -> None:
         self.members = members
         self.tally = RequestTally()
-        self.forwarder = Forwarder(members, settings.max_body_bytes)
+        self.forwarder = Forwarder(members, settings.max_body_bytes, settings.keys)
         self.is_draining = False
         self._settings = settings
         self._budget = DraftBudget(settings.draft_limits)
         self.num_dropped = 0
+        self._scrape: asyncio.Task[bytes] | None = None
+        self._scraped_s = 0.0
         gate = partial(
             Gate,
             keys=settings.keys,
@@ -89,12 +103,38 @@ class Front:
         drafts: ASGIApp = ErrorBoundary(
             BodyLimit(gate(self._draft, media_types=MEDIA_TYPES), min(MAX_DRAFT_BYTES, settings.max_body_bytes))
         )
-        self._whole = RequestIds(CountedRequests(whole, self.tally, route_of))
-        self._drafts = RequestIds(CountedRequests(drafts, self.tally, lambda scope: DRAFTS_PATH))
+        whole = CountedRequests(whole, self.tally, route_of)
+        if settings.audit is not None:  # of what reaches no replica: refused requests, and those whose replica is lost
+            whole = AuditedRequests(
+                whole,
+                settings.audit,
+                route_of,
+                is_work=lambda scope: scope.get(LOST, False),
+                quiet_paths=PROBE_PATHS,
+                is_elsewhere=lambda scope: scope.get(FORWARDED, False),
+            )
+        self._whole = RequestIds(whole)
+        self._drafts = CountedRequests(drafts, self.tally, lambda scope: DRAFTS_PATH)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        await (self._drafts if is_draft_path(scope) else self._whole)(scope, receive, send)
+        await (self._take_draft if is_draft_path(scope) else self._whole)(scope, receive, send)
+
+    async def _take_draft(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As `DraftsEndpoint` does it: only errors carry the request's id, and refused messages are counted."""
+        request = enter_request(next((value for name, value in scope["headers"] if name == REQUEST_ID), None))
+
+        async def with_id(message: Message) -> None:
+            status = message.get("status", 0)
+            if status >= 400:
+                header = REQUEST_ID, request.request_id.encode()
+                message = {**message, "headers": [*message.get("headers", ()), header]}
+                if self._settings.audit is not None and status in (401, 403, 429) and not scope.get(FORWARDED):
+                    refused = {"endpoint": DRAFTS_PATH, "status": status, "end": scope.get(ERROR_CODE)}
+                    self._settings.audit.refused(refused, is_counted_only=True)
+            await send(message)
+
+        await self._drafts(scope, receive, with_id)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
@@ -143,33 +183,79 @@ class Front:
         await self.forwarder.draft(scope, member, await read_body(receive), send)
 
     async def _metrics(self) -> bytes:
-        """The metrics of the front and of all replicas; the label `replica` has a replica's tag, or "front"."""
+        """The metrics of the front and of all replicas, once a second for all who ask."""
+        now_s = asyncio.get_running_loop().time()
+        if self._scrape is None or (self._scrape.done() and now_s - self._scraped_s > _SCRAPE_S):
+            self._scrape = asyncio.create_task(self._scraped())
+        return await asyncio.shield(self._scrape)  # one who leaves does not end it for the others
+
+    async def _scraped(self) -> bytes:
+        """Asks all replicas; the label `replica` has a replica's tag."""
         registry = CollectorRegistry()
-        members = list(self.members)
-        texts = await asyncio.gather(
-            *(self.forwarder.fetch(each, "/metrics") for each in members), return_exceptions=True
-        )
-        found = {m.report.tag: t.decode() for m, t in zip(members, texts, strict=True) if isinstance(t, bytes)}
-        registry.register(_Labelled(found))
-        registry.register(_Own(self, num_scraped=len(found)))
+        try:
+            found = await asyncio.gather(*(self._families_of(each) for each in self.members))
+            registry.register(_Own(self, num_scraped=sum(each is not None for each in found)))
+            own = labelled(self._files(), "front")
+            return merged([*(each for each in found if each is not None), own]) + generate_latest(registry)
+        finally:
+            self._scraped_s = asyncio.get_running_loop().time()
+
+    async def _families_of(self, member: Member) -> list[Family] | None:
+        try:
+            return labelled(await self.forwarder.fetch(member, "/metrics"), member.report.tag)
+        except OSError:
+            return None  # lost, or about to be: the front's own metrics have the number
+
+    def _files(self) -> bytes:
+        """What a single server says of its files, by the same names."""
+        registry, settings = CollectorRegistry(), self._settings
+        counts: dict[str, Any] = {
+            "reloads": ("Files that were read again after a change.", ("file", "result"), settings.reloads)
+        }
+        if settings.audit is not None:
+            lost = {(): settings.audit.num_lost}
+            counts["audit_lines_lost"] = ("Lines that the audit log could not write.", (), lost)
+        registry.register(_Counts(self.tally, counts))
         return generate_latest(registry)
 
 
-class _Labelled(Collector):
-    """The replicas' metrics, each sample with its replica's tag."""
+def labelled(text: bytes, tag: str) -> list[Family]:
+    """A replica's metrics with the label `replica`. They are not parsed, which would take the loop from the streams."""
+    first, only = (b'{replica="%b"%b' % (tag.encode(), end) for end in (b",", b"}"))
+    families = []
+    for family in _FAMILY.split(text)[1:]:
+        help_line, type_line, samples = family.split(b"\n", 2)
+        samples = _SAMPLE.sub(lambda found: found[1] + (first if found[0].endswith(b"{") else only), samples)
+        families.append(Family(help_line.split(b" ", 3)[2], b"%b\n%b\n" % (help_line, type_line), samples))
+    return families
 
-    def __init__(self, texts: dict[str, str]) -> None:
-        self._texts = texts
+
+def merged(found: Iterable[list[Family]]) -> bytes:
+    """The families of all replicas, the comments of each once."""
+    comments: dict[bytes, bytes] = {}
+    samples: defaultdict[bytes, list[bytes]] = defaultdict(list)
+    for family in chain.from_iterable(found):
+        comments.setdefault(family.name, family.comments)
+        samples[family.name].append(family.samples)
+    return b"".join(comments[name] + b"".join(samples[name]) for name in comments)
+
+
+class Family(NamedTuple):
+    """A metric as text: its lines HELP and TYPE, and its samples."""
+
+    name: bytes
+    comments: bytes
+    samples: bytes
+
+
+class _Counts(Collector):
+    def __init__(self, tally: RequestTally, counts: Mapping[str, Any]) -> None:
+        self._tally = tally
+        self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        merged: dict[str, Metric] = {}
-        for tag, text in self._texts.items():
-            for family in text_string_to_metric_families(text):
-                whole = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
-                for sample in family.samples:
-                    labels = {**sample.labels, "replica": tag}
-                    whole.samples.append(sample._replace(labels=labels))
-        yield from merged.values()
+        for name, (help_text, labels, found) in self._counts.items():
+            yield self._tally.counter(name, help_text, labels, dict(found.items()))
 
 
 class _Own(Collector):
@@ -215,29 +301,54 @@ class FrontServer(BoundedServer):
         self._reports = reports
         self._drain = drain
         self._following: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        self._first: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         super().__init__(front, limits, tls=tls, on_ready=on_ready)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Opens for business once the first replica is there."""
+        """Opens for business once the first replica is there. Returns without that where a signal comes before."""
         first = asyncio.Event()
-        self._following = asyncio.get_running_loop().create_task(self._follow(first))
-        await first.wait()
-        await super().startup(sockets)
+        loop = self._loop = asyncio.get_running_loop()
+        self._first = (loop, first)
+        self._following = loop.create_task(self._follow(first))
+        if not self.should_exit:
+            await first.wait()
+        if self.should_exit:  # uvicorn ends then, and does not call `shutdown`
+            await self._close()
+        else:
+            await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Closes the connections of clients, then those to replicas."""
         await super().shutdown(sockets)
+        await self._close()
+
+    async def _close(self) -> None:
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait([self._following])
+        for task in self._ending:
+            task.cancel()
         await self._front.forwarder.aclose()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, the second ends at once. Called by the interpreter, between two steps."""
         if self._front.is_draining:
-            self.should_exit = self.force_exit = True
+            self.force_exit = True
+            self._exit()
             return
         self.begin_drain()
+
+    def revoke(self, owners: Collection[bytes]) -> None:
+        """Ends the work of owners whose key was removed, at all replicas. From any thread; does not wait for it."""
+        if owners and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._begin_revoke, frozenset(owners))
+
+    def _begin_revoke(self, owners: frozenset[bytes]) -> None:
+        task = asyncio.get_running_loop().create_task(self._front.forwarder.end_removed(owners))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     def begin_drain(self) -> None:
         """Refuses new work, ends the replicas, and closes. From any thread."""
@@ -248,7 +359,15 @@ class FrontServer(BoundedServer):
         try:
             self._drain()
         finally:
-            self.should_exit = True
+            self._exit()
+
+    def _exit(self) -> None:
+        """Lets the server end, also one that waits for its first replica. From any thread."""
+        self.should_exit = True
+        if self._first is not None:
+            loop, first = self._first
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(first.set)
 
     async def _follow(self, first: asyncio.Event) -> None:
         async for reports in self._reports():

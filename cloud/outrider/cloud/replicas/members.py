@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from outrider.models.protocol import ReadyAnswer
 TAG_CHARS: Final = 6
 """Of a replica's name, with which the ids of its sessions begin."""
 MAX_HELD: Final = 1 << 16
-"""Names of kept prefixes that a front remembers."""
+"""Names of kept prefixes that a front remembers, of all owners."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Members:
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
-        self._held: OrderedDict[str, str] = OrderedDict()  # a kept prefix's name -> its replica's tag
+        self._held = _HeldNames()
 
     def __iter__(self) -> Iterator[Member]:
         return iter(tuple(self._members.values()))
@@ -109,12 +109,9 @@ class Members:
         """The replica that has a session, by the session's id."""
         return self._members.get(session_id[:TAG_CHARS])
 
-    def hold(self, name: str, member: Member) -> None:
-        """Remembers which replica keeps a prefix."""
-        self._held[name] = member.report.tag
-        self._held.move_to_end(name)
-        if len(self._held) > MAX_HELD:
-            self._held.popitem(last=False)
+    def hold(self, owner: bytes, name: str, member: Member) -> None:
+        """Remembers which replica keeps a prefix of the owner."""
+        self._held.put(owner, name, member.report.tag)
 
     def choose(
         self, owner: bytes, *, target: str | None = None, held: str | None = None, tried: Collection[Member] = ()
@@ -127,7 +124,7 @@ class Members:
         """
         able = [each for each in self._members.values() if each.report.takes_work and each not in tried]
         able = [each for each in able if not each.is_suspect] or able
-        if held is not None and (tag := self._held.get(held)) is not None:
+        if held is not None and (tag := self._held.get(owner, held)) is not None:
             keeper = next((each for each in able if each.report.tag == tag), None)
             if keeper is not None:
                 return keeper
@@ -157,6 +154,51 @@ class Members:
             draft_token_ms=first.draft_token_ms,
             target=first.target,
         )
+
+
+class _HeldNames:
+    """The replicas of kept prefixes, MAX_HELD in all. Over that, who has most loses the oldest: others keep theirs."""
+
+    def __init__(self) -> None:
+        self._tags: dict[bytes, dict[str, str]] = {}  # owner -> name, oldest first -> the replica's tag
+        self._owners: defaultdict[int, dict[bytes, None]] = defaultdict(dict)  # number of names -> who has so many
+        self._total = 0
+        self._most = 0
+
+    def get(self, owner: bytes, name: str) -> str | None:
+        return self._tags.get(owner, {}).get(name)
+
+    def put(self, owner: bytes, name: str, tag: str) -> None:
+        names = self._tags.setdefault(owner, {})
+        is_new = names.pop(name, None) is None
+        names[name] = tag
+        if not is_new:
+            return
+        self._count(owner, len(names) - 1, len(names))
+        self._total += 1
+        self._most = max(self._most, len(names))
+        if self._total > MAX_HELD:
+            self._forget_one()
+
+    def _forget_one(self) -> None:
+        owner = next(iter(self._owners[self._most]))
+        names = self._tags[owner]
+        del names[next(iter(names))]
+        self._count(owner, len(names) + 1, len(names))
+        self._total -= 1
+        if self._most not in self._owners:
+            self._most -= 1
+        if not names:
+            del self._tags[owner]
+
+    def _count(self, owner: bytes, before: int, now: int) -> None:
+        """Moves an owner to those that have `now` names."""
+        if before:
+            del self._owners[before][owner]
+            if not self._owners[before]:
+                del self._owners[before]
+        if now:
+            self._owners[now][owner] = None
 
 
 def _distance(owner: bytes, tag: str) -> bytes:

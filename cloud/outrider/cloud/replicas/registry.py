@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Final
 
+from outrider.cloud.replicas.charges import Charges, add_charges
 from outrider.cloud.replicas.members import Report
 
 _log = logging.getLogger("outrider.replicas")
@@ -37,17 +38,23 @@ class Registry:
         self._born_s = clock()
         self._num_changes = 0
         self._reports: dict[str, tuple[float, Report]] = {}
+        self._owed: dict[str, Charges] = {}  # what a replica has not heard of the others' charges
         self._changed = asyncio.Event()
 
-    async def report(self, report: Report) -> None:
-        """Takes a replica's report."""
+    async def report(self, report: Report, charges: Charges | None = None) -> Charges:
+        """Takes a replica's report, and what it has charged since the last one; returns what the others have."""
         before = self._reports.get(report.tag)
         self._reports[report.tag] = (self._clock(), report)
         if before is None or before[1].takes_work != report.takes_work:
             self._note()
+        for tag in self._reports:
+            if charges and tag != report.tag:
+                add_charges(self._owed.setdefault(tag, {}), charges)
+        return self._owed.pop(report.tag, {})
 
     async def leave(self, tag: str) -> None:
         """Forgets a replica that ends."""
+        self._owed.pop(tag, None)
         if self._reports.pop(tag, None) is not None:
             self._note()
 
@@ -66,6 +73,7 @@ class Registry:
         for tag in [tag for tag, (heard_s, _) in self._reports.items() if now_s - heard_s > SILENCE_S]:
             _log.warning("replica %s has not reported for %g s: it counts as lost", tag, SILENCE_S)
             del self._reports[tag]
+            self._owed.pop(tag, None)
         is_new = seen is not None and seen[0] != self._name and now_s - self._born_s < _LEARNING_S
         reports = None if is_new else [report for _, report in self._reports.values()]
         return (seen or (self._name, -1)) if is_new else (self._name, self._num_changes), reports
@@ -76,10 +84,15 @@ class Registry:
         self._changed = asyncio.Event()
 
 
-def open_registry(name: str) -> Any:
-    """The registry of the application `name`, started if it is not there: a handle of Ray's."""
+def open_registry(application: str) -> Any:
+    """The registry of an application, started if it is not there: a handle of Ray's.
+
+    In an actor of Ray Serve it is the application that Serve has deployed it in, whatever `application` says: a cluster
+    may serve several, each by a name that its configuration alone has.
+    """
     import ray
 
+    name = _own_application() or application
     return (
         ray.remote(Registry)
         .options(
@@ -93,6 +106,17 @@ def open_registry(name: str) -> Any:
         )
         .remote()
     )
+
+
+def _own_application() -> str | None:
+    """The name of the application of Ray Serve that this process is a part of."""
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        return str(serve.get_replica_context().app_name)
+    except RayServeException:
+        return None  # not in an actor of Serve
 
 
 async def follow(registry: Any) -> AsyncIterator[list[Report]]:

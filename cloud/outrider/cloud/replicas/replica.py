@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from outrider.cloud.api.state import Core
+from outrider.cloud.replicas.charges import SharedBudget
 from outrider.cloud.replicas.members import TAG_CHARS, Report
 from outrider.cloud.replicas.registry import REPORT_S, open_registry
 from outrider.cloud.replicas.scaling import QUEUED, RUNNING
@@ -52,9 +53,13 @@ class Replica:
         self._stack = ExitStack()
         self._has_ended = threading.Event()
         self._num_reports = 0
+        self._budget = SharedBudget()
         self._reporting_lock = threading.Lock()
         try:
-            self._opened = self._stack.enter_context(make(self._tag, ForwardedOwners(self._secret)))
+            owners = ForwardedOwners(self._secret)
+            self._opened = self._stack.enter_context(make(self._tag, owners))
+            admission = self._opened.core.admission
+            owners.on_removed, admission.budget = admission.revoke, self._budget
             sock = self._stack.enter_context(open_socket(_node_address() if host == NODE else host, 0))
             self._url = url_of(sock, is_tls=False)
             self._thread = threading.Thread(
@@ -105,12 +110,18 @@ class Replica:
         ray.get(self._registry.leave.remote(self._tag), timeout=MARGIN_S)
 
     def _report_on(self) -> None:
+        import ray
+        from ray.exceptions import RayError
+
         while True:
-            self._report()
+            try:
+                self._budget.apply(ray.get(self._report(), timeout=REPORT_S))
+            except RayError:  # the registry is away, or slow: it is told again
+                _log.debug("the registry of replicas has not answered")
             if self._has_ended.wait(REPORT_S):
                 return
 
-    def _report(self) -> None:
+    def _report(self) -> Any:
         core = self._opened.core
         stats = core.engine.stats()
         with self._reporting_lock:
@@ -123,14 +134,14 @@ class Replica:
                 target=core.model.target,
                 number=self._num_reports,
                 is_draining=core.is_draining,
-                is_failed=bool(stats.failed),
+                is_failed=core.is_dead or bool(stats.failed),
                 running=stats.running,
                 queued=stats.queued,
                 free_block_share=stats.free_blocks / stats.num_blocks,
                 step_ms=stats.step_ms,
                 draft_token_ms=stats.draft_token_ms,
             )
-            self._registry.report.remote(report)
+            return self._registry.report.remote(report, self._budget.collect())
 
 
 def _node_address() -> str:

@@ -6,18 +6,22 @@ replicas: `serve deploy` takes `app`, whose arguments are the options of `outrid
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
 
 from outrider.cloud.api.app import create_app
+from outrider.cloud.api.audit import AuditLog
+from outrider.cloud.api.traces import traces_from_environment
 from outrider.cloud.replicas.cluster import Scale, local_ray, replicas_of
 from outrider.cloud.replicas.front import Front, FrontServer, FrontSettings
 from outrider.cloud.replicas.members import Members, Report
@@ -28,6 +32,7 @@ from outrider.cloud.server.options import ServeOptions
 from outrider.cloud.server.recent import open_recent
 from outrider.cloud.server.serve import (
     announce,
+    audit_log_of,
     connection_limits,
     drafts_for,
     open_target,
@@ -42,6 +47,7 @@ from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.server.target import Target
 from outrider.models.counted import counted
 from outrider.models.errors import ConfigError, RuntimeUnavailable
+from outrider.models.http.keys import KEYS_VARIABLE
 from outrider.models.http.logs import configure_logging
 from outrider.models.http.security import KeyRing, PagePolicy, require_safe_host
 from outrider.models.ingress.collector import relieve_collector
@@ -49,6 +55,10 @@ from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles, open_socket, tls_files, url_of
 from outrider.models.watched_files import FileWatch, WatchedFiles
 
+_log = logging.getLogger("outrider.replicas")
+
+FRONT_OPTIONS: Final = ("api_key_file", "tls_cert", "tls_key", "tls_client_ca", "port_file")
+"""Options that reach no replica. All others do, so that a replica is opened as a single server is."""
 APPLICATION: Final = "outrider"
 _FRONT: Final = "front"
 _START_S: Final = 600.0
@@ -69,8 +79,15 @@ class OpenReplica:
         configure_logging(options.log_format)
         target = open_target(options)
         drafts = drafts_for(options.drafts, target)
-        with open_recent(options) as recent, target.load() as loaded:
-            settings = replace(server_settings(options, keys, None), rate_per_s=0.0, session_prefix=tag)
+        with (
+            traces_from_environment(_log.warning) as traces,
+            open_recent(options) as recent,
+            target.load() as loaded,
+            audit_log_of(options.audit_log) as audit,
+        ):
+            settings = replace(
+                server_settings(options, keys, None), rate_per_s=0.0, session_prefix=tag, traces=traces, audit=audit
+            )
             server = VerifierServer(
                 create_app(loaded.engine, target.model, settings, drafts, recent),
                 drain_s=options.drain_s,
@@ -79,7 +96,7 @@ class OpenReplica:
             print_now(loaded.summary)
             relieve_collector()
             loaded.engine.start()
-            loaded.engine.on_death(server.fail)
+            loaded.engine.on_death(server.fail)  # its thread ends, so Ray starts another replica
             try:
                 yield Opened(server, server.core, server.begin_drain, options.drain_s)
             finally:
@@ -97,8 +114,15 @@ def serve_replicas(options: ServeOptions) -> None:
     configure_logging(options.log_format)
     scale = scale_of(options)
     access = Access.of(options)
+    os.environ.pop(KEYS_VARIABLE, None)  # Ray's processes get the rest
     require_writable(options.port_file)
-    with takes_hangups() as hangups, open_socket(options.host, options.port) as sock:
+    with open_recent(options):  # a mistake shows before Ray starts
+        pass
+    with (
+        takes_hangups() as hangups,
+        open_socket(options.host, options.port) as sock,
+        audit_log_of(options.audit_log) as audit,
+    ):
         target = open_target(options)  # a mistake shows before Ray starts
         make = OpenReplica(_for_replica(options, target, scale))
         print_now(f"{target.model.name}: starts {counted(scale.replicas, 'replica')} on Ray")
@@ -115,9 +139,10 @@ def serve_replicas(options: ServeOptions) -> None:
                     needs_key=bool(len(access.keys)),
                     has_drafts=options.drafts is not None,
                 ),
+                audit=audit,
             )
             relieve_collector()
-            with access.watch(server) as watch:
+            with access.watching(server) as watch:
                 hangups.act_by(watch.check_soon)
                 server.run(sockets=[sock])
 
@@ -185,17 +210,18 @@ class DeployedFront:
         keep_to_node()
         configure_logging(options.log_format)
         access = Access.of(options)
-        self._socket = _socket_of(options)
+        self._stack = ExitStack()
+        audit = self._stack.enter_context(audit_log_of(options.audit_log))
+        self._socket = self._stack.enter_context(_socket_of(options))
         self._is_ready = threading.Event()
-        self._server = access.server(name, drain=lambda: None, on_ready=self._is_ready.set)
-        self._thread = threading.Thread(target=self._run, args=(access,), name="outrider-front", daemon=True)
+        self._server = access.server(name, drain=lambda: None, on_ready=self._is_ready.set, audit=audit)
+        self._stack.enter_context(access.watching(self._server))
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._socket],), name="outrider-front", daemon=True
+        )
         self._thread.start()
         if not self._is_ready.wait(_START_S):
             raise RuntimeUnavailable(f"no replica took work within {_START_S:g} s; the replicas' logs have the reason")
-
-    def _run(self, access: Access) -> None:
-        with access.watch(self._server):
-            self._server.run([self._socket])
 
     def check_health(self) -> None:
         """Called by Ray Serve; three failures in a row, and it starts another in its place."""
@@ -211,7 +237,7 @@ class DeployedFront:
         if self._thread.is_alive():
             self._server.begin_drain()
             self._thread.join()
-        self._socket.close()
+        self._stack.close()
 
 
 def _socket_of(options: ServeOptions) -> socket.socket:
@@ -234,36 +260,30 @@ class Access:
     keys: KeyRing
     tls: TlsFiles | None
     watched: list[WatchedFiles]
+    reloads: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, options: ServeOptions) -> Access:
-        """By the options. Raises OutriderError for those that cannot be."""
-        if options.audit_log is not None:
-            raise ConfigError("replicas write no audit log; leave --audit-log out with --ray")
+        """By the options."""
         watched = watched_keys(options.api_key_file)
         keys = KeyRing.load(options.api_key_file)
-        for each in watched:
-            each.reload = keys.reload
         is_open = options.insecure_no_keys or options.tls_client_ca is not None
         require_safe_host(options.host, keys, is_insecure_allowed=is_open)
-        tls = tls_files(options.tls_cert, options.tls_key, options.tls_client_ca)
-        return cls(options, keys, tls, watched)
+        return cls(options, keys, tls_files(options.tls_cert, options.tls_key, options.tls_client_ca), watched)
 
     @property
     def pages(self) -> PagePolicy:
         """Which names and pages may call."""
         return page_policy_of(self.options, self.options.host, is_keyless=not len(self.keys))
 
-    def watch(self, server: FrontServer) -> FileWatch:
-        """Reads keys and certificates again where they change, while it is entered."""
-        if server.tls is None:
-            return FileWatch(self.watched)
-        return FileWatch([*self.watched, WatchedFiles("certificates", server.tls.files.paths, server.tls.reload)])
-
-    def server(self, name: str, *, drain: Callable[[], None], on_ready: Callable[[], None]) -> FrontServer:
+    def server(
+        self, name: str, *, drain: Callable[[], None], on_ready: Callable[[], None], audit: AuditLog | None
+    ) -> FrontServer:
         """The front of the application `name`; Ray must be connected."""
         options = self.options
-        settings = FrontSettings(self.keys, options.max_body_bytes, options.rate, self.pages)
+        settings = FrontSettings(
+            self.keys, options.max_body_bytes, options.rate, self.pages, audit=audit, reloads=self.reloads
+        )
 
         def reports() -> AsyncIterator[list[Report]]:
             return follow(open_registry(name))
@@ -276,6 +296,17 @@ class Access:
             tls=self.tls,
             on_ready=on_ready,
         )
+
+    @contextmanager
+    def watching(self, server: FrontServer) -> Iterator[FileWatch]:
+        """Reads keys and certificates again as they change, while it is entered."""
+        for each in self.watched:
+            each.reload = lambda: server.revoke(self.keys.reload())
+        watched = list(self.watched)
+        if server.tls is not None:
+            watched.append(WatchedFiles("certificates", server.tls.files.paths, server.tls.reload))
+        with FileWatch(watched, self.reloads) as watch:
+            yield watch
 
 
 def scale_of(options: ServeOptions) -> Scale:
@@ -308,13 +339,15 @@ def _for_replica(options: ServeOptions, target: Target, scale: Scale) -> ServeOp
         drafts=options.drafts.resolve() if options.drafts else None,
         cache_dir=options.cache_dir.resolve() if options.cache_dir else None,
         spill_dir=options.spill_dir.resolve() if options.spill_dir else None,
+        audit_log=options.audit_log.resolve() if options.audit_log else None,
         threads=options.threads or int(scale.cpus),
     )
 
 
 def _without_access(options: ServeOptions) -> ServeOptions:
     """Without what is the front's: keys and certificates reach no replica."""
-    return replace(options, api_key_file=None, tls_cert=None, tls_key=None, tls_client_ca=None, port_file=None)
+    none: dict[str, Any] = dict.fromkeys(FRONT_OPTIONS)
+    return replace(options, **none)
 
 
 def _first_lines(error: Exception) -> str:

@@ -76,7 +76,7 @@ def _serve(options: ServeOptions, hangups: HangUps) -> int:
         target = open_target(options)
         drafts = drafts_for(options.drafts, target)
         with (
-            _audit_log(options.audit_log) as audit,
+            audit_log_of(options.audit_log) as audit,
             open_recent(options) as recent,
             target.load() as loaded,
             port_file_removed(options.port_file),
@@ -163,7 +163,7 @@ def watched_keys(path: Path | None) -> list[WatchedFiles]:
 
 
 @contextmanager
-def _audit_log(path: Path | None) -> Iterator[AuditLog | None]:
+def audit_log_of(path: Path | None) -> Iterator[AuditLog | None]:
     log = AuditLog(path) if path is not None else None
     try:
         yield log

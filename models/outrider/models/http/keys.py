@@ -120,6 +120,18 @@ class ApiKey:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardedKey(ApiKey):
+    """A caller whom the server in front has checked. is_known: it has a key, whose name and limits these are.
+
+    network, subject: the client's, as the server in front found them.
+    """
+
+    is_known: bool = False
+    network: str | None = None
+    subject: str | None = None
+
+
 def _shown(field: str) -> str:
     return field.replace("_", "-")
 

@@ -1,0 +1,345 @@
+"""The front of replicas: hostile clients, full replicas, early signals. What it passes on: test_cloud_replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tests.fronts import FakeReplica, RunningFront, replicas, serve_front
+from tests.serving import TIMEOUT_S, run_session, target_tokens
+
+from outrider.cloud.replicas import cluster, forward, members
+from outrider.cloud.replicas.forward import Forwarder, _refusal
+from outrider.cloud.replicas.front import Front, FrontServer, FrontSettings, labelled, merged
+from outrider.cloud.replicas.members import Member, Members, Report
+from outrider.cloud.replicas.registry import open_registry
+from outrider.models.errors import RequestError
+from outrider.models.ingress.connection_limits import ConnectionLimits
+from outrider.models.ingress.sockets import open_socket
+
+PROMPT = [5, 17, 99, 3]
+BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[list[FakeReplica]]:
+    with replicas(2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def front(group: list[FakeReplica]) -> Iterator[RunningFront]:
+    with serve_front(group) as running:
+        yield running
+
+
+@contextmanager
+def answering(answers: Sequence[bytes], may_close: threading.Event | None = None) -> Iterator[FakeReplica]:
+    """A replica of a plain socket: gives these answers, one per connection, and closes each, or when it may."""
+
+    def serve() -> None:
+        for answer in answers:
+            accepted, _ = listener.accept()
+            with accepted:
+                accepted.recv(1 << 16)
+                accepted.sendall(answer)
+                if may_close is not None:
+                    may_close.wait(TIMEOUT_S)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, replicas(1) as (real,):
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield FakeReplica(
+            real.server, Report("00fa4e", f"http://127.0.0.1:{listener.getsockname()[1]}", "s", "fake", "t")
+        )
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive(), "the replica was not asked as often as expected"
+
+
+def refusal(code: str, *headers: str) -> bytes:
+    """A replica's answer 503."""
+    body = b'{"error":{"code":"%b","message":"not now","type":"server_error"}}' % code.encode()
+    lines = ["HTTP/1.1 503 Service Unavailable", "Content-Type: application/json", *headers]
+    return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
+
+
+def first_line(front: RunningFront, request: str) -> str:
+    """The status line of the answer to a request sent as it is."""
+    host, port = front.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), TIMEOUT_S) as connection:
+        connection.sendall(f"{request}\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode())
+        return connection.recv(1 << 16).decode().split("\r\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        ("GET *", 404),
+        ("OPTIONS *", 404),
+        ("POST *", 404),
+        ("GET /v1/model?a=%00&b=%zz", 200),
+        ("GET //evil.example/v1/model", 404),
+        ("GET /@evil.example:80/x", 404),
+        ("GET /%2e%2e/%2Fx", 404),
+        ("TRACE /v1/model", 405),
+        ("PROPFIND /v1/model", 405),
+    ],
+)
+def test_odd_targets_are_the_clients_faults(
+    front: RunningFront, caplog: pytest.LogCaptureFixture, line: str, status: int
+) -> None:
+    """No 5xx, no line in the log, and no replica that counts as lost."""
+    assert first_line(front, f"{line} HTTP/1.1").split(" ")[1] == str(status)
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert not any(member.is_suspect for member in front.front.members)
+
+
+def test_no_answer_names_a_replicas_address(front: RunningFront, group: list[FakeReplica]) -> None:
+    """A path with a slash at its end is another path, not a redirect to the replica, past TLS."""
+    with httpx.Client(base_url=front.url) as client:
+        for method, path in (("POST", "/v1/completions/"), ("GET", "/metrics/"), ("GET", "/v1/models/")):
+            answer = client.request(method, path, json=BODY if method == "POST" else None)
+            assert answer.status_code == 404 and "location" not in answer.headers
+    with httpx.Client(base_url=group[0].report.url) as direct:
+        assert direct.post("/v1/completions/", json=BODY, headers={"authorization": "none"}).status_code == 401
+    moved = b"HTTP/1.1 302 Found\r\nLocation: http://10.0.0.7:4444/x\r\nContent-Length: 0\r\n\r\n"
+    with answering([moved]) as fake, serve_front([fake]) as other:
+        assert "location" not in httpx.get(f"{other.url}/v1/models").headers
+
+
+def test_clients_share_a_scrape(group: list[FakeReplica], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many ask for metrics at a time, and again within a second: a replica is asked once."""
+    asked: list[str] = []
+    fetch = Forwarder.fetch
+
+    async def counted(self: Forwarder, member: Member, path: str) -> bytes:
+        asked.append(member.report.tag)
+        return await fetch(self, member, path)
+
+    monkeypatch.setattr(Forwarder, "fetch", counted)
+    with serve_front(group) as front, ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(lambda _: httpx.get(f"{front.url}/metrics").text, range(24)))
+        assert sorted(asked) == ["000001", "000002"] and len(set(texts)) == 1
+        front.front._scraped_s -= 10.0
+        httpx.get(f"{front.url}/metrics")
+        assert len(asked) == 4
+
+
+def test_a_scrape_without_a_replica_has_the_others(group: list[FakeReplica]) -> None:
+    """And says how many it has."""
+    gone = FakeReplica(group[0].server, Report("00dead", "http://127.0.0.1:9", "s", "fake", "t"))
+    with serve_front([gone, group[0]]) as front:
+        text = httpx.get(f"{front.url}/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert families["outrider_front_replicas_scraped"].samples[0].value == 1
+    assert {s.labels["replica"] for s in families["outrider_num_requests_running"].samples} == {"000001"}
+
+
+def test_labels_are_added_without_a_parser() -> None:
+    """The same samples as a parser finds, each with its replica; comments of a family once."""
+    text = (
+        b'# HELP a_total What \\n it {counts} is.\n# TYPE a_total counter\na_total{k="v } \\" a 1"} 3.0\na_total 1.0\n'
+        b'# HELP h Times.\n# TYPE h histogram\nh_bucket{le="+Inf"} 2.0\nh_count 2.0\nh_sum 1e-05\n'
+        b"# HELP empty None.\n# TYPE empty gauge\n"
+    )
+    newer = text.replace(b"Times.", b"Seconds.")
+    whole = merged([labelled(text, "000001"), labelled(newer, "000002")]).decode()
+    assert whole.count("# HELP") == whole.count("# TYPE") == 3
+    found = {f.name: [(s.name, s.labels, s.value) for s in f.samples] for f in text_string_to_metric_families(whole)}
+    expected: dict[str, list[Any]] = {}
+    for tag in ("000001", "000002"):
+        for family in text_string_to_metric_families(text.decode()):
+            samples = [(s.name, s.labels | {"replica": tag}, s.value) for s in family.samples]
+            expected.setdefault(family.name, []).extend(samples)
+    assert found == expected
+    assert labelled(b"", "000001") == []
+
+
+def test_a_full_replica_is_passed_over(group: list[FakeReplica]) -> None:
+    """Several fronts may have filled its connections."""
+    with answering([refusal("too_many_connections")]) as full, serve_front([full]) as front:
+        front.publish([full.report, group[0].report])
+        front.wait_until(lambda: len(front.front.members) == 2)
+        # Without a load, and by its tag, either is first: the one that is full is made so.
+        (other,) = [each for each in front.front.members if each.report.tag == "000001"]
+        other.is_suspect = True
+        with httpx.Client(base_url=front.url, timeout=TIMEOUT_S) as client:
+            assert run_session(client, BODY).tokens == target_tokens(PROMPT, 24)
+
+
+@pytest.mark.parametrize(("header", "seconds"), [("Retry-After: 7", "7"), ("Retry-After: soon", "1"), ("X: y", "1")])
+def test_a_replicas_retry_after_reaches_the_client(header: str, seconds: str) -> None:
+    """It has measured it."""
+    with answering([refusal("overloaded", header)]) as busy, serve_front([busy]) as front:
+        answer = httpx.post(f"{front.url}/v1/sessions", json=BODY, timeout=TIMEOUT_S)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
+    assert answer.headers["retry-after"] == seconds
+
+
+def test_a_refusal_that_does_not_end_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replica hangs while it says 503, and counts as lost."""
+    closed: list[int] = []
+    close = aiohttp.ClientResponse.close
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    async def refusing(answer: aiohttp.ClientResponse) -> RequestError:
+        has_begun.set()
+        return await _refusal(answer)
+
+    def noted(self: aiohttp.ClientResponse) -> None:
+        closed.append(self.status)
+        close(self)
+
+    monkeypatch.setattr(aiohttp.ClientResponse, "close", noted)
+    monkeypatch.setattr(forward, "_refusal", refusing)
+    with answering([refusal("overloaded")[:-20]], may_end) as hung, serve_front([hung]) as front:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(httpx.post, f"{front.url}/v1/sessions", json=BODY, timeout=TIMEOUT_S)
+            assert has_begun.wait(TIMEOUT_S)
+            front.publish([])
+            answer = asked.result(TIMEOUT_S)
+        may_end.set()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+    assert closed == [503]
+
+
+def test_a_signal_ends_a_front_without_replicas() -> None:
+    """It waits for its first replica no longer; also where the signal comes before the loop runs."""
+    has_begun = threading.Event()
+
+    async def reports() -> AsyncIterator[list[Report]]:
+        has_begun.set()
+        await asyncio.Event().wait()
+        yield []
+
+    for is_early in (False, True):
+        server = FrontServer(Front(Members(), FrontSettings()), reports, drain=lambda: None, limits=ConnectionLimits())
+        if is_early:
+            server._end()
+        with open_socket("127.0.0.1", 0) as sock:
+            thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
+            thread.start()
+            if not is_early:
+                assert has_begun.wait(TIMEOUT_S)
+                server.begin_drain()
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive() and not server.started
+
+
+def test_a_second_signal_ends_a_front_whose_replicas_drain() -> None:
+    """Also before its first replica has come."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    async def reports() -> AsyncIterator[list[Report]]:
+        has_begun.set()
+        await asyncio.Event().wait()
+        yield []
+
+    def drain() -> None:
+        may_end.wait(TIMEOUT_S)
+
+    front = Front(Members(), FrontSettings())
+    server = FrontServer(front, reports, drain=drain, limits=ConnectionLimits())
+    with open_socket("127.0.0.1", 0) as sock:
+        thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
+        thread.start()
+        assert has_begun.wait(TIMEOUT_S)
+        server.handle_exit(15, None)
+        server.handle_exit(15, None)
+        thread.join(TIMEOUT_S)
+        may_end.set()
+        assert not thread.is_alive()
+
+
+def test_an_owner_that_keeps_much_makes_no_other_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the limit of all, who has most loses the oldest name; and nobody finds another's."""
+    monkeypatch.setattr(members, "MAX_HELD", 10)
+    known = Members()
+    known.update([Report(f"{i:06x}", "u", "s", "m", "t", running=i) for i in range(3)])
+    first, second, third = known
+    known.hold(b"small", "mine", third)
+    for index in range(100):
+        known.hold(b"large", f"n{index}", second)
+    known.hold(b"small", "mine", third)
+    assert known.choose(b"small", held="mine") is third
+    assert [known.choose(b"large", held=f"n{index}") is second for index in (90, 91, 99)] == [False, True, True]
+    assert known.choose(b"small", held="n99") is first
+    for index in range(20):  # now both have the same share
+        known.hold(b"small", f"s{index}", third)
+    assert known.choose(b"large", held="n99") is second and known.choose(b"small", held="s19") is third
+    names = known._held
+    assert sum(map(len, names._tags.values())) == 10 and {len(each) for each in names._tags.values()} == {5}
+
+
+class _NoReplica(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("deployed", "name"), [(None, "outrider"), ("other-model", "other-model")])
+def test_each_application_of_a_cluster_has_its_registry(
+    monkeypatch: pytest.MonkeyPatch, deployed: str | None, name: str
+) -> None:
+    """By the name that Serve has deployed it by: two of a cluster do not take each other's replicas."""
+    given: dict[str, Any] = {}
+
+    def context() -> SimpleNamespace:
+        if deployed is None:
+            raise _NoReplica
+        return SimpleNamespace(app_name=deployed)
+
+    def options(**named: Any) -> SimpleNamespace:
+        given.update(named)
+        return SimpleNamespace(remote=lambda: "handle")
+
+    ray, serve, exceptions = ModuleType("ray"), ModuleType("ray.serve"), ModuleType("ray.serve.exceptions")
+    vars(ray).update(remote=lambda _: SimpleNamespace(options=options), serve=serve)
+    vars(serve).update(get_replica_context=context, exceptions=exceptions)
+    vars(exceptions).update(RayServeException=_NoReplica)
+    for module in (ray, serve, exceptions):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    assert open_registry("outrider") == "handle"
+    assert given["name"] == f"registry-{name}" and given["namespace"] == "outrider"
+
+
+def test_logs_of_replicas_stay_where_they_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They are bounded, because clients cause lines in them; a clean end removes them."""
+    ray, serve = ModuleType("ray"), ModuleType("ray.serve")
+    util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
+    vars(ray).update(serve=serve, util=util, shutdown=lambda: None)
+    vars(serve).update(start=lambda **_: None)
+    for module in (ray, serve):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(cluster, "_start", lambda *_: None)
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", environment)
+    places = iter([tmp_path / "failed", tmp_path / "ended", tmp_path / "stopped"])
+
+    def made(prefix: str) -> str:
+        place = next(places)
+        place.mkdir()
+        return str(place)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", made)
+    with pytest.raises(OSError, match="fault"), cluster.local_ray(1):
+        raise OSError("fault")
+    with cluster.local_ray(1):
+        limits = {name: int(environment[f"RAY_ROTATION_{name}"]) for name in ("MAX_BYTES", "BACKUP_COUNT")}
+    assert limits == {"MAX_BYTES": 8 << 20, "BACKUP_COUNT": 1}
+    with pytest.raises(KeyboardInterrupt), cluster.local_ray(1):
+        raise KeyboardInterrupt
+    assert [each.name for each in tmp_path.iterdir()] == ["failed"]
