@@ -18,6 +18,7 @@ from tests.serving import TIMEOUT_S, FakeServer, StepGate, serve_fake
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig
+from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.replicas.front import Front, FrontServer, FrontSettings
 from outrider.cloud.replicas.members import Members, Report
 from outrider.cloud.replicas.trust import ForwardedOwners
@@ -45,11 +46,12 @@ def replicas(
     seeds: Sequence[int] = (),
     gate: StepGate | None = None,
     settings: ServerSettings | None = None,
-    config: Callable[[], EngineConfig] = EngineConfig,
+    config: EngineConfig | None = None,
+    recent: RecentStore | None = None,
 ) -> Iterator[list[FakeReplica]]:
     """So many replicas; seeds: the languages of their targets, else one. gate: of all their steps.
 
-    settings: of all, but for what each has of its own. config: makes that of each engine.
+    settings, config, recent: of all, but for what each has of its own.
     """
     with ExitStack() as stack:
         group = []
@@ -58,7 +60,7 @@ def replicas(
             owners = ForwardedOwners(secret)
             own = replace(settings or ServerSettings(), keys=owners, session_prefix=tag, keep_alive_s=0.2)
             runtime = FakeBatchRuntime(vocab_size=300, seed=seeds[index] if seeds else 0, on_step=gate)
-            server = stack.enter_context(serve_fake(own, config=config(), runtime=runtime, gate=gate))
+            server = stack.enter_context(serve_fake(own, config=config, recent=recent, runtime=runtime, gate=gate))
             owners.on_removed = server.core.admission.revoke
             target = server.core.model.target
             group.append(FakeReplica(server, Report(tag, server.url, secret, "fake", target)))

@@ -137,7 +137,7 @@ def test_texts_through_two_replicas_are_those_of_one_server(running: Running) ->
         assert run_session(client, body).tokens == target_tokens(PROMPT, 3)
         lines = client.get("/metrics").text.splitlines()
         used = [
-            line for line in lines if line.startswith("outrider_engine_committed_total") and not line.endswith(" 0.0")
+            line for line in lines if line.startswith("outrider_generation_tokens_total") and not line.endswith(" 0.0")
         ]
         assert len(used) == 2
 

@@ -40,8 +40,8 @@ _PASSED: Final = frozenset(
 )
 """Headers of a request that a replica needs. `Authorization`, `Host` and `Origin` are the front's to check."""
 _HELD_BACK: Final = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"location", REQUEST_ID})
-"""Headers of an answer that belong to the connection (RFC 9110, section 7.6.1), name a replica's address, or are added by
-the front."""
+"""Headers of an answer that belong to the connection (RFC 9110, section 7.6.1), that may name a replica's address, or
+that the front adds."""
 _ANY_PATH: Final = "/v1/models"
 """For what the front says to a replica in the header."""
 FORWARDED: Final = "outrider.forwarded"

@@ -101,8 +101,10 @@ class Replica:
         self._thread.join(self._opened.drain_s + MARGIN_S)
         self._has_ended.set()
         self._reporter.join()
-        self._leave()
-        self._stack.close()
+        try:
+            self._leave()
+        finally:  # the registry may be away
+            self._stack.close()
 
     def _leave(self) -> None:
         import ray

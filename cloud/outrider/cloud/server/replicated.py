@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -29,12 +30,13 @@ from outrider.cloud.replicas.registry import follow, open_registry
 from outrider.cloud.replicas.replica import LOOPBACK, MARGIN_S, NODE, Make, Opened, keep_to_node
 from outrider.cloud.server.hangup import takes_hangups
 from outrider.cloud.server.options import ServeOptions
-from outrider.cloud.server.recent import open_recent
+from outrider.cloud.server.recent import REDIS_VARIABLE, open_recent
 from outrider.cloud.server.serve import (
     announce,
     audit_log_of,
     connection_limits,
     drafts_for,
+    load_keys,
     open_target,
     page_policy_of,
     port_file_removed,
@@ -47,7 +49,6 @@ from outrider.cloud.server.serving import VerifierServer
 from outrider.cloud.server.target import Target
 from outrider.models.counted import counted
 from outrider.models.errors import ConfigError, RuntimeUnavailable
-from outrider.models.http.keys import KEYS_VARIABLE
 from outrider.models.http.logs import configure_logging
 from outrider.models.http.security import KeyRing, PagePolicy, require_safe_host
 from outrider.models.ingress.collector import relieve_collector
@@ -114,10 +115,12 @@ def serve_replicas(options: ServeOptions) -> None:
     configure_logging(options.log_format)
     scale = scale_of(options)
     access = Access.of(options)
-    os.environ.pop(KEYS_VARIABLE, None)  # Ray's processes get the rest
     require_writable(options.port_file)
     with open_recent(options):  # a mistake shows before Ray starts
         pass
+    if options.redis is not None:
+        os.environ[REDIS_VARIABLE] = options.redis  # it may have a password, and Ray keeps options
+        options = replace(options, redis=None)
     with (
         takes_hangups() as hangups,
         open_socket(options.host, options.port) as sock,
@@ -184,6 +187,11 @@ def app(arguments: dict[str, Any]) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise ConfigError(f"the application's argument {first['loc'][0]!r}: {first['msg']}") from None
+    if options.redis is not None and urlsplit(options.redis).password:
+        raise ConfigError(
+            f"the application's argument 'redis' has a password, which Ray would keep and show; set {REDIS_VARIABLE} "
+            "on the nodes"
+        )
     return application_of(options, OpenReplica(_without_access(options)), host=host)
 
 
@@ -266,7 +274,7 @@ class Access:
     def of(cls, options: ServeOptions) -> Access:
         """By the options."""
         watched = watched_keys(options.api_key_file)
-        keys = KeyRing.load(options.api_key_file)
+        keys = load_keys(options.api_key_file)
         is_open = options.insecure_no_keys or options.tls_client_ca is not None
         require_safe_host(options.host, keys, is_insecure_allowed=is_open)
         return cls(options, keys, tls_files(options.tls_cert, options.tls_key, options.tls_client_ca), watched)

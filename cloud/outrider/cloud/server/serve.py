@@ -34,6 +34,7 @@ from outrider.cloud.server.target import Target
 from outrider.models.command_line import print_error
 from outrider.models.errors import ConfigError
 from outrider.models.hosts import is_loopback
+from outrider.models.http.keys import KEYS_VARIABLE
 from outrider.models.http.logs import configure_logging
 from outrider.models.http.security import WILDCARDS, KeyRing, PagePolicy, page_policy, require_safe_host
 from outrider.models.ingress.collector import relieve_collector
@@ -62,7 +63,7 @@ def serve(options: ServeOptions) -> int:
 def _serve(options: ServeOptions, hangups: HangUps) -> int:
     configure_logging(options.log_format)
     watched = watched_keys(options.api_key_file)
-    keys = KeyRing.load(options.api_key_file)
+    keys = load_keys(options.api_key_file)
     is_open = options.insecure_no_keys or options.tls_client_ca is not None
     require_safe_host(options.host, keys, is_insecure_allowed=is_open)
     tls = tls_files(options.tls_cert, options.tls_key, options.tls_client_ca)
@@ -155,6 +156,13 @@ def open_target(options: ServeOptions) -> Target:
     if options.vllm_option:
         raise ConfigError("--vllm-option is for --engine vllm; leave it out")
     return BundleTarget(options)
+
+
+def load_keys(path: Path | None) -> KeyRing:
+    """The keys of the file and of the environment, from which they go: child processes get the rest of it."""
+    keys = KeyRing.load(path)
+    os.environ.pop(KEYS_VARIABLE, None)
+    return keys
 
 
 def watched_keys(path: Path | None) -> list[WatchedFiles]:
