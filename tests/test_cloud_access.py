@@ -61,7 +61,7 @@ def fake_target(on_load: Callable[[], object]) -> Iterator[Any]:
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs SIGHUP")
 def test_a_running_server_reads_its_keys_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a change, and on SIGHUP, also while the model is loaded; a broken file is counted; the audit log names each key."""
+    """After a change, and on SIGHUP, also while the model loads; a broken file is counted; the log names each key."""
     keys, audit, port_file = tmp_path / "keys", tmp_path / "audit.jsonl", tmp_path / "port"
     keys.write_text("the-key-of-the-start\n")
     monkeypatch.setattr(watched_files, "LOOK_S", 0.02)
