@@ -280,7 +280,7 @@ def caller_of(scope: Scope) -> dict[str, str | None]:
         "key": None if key is None else key.name,
         "network": client_network(client[0]) if client else None,
     }
-    return caller | ({"subject": scope[SUBJECT]} if scope.get(SUBJECT) else {})
+    return caller | ({"subject": scope[SUBJECT].shown} if scope.get(SUBJECT) else {})
 
 
 def _request_id() -> str:
