@@ -107,6 +107,7 @@ class Harness:
         keep: bool = False,
         priority: int = 0,
         deadline_ms: float | None = None,
+        stored: object = None,
     ) -> tuple[int, Collector]:
         """Submits a request with a fresh collector."""
         collector = Collector()
@@ -124,6 +125,7 @@ class Harness:
             keep,
             priority,
             deadline_ms,
+            stored=stored,
         )
         return self.engine.submit(request, collector), collector
 

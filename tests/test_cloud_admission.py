@@ -147,6 +147,18 @@ def test_prompts_and_texts_are_charged_and_cached_tokens_are_not() -> None:
     assert [type(event) for event in events] == [CommitEvent, EndEvent]
 
 
+def test_a_held_prefix_that_is_computed_again_is_charged() -> None:
+    """One token that continues a prefix of 90 whose blocks are gone costs 91."""
+    engine, clock = Scripted(), Clock()
+    admission = admission_of(engine, ring("tokens-per-minute=100"), clock)
+    admission.submit(request_of([1]), lambda event: None, Asked(clock.now))
+    (_, sink), *_ = engine.taken
+    sink(EndEvent("length", SequenceUsage(prompt_tokens=91, cached_prompt_tokens=0)))
+    with pytest.raises(Throttled):
+        admission.submit(request_of(range(10)), lambda event: None, Asked(clock.now))
+    admission.submit(request_of(range(9)), lambda event: None, Asked(clock.now))
+
+
 def test_a_request_that_the_engine_refuses_costs_no_tokens() -> None:
     """What was taken for its prompt is given back."""
 

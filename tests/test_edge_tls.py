@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.serving import StepGate, serve_fake
@@ -22,7 +23,7 @@ from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.errors import EndpointLost
 from outrider.edge.link.sender import DraftMessage
 from outrider.models.errors import ConfigError, RuntimeUnavailable
-from outrider.models.ingress.sockets import TlsFiles, tls_files
+from outrider.models.ingress.sockets import ClientName, TlsFiles, tls_files
 from outrider.models.protocol import SessionOpen, SessionRequest
 from outrider.models.watched_files import WatchedFiles
 
@@ -100,12 +101,40 @@ def test_clients_show_a_certificate_whose_subject_is_the_owner(tmp_path: Path, m
                 opened = await anext(stream)
                 assert isinstance(opened, SessionOpen)
                 (session,) = server.core.sessions._sessions.values()
-                assert session.owner == b"subject:CN=phone,O=Acme"
+                assert session.owner.startswith(b"subject:")
                 await own.post_drafts(opened.session, drafts)
                 with pytest.raises(EndpointLost, match="unknown_session"):
                     await foreign.post_drafts(opened.session, drafts)
 
         asyncio.run(post_to_a_session_of_the_phone())
+
+
+ACME = (("organizationName", "Acme"),)
+CA, OTHER_CA = ((("commonName", name),) for name in ("ca", "other"))
+
+
+@pytest.mark.parametrize(
+    ("certificate", "shown"),
+    [
+        ({"subject": (ACME, (("commonName", "phone"),)), "issuer": (CA,)}, "CN=phone,O=Acme"),
+        ({"subject": ((("commonName", "phone,O=Acme"),),), "issuer": (CA,)}, r"CN=phone\,O\=Acme"),
+        ({"subject": ((*ACME, ("commonName", "phone")),), "issuer": (CA,)}, "O=Acme+CN=phone"),
+        ({"subject": ((("commonName", r"a\b+c"),),), "issuer": (CA,)}, r"CN=a\\b\+c"),
+        ({"subject": ((("commonName", "# \0 "),),), "issuer": (CA,)}, r"CN=\# \00\ "),
+        ({"subject": (ACME, (("commonName", "phone"),)), "issuer": (OTHER_CA,)}, "CN=phone,O=Acme"),
+        ({"subject": (), "issuer": (CA,), "subjectAltName": (("DNS", "a"), ("DNS", "b"))}, "DNS:a"),
+        ({"subject": (), "issuer": (CA,), "subjectAltName": (("DNS", "CN=phone,O=Acme"),)}, "DNS:CN=phone,O=Acme"),
+    ],
+)
+def test_every_subject_of_every_authority_is_an_owner_of_its_own(certificate: dict[str, Any], shown: str) -> None:
+    """However the names are chosen; the text in the log is that of RFC 4514. A new certificate keeps the owner."""
+    name = ClientName.of(certificate)
+    assert name is not None and name.shown == shown
+    assert ClientName.of({**certificate, "notAfter": "later"}) == name
+    phone = {"subject": (ACME, (("commonName", "phone"),)), "issuer": (CA,)}
+    first = ClientName.of(phone)
+    assert first is not None and (first.owner == name.owner) == (certificate == phone)
+    assert ClientName.of({"issuer": (CA,)}) is None
 
 
 @pytest.mark.skipif(OPENSSL is None, reason="needs the openssl command")

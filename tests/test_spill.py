@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import stat
 import struct
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -23,9 +27,11 @@ from tests.engine_harness import SAMPLED, Collector, Harness, plain
 from tests.serving import run_session, serve_fake, target_tokens
 
 from outrider.cloud.engine import Engine, EngineConfig
+from outrider.cloud.engine import spill as spill_module
 from outrider.cloud.engine.config import SpillConfig
 from outrider.cloud.engine.spill import SpillStore
 from outrider.cloud.engine.spill_file import MAGIC, SpillTarget
+from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server.embedded import _config
 from outrider.cloud.server.options import EngineName, ServeOptions, SpillWhen
 from outrider.cloud.server.vllm_target import VllmTarget
@@ -56,9 +62,23 @@ class SpillHarness(Harness):
         deadline = time.monotonic() + 30.0
         while collector.end is None:
             assert time.monotonic() < deadline, "the sequence did not end"
-            if self.engine.step() is None:
+            if self.engine.step() != 0.0:
                 time.sleep(0.001)
         return collector.tokens
+
+    def submit(self, prompt: Sequence[int], *given: Any, **options: Any) -> tuple[int, Collector]:
+        """As the routes do: looks on disk first."""
+        name, owner = options.get("prefix_hash"), options.get("owner", b"")
+        found: list[object] = []
+        looked = threading.Event()
+
+        def done(stored: object) -> None:
+            found.append(stored)
+            looked.set()
+
+        if name is not None and self.engine.seek(owner, name, done):
+            assert looked.wait(30.0)
+        return super().submit(prompt, *given, stored=found[0] if found else None, **options)
 
     def keep(self, prompt: tuple[int, ...] = PROMPT, owner: bytes = b"") -> tuple[str, list[int]]:
         """A finished session that is parked: its name and all its tokens."""
@@ -131,8 +151,8 @@ def test_only_its_owner_and_target_find_a_prefix(place: Path) -> None:
         assert second.engine.stats().totals.spill_faults == 0
 
 
-def test_a_prefix_without_room_runs_again(place: Path) -> None:
-    """Where no blocks are free, its tokens are the prompt; the text is the same."""
+def test_a_prefix_without_room_waits_for_it(place: Path) -> None:
+    """In the queue, like any sequence; its blocks are written once it has its own."""
     with engine(place, always=True) as first:
         name, tokens = first.keep()
         first.spill.flush()
@@ -143,8 +163,77 @@ def test_a_prefix_without_room_runs_again(place: Path) -> None:
         while not second.engine.stats().queued:  # it was read, and found no room
             assert time.monotonic() < deadline
             second.engine.step()
+        assert second.engine._cache.pool.num_available == 2
         second.engine._cache.pool.release(blocks)
         assert second.text(collector) == plain([*tokens, 3, 4], SAMPLED, 10)
+        assert collector.end is not None and collector.end.usage.cached_prompt_tokens == (len(tokens) - 1) // 4 * 4
+
+
+def test_a_prefix_from_disk_takes_no_blocks_of_others_before_its_turn(place: Path) -> None:
+    """One that waits in the queue leaves the prefixes that others have parked where they are."""
+    with engine(place, always=True) as first:
+        name, _ = first.keep((7,) * 60, owner=b"bob")
+        first.spill.flush()
+    with engine(place) as second:
+        kept, tokens = second.keep(owner=b"alice")
+        blocks = second.engine._cache.pool.allocate(second.engine.stats().free_blocks) or []
+        _, large = second.submit((1,) * 16, 8, owner=b"bob", priority=1)
+        refuse = lambda sequence, length: False  # noqa: E731 - nobody is admitted yet
+        grow, second.engine._cache.grow = second.engine._cache.grow, refuse  # type: ignore[method-assign]
+        _, waits = second.submit((3, 4), 4, prefix_hash=name, owner=b"bob")
+        deadline = time.monotonic() + 30.0
+        while second.engine.stats().queued < 2:
+            assert time.monotonic() < deadline
+            second.engine.step()
+        assert second.engine.stats().parked == 1
+        second.engine._cache.grow = grow  # type: ignore[method-assign]
+        second.engine._cache.pool.release(blocks)
+        assert second.go_on(kept, owner=b"alice") == (plain([*tokens, 3, 4], SAMPLED, 10), len(tokens) - 1)
+        second.text(large)
+        second.text(waits)
+
+
+class Hung:
+    """A disk that does not answer until it is released."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.answers, self.asked = threading.Event(), threading.Event()
+        real = getattr(spill_module, name)
+
+        def call(*given: Any) -> Any:
+            self.asked.set()
+            assert self.answers.wait(30.0)
+            return real(*given)
+
+        monkeypatch.setattr(spill_module, name, call)
+
+
+def test_blocks_that_do_not_come_are_computed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some seconds; a sequence with a deadline ends at it; what comes later is not used."""
+    with engine(place, always=True) as first:
+        name, tokens = first.keep()
+        first.spill.flush()
+    with engine(place) as second:
+        disk = Hung(monkeypatch, "read_blocks")
+        _, late = second.submit((3, 4), 10, prefix_hash=name)
+        second.engine.step()
+        assert disk.asked.wait(30.0)
+        ((first_id, _),) = second.engine._loading.items()
+        found = second.spill.find(b"", name)
+        request = GenerateRequest((3, 4), SAMPLED, 10, prefix_hash=name, stored=found, deadline_ms=500.0)
+        second.engine.submit(request, Collector())
+        assert second.engine.step() == pytest.approx(0.5)
+        second.clock.now += 0.5
+        assert second.engine.step() == pytest.approx(4.5, abs=0.2)
+        assert list(second.engine._sequences) == [first_id]  # the other ended at its deadline
+        assert late.end is None
+        second.clock.now += 4.6
+        assert second.text(late) == plain([*tokens, 3, 4], SAMPLED, 10)
+        assert late.end is not None and late.end.usage.cached_prompt_tokens == 0
+        assert second.engine.stats().totals.spill_faults == 1
+        disk.answers.set()
+        second.spill.flush()
+        second.run()
 
 
 def test_a_cancelled_request_takes_no_blocks(place: Path) -> None:
@@ -272,7 +361,7 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, token
         opened.flush()
         found = opened.find(b"a", "n")
         assert found is not None and list(found.tokens) == tokens
-        opened.load(found, read.append)
+        opened.load(b"a", found, read.append)
         opened.flush()
     assert len(read) == 1 and read[0] is not None and np.array_equal(read[0], blocks(seed))
 
@@ -331,6 +420,60 @@ def test_a_full_disk_is_one_warning(place: Path, caplog: pytest.LogCaptureFixtur
     assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
 
 
+def test_an_owner_has_only_so_many_calls_wait(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks and reads together, those included whose blocks wait for room; others' calls are taken, and come first."""
+    order: list[bytes] = []
+
+    def note(owner: bytes, _: object) -> None:
+        order.append(owner)
+
+    monkeypatch.setattr(spill_module, "_MAX_CALLS_EACH", 3)
+    with store(place) as opened:
+        for name in ("one", "two", "three"):
+            opened.put(b"a", name, TOKENS, blocks())
+        opened.flush()
+        found = opened.find(b"a", "one")
+        assert found is not None
+        kept: list[np.ndarray | None] = []
+        for _ in range(4):
+            opened.load(b"a", found, kept.append)
+        opened.flush()
+        assert [each is None for each in kept].count(True) == 1
+        assert not opened.seek(b"a", "two", lambda _: None)
+        kept.clear()  # nobody has the blocks any more
+        disk = Hung(monkeypatch, "read_head")
+        for owner in (b"a", b"a", b"a", b"b"):
+            assert opened.seek(owner, "two", partial(note, owner))
+            assert disk.asked.wait(30.0)  # the first one's
+        assert not opened.seek(b"a", "two", lambda _: None)
+        monkeypatch.setattr(spill_module, "_STUCK_S", -1.0)
+        assert not opened.seek(b"c", "two", lambda _: None), "a disk that hangs is asked no more"
+        disk.answers.set()
+        opened.flush()
+    assert order == [b"a", b"b", b"a", b"a"]
+
+
+def test_a_write_does_not_read_the_whole_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An owner with many small prefixes would take the thread from others; the bound on bytes holds all the same."""
+    scans: list[object] = []
+    real = os.scandir
+
+    def scan(path: Any) -> Any:
+        scans.append(path)
+        return real(path)
+
+    monkeypatch.setattr(spill_module, "_SCAN_S", 3600.0)
+    monkeypatch.setattr(os, "scandir", scan)
+    with store(place, max_bytes=3000) as opened:
+        for index in range(40):
+            opened.put(b"a", str(index), TOKENS, blocks())
+        opened.put(b"a", "39", TOKENS, blocks())  # in place of the one before
+        opened.flush()
+        assert scans == [place]
+        sizes = [path.stat().st_size for path in place.iterdir()]
+        assert sum(sizes) <= 3000 < sum(sizes) + max(sizes) and opened.find(b"a", "39") is not None
+
+
 def test_a_directory_that_others_may_read_is_refused(tmp_path: Path) -> None:
     """With the command that closes it; a file, and one that cannot be made, by name."""
     tmp_path.chmod(0o755)
@@ -370,6 +513,28 @@ def test_a_server_goes_on_where_another_was_killed(place: Path) -> None:
         assert again.end.usage.cached_prompt_tokens == 48
         shown = client.get("/metrics").text
         assert "outrider_kv_cache_restored_total 1.0" in shown and "outrider_kv_cache_spill_faults_total 0.0" in shown
+
+
+def test_a_hung_directory_stops_nobody(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one request waits for it others are answered; then 409, and the next ones do not wait at all."""
+    config = EngineConfig(spill=SpillConfig(place, "t", always=True))
+    body: dict[str, Any] = {"prompt": [5, 17, 99], "max_tokens": 4, "ignore_eos": True}
+    continued = body | {"prefix_hash": "a" * 32}
+    disk = Hung(monkeypatch, "read_head")
+    with serve_fake(config=config) as server, httpx.Client(base_url=server.url, timeout=30.0) as client:
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(httpx.post, f"{server.url}/v1/sessions", json=continued, timeout=30.0)
+            assert disk.asked.wait(30.0)
+            assert run_session(client, body).tokens == target_tokens(body["prompt"], 4)
+            assert not first.done()
+            monkeypatch.setattr(spill_module, "_STUCK_S", 0.0)
+            item = {"prefix": [5], "prefix_hash": "a" * 32}
+            refused = client.post("/v1/verify", json={"items": [item] * 20})
+            assert not first.done()
+            answer = first.result()
+        for each in (refused, answer):
+            assert (each.status_code, each.json()["error"]["code"]) == (409, "prefix_not_held")
+        disk.answers.set()
 
 
 def test_the_options_reach_the_engine(place: Path) -> None:

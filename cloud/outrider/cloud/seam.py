@@ -32,6 +32,7 @@ class GenerateRequest:
     priority: higher ones go first; among equals owners share evenly. Nobody starves.
     deadline_ms: time from `submit` after which the sequence ends: with its text so far, or, where it has none, with the
     error `deadline_exceeded`. None: no such bound.
+    stored: what `ServingEngine.seek` found of the parked prefix; None where it is in memory, or nowhere.
     earlier: what followed the same prompt before; a hint, whose ids may be anything. is_repeat: it was picked with
     these `params`.
     """
@@ -51,6 +52,7 @@ class GenerateRequest:
     deadline_ms: float | None = None
     earlier: tuple[int, ...] = ()
     is_repeat: bool = False
+    stored: Any = None
 
     def is_parked_after(self, reason: SequenceEndReason) -> bool:
         """Whether the cache is kept after this end for what continues the sequence."""
@@ -260,6 +262,13 @@ class ServingEngine(Protocol):
         `prefix_not_held`, `shutting_down`, `engine_failed`.
         """
         ...
+
+    def seek(self, owner: bytes, name: str, done: Callable[[Any], None]) -> bool:
+        """Looks outside of memory for a parked prefix; `done` gets what `GenerateRequest.stored` takes, on any thread.
+
+        Never blocks. False, and `done` is not called, where there is nothing to wait for.
+        """
+        return False
 
     def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
         """Adds guesses of what follows the first `base` tokens that the sequence committed, likeliest path first.

@@ -6,11 +6,13 @@ where its key is removed meanwhile. The engine never learns of keys. Admission d
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from outrider.cloud.api.audit import AuditEntry
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, ServingEngine, Sink
@@ -20,6 +22,8 @@ from outrider.models.http.limits import TokenBudget
 
 NO_KEY_PRIORITY: Final = 0
 """The highest priority of a request without a key."""
+SEEK_S: Final = 2.0
+"""For a look at the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,28 @@ class Admission:
         if not self._keys.may_generate(owner):  # removed a moment ago
             self.revoke([owner])
         return number
+
+    async def sought(self, request: GenerateRequest) -> GenerateRequest:
+        """The request with what is stored of the prefix that it continues. Waits for a slow disk, for a short time."""
+        if request.prefix_hash is None:
+            return request
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[Any] = loop.create_future()
+
+        def tell(stored: object) -> None:
+            if not found.done():
+                found.set_result(stored)
+
+        def done(stored: object) -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(tell, stored)
+
+        if not self._engine.seek(request.owner, request.prefix_hash, done):
+            return request
+        try:
+            return replace(request, stored=await asyncio.wait_for(found, SEEK_S))
+        except TimeoutError:
+            return request  # the engine answers `prefix_not_held`, and the client sends the tokens
 
     def _left_ms(self, asked: Asked) -> float | None:
         """What is left of the deadline. Raises RequestError 504 where nothing is."""
@@ -177,10 +203,9 @@ class _Followed:
         if self.is_revoked and event.reason == "cancelled":
             event = replace(event, reason="error", error=key_is_removed())
         if self._per_minute is not None:
-            # A held prefix was not charged, though it counts as cached.
+            # A held prefix was not charged: what of it was not cached has been computed again.
             num_held = event.usage.prompt_tokens - self._num_charged
-            num_cached = max(0, event.usage.cached_prompt_tokens - num_held)
-            self._admission.budget.take(self.owner, -num_cached, self._per_minute)
+            self._admission.budget.take(self.owner, num_held - event.usage.cached_prompt_tokens, self._per_minute)
         if self._entry is not None:
             self._entry.ended(event.error.code if event.error is not None else event.reason)
         return event

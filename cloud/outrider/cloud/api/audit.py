@@ -279,7 +279,8 @@ def caller_of(scope: Scope) -> dict[str, str | None]:
     """Who called: the key's name, the name on the certificate, the network."""
     key, client = scope.get(KEY), scope.get("client")
     name = None if key is None else key.name
-    network, subject = client_network(client[0]) if client else None, scope.get(SUBJECT)
+    network = client_network(client[0]) if client else None
+    subject = scope[SUBJECT].shown if scope.get(SUBJECT) else None
     if isinstance(key, ForwardedKey):  # the client is the server in front
         name, network, subject = key.name if key.is_known else None, key.network, key.subject
     caller: dict[str, str | None] = {"key": name, "network": network}

@@ -49,6 +49,7 @@ def session_routes(core: Core) -> APIRouter:
             keep=body.keep_prefix,
         )
         mailbox = core.bridge.mailbox()
+        generate = await core.admission.sought(generate)
         recalled = await core.recall(generate, is_allowed=not is_no_store(request))
         asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
         core.slots.take(owner)

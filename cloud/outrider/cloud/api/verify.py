@@ -131,19 +131,18 @@ class _Batch:
                     await slots.wait(owner)
                     num_held = 1
                 item, items[index] = items[index], None  # a call that waits keeps only what it has yet to submit
-                if self._start(index, item):
+                if await self._start(index, item):
                     num_held = 0
                 await asyncio.sleep(0)  # 256 items at once would delay every stream
         finally:
             if num_held:
                 slots.release(owner)
 
-    def _start(self, index: int, raw: Any) -> bool:
+    async def _start(self, index: int, raw: Any) -> bool:
         """Submits an item; returns whether it runs."""
         try:
-            self._running[index] = self._core.admission.submit(
-                self._request(raw), self.mailbox.sink(index), self._asked
-            )
+            request = await self._core.admission.sought(self._request(raw))
+            self._running[index] = self._core.admission.submit(request, self.mailbox.sink(index), self._asked)
             return True
         except ValidationError as error:
             self._fail(index, from_validation(faults_of(error), prefix=f"items.{index}"))

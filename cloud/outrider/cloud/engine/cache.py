@@ -14,7 +14,7 @@ from outrider.cloud.engine.sequence_state import SequenceState
 
 
 class SequenceCache:
-    """The block pool as sequences see it. The engine's thread owns it, except for `take_parked`.
+    """The block pool as sequences see it. The engine's thread owns it, except for `is_parked` and `take_parked`.
 
     on_park, on_evict: called with a prefix when it is parked, and before it loses its blocks.
     share_between_owners: one owner's prompts may be reused for another's. Who can time answers, or reads
@@ -157,6 +157,10 @@ class SequenceCache:
         self._on_park(prefix)
         self._parked.park(prefix)
         return name
+
+    def is_parked(self, owner: bytes, name: str) -> bool:
+        """Any thread: whether `take_parked` would find it now."""
+        return self._parked.has(owner, name)
 
     def take_parked(self, owner: bytes, name: str) -> ParkedPrefix | None:
         """Any thread: hands over an owner's parked prefix with the references on its blocks, or None."""

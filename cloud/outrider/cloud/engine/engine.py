@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +37,7 @@ from outrider.cloud.engine.runner import ModelRunner, Rows, picked
 from outrider.cloud.engine.scheduler import Scheduler, Share
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.engine.spill import SpillStore
-from outrider.cloud.engine.spill_file import SpillTarget
+from outrider.cloud.engine.spill_file import Spilled, SpillTarget
 from outrider.cloud.engine.turnover import Turnover
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.drafts import PendingDrafts
@@ -49,6 +50,9 @@ from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.faults import log_fault
 from outrider.models.runtimes.base import BatchRuntime, BlockRuntime, ModelLimits, TreeRuntime
 from outrider.models.tree_draft import TreeDraft
+
+_LOAD_S: Final = 5.0
+"""For blocks to come from disk; then their tokens run."""
 
 
 class Engine:
@@ -78,6 +82,7 @@ class Engine:
         self._start_afresh()
         self._inbox: deque[Callable[[], None]] = deque()
         self._sequences: dict[int, SequenceState] = {}
+        self._loading: dict[int, tuple[SequenceState, float]] = {}  # whose blocks are read, and until when at most
         self._ids = itertools.count(1)
         longest = min(runtime.limits.max_positions, runtime.num_blocks * runtime.block_size)
         self._limits = ModelLimits(runtime.limits.vocab_size, longest)
@@ -93,7 +98,9 @@ class Engine:
             share_between_owners=self._config.share_between_owners,
             **self._when_spilled(),
         )
-        self._scheduler = Scheduler(self._config, self._cache, self._drafting, self._totals, self._clock)
+        self._scheduler = Scheduler(
+            self._config, self._cache, self._drafting, self._totals, self._clock, on_admit=self._restore
+        )
 
     def _when_spilled(self) -> dict[str, Callable[[ParkedPrefix], None]]:
         if self._config.spill is None:
@@ -127,9 +134,7 @@ class Engine:
         # A `reset` in between would let the old pool's blocks into the new one, or forget the sequence.
         with self._gate:
             held = self._cache.take_parked(request.owner, request.prefix_hash) if request.prefix_hash else None
-            spilled = None
-            if request.prefix_hash and held is None and self._spill is not None:
-                spilled = self._spill.find(request.owner, request.prefix_hash)
+            spilled = request.stored if request.prefix_hash and held is None else None
             if request.prefix_hash and held is None and spilled is None:
                 raise RequestError(
                     "prefix_not_held", "this prefix is not held here; send its tokens in place of the hash", status=409
@@ -141,15 +146,21 @@ class Engine:
                     self._inbox.append(lambda: self._cache.park_again(held))
                 raise
             self._sequences[sequence.id] = sequence
-            if spilled is None:
-                self._inbox.append(lambda: self._enqueue(sequence))
-        if spilled is not None and self._spill is not None:
-            self._spill.load(spilled, lambda data: self._loaded(sequence, data))
+            self._inbox.append(lambda: self._enqueue(sequence) if spilled is None else self._load(sequence, spilled))
         return sequence.id
+
+    def seek(self, owner: bytes, name: str, done: Callable[[Spilled | None], None]) -> bool:
+        """Looks on disk for a prefix that is not held in memory; `done` gets what `GenerateRequest.stored` takes.
+
+        False, and `done` is not called, where there is nothing to wait for.
+        """
+        if self._spill is None or self._cache.is_parked(owner, name):
+            return False
+        return self._spill.seek(owner, name, done)
 
     def _loaded(self, sequence: SequenceState, data: NDArray[np.uint8] | None) -> None:
         """On the thread that reads blocks."""
-        self._inbox.append(lambda: self._restore(sequence, data))
+        self._inbox.append(lambda: self._enqueue_with(sequence, data))
         self.wake()
 
     def _new_sequence(
@@ -183,6 +194,7 @@ class Engine:
             sequence.blocks, sequence.hashes = list(held.blocks), list(held.hashes)
             sequence.chain = list(held.hashes)
             sequence.computed = min(held.computed, len(sequence.tokens) - 1)
+            sequence.usage.cached_prompt_tokens = sequence.computed  # so it costs nothing where it never runs
         return sequence
 
     def _require_room(self, request: GenerateRequest) -> None:
@@ -282,6 +294,7 @@ class Engine:
         self._read_inbox()
         self._cache.release_old()
         self._probe_if_due()
+        self._end_loading(started)
         for sequence in self._scheduler.overdue(started):
             self._expire(sequence)
         self._scheduler.admit()
@@ -290,6 +303,7 @@ class Engine:
             deadlines = (
                 self._scheduler.next_deadline(started),
                 self._scheduler.seconds_to_due(started),
+                self._seconds_to_loaded(started),
                 self._health.seconds_to_probe(),
             )
             return min((seconds for seconds in deadlines if seconds is not None), default=None)
@@ -392,26 +406,50 @@ class Engine:
             return
         self._spill.put(prefix.owner, prefix.name, prefix.tokens, data, self._clock() - prefix.since)
 
-    def _restore(self, sequence: SequenceState, data: NDArray[np.uint8] | None) -> None:
-        """Queues a sequence that continues a spilled prefix, with its blocks if there is room. Else its tokens run."""
-        if sequence.id not in self._sequences:
+    def _load(self, sequence: SequenceState, spilled: Spilled) -> None:
+        """Has the blocks of a spilled prefix read; the sequence is queued when they are there, or not there in time."""
+        if self._spill is not None and sequence.id in self._sequences:
+            self._loading[sequence.id] = sequence, self._clock() + _LOAD_S
+            self._spill.load(sequence.owner, spilled, lambda data: self._loaded(sequence, data))
+
+    def _enqueue_with(self, sequence: SequenceState, data: NDArray[np.uint8] | None) -> None:
+        if self._loading.pop(sequence.id, None) is not None:  # else they come too late, or after its end
+            sequence.stored = data
+            self._enqueue(sequence)
+
+    def _end_loading(self, now: float) -> None:
+        """Ends sequences whose deadline passes while their blocks are read; runs tokens whose blocks do not come."""
+        for sequence, until in list(self._loading.values()):
+            if sequence.due_at is not None and sequence.due_at <= now:
+                self._expire(sequence)
+            elif until <= now:
+                assert self._spill is not None
+                self._spill.gave_up()
+                self._enqueue_with(sequence, None)
+
+    def _seconds_to_loaded(self, now: float) -> float | None:
+        """Seconds until `_end_loading` has something to do, at most."""
+        times = [until if s.due_at is None else min(until, s.due_at) for s, until in self._loading.values()]
+        return max(0.0, min(times) - now) if times else None
+
+    def _restore(self, sequence: SequenceState) -> None:
+        """Writes the blocks that were read for a sequence into those that it has just got."""
+        data, sequence.stored = sequence.stored, None
+        if data is None:
             return
         assert isinstance(self._runtime, BlockRuntime)
         size = self._runtime.block_size
-        num_blocks = min(0 if data is None else len(data), (len(sequence.tokens) - 1) // size)
-        self._cache.match_prefix(sequence)
-        first = len(sequence.blocks)
-        if data is not None and first < num_blocks and self._cache.grow(sequence, num_blocks * size):
-            try:
-                self._runtime.write_blocks(sequence.blocks[first:], data[first:num_blocks])
-                sequence.computed = num_blocks * size
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # what these blocks hold is not known
-                self._totals.faults += 1
-                log_fault(error)
-                self._cache.drop(sequence)
-        self._scheduler.add(sequence)
+        first, end = sequence.computed // size, min(len(data), (len(sequence.tokens) - 1) // size)
+        if first >= end:
+            return
+        try:
+            self._runtime.write_blocks(sequence.blocks[first:end], data[first:end])
+            sequence.computed = end * size
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # what these blocks hold is not known: their tokens run
+            self._totals.faults += 1
+            log_fault(error)
 
     def _commit(self, shares: Sequence[Share], rows: Rows, now: float) -> None:
         """Picks row by row, accepts drafted tokens while they equal the picks, and notifies the sinks.
@@ -525,6 +563,8 @@ class Engine:
         is_sound: the error says nothing against the blocks, so they may be shared again.
         """
         self._scheduler.remove(sequence)
+        self._loading.pop(sequence.id, None)
+        sequence.stored = None
         name = None
         if error is not None and not is_sound:
             self._cache.discard(sequence)
@@ -561,6 +601,7 @@ class Engine:
                 self._inbox.clear()
                 ended += self._sequences.values()
                 self._sequences.clear()
+                self._loading.clear()
                 self._start_afresh()
         finally:
             fault = RequestError(

@@ -40,7 +40,7 @@ class ParkedPrefix:
 class ParkedPrefixes:
     """Prefixes kept, at most `max_each` of an owner for `max_s` seconds each, evicted oldest first.
 
-    Any thread may call `take`; the engine's thread releases blocks.
+    Any thread may call `take` and `has`; the engine's thread releases blocks.
     """
 
     def __init__(
@@ -94,10 +94,16 @@ class ParkedPrefixes:
     def take(self, owner: bytes, name: str) -> ParkedPrefix | None:
         """Hands an owner's prefix over with its references; None when it is not held, or too old."""
         with self._lock:
-            held = self._of_owner.get(owner)
-            if held is None or name not in held or self._is_old(held[name]):  # the engine's thread releases old ones
-                return None
-            return self._pop(owner, name)
+            return self._pop(owner, name) if self._has(owner, name) else None
+
+    def has(self, owner: bytes, name: str) -> bool:
+        """Whether `take` would hand it over. Any thread."""
+        with self._lock:
+            return self._has(owner, name)
+
+    def _has(self, owner: bytes, name: str) -> bool:
+        held = self._of_owner.get(owner)
+        return held is not None and name in held and not self._is_old(held[name])  # the engine's thread releases those
 
     def evict_old(self) -> None:
         """Releases those that are too old. Engine's thread only."""

@@ -103,8 +103,16 @@ class Scheduler:
     """The queued sequences and those that have blocks. The engine's thread owns it."""
 
     def __init__(
-        self, config: EngineConfig, cache: SequenceCache, drafting: Drafting, totals: Totals, clock: Callable[[], float]
+        self,
+        config: EngineConfig,
+        cache: SequenceCache,
+        drafting: Drafting,
+        totals: Totals,
+        clock: Callable[[], float],
+        on_admit: Callable[[SequenceState], None] = lambda sequence: None,
     ) -> None:
+        """on_admit: called with a sequence that has `stored` blocks, once it has its own."""
+        self._on_admit = on_admit
         self._config = config
         self._clock = clock
         self._cache = cache
@@ -192,6 +200,8 @@ class Scheduler:
                     self._cache.drop(sequence)
                 return False
             self._give_way(givers[0])
+        if sequence.stored is not None:
+            self._on_admit(sequence)
         self._owners.admitted(sequence)
         self._holders.pop(sequence, None)
         self.num_queued -= 1

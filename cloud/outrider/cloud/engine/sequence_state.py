@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.seam import GenerateRequest, SequenceUsage, Sink
 
@@ -20,6 +23,7 @@ class SequenceState:
     queued_at, turn_began: the engine's step at which it was queued, and at which it first committed since it has
     blocks; None before. submitted_s: when it was submitted; None once it has left the queue for the first time.
     due_at: when its deadline passes, by the engine's clock; None for no deadline.
+    stored: keys and values of its first blocks, from disk, until it has blocks for them.
     """
 
     id: int
@@ -36,6 +40,7 @@ class SequenceState:
     turn_began: int | None = None
     submitted_s: float | None = None
     due_at: float | None = None
+    stored: NDArray[np.uint8] | None = None
     usage: SequenceUsage = field(default_factory=SequenceUsage)
 
     @property

@@ -1,7 +1,8 @@
 """Keeps parked prefixes on disk for the request that continues them, here or in another replica with the directory.
 
-A thread of its own writes and reads; the engine's thread only copies blocks. An owner finds only what it left. Where
-there is too much, the owner with most bytes loses its oldest files. A file that fails a check is removed, never used.
+A thread of its own looks, writes and reads, so a directory that hangs stops nobody else; the engine's thread only
+copies blocks. An owner finds only what it left, and may have only so many calls wait. Where there is too much, the
+owner with most bytes loses its oldest files. A file that fails a check is removed, never used.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import queue
 import stat
 import threading
 import time
-from collections import Counter
+import weakref
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,14 +40,22 @@ from outrider.models.faults import log_fault
 
 _MAX_WAITING_BYTES: Final = 256 << 20
 """Of blocks that are copied and not written yet."""
-_MAX_LOADS: Final = 64
-"""Prefixes that may wait to be read; beyond, their tokens run again."""
+_MAX_CALLS: Final = 64
+"""Prefixes that are looked for, read, or wait with their blocks for room; beyond, their tokens run again."""
+_MAX_CALLS_EACH: Final = 16
+"""Of one owner."""
+_MAX_READ_BYTES: Final = 256 << 20
+"""Of blocks that are read and wait for room."""
+_STUCK_S: Final = 2.0
+"""Nothing more is asked of a disk that has not answered for so long."""
 _FLUSH_S: Final = 30.0
 _SWEEP_S: Final = 60.0
 """How often what is too old is removed, at least."""
 _PART_S: Final = 600.0
 """Age from which a file that was never finished is a leftover."""
-_FIRST, _LAST = 0, 1
+_SCAN_S: Final = 1.0
+"""Between two looks for files of other replicas, at least; and ten times as long as one takes."""
+_LAST: Final = 1 << 30
 
 _log = logging.getLogger("outrider.cloud")
 
@@ -60,7 +70,7 @@ class SpillCounts:
 
 
 class SpillStore:
-    """Prefixes in `config.directory`. The engine's thread puts; any thread finds."""
+    """Prefixes in `config.directory`. The engine's thread puts and loads; any thread seeks."""
 
     def __init__(
         self,
@@ -75,7 +85,13 @@ class SpillStore:
         self._clock = clock
         self._work: queue.PriorityQueue[tuple[int, int, Callable[[], None] | None]] = queue.PriorityQueue()
         self._order = itertools.count()
-        self._waiting_bytes = self._num_loads = 0
+        self._waiting_bytes = self._read_bytes = 0
+        self._calls: Counter[bytes] = Counter()  # that wait, by owner
+        self._returned: deque[tuple[bytes, int]] = deque()  # owner and bytes of blocks that nobody has any more
+        self._busy_since: float | None = None
+        self._index: dict[str, OrderedDict[str, int]] = {}  # owner -> names and sizes of its files, the oldest first
+        self._sizes: Counter[str] = Counter()
+        self._scan_at = 0.0
         self._lock = threading.Lock()
         self._has_warned = self._is_hung = False
         self._max_waiting_bytes = max_waiting_bytes
@@ -100,26 +116,57 @@ class SpillStore:
             self._waiting_bytes += data.nbytes
         self._begin(_LAST, lambda: self._write(path, tokens, data, created))
 
-    def find(self, owner: bytes, name: str) -> Spilled | None:
-        """An owner's prefix, its ids checked; it stays. Reads some kilobytes of disk."""
-        path = self._config.directory / self._target.place(owner, name)
-        try:
-            return read_head(path, self._target, self._clock(), self._config.max_s)
-        except FileNotFoundError:
-            return None
-        except (BadFile, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            self._refuse(path, error)
-            return None
+    def seek(self, owner: bytes, name: str, done: Callable[[Spilled | None], None]) -> bool:
+        """Looks for an owner's prefix in the background, and calls `done` on the store's thread. Any thread.
 
-    def load(self, spilled: Spilled, done: Callable[[NDArray[np.uint8] | None], None]) -> None:
-        """Reads the blocks in the background and gives them to `done`, on the store's thread; None if it cannot."""
-        with self._lock:
-            is_full = self._num_loads >= _MAX_LOADS
-            self._num_loads += not is_full
-        if is_full:
+        False, and `done` is not called, where too many calls wait already or the disk hangs.
+        """
+
+        def look() -> None:
+            found = None
+            try:
+                found = self.find(owner, name)
+            finally:
+                self._returned.append((owner, 0))
+                done(found)
+
+        return self._call(owner, look)
+
+    def load(self, owner: bytes, spilled: Spilled, done: Callable[[NDArray[np.uint8] | None], None]) -> None:
+        """Reads the blocks in the background and gives them to `done`, on the store's thread; None if it cannot.
+
+        They count among the owner's calls until nobody has them any more.
+        """
+        size = spilled.num_blocks * self._target.block_bytes
+        if not self._call(owner, lambda: self._load(owner, spilled, size, done), size):
             done(None)
-        else:
-            self._begin(_FIRST, lambda: self._load(spilled, done))
+
+    def gave_up(self) -> None:
+        """Blocks were not read in time."""
+        self._warn(f"--spill-dir {self._config.directory} does not answer in time")
+
+    @property
+    def _is_stuck(self) -> bool:
+        since = self._busy_since
+        return since is not None and time.monotonic() - since > _STUCK_S
+
+    def _call(self, owner: bytes, work: Callable[[], None], size: int = 0) -> bool:
+        """Queues a call: each owner's first before the second of any."""
+        with self._lock:
+            while self._returned:
+                other, freed = self._returned.popleft()
+                self._calls[other] -= 1
+                if not self._calls[other]:
+                    del self._calls[other]
+                self._read_bytes -= freed
+            is_full = self._calls.total() >= _MAX_CALLS or self._calls[owner] >= _MAX_CALLS_EACH
+            if is_full or self._is_stuck or self._read_bytes + size > _MAX_READ_BYTES:
+                return False
+            self._calls[owner] += 1
+            self._read_bytes += size
+            rank = self._calls[owner]
+        self._begin(rank, work)
+        return True
 
     def flush(self) -> bool:
         """Waits until what was put is written. Blocking, for some time at most; False if it was too short."""
@@ -139,16 +186,29 @@ class SpillStore:
 
     # -- the store's thread ------------------------------------------------------------------------------------------
 
+    def find(self, owner: bytes, name: str) -> Spilled | None:
+        """An owner's prefix, its ids checked; it stays. Reads some kilobytes of disk, and waits for it."""
+        path = self._config.directory / self._target.place(owner, name)
+        try:
+            return read_head(path, self._target, self._clock(), self._config.max_s)
+        except FileNotFoundError:
+            return None
+        except (BadFile, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            self._refuse(path, error)
+            return None
+
     def _begin(self, priority: int, work: Callable[[], None]) -> None:
         self._work.put((priority, next(self._order), work))
 
     def _run(self) -> None:
         work: Callable[[], None] | None = self._sweep
         while work is not None:
+            self._busy_since = time.monotonic()
             try:
                 work()
             except Exception as error:  # the thread must go on
                 log_fault(error)
+            self._busy_since = None
             try:
                 work = self._work.get(timeout=min(_SWEEP_S, self._config.max_s / 4))[2]
             except queue.Empty:
@@ -156,14 +216,18 @@ class SpillStore:
 
     def _sweep(self) -> None:
         try:
+            self._scan()
             self._remove_surplus()
         except OSError as error:
             self._warn(f"--spill-dir {self._config.directory} cannot be read: {error.strerror}")
 
     def _write(self, path: Path, tokens: Sequence[int], data: NDArray[np.uint8], created: float) -> None:
         try:
-            write(path, self._target, tokens, data, created)
+            size = write(path, self._target, tokens, data, created)
             self.counts.written += 1
+            self._note(path.name, size)
+            if time.monotonic() >= self._scan_at:
+                self._scan()
             self._remove_surplus()
         except OSError as error:
             self._warn(f"--spill-dir {self._config.directory} cannot be written: {error.strerror}")
@@ -171,7 +235,9 @@ class SpillStore:
             with self._lock:
                 self._waiting_bytes -= data.nbytes
 
-    def _load(self, spilled: Spilled, done: Callable[[NDArray[np.uint8] | None], None]) -> None:
+    def _load(
+        self, owner: bytes, spilled: Spilled, size: int, done: Callable[[NDArray[np.uint8] | None], None]
+    ) -> None:
         data = None
         try:
             data = read_blocks(spilled, self._target)
@@ -181,8 +247,10 @@ class SpillStore:
         except (BadFile, OSError) as error:
             self._refuse(spilled.path, error)
         finally:
-            with self._lock:
-                self._num_loads -= 1
+            if data is None:
+                self._returned.append((owner, size))
+            else:  # takes no lock: it may run anywhere
+                weakref.finalize(data, self._returned.append, (owner, size)).atexit = False
             done(data)
 
     def _refuse(self, path: Path, error: Exception) -> None:
@@ -200,11 +268,11 @@ class SpillStore:
             _log.warning("%s; further faults of --spill-dir are only counted", words)
         self._has_warned = True
 
-    def _remove_surplus(self) -> None:
-        """Removes what is too old, then the oldest files of whoever has most, until all fit."""
+    def _scan(self) -> None:
+        """Indexes the files, which other replicas write and remove too; removes what is too old."""
+        began = time.monotonic()
         now = self._clock()
-        files: list[tuple[float, int, str, str]] = []
-        sizes: Counter[str] = Counter()
+        files: list[tuple[float, str, int]] = []
         with os.scandir(self._config.directory) as entries:
             for entry in entries:
                 age_s = self._config.max_s if entry.name.endswith(SUFFIX) else _PART_S
@@ -217,16 +285,32 @@ class SpillStore:
                 if found.st_mtime <= now - age_s:
                     Path(entry.path).unlink(missing_ok=True)
                 elif entry.name.endswith(SUFFIX):
-                    owner = entry.name.partition("-")[0]
-                    sizes[owner] += found.st_size
-                    files.append((found.st_mtime, found.st_size, owner, entry.path))
-        files.sort()
-        while sizes.total() > self._config.max_bytes:
-            largest = max(sizes, key=sizes.__getitem__)
-            oldest = next(file for file in files if file[2] == largest)
-            files.remove(oldest)
-            sizes[largest] -= oldest[1]
-            Path(oldest[3]).unlink(missing_ok=True)
+                    files.append((found.st_mtime, entry.name, found.st_size))
+        self._index.clear()
+        self._sizes.clear()
+        for _, name, size in sorted(files):
+            self._note(name, size)
+        ended = time.monotonic()
+        self._scan_at = ended + max(_SCAN_S, 10.0 * (ended - began))
+
+    def _note(self, name: str, size: int) -> None:
+        """Indexes a file as its owner's newest."""
+        owner = name.partition("-")[0]
+        own = self._index.setdefault(owner, OrderedDict())
+        self._sizes[owner] += size - own.pop(name, 0)
+        own[name] = size
+
+    def _remove_surplus(self) -> None:
+        """Removes the oldest files of whoever has most, until all fit."""
+        total = self._sizes.total()
+        while total > self._config.max_bytes:
+            largest = max(self._sizes, key=self._sizes.__getitem__)
+            name, size = self._index[largest].popitem(last=False)
+            total -= size
+            self._sizes[largest] -= size
+            if not self._index[largest]:
+                del self._index[largest], self._sizes[largest]
+            (self._config.directory / name).unlink(missing_ok=True)
 
 
 def _prepare(directory: Path) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from outrider.cloud.engine.engine import Engine
 from outrider.cloud.seam import EngineStats, GenerateRequest, ServingEngine, Sink
@@ -76,6 +76,10 @@ class EngineThread(ServingEngine):
             sequence_id = self._engine.submit(request, sink)
         self._wake.set()
         return sequence_id
+
+    def seek(self, owner: bytes, name: str, done: Callable[[Any], None]) -> bool:
+        """As `Engine.seek`."""
+        return self._engine.seek(owner, name, done)
 
     def draft(self, sequence_id: int, base: int, paths: Sequence[Sequence[int]]) -> None:
         """As `Engine.draft`."""

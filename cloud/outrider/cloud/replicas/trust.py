@@ -42,7 +42,8 @@ class Caller:
         """The caller of a request that has passed the gate, or needs no key."""
         client = scope.get("client")
         network = client_network(client[0]) if client else None
-        return cls(scope.get(OWNER, ANYBODY), scope.get(KEY), network, scope.get(SUBJECT))
+        subject = scope[SUBJECT].shown if scope.get(SUBJECT) else None
+        return cls(scope.get(OWNER, ANYBODY), scope.get(KEY), network, subject)
 
 
 class ForwardedOwners(KeyRing):

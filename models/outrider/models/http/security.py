@@ -181,7 +181,7 @@ class Gate:
             scope[KEY] = key
             key.require(Scope.METRICS if path == METRICS_PATH else Scope.GENERATE)
         elif scope.get(SUBJECT):
-            owner = b"subject:" + scope[SUBJECT].encode()
+            owner = scope[SUBJECT].owner
         else:
             owner = client_network(scope["client"][0]).encode() if scope.get("client") else ANYBODY
         scope[OWNER] = owner

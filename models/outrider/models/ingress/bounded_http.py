@@ -27,7 +27,7 @@ from outrider.models.http.errors import error_bytes
 from outrider.models.http.requests import too_many_bytes
 from outrider.models.http.security import SUBJECT
 from outrider.models.ingress.connections import ConnectionTable, Ticket
-from outrider.models.ingress.sockets import subject_of
+from outrider.models.ingress.sockets import ClientName
 
 USED: Final = (
     *("connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing"),
@@ -101,7 +101,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state)
         self._table = table
         self._ticket = ticket
-        self._subject = ""  # of the client's certificate
+        self._subject: ClientName | None = None  # of the client's certificate
         self._limits = table.limits
         self._max_header_bytes = table.limits.max_header_bytes
         self._max_headers = table.limits.max_headers
@@ -127,7 +127,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.flow = _Flow(self.transport, self.pipeline)
         tls = transport.get_extra_info("ssl_object")
         if tls is not None and (certificate := tls.getpeercert()):
-            self._subject = subject_of(certificate)
+            self._subject = ClientName.of(certificate)
         self._since_s = self.loop.time()
         self._table.watch(self)
 
@@ -179,7 +179,7 @@ class BoundedProtocol(HttpToolsProtocol):
         # Not at any byte: empty lines between requests would keep a connection for ever.
         self._unset_keepalive_if_required()
         super().on_message_begin()
-        if self._subject:
+        if self._subject is not None:
             self.scope[SUBJECT] = self._subject  # type: ignore[typeddict-unknown-key]  # a key of our own
         self._phase = _HEAD
         self._fed_bytes = self._slice_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import socket
 import ssl
@@ -60,14 +62,39 @@ class TlsFiles:
         return own if self.client_ca is None else (*own, self.client_ca)
 
 
-def subject_of(certificate: Mapping[str, Any]) -> str:
-    """The name on a verified certificate, as `SSLSocket.getpeercert` gives it: its subject, such as "CN=phone,O=Acme".
+@dataclass(frozen=True, slots=True)
+class ClientName:
+    """Who a verified certificate names.
 
-    A certificate without a subject is known by its first alternative name; "" where it has neither.
+    shown: the subject as text, for logs; "" without a name. owner: equal for the certificates of one subject of one
+    authority, and for no others: the text alone would also be that of another authority's certificate.
     """
-    parts = [f"{_SHORT.get(name, name)}={value}" for group in certificate.get("subject", ()) for name, value in group]
-    names = [f"{kind}:{value}" for kind, value in certificate.get("subjectAltName", ())]
-    return ",".join(reversed(parts)) or next(iter(names), "")
+
+    shown: str
+    owner: bytes
+
+    @classmethod
+    def of(cls, certificate: Mapping[str, Any]) -> ClientName | None:
+        """By what `SSLSocket.getpeercert` gives: the subject, or without one the first alternative name."""
+        groups = certificate.get("subject", ())
+        named = [list(groups)] if groups else list(certificate.get("subjectAltName", ()))[:1]
+        if not named:
+            return None
+        shown = ",".join("+".join(map(_shown_part, group)) for group in reversed(groups))
+        identity = json.dumps([certificate.get("issuer", ()), named])  # nothing in a name can end it
+        owner = b"subject:" + hashlib.sha256(identity.encode()).hexdigest().encode()
+        return cls(shown or ":".join(named[0]), owner)
+
+
+def _shown_part(part: tuple[str, str]) -> str:
+    """A name and its value, escaped as RFC 4514 has it."""
+    name, value = part
+    escaped = "".join(f"\\{each}" if each in ',+"\\<>;=' else each for each in value).replace("\0", "\\00")
+    if escaped.startswith((" ", "#")):
+        escaped = "\\" + escaped
+    if value.endswith(" ") and len(value) > 1:
+        escaped = escaped[:-1] + "\\ "
+    return f"{_SHORT.get(name, name)}={escaped}"
 
 
 class ServedTls:
