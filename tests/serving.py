@@ -218,9 +218,9 @@ class Transcript:
         return [token for commit in self.commits for token in commit.tokens]
 
 
-def run_session(client: httpx.Client, body: dict[str, object]) -> Transcript:
+def run_session(client: httpx.Client, body: dict[str, object], headers: dict[str, str] | None = None) -> Transcript:
     """Opens a session and reads it to its end; checks that commits are contiguous."""
-    with client.stream("POST", "/v1/sessions", json=body) as response:
+    with client.stream("POST", "/v1/sessions", json=body, headers=headers) as response:
         assert response.status_code == 200, response.read()
         events = list(read_events(response))
     opened, *middle, end = events

@@ -47,7 +47,7 @@ them."""
 _DOWNLOADS: Final = "/v1/drafts/"
 
 
-def endpoint_of(scope: Scope) -> str:
+def _endpoint_of(scope: Scope) -> str:
     """The route's pattern, also of a request that the gate refused before the router saw it."""
     path: str = scope["path"]
     return path if path in COSTLY_PATHS or path == METRICS_PATH else route_of(scope)
@@ -128,7 +128,7 @@ def create_app(
     app.add_middleware(CountedRequests, tally=core.metrics, route_of=route_of)
     if settings.audit is not None:
         app.add_middleware(
-            AuditedRequests, log=settings.audit, route_of=endpoint_of, is_work=_is_work, quiet_paths=PROBE_PATHS
+            AuditedRequests, log=settings.audit, route_of=_endpoint_of, is_work=_is_work, quiet_paths=PROBE_PATHS
         )
     app.add_middleware(RequestIds)
     # FastAPI builds the routes when the first request looks for its own: that takes time then, and changes the warning
