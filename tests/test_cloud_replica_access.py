@@ -472,7 +472,7 @@ def running(options: ServeOptions, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         is_ready = threading.Event()
         front = access.server("a", drain=lambda: None, on_ready=is_ready.set, audit=audit)
         public = stack.enter_context(open_socket("127.0.0.1", 0))
-        stack.enter_context(access.watching(front, audit))
+        stack.enter_context(access.watching(front))
         for server, each in ((opened.server, sock), (front, public)):
             thread = threading.Thread(target=server.run, args=([each],))
             thread.start()
