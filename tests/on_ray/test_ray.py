@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 from tests.on_ray.fakes import OpenFake
-from tests.serving import run_session, target_tokens
+from tests.serving import read_events, run_session, target_tokens
 
 from outrider.cloud.replicas.cluster import ENVIRONMENT, Scale, local_ray, replicas_of
 from outrider.cloud.replicas.members import Report
@@ -32,6 +32,8 @@ from outrider.edge.link.errors import TargetMismatch
 from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.errors import ConfigError
+from outrider.models.http.keys import ApiKey
+from outrider.models.protocol import SessionEnd, SessionOpen
 
 # Ray's own: sockets that its clients leave to the garbage collector, and deprecations of what it calls.
 pytestmark = [
@@ -140,6 +142,27 @@ def test_texts_through_two_replicas_are_those_of_one_server(running: Running) ->
             line for line in lines if line.startswith("outrider_generation_tokens_total") and not line.endswith(" 0.0")
         ]
         assert len(used) == 2
+
+
+def test_the_texts_of_a_removed_key_end(running: Running) -> None:
+    """The front reads its key file again, and says so to the replicas; keys' limits reach them."""
+    path, other = running.options.api_key_file, "key-of-a-guest-who-leaves"
+    assert path is not None
+    before = path.read_text()
+    line = f"sha256:{ApiKey.plain(other).digest.hex()} name=guest sessions=1\n"
+    body = {"prompt": list(PROMPT), "max_tokens": 4000, "ignore_eos": True}
+    with httpx.Client(base_url=running.url, headers={"authorization": f"Bearer {other}"}, timeout=WAIT_S) as client:
+        path.write_text(before + line)
+        running.wait_until(lambda _: client.get("/v1/models").status_code == 200)
+        two = client.post("/v1/completions", json=body | {"prompt": [list(PROMPT)] * 2})
+        assert (two.status_code, two.json()["error"]["code"]) == (429, "too_many_sessions")
+        with client.stream("POST", "/v1/sessions", json=body) as stream:
+            events = read_events(stream)
+            assert isinstance(next(events), SessionOpen)
+            path.write_text(before)
+            *_, end = events
+        assert isinstance(end, SessionEnd) and end.error is not None and end.error.code == "unauthorized"
+        assert client.get("/v1/models").status_code == 401
 
 
 def test_nothing_of_ray_listens_beyond_loopback(running: Running) -> None:
