@@ -118,7 +118,7 @@ class Replica:
         while True:
             try:
                 self._budget.apply(ray.get(self._report(), timeout=REPORT_S))
-            except RayError:  # the registry is away, or slow: it is told again
+            except RayError:  # the registry is away, or slow: the next report follows
                 _log.debug("the registry of replicas has not answered")
             if self._has_ended.wait(REPORT_S):
                 return
