@@ -36,7 +36,7 @@ import httpx
 import psutil
 from bench.processes import Program, read_text, started
 from bench.report import write_json
-from bench.soak import at_rest
+from bench.soak import OPEN, at_rest
 from bench.watched_server import WATCH_FILE
 from rich.console import Console
 
@@ -271,12 +271,13 @@ async def visit_all(
 @dataclass(frozen=True, slots=True)
 class State:
     """What the server holds when nothing runs. blocks: neither free nor parked; memory_mb: of all its processes, what
-    no other process shares. parked: prefixes kept for what continues them, which may stay.
+    no other process shares. parked, texts: prefixes kept for what continues them, recent texts; these may stay.
     """
 
     blocks: int
     busy: dict[str, float]
     parked: float
+    texts: float
     tasks: tuple[str, ...]
     threads: int
     descriptors: int
@@ -298,9 +299,10 @@ def state_of(server: Program, watch: Path) -> State:
         time.sleep(0.05)
     alive = json.loads(watch.read_text(encoding="utf-8"))
     return State(
-        blocks=int(gauges["num_blocks"] - gauges["free_blocks"] - gauges["parked_blocks"]),
-        busy={name: gauges[name] for name in ("engine_running", "engine_queued", "sessions_open") if gauges[name]},
-        parked=gauges["parked"],
+        blocks=int(gauges["blocks"] - gauges["free_blocks"] - gauges["parked_blocks"]),
+        busy={name: gauges[name] for name in OPEN if gauges[name]},
+        parked=gauges["parked_prefixes"],
+        texts=gauges["recent_texts"],
         tasks=tuple(alive["tasks"]),
         threads=sum(process.num_threads() for process in tree),
         descriptors=sum(process.num_fds() for process in tree),
@@ -334,9 +336,9 @@ def leaks(before: State, after: State) -> list[str]:
 
 
 def more_objects(before: State, after: State) -> Mapping[str, int]:
-    """Classes that have more objects than before: beyond a few, and beyond one for each prefix that is parked since."""
+    """Classes that have more objects than before: beyond a few, and beyond one for each prefix or text kept since."""
     more = {name: count - before.objects.get(name, 0) for name, count in after.objects.items()}
-    allowed = 8 + max(0.0, after.parked - before.parked)
+    allowed = 8 + max(0.0, after.parked - before.parked) + max(0.0, after.texts - before.texts)
     return {name: count for name, count in more.items() if count > allowed}
 
 
@@ -398,7 +400,7 @@ def main(given: Sequence[str] | None = None) -> int:
         console.print(
             f"{name}: {state.memory_mb:.1f} MB, {state.descriptors} descriptors, {state.threads} threads, "
             f"{len(state.tasks)} tasks, {sum(state.objects.values())} objects, {state.blocks} blocks lost, "
-            f"{state.parked:.0f} prefixes parked",
+            f"{state.parked:.0f} prefixes parked, {state.texts:.0f} texts",
             highlight=False,
         )
     for miss in missed:

@@ -76,6 +76,7 @@ async def at_rest(url: str) -> dict[str, float]:
             await asyncio.sleep(0.05)
         for name in ("blocks", "free_blocks", "parked_prefixes", "parked_blocks"):
             gauges[name] = float(values[f"outrider_kv_cache_{name}"])
+        gauges["recent_texts"] = float(values.get("outrider_recent_texts", 0))  # none without a store
     return gauges
 
 

@@ -311,6 +311,33 @@ def test_a_redis_that_hangs_delays_nobody_for_long(
         assert find(store, place()) == text(1)
 
 
+def test_what_waits_for_redis_is_bounded_for_each_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls and bytes: another owner's are taken while one has its fill; late answers to one burst count once."""
+    socket_file = tmp_path / "redis"
+    written = len(encode(place(), text(1)))
+    monkeypatch.setattr(redis_store, "_SOCKET_S", 30.0)
+    monkeypatch.setattr(redis_store, "_MAX_FINDS_EACH", 8)
+    monkeypatch.setattr(redis_store, "_MAX_WAITING_BYTES_EACH", 2 * written)
+    with redis_server(socket_file) as process, store_at(f"unix://{socket_file}", wait_s=0.2) as store:
+        process.send_signal(signal.SIGSTOP)
+        asked = [store._ask(place()) for _ in range(10)]
+        assert [each is None for each in asked] == [False] * 8 + [True] * 2
+        others = store._ask(place(b"bob"))
+        assert others is not None
+        for _ in range(5):
+            store.put(place(), text(1))
+        dropped = store.stats().counts.dropped
+        assert 2 <= dropped <= 3  # one may be on its way
+        store.put(place(b"bob"), text(1))
+        assert store.stats().counts.dropped == dropped
+        time.sleep(0.25)  # so that all answers are late
+        process.send_signal(signal.SIGCONT)
+        for each in (*asked, others):
+            assert each is None or each.result(30.0) is None
+        assert store.stats().up == 1 and store.stats().counts.failures == 9
+        wait_until(lambda: store.stats().counts.stored >= 3 and not store._finds)
+
+
 def test_a_port_that_never_answers_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     """It accepts connections, and is no Redis."""
     with socket.create_server(("127.0.0.1", 0)) as mute:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import stat
 import struct
 import threading
@@ -32,7 +33,9 @@ from outrider.cloud.engine.config import SpillConfig
 from outrider.cloud.engine.spill import SpillStore
 from outrider.cloud.engine.spill_file import MAGIC, SpillTarget
 from outrider.cloud.seam import GenerateRequest
+from outrider.cloud.server import embedded
 from outrider.cloud.server.embedded import _config
+from outrider.cloud.server.identity import instruction_set
 from outrider.cloud.server.options import EngineName, ServeOptions, SpillWhen
 from outrider.cloud.server.vllm_target import VllmTarget
 from outrider.models.errors import ConfigError, RequestError
@@ -537,9 +540,13 @@ def test_a_hung_directory_stops_nobody(place: Path, monkeypatch: pytest.MonkeyPa
         disk.answers.set()
 
 
-def test_the_options_reach_the_engine(place: Path) -> None:
-    """By default nothing is written."""
+def test_the_options_reach_the_engine(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default nothing is written. A processor of another kind finds no files: its keys may differ in a bit."""
     assert _config(ServeOptions("b"), "t").spill is None
+    assert platform.machine() in instruction_set()
+    monkeypatch.setattr(embedded, "instruction_set", lambda: "x86_64 AVX2")
     options = ServeOptions("b", spill_dir=place, spill=SpillWhen.ALWAYS, spill_mb=3, spill_s=60.0)
-    assert _config(options, "t").spill == SpillConfig(place, "t", 3 << 20, 60.0, True)
-    assert _config(replace(options, spill=SpillWhen.EVICTED), "t").spill == SpillConfig(place, "t", 3 << 20, 60.0)
+    assert _config(options, "t").spill == SpillConfig(place, "t x86_64 AVX2", 3 << 20, 60.0, True)
+    assert _config(replace(options, spill=SpillWhen.EVICTED), "t").spill == SpillConfig(
+        place, "t x86_64 AVX2", 3 << 20, 60.0
+    )

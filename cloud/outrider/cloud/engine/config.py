@@ -24,8 +24,8 @@ class TreeForm(StrEnum):
 class SpillConfig:
     """Where parked prefixes go on disk, and for how long.
 
-    target: identity of what computes the keys and values; files of another are never found. always: prefixes are
-    written when they are parked, for other replicas; otherwise when they lose their blocks.
+    target: identity of what computes the keys and values, the processor's kind included; files of another are never
+    found. always: prefixes are written when they are parked, for other replicas; otherwise when they lose their blocks.
     """
 
     directory: Path

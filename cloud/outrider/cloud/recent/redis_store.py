@@ -1,8 +1,8 @@
 """Keeps recent texts in Redis, for replicas: on a thread of its own, so that no event loop ever waits for a socket.
 
 A request waits `wait_s` for an answer at most. A Redis that is dead, slow or full of something else is left out, with
-one warning, until it answers a ping in time. An owner has a fixed number of slots, chosen by the prompt's digest, so no
-client can take another's room; Redis ends each text's life by itself.
+one warning, until it answers a ping in time. An owner has a fixed number of slots, chosen by the prompt's digest, and a
+share of the calls that wait, so no client can take another's room. Redis ends each text's life by itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -36,8 +36,12 @@ SLOTS: Final = 128
 """Texts of an owner; 8 MiB at most."""
 _MAX_FINDS: Final = 64
 """Requests that may wait for an answer at a time."""
+_MAX_FINDS_EACH: Final = 16
+"""Of one owner."""
 _MAX_WAITING_BYTES: Final = 8 << 20
 """Of texts that are not written yet."""
+_MAX_WAITING_BYTES_EACH: Final = 1 << 20
+"""Of one owner."""
 _SOCKET_S: Final = 0.5
 _MOST_LATE: Final = 3
 _WARN_S: Final = 60.0
@@ -81,9 +85,10 @@ class RedisStore(RecentStore):
         self._prefix = prefix
         self._counts = RecentCounts()
         self._is_up = False
-        self._num_finds = self._num_late = 0
-        self._waiting: deque[tuple[str, bytes]] = deque()
-        self._waiting_bytes = 0
+        self._num_late, self._late_at = 0, 0.0
+        self._finds: Counter[str] = Counter()  # that wait, by owner
+        self._waiting: deque[tuple[str, str, bytes]] = deque()  # owner, key, text
+        self._waiting_bytes: Counter[str] = Counter()  # by owner
         self._lock = threading.Lock()
         self._is_closed = self._is_refused = False
         self._loop = asyncio.new_event_loop()
@@ -112,9 +117,13 @@ class RedisStore(RecentStore):
         """Writes a text in the background; drops it where too many wait."""
         data = encode(place, text)
         with self._lock:
-            if self._is_up and not self._is_closed and self._waiting_bytes + len(data) <= _MAX_WAITING_BYTES:
-                self._waiting.append((self._key(place), data))
-                self._waiting_bytes += len(data)
+            has_room = (
+                self._waiting_bytes[place.owner] + len(data) <= _MAX_WAITING_BYTES_EACH
+                and self._waiting_bytes.total() + len(data) <= _MAX_WAITING_BYTES
+            )
+            if self._is_up and not self._is_closed and has_room:
+                self._waiting.append((place.owner, self._key(place), data))
+                self._waiting_bytes[place.owner] += len(data)
                 self._loop.call_soon_threadsafe(self._changed.set)
             else:
                 self._counts.dropped += 1
@@ -139,16 +148,17 @@ class RedisStore(RecentStore):
     def _ask(self, place: Place) -> Future[RecentText | None] | None:
         """Starts a call on the store's thread; None where it would not be answered."""
         with self._lock:
-            if not self._is_up or self._is_closed or self._num_finds >= _MAX_FINDS:
+            is_full = self._finds.total() >= _MAX_FINDS or self._finds[place.owner] >= _MAX_FINDS_EACH
+            if not self._is_up or self._is_closed or is_full:
                 return None
-            self._num_finds += 1
+            self._finds[place.owner] += 1
             asked = asyncio.run_coroutine_threadsafe(self._get(place), self._loop)
-        asked.add_done_callback(self._answered)
+        asked.add_done_callback(lambda _: self._answered(place.owner))
         return asked
 
-    def _answered(self, _: Future[RecentText | None]) -> None:
+    def _answered(self, owner: str) -> None:
         with self._lock:
-            self._num_finds -= 1
+            _take(self._finds, owner, 1)
 
     # -- the store's thread ------------------------------------------------------------------------------------------
 
@@ -215,9 +225,11 @@ class RedisStore(RecentStore):
         except _FAULTS:
             self._failed()
             return None
-        if time.monotonic() - began > self._wait_s:
+        now = time.monotonic()
+        if now - began > self._wait_s:
             self._counts.failures += 1
-            self._num_late += 1
+            if began >= self._late_at:  # a client's many calls at once are late once
+                self._num_late, self._late_at = self._num_late + 1, now
             if self._num_late >= _MOST_LATE:
                 self._go_down()
         else:
@@ -235,13 +247,13 @@ class RedisStore(RecentStore):
             if entry is None:
                 self._changed.clear()
             else:
-                self._waiting_bytes -= len(entry[1])
+                _take(self._waiting_bytes, entry[0], len(entry[2]))
         if entry is None:
             if not self._is_closed:
                 await self._changed.wait()
             return
         try:
-            await self._redis.set(*entry, px=self._max_ms)
+            await self._redis.set(*entry[1:], px=self._max_ms)
             self._counts.stored += 1
         except ResponseError as error:  # such as a Redis whose memory is full
             self._counts.dropped += 1
@@ -263,5 +275,12 @@ class RedisStore(RecentStore):
             self._is_up = False
             self._counts.dropped += len(self._waiting)
             self._waiting.clear()
-            self._waiting_bytes = 0
+            self._waiting_bytes.clear()
         self._changed.set()
+
+
+def _take(counts: Counter[str], owner: str, amount: int) -> None:
+    """Counts down; an owner with nothing is forgotten."""
+    counts[owner] -= amount
+    if counts[owner] <= 0:
+        del counts[owner]

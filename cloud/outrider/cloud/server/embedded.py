@@ -13,7 +13,7 @@ from outrider.cloud.engine import Engine, EngineConfig, EngineThread
 from outrider.cloud.engine.config import SpillConfig, TreeForm
 from outrider.cloud.seam import EngineStats
 from outrider.cloud.server.exporter import export_reference_target
-from outrider.cloud.server.identity import target_identity
+from outrider.cloud.server.identity import instruction_set, target_identity
 from outrider.cloud.server.options import ServeOptions, SpillWhen
 from outrider.cloud.server.sigterm import ends_at_once
 from outrider.cloud.server.target import LoadedTarget, Target
@@ -78,7 +78,8 @@ def _config(options: ServeOptions, target: str) -> EngineConfig:
     spill = None
     if options.spill_dir is not None:
         always = options.spill is SpillWhen.ALWAYS
-        spill = SpillConfig(options.spill_dir, target, options.spill_mb << 20, options.spill_s, always)
+        spilled = f"{target} {instruction_set()}"
+        spill = SpillConfig(options.spill_dir, spilled, options.spill_mb << 20, options.spill_s, always)
     return EngineConfig(
         max_running=options.max_running,
         step_tokens=options.step_tokens,

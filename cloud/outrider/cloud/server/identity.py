@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import PurePosixPath
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
 
 from outrider.models.manifest import Manifest
 from outrider.models.runtimes.base import RuntimeOptions
@@ -38,6 +41,13 @@ def target_identity(manifest: Manifest, options: RuntimeOptions, engine: str = E
         "engine": engine,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:CHARS]
+
+
+def instruction_set() -> str:
+    """What the processor computes with, as NumPy finds it: keys and values of another one may differ in a bit."""
+    found: Any = np.show_config(mode="dicts")
+    simd = found["SIMD Extensions"]
+    return " ".join([platform.machine(), *simd.get("baseline", ()), *simd.get("found", ())])
 
 
 def _is_model(path: str, format: str) -> bool:
