@@ -217,7 +217,7 @@ def fuzz_named(max_examples: int) -> Verdict:
 
 def operations_of(url: str) -> set[str]:
     """The operations of a server's document, as `Verdict` names them."""
-    paths = httpx.get(f"{url}/openapi.json", trust_env=False).raise_for_status().json()["paths"]
+    paths = httpx.get(f"{url}/openapi.json", timeout=60.0, trust_env=False).raise_for_status().json()["paths"]
     return {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
 
 

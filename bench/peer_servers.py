@@ -147,6 +147,7 @@ def open_servers(
     more = {
         "PYTHONPATH": source_path(),
         "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as ours sets it: or vLLM's own server ties them to a core
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
