@@ -1,12 +1,13 @@
 """Opens 10,000 sessions and drops them at random points; checks that the verifier keeps nothing of them.
 
     python -m bench.open_and_drop [--sessions 10000] [--at-once 32]
-    PYTHON -m bench.open_and_drop --engine vllm --sessions 1000     # PYTHON: of an environment with vLLM
+    python -m bench.open_and_drop --vllm-python PYTHON --sessions 1000
 
-The verifier is a real process over the reference target, not widened. A client leaves before the first event, with half
-of the head or of the body sent, in the middle of a long prompt, while it drafts, with half of a draft sent, while the
-text streams, in a /v1/verify call, in a streamed completion, after a DELETE, or after the end; by a close or by a
-reset. Points are drawn with a seed.
+The verifier is a real process over the reference target, not widened; with `--vllm-python` (an environment as
+docs/vllm.md says) its engine is vLLM. A client leaves before the first event, with half of the head or of the body
+sent, in the middle of a long prompt, while it drafts, with half of a draft sent, while the text streams, in a
+/v1/verify call, in a streamed completion, after a DELETE, or after the end; by a close or by a reset. Points are drawn
+with a seed.
 
 After a tenth of the sessions that warm up, and at the end, when nothing runs: blocks of the KV cache, open sessions,
 asyncio tasks, threads, file descriptors, objects of Outrider's own classes, and memory of the server's processes.
@@ -34,7 +35,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from bench.processes import Program, read_text, started
+from bench.processes import Program, read_text, source_path, started
 from bench.report import write_json
 from bench.soak import OPEN, at_rest
 from bench.watched_server import WATCH_FILE
@@ -342,16 +343,18 @@ def more_objects(before: State, after: State) -> Mapping[str, int]:
     return {name: count for name, count in more.items() if count > allowed}
 
 
-def make_server(engine: str, place: Path, watch: Path) -> Program:
+def make_server(vllm_python: str | None, place: Path, watch: Path) -> Program:
     """The verifier, which can be watched."""
     arguments = ["-m", "bench.watched_server", "serve"]
-    if engine == "vllm":
+    environment = {WATCH_FILE: str(watch)}
+    if vllm_python:
         arguments += [str(target_dir()), "--engine", "vllm", "--vllm-option", "dtype=float32"]
         arguments += ["--vllm-option", "enforce_eager=true"]
+        environment["PYTHONPATH"] = source_path()
     else:
         arguments += [str(export_reference_pair().target)]
     arguments += ["--threads", "1", "--drain-s", "0", "--kv-cache-mb", str(KV_CACHE_MB)]
-    return Program(arguments, place / "verifier.log", environment={WATCH_FILE: str(watch)})
+    return Program(arguments, place / "verifier.log", environment=environment, python=vllm_python or sys.executable)
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -359,7 +362,7 @@ def main(given: Sequence[str] | None = None) -> int:
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--sessions", type=int, default=10_000)
     cli.add_argument("--at-once", type=int, default=32)
-    cli.add_argument("--engine", choices=("embedded", "vllm"), default="embedded")
+    cli.add_argument("--vllm-python", help="the interpreter of an environment with vLLM")
     cli.add_argument("--json", type=Path)
     options = cli.parse_args(given)
     console = Console(width=120)
@@ -369,7 +372,7 @@ def main(given: Sequence[str] | None = None) -> int:
     question = {"prompt": prompts[0][:40], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     with tempfile.TemporaryDirectory() as place:
         watch = Path(place) / "alive.json"
-        with started(make_server(options.engine, Path(place), watch)) as server:
+        with started(make_server(options.vllm_python, Path(place), watch)) as server:
             first = read_text(server.url, question)
             num_warm = options.sessions // 10
             done = 0
@@ -409,7 +412,7 @@ def main(given: Sequence[str] | None = None) -> int:
         options.json,
         {
             "sessions": options.sessions,
-            "engine": options.engine,
+            "engine": "vllm" if options.vllm_python else "embedded",
             "left": counts.left,
             "refused": counts.refused,
             "before": asdict(before),

@@ -28,9 +28,9 @@ _SILENCE_S: Final = 120.0
 
 
 def source_path() -> str:
-    """PYTHONPATH for an interpreter of another environment, so that it runs this checkout's sources."""
+    """PYTHONPATH for an interpreter of another environment, so that it runs this checkout's sources, this room too."""
     root = Path(__file__).parent.parent
-    return os.pathsep.join(str(root / part) for part in ("cloud", "models", "edge", "export"))
+    return os.pathsep.join([str(root), *(str(root / part) for part in ("cloud", "models", "edge", "export"))])
 
 
 class Program:
