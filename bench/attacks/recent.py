@@ -25,7 +25,7 @@ def recent_texts(subject: Subject) -> Iterator[Row]:
             raise NotMeasured("/metrics shows no recent texts: this version keeps none")
         other, own = (_accepted(_complete(server, key, [prompt], 64)) for key in (FIRST, SECOND))
         yield Row(
-            "31",
+            "36",
             "another key's prompt, repeated: tokens drafted from its text",
             f"{other} of 64 (the key's own: {own})",
             "0, and the key's own are drafted",
@@ -37,7 +37,7 @@ def recent_texts(subject: Subject) -> Iterator[Row]:
         held, held_mb = _gauge(server, "texts") or 0.0, (_gauge(server, "bytes") or 0.0) / 1e6
         own = _accepted(_complete(server, SECOND, [prompt], 64))
     yield Row(
-        "31",
+        "36",
         f"{NUM_PROMPTS} texts of one key: what another key's repeated prompt is drafted from, and what is held",
         f"{own} of 64 tokens drafted; {held:.0f} texts, {held_mb:.1f} MB",
         f"over 40 tokens; {MAX_TEXTS} texts of a key, {MAX_MB:g} MB",

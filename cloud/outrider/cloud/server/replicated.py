@@ -158,7 +158,7 @@ def deploy(application: Any, name: str = APPLICATION) -> None:
         serve.run(application, name=name, route_prefix=None)
     except RuntimeError as error:
         raise RuntimeUnavailable(
-            f"the replicas did not start: {_first_lines(error)}; their logs are in Ray's"
+            f"the replicas did not start: {_first_lines(error)}; their logs are where the log says"
         ) from None
 
 
