@@ -29,7 +29,7 @@ EXAMPLES = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
 EVENTS = re.findall(r"^data: (.*)$", TEXT, re.MULTILINE)
 RAISED = re.compile(r'(?:RequestError|FieldError|Throttled)\(\s*"([a-z_]+)"')
 # Made from an HTTP status in models/outrider/models/http/handlers.py, or by a route below the framework.
-FROM_STATUS = {"not_found", "invalid_request"}
+FROM_STATUS = {"invalid_request"}
 MESSAGES: tuple[type[BaseModel], ...] = (
     ErrorAnswer,
     SessionRequest,
