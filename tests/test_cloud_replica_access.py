@@ -512,7 +512,7 @@ def test_serve_with_ray_has_what_a_single_server_has(tmp_path: Path, monkeypatch
             deadline.wait(0.01)
         assert is_removed()
         shown = client.get("/metrics", headers=bearer(ROOT)).text
-        assert 'outrider_reloads_total{file="keys",replica="front",result="ok"} 1.0' in shown
+        assert 'outrider_reloads_total{replica="front",file="keys",result="ok"} 1.0' in shown
         assert 'outrider_audit_lines_lost_total{replica="000001"} 0.0' in shown
         assert 'outrider_audit_lines_lost_total{replica="front"} 0.0' in shown
     lines = [json.loads(line) for line in audit.read_text().splitlines()]
