@@ -28,6 +28,7 @@ LOCAL_KEY = "a-key-of-the-client"
 PROMPT = "zanzibar def verify("
 HEADERS = {"Authorization": f"Bearer {LOCAL_KEY}", "X-Private": "zanzibar", "User-Agent": "Chatty/1.0"}
 ALLOWED = {"host", "content-type", "content-length", "accept-encoding", "user-agent", "prefer", "authorization"}
+ALLOWED |= {"outrider-target"}
 
 
 @dataclass
