@@ -363,6 +363,7 @@ def main(given: Sequence[str] | None = None) -> int:
     cli.add_argument("--vllm-python", help="the interpreter of an environment with vLLM")
     cli.add_argument("--json", type=Path)
     options = cli.parse_args(given)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or the server would stay behind
     console = Console(width=120)
     tokenizer = Tokenizer.from_dir(target_dir())
     prompts = [tokenizer.encode(prompt.text) for prompt in load_prompts(64)]

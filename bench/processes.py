@@ -22,7 +22,7 @@ from outrider.edge.lab.cores import Cores, running_on
 from outrider.models.errors import RuntimeUnavailable
 from outrider.models.ingress.sockets import READY_PREFIX
 
-_START_S: Final = 300.0
+_START_S: Final = 600.0
 _SILENCE_S: Final = 120.0
 """A stream that is silent for longer has failed: its keep-alives come every few seconds."""
 
@@ -80,7 +80,8 @@ class Program:
                 start_new_session=True,
             )
         assert self._process.stdout is not None
-        watchdog = threading.Timer(_START_S, self._process.kill)  # ends the loop below
+        # Ends the loop below; the whole group, because a child of it would keep the pipe open.
+        watchdog = threading.Timer(_START_S, self.signal, (signal.SIGKILL,))
         watchdog.start()
         try:
             for line in self._process.stdout:
