@@ -271,8 +271,8 @@ async def visit_all(
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What the server holds when nothing runs. blocks: neither free nor parked; memory_mb: of all its processes, what
-    no other process shares. parked: prefixes kept for what continues them, which may stay.
+    """What the server holds when nothing runs. blocks: neither free nor parked; memory_mb: of each of its processes,
+    what no other process shares. parked: prefixes kept for what continues them, which may stay.
     """
 
     blocks: int
@@ -283,7 +283,18 @@ class State:
     descriptors: int
     processes: int
     objects: dict[str, int]
-    memory_mb: float
+    memory_mb: tuple[float, ...]
+
+    @property
+    def all_mb(self) -> float:
+        """Memory of all processes."""
+        return sum(self.memory_mb)
+
+
+def memory_of(pid: int) -> tuple[float, ...]:
+    """MB of a process and of its children, what none shares."""
+    leader = psutil.Process(pid)
+    return tuple(each.memory_full_info().uss / 1e6 for each in (leader, *leader.children(recursive=True)))
 
 
 def state_of(server: Program, watch: Path) -> State:
@@ -307,7 +318,7 @@ def state_of(server: Program, watch: Path) -> State:
         descriptors=sum(process.num_fds() for process in tree),
         processes=len(tree),
         objects=alive["objects"],
-        memory_mb=sum(process.memory_full_info().uss for process in tree) / 1e6,
+        memory_mb=memory_of(server.pid),
     )
 
 
@@ -329,8 +340,8 @@ def leaks(before: State, after: State) -> list[str]:
     if after.processes > before.processes:
         told.append(f"{after.processes} processes; expected {before.processes}")
     told += [f"{count} objects more of {name}" for name, count in more_objects(before, after).items()]
-    if after.memory_mb > (1.0 + MOST_GROWTH) * before.memory_mb:
-        told.append(f"{after.memory_mb:.1f} MB; expected at most {1.0 + MOST_GROWTH:g} times {before.memory_mb:.1f} MB")
+    if after.all_mb > (1.0 + MOST_GROWTH) * before.all_mb:
+        told.append(f"{after.all_mb:.1f} MB; expected at most {1.0 + MOST_GROWTH:g} times {before.all_mb:.1f} MB")
     return told
 
 
@@ -380,7 +391,8 @@ def main(given: Sequence[str] | None = None) -> int:
                 nonlocal done
                 done += 1
                 if done % max(1, options.sessions // 10) == 0:
-                    console.print(f"{done} sessions, {time.monotonic() - began_s:.0f} s, {server.rss_mb():.0f} MB")
+                    each = " + ".join(f"{mb:.0f}" for mb in memory_of(server.pid))
+                    console.print(f"{done} sessions, {time.monotonic() - began_s:.0f} s, {each} MB")
 
             asyncio.run(visit_all(server.url, prompts, range(num_warm), options.at_once, counts, on_each))
             before = state_of(server, watch)
@@ -400,7 +412,7 @@ def main(given: Sequence[str] | None = None) -> int:
     console.print(dict(counts.left), dict(counts.refused))
     for name, state in (("after the warm-up", before), ("at the end", after)):
         console.print(
-            f"{name}: {state.memory_mb:.1f} MB, {state.descriptors} descriptors, {state.threads} threads, "
+            f"{name}: {state.all_mb:.1f} MB, {state.descriptors} descriptors, {state.threads} threads, "
             f"{len(state.tasks)} tasks, {sum(state.objects.values())} objects, {state.blocks} blocks lost, "
             f"{state.parked:.0f} prefixes parked",
             highlight=False,
