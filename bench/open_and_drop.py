@@ -1,7 +1,7 @@
 """Opens 10,000 sessions and drops them at random points; checks that the verifier keeps nothing of them.
 
     python -m bench.open_and_drop [--sessions 10000] [--at-once 32]
-    python -m bench.open_and_drop --vllm-python PYTHON --sessions 1000
+    python -m bench.open_and_drop --vllm-python PYTHON --warm-up 3000 --at-once 16
 
 The verifier is a real process over the reference target, not widened; with `--vllm-python` (an environment as
 docs/vllm.md says) its engine is vLLM. A client leaves before the first event, with half of the head or of the body
@@ -9,7 +9,7 @@ sent, in the middle of a long prompt, while it drafts, with half of a draft sent
 /v1/verify call, in a streamed completion, after a DELETE, or after the end; by a close or by a reset. Points are drawn
 with a seed.
 
-After a tenth of the sessions that warm up, and at the end, when nothing runs: blocks of the KV cache, open sessions,
+Looks after the sessions that warm up, and at the end, when nothing runs: blocks of the KV cache, open sessions,
 asyncio tasks, threads, file descriptors, objects of Outrider's own classes, and memory of the server's processes.
 Exits 1 where a block, session, task, thread, descriptor or object is left, where memory grew by more than 3 %, or where
 a text afterwards is not the one from before.
@@ -370,6 +370,7 @@ def main(given: Sequence[str] | None = None) -> int:
     """The command."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--sessions", type=int, default=10_000)
+    cli.add_argument("--warm-up", type=int, help="of the sessions, those before the first look; default: a tenth")
     cli.add_argument("--at-once", type=int, default=32)
     cli.add_argument("--vllm-python", help="the interpreter of an environment with vLLM")
     cli.add_argument("--json", type=Path)
@@ -384,7 +385,7 @@ def main(given: Sequence[str] | None = None) -> int:
         watch = Path(place) / "alive.json"
         with started(make_server(options.vllm_python, Path(place), watch)) as server:
             first = read_text(server.url, question)
-            num_warm = options.sessions // 10
+            num_warm = options.warm_up or options.sessions // 10
             done = 0
 
             def on_each() -> None:
