@@ -158,9 +158,9 @@ def test_peers_take_turns_and_the_first_turn_does_not_count() -> None:
 
 def test_what_a_verifier_keeps_is_named() -> None:
     """Blocks, sessions, tasks, threads, descriptors, processes, objects, memory: each in words of its own."""
-    clean = State(0, {}, 3, 0, ("serve",), 6, 15, 1, {"outrider.X": 2}, 100.0)
-    assert leaks(clean, replace(clean, descriptors=19, memory_mb=102.9, parked=5)) == []
-    dirty = State(2, {"engine_running": 1.0}, 3, 0, ("serve", "chunks"), 7, 20, 2, {"outrider.X": 11}, 103.1)
+    clean = State(0, {}, 3, 0, ("serve",), 6, 15, 1, {"outrider.X": 2}, (60.0, 40.0))
+    assert leaks(clean, replace(clean, descriptors=19, memory_mb=(62.9, 40.0), parked=5)) == []
+    dirty = State(2, {"engine_running": 1.0}, 3, 0, ("serve", "chunks"), 7, 20, 2, {"outrider.X": 11}, (103.1,))
     told = leaks(clean, dirty)
     words = ("blocks", "engine_running", "chunks", "threads", "descriptors", "processes", "outrider.X", "MB")
     assert len(told) == len(words) and all(word in line for word, line in zip(words, told, strict=True))

@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from tests.serving import StepGate, serve_fake
 
@@ -20,7 +21,7 @@ from outrider.edge.cli.draft_source import clouds_of
 from outrider.edge.cli.pull_options import PullOptions
 from outrider.edge.link.certificate import ClientCertificate
 from outrider.edge.link.client import ClientOptions, CloudClient
-from outrider.edge.link.errors import EndpointLost
+from outrider.edge.link.errors import EndpointLost, lost
 from outrider.edge.link.sender import DraftMessage
 from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.ingress.sockets import ClientName, TlsFiles, tls_files
@@ -204,3 +205,13 @@ def test_plain_http_needs_no_roots(monkeypatch: pytest.MonkeyPatch) -> None:
     CloudClient("http://127.0.0.1:1")
     with pytest.raises(RuntimeUnavailable, match=r"https needs the package 'truststore'.*outrider\[edge\]"):
         CloudClient("https://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    "error", [httpx.ReadError(""), httpx.WriteError(""), httpx.RemoteProtocolError("disconnected")]
+)
+def test_a_connection_cut_before_an_answer_may_be_a_refused_certificate(error: httpx.TransportError) -> None:
+    """The server's alert is lost where its reset arrives first; within an answer the certificate was accepted."""
+    assert "--tls-client-cert" in str(lost("https://verifier", error))
+    assert "--tls-client-cert" not in str(lost("https://verifier", error, is_answering=True))
+    assert "--tls-client-cert" not in str(lost("http://verifier", error))

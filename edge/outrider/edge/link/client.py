@@ -259,7 +259,7 @@ class CloudClient:
                 except TimeoutError:
                     raise silent(self.url, silence_s) from None
                 except httpx.TransportError as e:
-                    raise lost(self.url, e) from e
+                    raise lost(self.url, e, is_answering=True) from e
                 if not chunk:
                     return
                 self._body_down += len(chunk)

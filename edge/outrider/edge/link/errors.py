@@ -54,14 +54,16 @@ class TargetMismatch(EndpointUnfit):
     """The server has another target than the one that began the text, so its tokens would be another text's."""
 
 
-def lost(url: str, error: httpx.TransportError) -> EndpointLost:
-    """The exception for a connection that failed."""
+def lost(url: str, error: httpx.TransportError, *, is_answering: bool = False) -> EndpointLost:
+    """The exception for a connection that failed. is_answering: within an answer, not before its head."""
     # httpx has one type for both: what is no HTTP, and a connection that ends in the middle of an answer.
     if isinstance(error, httpx.RemoteProtocolError) and not re.search("(?i)disconnected|closed", str(error)):
         return ProtocolBroken(url, f"its answer is not HTTP ({short(str(error))})")
     words = f"{url}: {type(error).__name__}: {error}" if str(error) else f"{url}: {type(error).__name__}"
-    if url.startswith("https:") and "without sending a response" in words:
-        # A refused handshake looks the same: with TLS 1.3 the client believes that it is connected by then.
+    is_cut = isinstance(error, httpx.ReadError | httpx.WriteError | httpx.RemoteProtocolError)
+    if url.startswith("https:") and is_cut and not is_answering:
+        # A refused handshake looks the same: with TLS 1.3 the client believes that it is connected by then. It reads
+        # an end of the stream, or a reset where the server closed before it had read the request.
         words += " If it asks for client certificates, give --tls-client-cert with one that it accepts."
     return EndpointLost(words, is_absent=isinstance(error, httpx.ConnectError | httpx.ConnectTimeout))
 
