@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from tests.serving import fake_tokenizer
+from tests.vllm.choices import test_an_item_has_the_logprobs_of_all_its_passes as test_an_item
+from tests.vllm.choices import test_logprobs_are_the_models_and_change_no_text as test_logprobs
 from tests.vllm.gated import STEADY
 from tests.vllm.serving import FAULTY_TOKEN, Reference, make_model, start_engine
 from tests.vllm.test_engine import Collector
@@ -27,6 +29,8 @@ __all__ = [
     "test_a_wait_for_drafts_changes_nothing",
     "test_all_right_from_the_beginning",
     "test_an_alternative_is_used_when_the_likeliest_branch_fails",
+    "test_an_item",
+    "test_logprobs",
     "test_texts_are_transformers_and_pick",
     "texts",
 ]

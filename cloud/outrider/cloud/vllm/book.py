@@ -46,7 +46,8 @@ class Served:
 
     name: vLLM's for the request. proposed: what the present step verifies of the drafts. is_rerun: a step of it had a
     fault, and it has committed nothing since. is_muted: its drafts raised, so it has no more. opened_s: when it came;
-    None once it has left the queue. turn, queued_at, turn_began, num_wanted: see `Places`, as SequenceState.
+    None once it has left the queue. turn, queued_at, turn_began, num_wanted: see `Places`, as SequenceState. logprobs:
+    where asked for, of tokens that are not reported yet.
     """
 
     terms: Terms
@@ -62,6 +63,7 @@ class Served:
     queued_at: int = 0
     turn_began: int | None = None
     num_wanted: int = 0
+    logprobs: list[tuple[int, float, list[int], list[float]]] = field(default_factory=list)
 
     @property
     def owner(self) -> bytes:
@@ -72,6 +74,11 @@ class Served:
     def priority(self) -> int:
         """The higher, the sooner it is served."""
         return self.terms.priority
+
+    def take_logprobs(self) -> list[tuple[int, float, list[int], list[float]]]:
+        """Those that were not reported yet."""
+        taken, self.logprobs = self.logprobs, []
+        return taken
 
     @property
     def is_answered(self) -> bool:

@@ -66,6 +66,7 @@ from outrider.models.faults import log_fault
 from outrider.models.protocol import MAX_VERIFY_ITEMS
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.sampling import SamplingParams
+from outrider.models.transforms.chooser import TokenLogprobs
 from outrider.models.tree_draft import TreeDraft
 
 _PROBE_S: Final = 60.0
@@ -352,6 +353,10 @@ class VllmEngine(ServingEngine):
             priority=request.priority,
             earlier=usable_earlier(request, self._limits) if probe is None else (),
             is_repeat=request.is_repeat,
+            rules=request.rules,
+            num_generated=request.num_generated,
+            num_logprobs=request.num_logprobs,
+            stop_ids=request.stop_ids,
         )
         sequence = _Sequence(terms.number, request, sink, prompt, is_probe=probe is not None)
         with self._gate:  # otherwise a request could arrive after the end of everything
@@ -579,8 +584,12 @@ class VllmEngine(ServingEngine):
 
     def _take_commit(self, sequence: _Sequence, commit: wire.Commit) -> None:
         sequence.generated.extend(commit.tokens)
+        logprobs = tuple(
+            TokenLogprobs(token, value, tuple(zip(likeliest, values, strict=True)))
+            for token, value, likeliest, values in commit.logprobs
+        )
         sequence.sink(
-            CommitEvent(commit.base, tuple(commit.tokens), commit.accepted, commit.proposed, commit.looked_up)
+            CommitEvent(commit.base, tuple(commit.tokens), commit.accepted, commit.proposed, commit.looked_up, logprobs)
         )
 
     def _take_end(self, sequence: _Sequence, end: wire.End) -> None:

@@ -16,6 +16,7 @@ V1_RUNNER_ATTRIBUTES = (
     "input_batch.req_ids",
     "input_batch.num_tokens_no_spec",
     "requests",
+    "sample_tokens",
     "sampler.logprobs_mode",
     "rejection_sampler",
     "speculative_config",
@@ -66,11 +67,12 @@ class OutriderExtension:
             return found | {"missing": missing}
         if runner.use_async_scheduling:
             return found | {"missing": [_SYNCHRONOUS]}
-        from outrider.cloud.vllm.sampler import OutriderSampler, OutriderVerifier, Rows
+        from outrider.cloud.vllm.sampler import OutriderSampler, OutriderVerifier, Rows, attach_logprobs
 
         rows = Rows(runner)
         runner.sampler = OutriderSampler(rows, runner.sampler.logprobs_mode)
         runner.rejection_sampler = OutriderVerifier(rows, runner.sampler, runner.speculative_config, runner.device)
+        attach_logprobs(runner, rows)
         # vLLM prepares the zeroing of blocks only for some caches; the scheduler asks for it after a fault.
         if runner.device.type != "cpu" and not hasattr(runner, "_kv_block_zeroer"):
             runner._init_kv_zero_meta()

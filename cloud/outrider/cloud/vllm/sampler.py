@@ -2,11 +2,12 @@
 
 A drafted token is accepted if and only if it is the pick at its position; the first that is not is replaced by the
 pick. It runs on the device that the logits are on. Temperature, top-k, top-p and min-p are ours; vLLM's own processing
-of logits (penalties, biases, bad words) is skipped: the server refuses these parameters by name.
+of logits is skipped: penalties and the like are our engine's (`choosers`), and read their rows on the host.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -14,6 +15,7 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
+from outrider.cloud.vllm.choosers import LOGPROBS, Choosing, Choosings, Logprobs, choosing_of
 from outrider.cloud.vllm.terms import params_of
 from outrider.models.sampling import SamplingParams
 from outrider.models.sampling_torch import pick_rows
@@ -29,6 +31,32 @@ class Rows:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._params: dict[str, SamplingParams] = {}
+        self._choosings = Choosings()
+        self.logprobs: dict[str, Logprobs] = {}  # of the present step
+
+    def chosen(self, index: int, logits: torch.Tensor, drafted: Sequence[int]) -> list[int] | None:
+        """The tokens of the batch's request at `index`, from its rows [len(drafted) + 1, V]; None: picks are enough.
+
+        [_NONE] where a row is not finite.
+        """
+        if index >= self._runner.input_batch.num_reqs:  # vLLM's profiling run
+            return None
+        name = self._runner.input_batch.req_ids[index]
+        state = self._runner.requests[name]
+        prompt = state.prompt_token_ids
+
+        def make() -> Choosing | None:
+            self._choosings.keep(self._runner.requests.keys())
+            return choosing_of(state.sampling_params.extra_args, prompt, logits.shape[1])
+
+        choosing = self._choosings.of(name, make)
+        if choosing is None:
+            return None
+        found = choosing.choose(logits.float().cpu().numpy(), drafted, [*prompt, *state.output_token_ids])
+        if found is None:
+            return [_NONE]
+        self.logprobs[name] = found[1]
+        return found[0]
 
     def batch(self) -> tuple[list[SamplingParams], list[int]]:
         """For each request of the batch: its parameters, and the position of its next token."""
@@ -47,6 +75,18 @@ class Rows:
         return params
 
 
+def until_wrong(picks: Sequence[int | None], drafted: Sequence[int]) -> list[int]:
+    """The picks up to the first that is not the drafted token, or before the first that is None."""
+    tokens: list[int] = []
+    for pick, guess in zip(picks, [*drafted, None], strict=True):
+        if pick is None:
+            break
+        tokens.append(pick)
+        if pick != guess:
+            break
+    return tokens
+
+
 class OutriderSampler(Sampler):
     """One pick a request, where nothing was drafted."""
 
@@ -60,6 +100,10 @@ class OutriderSampler(Sampler):
         if len(params) < logits.shape[0]:  # vLLM's profiling run has no requests
             params, positions = [SamplingParams()] * logits.shape[0], [0] * logits.shape[0]
         picks = [_NONE if token is None else token for token in pick_rows(logits.float(), params, positions)]
+        for index in range(len(picks)):
+            chosen = self._rows.chosen(index, logits[index : index + 1], ())
+            if chosen is not None:
+                picks[index] = chosen[0]
         ids = torch.tensor(picks, dtype=torch.int32, device=logits.device).unsqueeze(1)
         return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=None)
 
@@ -87,13 +131,25 @@ class OutriderVerifier(RejectionSampler):
         out = torch.full((len(counts), metadata.max_spec_len + 1), _NONE, dtype=torch.int32)
         row = drafted = 0
         for request, count in enumerate(counts):
-            for step in range(count + 1):
-                token = picks[row + step]
-                if token is None:
-                    break
-                out[request, step] = token
-                if step == count or drafts[drafted + step] != token:
-                    break
+            guesses = drafts[drafted : drafted + count]
+            chosen = self._rows.chosen(request, logits[row : row + count + 1], guesses)
+            if chosen is None:
+                chosen = until_wrong(picks[row : row + count + 1], guesses)
+            out[request, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
             row += count + 1
             drafted += count
         return SamplerOutput(sampled_token_ids=out.to(logits.device), logprobs_tensors=None)
+
+
+def attach_logprobs(runner: Any, rows: Rows) -> None:
+    """Has each step's output carry the logprobs of its tokens, where asked for."""
+    sample_tokens = runner.sample_tokens
+
+    def with_logprobs(grammar_output: Any) -> Any:
+        rows.logprobs = {}
+        output = sample_tokens(grammar_output)
+        if rows.logprobs and output is not None:
+            setattr(output, LOGPROBS, rows.logprobs)
+        return output
+
+    runner.sample_tokens = with_logprobs

@@ -25,6 +25,7 @@ from outrider.cloud.pending.policy import Policy
 from outrider.cloud.vllm import wire
 from outrider.cloud.vllm.book import Book, Pass, Served
 from outrider.cloud.vllm.checks import SCHEDULER_STATE, missing_attributes, refuse
+from outrider.cloud.vllm.choosers import LOGPROBS, Logprobs
 from outrider.cloud.vllm.parent import PLACE_VARIABLE, end_with_parent
 from outrider.cloud.vllm.places import Places
 from outrider.cloud.vllm.terms import terms_of
@@ -75,6 +76,7 @@ class OutriderScheduler(Scheduler):
         self._passes: dict[Served, Pass] = {}  # of the present step
         self._ends: list[wire.End] = []
         self._again: list[Request] = []
+        self._logprobs: dict[str, Logprobs] = {}  # of the present step
         self._spoiled: set[int] = set()  # blocks to zero before the next step
         self._ordered_s = self._overhead_s = 0.0
 
@@ -172,12 +174,21 @@ class OutriderScheduler(Scheduler):
                 is_probe &= self._is_probe(request_id)
                 self._take_faults(request, model_runner_output)
         self._passes.clear()
+        self._logprobs = getattr(model_runner_output, LOGPROBS, {})
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._run_again()
         if size.tokens:
             self._book.stepped(size, seconds, self._overhead_s, num_sequences=len(scheduled), is_probe=is_probe)
         commits = [
-            wire.Commit(served.terms.number, done.base, list(done.tokens), done.accepted, done.proposed, done.looked_up)
+            wire.Commit(
+                served.terms.number,
+                done.base,
+                list(done.tokens),
+                done.accepted,
+                done.proposed,
+                done.looked_up,
+                served.take_logprobs(),
+            )
             for served, done in self._passes.items()
         ]
         if commits or self._ends or size.tokens:
@@ -200,6 +211,7 @@ class OutriderScheduler(Scheduler):
             return [], True
         new_token_ids, is_over = super()._update_request_with_output(request, new_token_ids, is_stale)
         self._places.committed(served)
+        served.logprobs += self._logprobs.get(request.request_id, [])[: len(new_token_ids)]
         crowding = self._places.crowding(served)
         done = self._book.committed(served, new_token_ids, is_over=is_over, crowding=crowding)
         if served.terms.once:

@@ -6,10 +6,12 @@ vLLM itself gets temperature 0: it refuses min-p together with speculation, and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from outrider.cloud.seam import GenerateRequest
 from outrider.models.sampling import SamplingParams
+from outrider.models.transforms.rules import PLAIN, RowRules
 
 KEY: Final = "outrider"
 
@@ -21,7 +23,8 @@ class Terms:
     number: its id, which drafts name. max_tokens: it ends after as many. draft: guesses to start with. once: it ends
     with the first token that is not the drafted one, or after the draft. earlier, is_repeat: as in GenerateRequest.
     probe: drafted tokens that each of its steps verifies, whatever they are, to measure steps; None for real sequences.
-    owner: a hash of who asks. priority: higher ones go first.
+    owner: a hash of who asks. priority: higher ones go first. rules, num_generated, num_logprobs, stop_ids: as in
+    GenerateRequest.
     """
 
     number: int
@@ -36,6 +39,10 @@ class Terms:
     priority: int = 0
     earlier: tuple[int, ...] = ()
     is_repeat: bool = False
+    rules: RowRules = PLAIN
+    num_generated: int = 0
+    num_logprobs: int | None = None
+    stop_ids: frozenset[int] = frozenset()
 
     @property
     def is_probe(self) -> bool:
@@ -59,6 +66,20 @@ class Terms:
                 "priority": self.priority,
                 "earlier": list(self.earlier),
                 "is_repeat": self.is_repeat,
+                **self._choice(),
+            }
+        }
+
+    def _choice(self) -> dict[str, Any]:
+        """What the worker needs where a plain pick is not enough; nothing for the others."""
+        if self.rules == PLAIN and self.num_logprobs is None:
+            return {}
+        return {
+            "choice": {
+                "rules": asdict(self.rules),
+                "num_generated": self.num_generated,
+                "num_logprobs": self.num_logprobs,
+                "stop_ids": sorted(self.stop_ids),
             }
         }
 
@@ -82,6 +103,27 @@ def terms_of(extra_args: Mapping[str, Any] | None) -> Terms | None:
         earlier=tuple(found["earlier"]),
         is_repeat=found["is_repeat"],
     )
+
+
+def request_of(extra_args: Mapping[str, Any] | None) -> GenerateRequest | None:
+    """What a worker chooses tokens by; None where a plain pick is enough, and for a request that is not ours."""
+    found = ((extra_args or {}).get(KEY) or {}).get("choice")
+    if found is None:
+        return None
+    return GenerateRequest(
+        prompt=(),
+        params=params_of(extra_args),
+        max_tokens=1,
+        stop_ids=frozenset(found["stop_ids"]),
+        rules=RowRules(**{name: _frozen(value) for name, value in found["rules"].items()}),
+        num_generated=found["num_generated"],
+        num_logprobs=found["num_logprobs"],
+    )
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, at any depth: msgpack has no tuples."""
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def params_of(extra_args: Mapping[str, Any] | None) -> SamplingParams:

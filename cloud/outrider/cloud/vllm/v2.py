@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
-from outrider.cloud.vllm.terms import params_of
+from outrider.cloud.vllm.choosers import LOGPROBS, Choosing, Logprobs, choosing_of
+from outrider.cloud.vllm.terms import params_of, request_of
 from outrider.models.sampling import SamplingParams
 
 ATTRIBUTES: Final = (
@@ -32,6 +33,8 @@ ATTRIBUTES: Final = (
 
 _faults: Final[dict[int, int]] = {}
 """Of the present step: the first position, by the request's slot, whose logits are not finite."""
+_logprobs: Final[dict[int, Logprobs]] = {}
+"""Of the present step, by the request's slot."""
 
 
 class OutriderPick(LogitsProcessor):
@@ -39,6 +42,9 @@ class OutriderPick(LogitsProcessor):
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self._params = [SamplingParams()] * req_states.max_num_reqs
+        self._states = req_states
+        self._extra: list[Any] = [None] * req_states.max_num_reqs
+        self._choosings: list[Choosing | None] = [None] * req_states.max_num_reqs
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -48,7 +54,10 @@ class OutriderPick(LogitsProcessor):
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """Takes a slot for a request."""
-        self._params[req_idx] = params_of(sampling_params.extra_args)
+        extra = sampling_params.extra_args
+        self._params[req_idx] = params_of(extra)
+        self._extra[req_idx] = extra if request_of(extra) is not None else None
+        self._choosings[req_idx] = None
         return True
 
     def apply(self, logits: Any, ctx: Any) -> Any:
@@ -61,12 +70,43 @@ class OutriderPick(LogitsProcessor):
         # Of the row's input token; the pick is for the position after it.
         positions = [position + 1 for position in ctx.pos.tolist()]
         found = pick_rows(logits, [self._params[slot] for slot in slots], positions)
+        self._choose(logits, ctx, slots, positions, found)
         for slot, position, token in zip(slots, positions, found, strict=True):
             if token is None:
                 _faults[slot] = min(position, _faults.get(slot, position))
         picks = torch.tensor([token or 0 for token in found], device=logits.device)
         logits.fill_(-torch.inf)
         return logits.scatter_(1, picks.unsqueeze(1), 0.0)
+
+    def _choose(self, logits: Any, ctx: Any, slots: list[int], positions: list[int], picks: list[int | None]) -> None:
+        """Replaces the picks of requests whose tokens a chooser chooses. Rows behind a wrong guess keep any token."""
+        row = 0
+        while row < len(slots):
+            slot, end = slots[row], row + 1
+            while end < len(slots) and slots[end] == slot:
+                end += 1
+            if self._extra[slot] is not None:
+                drafted = ctx.input_ids[row + 1 : end].tolist()
+                self._choose_for(slot, logits[row:end], drafted, positions[row], picks, row)
+            row = end
+
+    def _choose_for(
+        self, slot: int, logits: Any, drafted: list[int], position: int, picks: list[int | None], row: int
+    ) -> None:
+        length = int(self._states.prompt_len.np[slot])
+        if position < length:
+            return  # a part of a prompt, whose token vLLM drops
+        tokens: list[int] = self._states.all_token_ids.gpu[slot, :position].tolist()
+        choosing = self._choosings[slot]
+        if choosing is None:
+            choosing = self._choosings[slot] = choosing_of(self._extra[slot], tokens[:length], logits.shape[1])
+            assert choosing is not None
+        found = choosing.choose(logits.float().cpu().numpy(), drafted, tokens)
+        if found is None:
+            picks[row] = None
+            return
+        picks[row : row + len(found[0])] = found[0]
+        _logprobs[slot] = found[1]
 
 
 def install(runner: Any) -> None:
@@ -93,9 +133,13 @@ def install(runner: Any) -> None:
 
     def with_faults(grammar_output: Any) -> Any:
         _faults.clear()
+        _logprobs.clear()
         output = sample_tokens(grammar_output)
+        names = {slot: request for request, slot in states.req_id_to_index.items()}
+        if _logprobs and output is not None:
+            of_request = {names[slot]: logprobs for slot, logprobs in _logprobs.items() if slot in names}
+            setattr(getattr(output, "model_runner_output", output), LOGPROBS, of_request)
         if _faults and output is not None:
-            names = {slot: request for request, slot in states.req_id_to_index.items()}
             found = {names[slot]: position for slot, position in _faults.items() if slot in names}
             getattr(output, "model_runner_output", output).num_nans_in_logits = found
         return output

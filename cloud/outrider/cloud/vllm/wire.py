@@ -55,7 +55,7 @@ Order = PathsOrder | TreeOrder
 
 
 class Commit(msgspec.Struct, array_like=True):
-    """A pass of a sequence; as CommitEvent."""
+    """A pass of a sequence; as CommitEvent. logprobs: as `choosers.LOGPROBS`."""
 
     number: int
     base: int
@@ -63,6 +63,7 @@ class Commit(msgspec.Struct, array_like=True):
     accepted: int
     proposed: int
     looked_up: int
+    logprobs: list[tuple[int, float, list[int], list[float]]] = []
 
 
 class End(msgspec.Struct, array_like=True):

@@ -60,6 +60,15 @@ class RowChooser:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the tokens of the last `choose`."""
 
+    def follow(self, tokens: Sequence[int], first: int) -> None:
+        """Has the states see the text that `tokens` hold from index `first` on, and nothing else."""
+        count = len(tokens) - first
+        for state in self.states:
+            if state.length > count:
+                state.truncate(count)
+            for token in tokens[first + state.length :]:
+                state.advance(token)
+
     def choose(
         self,
         rows: Sequence[Row] | Row,
