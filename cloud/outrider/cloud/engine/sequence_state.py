@@ -24,6 +24,7 @@ class SequenceState:
     blocks; None before. submitted_s: when it was submitted; None once it has left the queue for the first time.
     due_at: when its deadline passes, by the engine's clock; None for no deadline.
     stored: keys and values of its first blocks, from disk, until it has blocks for them.
+    is_lossy: some of its blocks were rounded on disk, so they are shared with nobody.
     """
 
     id: int
@@ -41,6 +42,7 @@ class SequenceState:
     submitted_s: float | None = None
     due_at: float | None = None
     stored: NDArray[np.uint8] | None = None
+    is_lossy: bool = False
     usage: SequenceUsage = field(default_factory=SequenceUsage)
 
     @property
