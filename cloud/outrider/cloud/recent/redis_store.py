@@ -45,6 +45,8 @@ _MAX_WAITING_BYTES: Final = 8 << 20
 _MAX_WAITING_BYTES_EACH: Final = 1 << 20
 """Of one owner."""
 _SOCKET_S: Final = 0.5
+_IDLE_S: Final = 10.0
+"""Between two pings of one that is up, where nothing is written."""
 _WARN_S: Final = 60.0
 """Between two warnings, at least: a Redis on the edge of the bound comes and goes."""
 _CLOSE_S: Final = 5.0
@@ -260,7 +262,7 @@ class RedisStore(RecentStore):
                 _take(self._waiting_bytes, entry[0], len(entry[2]))
         if entry is None:
             if not self._is_closed:
-                await self._changed.wait()
+                await self._idle()
             return
         try:
             await self._redis.set(*entry[1:], px=self._max_ms)
@@ -274,6 +276,16 @@ class RedisStore(RecentStore):
         except _FAULTS:
             self._counts.dropped += 1
             self._failed()
+
+    async def _idle(self) -> None:
+        """Waits for something to write; asks now and then whether Redis is still there, which no request may tell."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), _IDLE_S)
+        except TimeoutError:
+            try:
+                await self._redis.ping()
+            except _FAULTS:
+                self._failed()
 
     def _failed(self) -> None:
         self._counts.failures += 1
