@@ -23,7 +23,7 @@ from tests.test_edge_tls import OPENSSL, make_own, make_signed
 from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig
-from outrider.cloud.engine.config import SpillConfig
+from outrider.cloud.engine.config import SpillConfig, SpillType
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.recent.store import MemoryStore
 from outrider.cloud.replicas.charges import SharedBudget
@@ -373,6 +373,7 @@ def every_option(place: Path) -> ServeOptions:
         kv_cache_mb=7,
         spill_dir=Path("spill"),
         spill=SpillWhen.ALWAYS,
+        spill_type=SpillType.FP8,
         spill_mb=3,
         spill_s=4.0,
         cache_dir=Path("cache"),

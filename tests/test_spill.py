@@ -29,7 +29,7 @@ from tests.serving import run_session, serve_fake, target_tokens
 
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine import spill as spill_module
-from outrider.cloud.engine.config import SpillConfig
+from outrider.cloud.engine.config import SpillConfig, SpillType
 from outrider.cloud.engine.spill import SpillStore
 from outrider.cloud.engine.spill_file import MAGIC, SpillTarget
 from outrider.cloud.seam import GenerateRequest
@@ -54,8 +54,16 @@ def place(tmp_path: Path) -> Path:
 class SpillHarness(Harness):
     """An engine that spills; its blocks arrive from a thread, so a run waits for what is being read."""
 
-    def __init__(self, place: Path, *, always: bool = False, target: str = "t", max_parked: int = 256) -> None:
-        spill = SpillConfig(place, target, always=always)
+    def __init__(
+        self,
+        place: Path,
+        *,
+        always: bool = False,
+        target: str = "t",
+        max_parked: int = 256,
+        kind: SpillType = SpillType.EXACT,
+    ) -> None:
+        spill = SpillConfig(place, target, always=always, type=kind)
         super().__init__(config=EngineConfig(spill=spill, max_parked=max_parked), num_blocks=64)
         assert self.engine._spill is not None
         self.spill: SpillStore = self.engine._spill

@@ -74,6 +74,8 @@ def test_listed_options_are_read() -> None:
         "speculative_config={}",
         "pipeline_parallel_size=2",
         "kv_transfer_config={}",
+        "kv_offloading_size=1",
+        "kv_offloading_backend=lmcache",
         "tensor_parallel_size",
         "",
     ],

@@ -14,23 +14,31 @@ from outrider.cloud.api.state import ServedModel, ServerSettings
 from outrider.cloud.engine import Engine
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.replicas.replica import Opened
+from outrider.cloud.server.options import ServeOptions
+from outrider.cloud.server.recent import open_recent
 from outrider.cloud.server.serving import VerifierServer
+from outrider.models.http.logs import LogFormat, configure_logging
 from outrider.models.http.security import KeyRing
 from outrider.models.runtimes.fake import FakeBatchRuntime
 
 
 @dataclass(frozen=True)
 class OpenFake:
-    """Opens a replica of the language `seed`, whose steps take `step_s`. version: another is a new deployment."""
+    """Opens a replica of the language `seed`, whose steps take `step_s`. version: another is a new deployment.
+
+    redis: where it keeps recent texts; "": nowhere.
+    """
 
     seed: int = 0
     step_s: float = 0.005
     drain_s: float = 0.1
     version: int = 0
+    redis: str = ""
 
     @contextmanager
     def __call__(self, tag: str, keys: KeyRing) -> Iterator[Opened]:
         """The server, its engine started."""
+        configure_logging(LogFormat.TEXT)
         tokenizer = fake_tokenizer()
         runtime = FakeBatchRuntime(
             vocab_size=tokenizer.size, seed=self.seed, on_step=lambda batch: time.sleep(self.step_s)
@@ -38,9 +46,11 @@ class OpenFake:
         engine = EngineThread(Engine(runtime))
         model = ServedModel("fake", tokenizer, frozenset({EOS_ID}), target=f"{self.seed:016x}")
         settings = ServerSettings(keys=keys, session_prefix=tag)
-        server = VerifierServer(create_app(engine, model, settings), drain_s=self.drain_s)
-        engine.start()
-        try:
-            yield Opened(server, server.core, server.begin_drain, self.drain_s)
-        finally:
-            engine.stop()
+        kept = ServeOptions("fake", recent=bool(self.redis), redis=self.redis or None)
+        with open_recent(kept) as recent:
+            server = VerifierServer(create_app(engine, model, settings, recent=recent), drain_s=self.drain_s)
+            engine.start()
+            try:
+                yield Opened(server, server.core, server.begin_drain, self.drain_s)
+            finally:
+                engine.stop()

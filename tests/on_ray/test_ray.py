@@ -16,6 +16,7 @@ import psutil
 import pytest
 import yaml
 from tests.on_ray.fakes import OpenFake
+from tests.redis_server import redis_server
 from tests.serving import read_events, run_session, target_tokens
 
 from outrider.cloud.replicas.cluster import ENVIRONMENT, Scale, local_ray, replicas_of
@@ -225,6 +226,51 @@ def test_a_rolling_update_drains_and_texts_go_on(running: Running) -> None:
     running.wait_until(lambda reports: len(reports) == 2 and not before & {r.tag for r in reports})
 
 
+def test_a_killed_redis_changes_no_text(running: Running, tmp_path: Path) -> None:
+    """SIGKILL while texts run: they, those before and those after it are the target's; one warning, gauge 0."""
+    import ray
+
+    place, count, num_texts = tmp_path / "redis", 100, 8
+    logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
+
+    def shown(name: str) -> list[float]:
+        """A metric of all replicas."""
+        answer = httpx.get(f"{running.url}/metrics", headers={"authorization": f"Bearer {KEY}"}, timeout=WAIT_S)
+        return [float(line.split()[-1]) for line in answer.text.splitlines() if line.startswith(name + "{")]
+
+    def warnings(report: Report) -> list[str]:
+        (path,) = logs.glob(f"worker-*-{report.pid}.err")
+        return [line for line in path.read_text().splitlines() if "WARNING outrider.cloud: Redis at " in line]
+
+    async def texts(on_token: Callable[[int], None] = lambda index: None) -> list[GenerationResult]:
+        asked = (generate(running.url, count, index, on_token) for index in range(num_texts))
+        return await asyncio.wait_for(asyncio.gather(*asked), WAIT_S)
+
+    with redis_server(place) as process:
+        before = {report.tag for report in running.reports()}
+        running.deploy(OpenFake(version=2, redis=f"unix://{place}"))
+        running.wait_until(lambda reports: len(reports) == 2 and not before & {r.tag for r in reports})
+        running.wait_until(lambda _: shown("outrider_recent_up") == [1.0, 1.0])
+        found = [asyncio.run(texts())]
+        running.wait_until(lambda _: sum(shown("outrider_recent_stored_total")) >= num_texts)
+        started: set[int] = set()
+
+        def kill(index: int) -> None:
+            started.add(index)
+            if len(started) == num_texts:
+                process.kill()
+
+        found.append(asyncio.run(texts(kill)))
+        assert process.wait(WAIT_S) == -signal.SIGKILL
+        found.append(asyncio.run(texts()))
+        running.wait_until(lambda _: shown("outrider_recent_up") == [0.0, 0.0])
+    for results in found:
+        for index, result in enumerate(results):
+            assert result.tokens == tuple(target_tokens((*PROMPT, index), count))
+    running.wait_until(lambda reports: all(len(warnings(report)) == 1 for report in reports))
+    assert all("no earlier texts are used until it answers" in warnings(report)[0] for report in running.reports())
+
+
 def test_other_weights_end_a_text_with_a_clear_error(running: Running) -> None:
     """It goes on as long as a replica of its target is left, and no token of the other's is used."""
 
@@ -232,7 +278,7 @@ def test_other_weights_end_a_text_with_a_clear_error(running: Running) -> None:
         started = asyncio.Event()
         text = asyncio.create_task(generate(running.url, 3500, 1, lambda index: started.set()))
         await asyncio.wait_for(started.wait(), WAIT_S)
-        await asyncio.to_thread(running.deploy, OpenFake(seed=7, version=2))
+        await asyncio.to_thread(running.deploy, OpenFake(seed=7, version=3))
         return await asyncio.wait_for(text, WAIT_S)
 
     with pytest.raises(

@@ -111,13 +111,14 @@ class SequenceCache:
         not a number makes it one too. So a prompt's chunks become known together, at its first token. Two equal long
         prompts in flight share nothing until then; sharing per chunk would cost a row of logits per chunk. A row
         cannot vouch for infinite keys, nor for what a model with sliding windows in every layer no longer attends:
-        `discard` removes those with the first sequence that fails on them.
+        `discard` removes those with the first sequence that fails on them. Rounded blocks, and what attended them, are
+        not registered: a prompt that names no prefix gets exact ones.
         """
         known, full = len(sequence.hashes), sequence.computed // self.pool.block_size
         if full <= known:
             return
         sequence.hashes = self._chain(sequence, full)
-        if self._share_prefixes:
+        if self._share_prefixes and not sequence.is_lossy:
             for index in range(known, full):
                 self.pool.register(sequence.blocks[index], sequence.hashes[index])
 
@@ -137,7 +138,7 @@ class SequenceCache:
     def drop(self, sequence: SequenceState) -> None:
         """Releases all blocks of the sequence; its tokens must be run again."""
         self.pool.release(sequence.blocks)
-        sequence.blocks, sequence.hashes, sequence.computed = [], [], 0
+        sequence.blocks, sequence.hashes, sequence.computed, sequence.is_lossy = [], [], 0, False
 
     def discard(self, sequence: SequenceState) -> None:
         """Releases all blocks of a sequence that failed, and shares none of them again: any may be the cause."""
@@ -153,7 +154,8 @@ class SequenceCache:
         rest = [-1, *sequence.tokens[full * size :]]
         name = chain_hash(chain[-1] if chain else self._root(owner), rest).hex()
         tokens, blocks, hashes = array("i", sequence.tokens), tuple(sequence.blocks), tuple(sequence.hashes)
-        prefix = ParkedPrefix(owner, name, tokens, blocks, sequence.computed, hashes, self._clock())
+        since, is_lossy = self._clock(), sequence.is_lossy
+        prefix = ParkedPrefix(owner, name, tokens, blocks, sequence.computed, hashes, since, is_lossy)
         self._on_park(prefix)
         self._parked.park(prefix)
         return name

@@ -195,6 +195,7 @@ class Engine:
         if held:
             sequence.blocks, sequence.hashes = list(held.blocks), list(held.hashes)
             sequence.chain = list(held.hashes)
+            sequence.is_lossy = held.is_lossy
             sequence.computed = min(held.computed, len(sequence.tokens) - 1)
             sequence.usage.cached_prompt_tokens = sequence.computed  # so it costs nothing where it never runs
         return sequence
@@ -278,6 +279,7 @@ class Engine:
             patience_ms=max((s.drafts.wait.lag_s * 1e3 for s in list(self._scheduler.running)), default=0.0),
             failed=int(self.fault() is not None),
             trees=int(self._with_trees),
+            spill_lossy=int(self._spill is not None and self._spill.is_lossy),
             distributions=self._distributions,
         )
 
@@ -286,6 +288,7 @@ class Engine:
         if self._spill is not None:
             counts = self._spill.counts
             totals.spilled, totals.restored, totals.spill_faults = counts.written, counts.loaded, counts.faults
+            totals.spill_beyond = counts.beyond
         return totals
 
     # -- the engine's thread -----------------------------------------------------------------------------------------
@@ -447,6 +450,7 @@ class Engine:
         try:
             self._runtime.write_blocks(sequence.blocks[first:end], data[first:end])
             sequence.computed = end * size
+            sequence.is_lossy = self._spill is not None and self._spill.is_lossy
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # what these blocks hold is not known: their tokens run
@@ -670,14 +674,18 @@ def open_spill(runtime: BatchRuntime, config: SpillConfig | None) -> SpillStore 
     if reason is not None or not isinstance(runtime, BlockRuntime):
         raise ConfigError(f"--spill-dir keeps the KV cache, and {reason}; leave it out")
     limits = runtime.limits
-    target = SpillTarget(
-        config.target,
-        runtime.block_layout,
-        runtime.block_size,
-        runtime.block_bytes,
-        limits.vocab_size,
-        limits.max_positions,
-    )
+    try:
+        target = SpillTarget(
+            config.target,
+            runtime.block_layout,
+            runtime.block_size,
+            runtime.block_bytes,
+            limits.vocab_size,
+            limits.max_positions,
+            config.type,
+        )
+    except ValueError as error:
+        raise ConfigError(f"--spill-type {config.type}: {error}; use --spill-type exact") from None
     return SpillStore(config, target)
 
 

@@ -25,7 +25,7 @@ _OWNERS_AT_MOST: Final = 8
 class ParkedPrefix:
     """Tokens, the blocks that hold their keys and values, how many of them are computed, and their block hashes.
 
-    name: what the request that continues it sends. since: when it was parked.
+    name: what the request that continues it sends. since: when it was parked. is_lossy: as `SequenceState.is_lossy`.
     """
 
     owner: bytes
@@ -35,6 +35,7 @@ class ParkedPrefix:
     computed: int
     hashes: tuple[bytes, ...]
     since: float = 0.0
+    is_lossy: bool = False
 
 
 class ParkedPrefixes:

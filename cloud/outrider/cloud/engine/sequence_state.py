@@ -26,6 +26,7 @@ class SequenceState:
     due_at: when its deadline passes, by the engine's clock; None for no deadline.
     stored: keys and values of its first blocks, from disk, until it has blocks for them.
     chooser: chooses its tokens where a plain pick is not enough; None: it is.
+    is_lossy: some of its blocks were rounded on disk, so they are shared with nobody.
     """
 
     id: int
@@ -44,6 +45,7 @@ class SequenceState:
     due_at: float | None = None
     stored: NDArray[np.uint8] | None = None
     chooser: RowChooser | None = None
+    is_lossy: bool = False
     usage: SequenceUsage = field(default_factory=SequenceUsage)
 
     @property

@@ -62,11 +62,15 @@ _log = logging.getLogger("outrider.cloud")
 
 @dataclass(slots=True)
 class SpillCounts:
-    """Counters since the start. faults: files that failed their check, and prefixes that were not written."""
+    """Counters since the start. faults: files that failed their check, and prefixes that were not written.
+
+    beyond: blocks that were not rounded, because their error would be beyond the bound.
+    """
 
     written: int = 0
     loaded: int = 0
     faults: int = 0
+    beyond: int = 0
 
 
 class SpillStore:
@@ -97,8 +101,19 @@ class SpillStore:
         self._max_waiting_bytes = max_waiting_bytes
         self.counts = SpillCounts()
         _prepare(config.directory)
+        if self.is_lossy:
+            _log.warning(
+                "--spill-type %s: keys and values from --spill-dir are rounded, so a text that continues them may "
+                "differ from the target's",
+                target.type,
+            )
         self._thread = threading.Thread(target=self._run, name="outrider-spill", daemon=True)
         self._thread.start()
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether blocks come back rounded, so texts that attend them may differ."""
+        return self._target.codec is not None
 
     def has_room(self, num_blocks: int) -> bool:
         """Whether so many blocks would be taken; else a fault is counted."""
@@ -223,9 +238,10 @@ class SpillStore:
 
     def _write(self, path: Path, tokens: Sequence[int], data: NDArray[np.uint8], created: float) -> None:
         try:
-            size = write(path, self._target, tokens, data, created)
+            written = write(path, self._target, tokens, data, created)
             self.counts.written += 1
-            self._note(path.name, size)
+            self.counts.beyond += written.num_beyond
+            self._note(path.name, written.num_bytes)
             if time.monotonic() >= self._scan_at:
                 self._scan()
             self._remove_surplus()

@@ -1,7 +1,8 @@
 """Keeps recent texts in Redis, for replicas: on a thread of its own, so that no event loop ever waits for a socket.
 
-A request waits `wait_s` for an answer at most. A Redis that is dead, slow or full of something else is left out, with
-one warning, until it answers a ping in time. An owner has a fixed number of slots, chosen by the prompt's digest, and a
+A request waits `wait_s` for an answer at most, and not at all while another's answer is late. A Redis that is dead or
+full of something else is left out, with one warning, until it answers a ping in time; one that is slow, for the time
+that `Breaker` gives it. An owner has a fixed number of slots, chosen by the prompt's digest, and a
 share of the calls that wait, so no client can take another's room. Redis ends each text's life by itself.
 """
 
@@ -20,6 +21,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
+from outrider.cloud.recent.breaker import Breaker
 from outrider.cloud.recent.store import DEFAULT_S, RecentCounts, RecentStats, RecentStore
 from outrider.cloud.recent.texts import (
     MAX_BYTES,
@@ -43,7 +45,8 @@ _MAX_WAITING_BYTES: Final = 8 << 20
 _MAX_WAITING_BYTES_EACH: Final = 1 << 20
 """Of one owner."""
 _SOCKET_S: Final = 0.5
-_MOST_LATE: Final = 3
+_IDLE_S: Final = 10.0
+"""Between two pings of one that is up, where nothing is written."""
 _WARN_S: Final = 60.0
 """Between two warnings, at least: a Redis on the edge of the bound comes and goes."""
 _CLOSE_S: Final = 5.0
@@ -85,7 +88,8 @@ class RedisStore(RecentStore):
         self._prefix = prefix
         self._counts = RecentCounts()
         self._is_up = False
-        self._num_late, self._late_at = 0, 0.0
+        self._breaker = Breaker(retry_s)
+        self._num_late = 0  # calls whose answers are late now
         self._finds: Counter[str] = Counter()  # that wait, by owner
         self._waiting: deque[tuple[str, str, bytes]] = deque()  # owner, key, text
         self._waiting_bytes: Counter[str] = Counter()  # by owner
@@ -149,7 +153,7 @@ class RedisStore(RecentStore):
         """Starts a call on the store's thread; None where it would not be answered."""
         with self._lock:
             is_full = self._finds.total() >= _MAX_FINDS or self._finds[place.owner] >= _MAX_FINDS_EACH
-            if not self._is_up or self._is_closed or is_full:
+            if not self._is_up or self._is_closed or is_full or self._num_late:
                 return None
             self._finds[place.owner] += 1
             asked = asyncio.run_coroutine_threadsafe(self._get(place), self._loop)
@@ -181,16 +185,17 @@ class RedisStore(RecentStore):
             if self._is_up:
                 await self._write()
                 continue
-            reason = await self._ping()
+            left_out_s = self._breaker.left_s
+            reason = "too many answers are late" if left_out_s else await self._ping()
             if reason is None:
                 if has_warned:
                     _log.info("Redis at %s answers again", self._where)
-                has_warned, self._num_late, self._is_up = False, 0, True
+                has_warned, self._is_up = False, True
                 continue
             if not has_warned and time.monotonic() - warned_at >= _WARN_S:
                 _log.warning("Redis at %s: %s; no earlier texts are used until it answers", self._where, reason)
                 has_warned, warned_at = True, time.monotonic()
-            await self._pause(self._retry_s)
+            await self._pause(left_out_s or self._retry_s)
 
     async def _pause(self, seconds: float) -> None:
         self._changed.clear()
@@ -216,7 +221,16 @@ class RedisStore(RecentStore):
         return None
 
     async def _get(self, place: Place) -> RecentText | None:
-        began = time.monotonic()
+        began, is_late = time.monotonic(), False
+
+        def late() -> None:
+            nonlocal is_late
+            is_late = True
+            self._num_late += 1
+            if self._breaker.late(began):
+                self._go_down()
+
+        timer = self._loop.call_later(self._wait_s, late)
         try:
             data = await self._redis.getrange(self._key(place), 0, MAX_BYTES)
         except ResponseError:  # something else has the key
@@ -225,15 +239,13 @@ class RedisStore(RecentStore):
         except _FAULTS:
             self._failed()
             return None
-        now = time.monotonic()
-        if now - began > self._wait_s:
+        finally:
+            timer.cancel()
+            self._num_late -= is_late
+        if is_late:
             self._counts.failures += 1
-            if began >= self._late_at:  # a client's many calls at once are late once
-                self._num_late, self._late_at = self._num_late + 1, now
-            if self._num_late >= _MOST_LATE:
-                self._go_down()
         else:
-            self._num_late = 0
+            self._breaker.in_time()
         if not data or is_of_another_prompt(place, data):
             return None
         text = decode(place, data)
@@ -250,7 +262,7 @@ class RedisStore(RecentStore):
                 _take(self._waiting_bytes, entry[0], len(entry[2]))
         if entry is None:
             if not self._is_closed:
-                await self._changed.wait()
+                await self._idle()
             return
         try:
             await self._redis.set(*entry[1:], px=self._max_ms)
@@ -264,6 +276,16 @@ class RedisStore(RecentStore):
         except _FAULTS:
             self._counts.dropped += 1
             self._failed()
+
+    async def _idle(self) -> None:
+        """Waits for something to write; asks now and then whether Redis is still there, which no request may tell."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), _IDLE_S)
+        except TimeoutError:
+            try:
+                await self._redis.ping()
+            except _FAULTS:
+                self._failed()
 
     def _failed(self) -> None:
         self._counts.failures += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from outrider.models.protocol import ReadyAnswer
+
+_log = logging.getLogger("outrider.replicas")
 
 TAG_CHARS: Final = 6
 """Of a replica's name, with which the ids of its sessions begin."""
@@ -23,7 +26,7 @@ class Report:
     """What a replica says of itself.
 
     tag: its name, TAG_CHARS long. url: where it listens. secret: what the front shows it. target: identity of what
-    picks the tokens. number: of its reports so far. The rest is as in `ReadyAnswer`.
+    picks the tokens. number: of its reports so far. pid: its process, on its node. The rest is as in `ReadyAnswer`.
     """
 
     tag: str
@@ -39,6 +42,7 @@ class Report:
     free_block_share: float = 1.0
     step_ms: float | None = None
     draft_token_ms: float | None = None
+    pid: int = 0
 
     @property
     def takes_work(self) -> bool:
@@ -97,10 +101,12 @@ class Members:
         """Takes the newest reports of all replicas. Those that have none are gone: their exchanges end."""
         newest = {report.tag: report for report in reports}
         for tag in [tag for tag in self._members if tag not in newest]:
+            _log.info("replica %s has gone", tag)
             self._members.pop(tag).lose()
         for tag, report in newest.items():
             member = self._members.get(tag)
             if member is None:
+                _log.info("replica %s has come; its log is in worker-*-%d.err", tag, report.pid)
                 self._members[tag] = Member(report)
             elif member.report.number != report.number:
                 member.report, member.is_suspect = report, False

@@ -142,6 +142,7 @@ class Replica:
                 free_block_share=stats.free_blocks / stats.num_blocks,
                 step_ms=stats.step_ms,
                 draft_token_ms=stats.draft_token_ms,
+                pid=os.getpid(),
             )
             return self._registry.report.remote(report, self._budget.collect())
 

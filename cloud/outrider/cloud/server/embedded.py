@@ -79,7 +79,8 @@ def _config(options: ServeOptions, target: str) -> EngineConfig:
     if options.spill_dir is not None:
         always = options.spill is SpillWhen.ALWAYS
         spilled = f"{target} {instruction_set()}"
-        spill = SpillConfig(options.spill_dir, spilled, options.spill_mb << 20, options.spill_s, always)
+        max_bytes, kind = options.spill_mb << 20, options.spill_type
+        spill = SpillConfig(options.spill_dir, spilled, max_bytes, options.spill_s, always, kind)
     return EngineConfig(
         max_running=options.max_running,
         step_tokens=options.step_tokens,

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Final
 
 import typer
 
-from outrider.cloud.engine.config import TreeForm
+from outrider.cloud.engine.config import SpillType, TreeForm
 from outrider.cloud.pending.policy import Policy
 from outrider.cloud.server.replica_options import ReplicaOptions
 from outrider.models.http.logs import LogFormat
@@ -103,6 +103,13 @@ class ServeOptions(AccessOptions, ReplicaOptions):
         SpillWhen,
         typer.Option(help="evicted: when a prefix loses its place in memory, and at the end; always: at once."),
     ] = SpillWhen.EVICTED
+    spill_type: Annotated[
+        SpillType,
+        typer.Option(
+            help="exact: bit for bit; fp16, fp8: rounded within a checked bound, so texts that continue a prefix from "
+            "--spill-dir are no longer exactly the target's."
+        ),
+    ] = SpillType.EXACT
     spill_mb: Annotated[int, typer.Option(min=1, help="Size of --spill-dir, MiB.")] = 1024
     spill_s: Annotated[float, typer.Option(min=1.0, help="How long a prefix is kept in --spill-dir.")] = 3600.0
     cache_dir: Annotated[Path | None, typer.Option(help="Keep compiled models here, for a faster start.")] = None
