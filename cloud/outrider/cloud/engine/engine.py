@@ -205,7 +205,7 @@ class Engine:
         config = self._config
         # Also counts those that the engine has not looked at yet.
         if len(self._sequences) >= config.max_running:
-            here = [(each.request.owner, len(each.tokens)) for each in list(self._sequences.values())]
+            here = [(each.request.owner, each.num_counted) for each in list(self._sequences.values())]
             cache_tokens = self._runtime.num_blocks * self._runtime.block_size
             require_room(
                 request.owner,

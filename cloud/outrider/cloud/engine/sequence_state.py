@@ -59,6 +59,11 @@ class SequenceState:
         return self.request.owner
 
     @property
+    def num_counted(self) -> int:
+        """Token ids that it holds, as the queue's bound counts them: its tokens, and those in its rules."""
+        return len(self.tokens) + self.request.rules.num_ids
+
+    @property
     def generated(self) -> list[int]:
         """The tokens committed after the prompt."""
         return self.drafts.committed

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from outrider.models.acceptance import AcceptedBranch, walk
 from outrider.models.errors import ModelFault
-from outrider.models.sampling import SamplingParams, pick
+from outrider.models.sampling import SamplingParams, SurvivorFilter, pick
 from outrider.models.transforms.base import RowState, apply_all
 
 Row = NDArray[np.float32]
@@ -51,12 +51,14 @@ def logprobs_of(row: Row, token: int, count: int) -> TokenLogprobs:
 class RowChooser:
     """The choices of one sequence. The states have seen what is committed, and nothing else, between two calls.
 
-    num_logprobs: likeliest tokens to report for each token; None: no logprobs at all.
+    num_logprobs: likeliest tokens to report for each token; None: no logprobs at all. narrowing: what truncates the
+    distribution beyond `params`.
     """
 
     params: SamplingParams
     states: Sequence[RowState] = ()
     num_logprobs: int | None = None
+    narrowing: SurvivorFilter | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """Of the tokens of the last `choose`."""
 
@@ -97,7 +99,7 @@ class RowChooser:
         # A transform may mask with -inf, but it mends no row: what is not finite in the model's own is a fault.
         if self.states and not math.isfinite(row.max()):
             raise ModelFault(f"the model's logits at position {position} are not finite")
-        token = pick(apply_all(self.states, row), self.params, position)
+        token = pick(apply_all(self.states, row), self.params, position, self.narrowing)
         for state in self.states:
             state.advance(token)
         if self.num_logprobs is not None:
