@@ -35,7 +35,7 @@ ROOMS = {
         "",
     ),
     "cloud": ("server", "replicas", "api", "recent", "vllm", "engine", "pending", ""),
-    "models": ("ingress", "http", "runtimes", ""),
+    "models": ("ingress", "http", "grammar", "runtimes", ""),
     "reference": ("",),
 }
 # What a part may import of the others.
