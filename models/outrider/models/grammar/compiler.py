@@ -9,23 +9,21 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Final
-
-import numpy as np
 
 from outrider.models.errors import RequestError
 from outrider.models.grammar.spec import GrammarSpec, dump_schema, invalid_grammar
 from outrider.models.grammar.state import GrammarState
-from outrider.models.grammar.vocabulary import open_vocabulary
+from outrider.models.grammar.vocabulary import Vocabulary
 from outrider.models.tokenizer import Tokenizer
 
-# The library's own defaults stop a step after some 15 ms and hold up to 500 MB for one grammar.
+# With the library's own a step may take 15 ms, and one grammar may hold 500 MB.
 LIMITS: Final[dict[str, Any]] = {
     "initial_lexer_fuel": 200_000,  # about 50,000 a millisecond
     "step_lexer_fuel": 100_000,  # about 14,000 a millisecond
-    "step_max_items": 20_000,  # about 20,000 a millisecond
-    "max_items_in_row": 1_000,
+    "step_max_items": 50_000,  # about 20,000 a millisecond
+    "max_items_in_row": 8_000,  # an object of 500 optional properties takes 2,000
     "max_lexer_states": 10_000,  # 1 to 2 kB each
     "max_grammar_size": 200_000,
     "verbose_errors": False,
@@ -43,56 +41,13 @@ class CompiledGrammar:
 
     def __init__(self, spec: GrammarSpec, matcher: Any, vocabulary: Vocabulary, after: int | None) -> None:
         self.spec = spec
-        self.after = after
-        self.num_tokens = vocabulary.num_tokens
-        self.stop_ids = vocabulary.stop_ids
         self._matcher = matcher
         self._vocabulary = vocabulary
-
-    @property
-    def stop_bits(self) -> bytes:
-        """The mask that allows the stop ids only."""
-        return self._vocabulary.stop_bits
+        self._after = after
 
     def state(self) -> GrammarState:
         """A new state, before the first token of the answer."""
-        return GrammarState(self, self._matcher.deep_copy())
-
-    def without_foreign_stops(self, bits: bytes) -> bytes:
-        """A mask without the end tokens that the library takes for granted and the model does not have."""
-        foreign = self._vocabulary.foreign_bits
-        return bits if foreign is None else bytes(np.frombuffer(bits, np.uint8) & ~foreign)
-
-
-class Vocabulary:
-    """A tokenizer as the library takes it, and which ids end a text. Opened on first use."""
-
-    def __init__(self, tokenizer: Tokenizer, size: int, stop_ids: Sequence[int]) -> None:
-        self.tokenizer = tokenizer
-        self.size = size
-        self.num_tokens = tokenizer.size
-        self.stop_ids = tuple(sorted({i for i in stop_ids if 0 <= i < tokenizer.size}))
-
-    @cached_property
-    def backend(self) -> Any:
-        """llguidance's tokenizer."""
-        return open_vocabulary(self.tokenizer, self.size, self.stop_ids)
-
-    @cached_property
-    def stop_bits(self) -> bytes:
-        """The mask that allows the stop ids only."""
-        return bytes(self._bits(self.stop_ids))
-
-    @cached_property
-    def foreign_bits(self) -> Any:
-        """The mask of the library's own end tokens where the model has no stop ids, else None."""
-        return None if self.stop_ids else self._bits(self.backend.eos_tokens)
-
-    def _bits(self, ids: Sequence[int]) -> Any:
-        words = (max(self.size, self.num_tokens) + 31) // 32 + 1
-        is_set = np.zeros(words * 32, np.bool_)
-        is_set[list(ids)] = True
-        return np.packbits(is_set, bitorder="little")
+        return GrammarState(self._vocabulary, self._matcher.deep_copy(), self._after)
 
 
 class GrammarCompiler:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import RequestError
 from outrider.models.grammar import masks
-
-if TYPE_CHECKING:
-    from outrider.models.grammar.compiler import CompiledGrammar
+from outrider.models.grammar.vocabulary import Vocabulary
 
 MAX_FORCED: Final = 64
 """Forced tokens that are listed at once."""
@@ -26,12 +24,13 @@ class GrammarState:
     after (`GrammarSpec.after`) every token is allowed. Not safe to share between threads; forks may go to others.
     """
 
-    __slots__ = ("_grammar", "_is_waiting", "_matcher", "_num_free", "_num_matched", "_num_stops")
+    __slots__ = ("_after", "_is_waiting", "_matcher", "_num_free", "_num_matched", "_num_stops", "_vocabulary")
 
-    def __init__(self, grammar: CompiledGrammar, matcher: Any) -> None:
-        self._grammar = grammar
+    def __init__(self, vocabulary: Vocabulary, matcher: Any, after: int | None) -> None:
+        self._vocabulary = vocabulary
         self._matcher = matcher
-        self._is_waiting = grammar.after is not None
+        self._after = after
+        self._is_waiting = after is not None
         self._num_free = 0  # tokens before the grammar began
         self._num_matched = 0
         self._num_stops = 0
@@ -58,7 +57,7 @@ class GrammarState:
         token of this vocabulary goes on.
         """
         if self._is_waiting:
-            row[self._grammar.num_tokens :] = -np.inf
+            row[self._vocabulary.num_tokens :] = -np.inf
             return
         if not masks.apply(self._bits(), row):
             raise self._dead_end()
@@ -66,24 +65,31 @@ class GrammarState:
     def allowed(self, size: int) -> NDArray[np.bool_]:
         """Which of the first `size` ids may come next: bool [size]; raises as `mask`."""
         if self._is_waiting:
-            return np.arange(size) < self._grammar.num_tokens
+            return np.arange(size) < self._vocabulary.num_tokens
         found = masks.unpack(self._bits(), size)
         if not found.any():
             raise self._dead_end()
         return found
 
     def advance(self, token: int) -> bool:
-        """Consumes a token; False, and nothing changes, where the grammar forbids it."""
+        """Consumes a token; False, and nothing changes, where the grammar forbids it.
+
+        Raises RequestError `grammar_too_complex` where the library's limits are reached: the state is of no use then.
+        """
         if self._is_waiting:
             self._num_free += 1
-            self._is_waiting = token != self._grammar.after
+            self._is_waiting = token != self._after
             return True
-        if token in self._grammar.stop_ids and self.may_stop:
+        if token in self._vocabulary.stop_ids and self.may_stop:
             self._num_stops += 1
             return True
         if self._num_stops:
             return False
-        if token < 0 or token >= self._grammar.num_tokens or self._matcher.try_consume_tokens([token]) != 1:
+        if not 0 <= token < self._vocabulary.num_tokens:
+            return False
+        if self._matcher.try_consume_tokens([token]) != 1:
+            if self._matcher.is_error():
+                raise self._too_complex()
             return False
         self._num_matched += 1
         return True
@@ -106,7 +112,7 @@ class GrammarState:
 
     def fork(self) -> GrammarState:
         """A state of its own at the same place. Cheap: the library copies on the first change."""
-        twin = GrammarState(self._grammar, self._matcher.deep_copy())
+        twin = GrammarState(self._vocabulary, self._matcher.deep_copy(), self._after)
         twin._is_waiting = self._is_waiting
         twin._num_free, twin._num_matched, twin._num_stops = self._num_free, self._num_matched, self._num_stops
         return twin
@@ -116,14 +122,14 @@ class GrammarState:
         if self._is_waiting or self._num_stops:
             return []
         if self._matcher.is_stopped():
-            return list(self._grammar.stop_ids) if len(self._grammar.stop_ids) == 1 else []
+            return list(self._vocabulary.stop_ids) if len(self._vocabulary.stop_ids) == 1 else []
         return list(self._matcher.compute_ff_tokens()[:MAX_FORCED])
 
     def validate(self, tokens: Sequence[int]) -> int:
         """How many of these tokens, from the first on, are allowed here one after the other. Changes nothing."""
-        stops = self._grammar.stop_ids
+        stops = self._vocabulary.stop_ids
         if not self._is_waiting and not self._num_stops and not any(token in stops for token in tokens):
-            inside = next((i for i, t in enumerate(tokens) if not 0 <= t < self._grammar.num_tokens), len(tokens))
+            inside = next((i for i, t in enumerate(tokens) if not 0 <= t < self._vocabulary.num_tokens), len(tokens))
             return int(self._matcher.validate_tokens(list(tokens[:inside])))
         walker = self.fork()
         return next((i for i, token in enumerate(tokens) if not walker.advance(token)), len(tokens))
@@ -131,15 +137,17 @@ class GrammarState:
     def _bits(self) -> bytes:
         """The mask of the next token, one bit an id."""
         if self._num_stops:
-            return self._grammar.stop_bits
+            return self._vocabulary.stop_bits
         bits: bytes = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise RequestError(
-                "grammar_too_complex",
-                f"the grammar takes too long after {self.length} tokens ({self._matcher.stop_reason()}); "
-                "make it simpler",
-            )
-        return self._grammar.without_foreign_stops(bits)
+            raise self._too_complex()
+        return self._vocabulary.only_own_stops(bits)
+
+    def _too_complex(self) -> RequestError:
+        reason = " ".join(self._matcher.get_error().split())[:120]
+        return RequestError(
+            "grammar_too_complex", f"the grammar is too costly after {self.length} tokens: {reason}; make it simpler"
+        )
 
     def _dead_end(self) -> RequestError:
         return RequestError(

@@ -1,20 +1,59 @@
-"""Gives the library a tokenizer's vocabulary as bytes, without transformers."""
+"""Gives the library a tokenizer's vocabulary as bytes, without transformers, and says which ids end a text."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from outrider.models.errors import TokenizerError
 from outrider.models.extras import missing_extra
 from outrider.models.tokenizer import Tokenizer
 
 
-def open_vocabulary(tokenizer: Tokenizer, size: int, stop_ids: Sequence[int]) -> Any:
+class Vocabulary:
+    """A tokenizer as the library takes it, and which ids end a text. Opened on first use."""
+
+    def __init__(self, tokenizer: Tokenizer, size: int, stop_ids: Sequence[int]) -> None:
+        self.tokenizer = tokenizer
+        self.size = size
+        self.num_tokens = tokenizer.size
+        self.stop_ids = tuple(sorted({i for i in stop_ids if 0 <= i < tokenizer.size}))
+
+    @cached_property
+    def backend(self) -> Any:
+        """llguidance's tokenizer."""
+        return _open(self.tokenizer, self.size, self.stop_ids)
+
+    def only_own_stops(self, bits: bytes) -> bytes:
+        """A mask without the end tokens that the library takes for granted and the model does not have."""
+        foreign = self._foreign_bits
+        return bits if foreign is None else bytes(np.frombuffer(bits, np.uint8) & ~foreign)
+
+    @cached_property
+    def stop_bits(self) -> bytes:
+        """The mask that allows the stop ids only."""
+        return bytes(self._bits(self.stop_ids))
+
+    @cached_property
+    def _foreign_bits(self) -> Any:
+        """The mask of the library's own end tokens where the model has no stop ids, else None."""
+        return None if self.stop_ids else self._bits(self.backend.eos_tokens)
+
+    def _bits(self, ids: Sequence[int]) -> Any:
+        words = (max(self.size, self.num_tokens) + 31) // 32 + 1
+        is_set = np.zeros(words * 32, np.bool_)
+        is_set[list(ids)] = True
+        return np.packbits(is_set, bitorder="little")
+
+
+def _open(tokenizer: Tokenizer, size: int, stop_ids: Sequence[int]) -> Any:
     """llguidance's tokenizer; takes about a second for 152k tokens.
 
-    size: ids of the model's logits. Raises RuntimeUnavailable where the library is not installed, TokenizerError for a
+    Raises RuntimeUnavailable where the library is not installed, TokenizerError for a
     tokenizer whose tokens are not bytes: WordPiece, or none of the known decoders.
     """
     try:
