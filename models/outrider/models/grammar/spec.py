@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, get_args
 
 from outrider.models.errors import RequestError
 from outrider.models.grammar.bounds import MAX_JSON_BYTES, MAX_TEXT_BYTES, check_lark, check_schema, read_json
+from outrider.models.protocol import GrammarField
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 KINDS: Final[tuple[GrammarKind, ...]] = get_args(GrammarKind)
@@ -52,6 +53,15 @@ class GrammarSpec:
         """64 hexadecimal digits, the same on every machine."""
         parts = (self.kind, self.text, self.after)
         return hashlib.sha256(json.dumps(parts, ensure_ascii=True).encode()).hexdigest()
+
+    @classmethod
+    def of_wire(cls, field: GrammarField | None) -> GrammarSpec | None:
+        """The spec of a message's field."""
+        return None if field is None else cls(field.kind, field.text, field.after)
+
+    def to_wire(self) -> GrammarField:
+        """The field of a message."""
+        return GrammarField(kind=self.kind, text=self.text, after=self.after)
 
     @classmethod
     def json_schema(cls, schema: Any, **options: Any) -> GrammarSpec:
