@@ -95,11 +95,11 @@ class EmulatedRuntime:
         self._step_s = step_s
 
     def forward_picks(
-        self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams], positions: Sequence[int]
-    ) -> list[int | None]:
+        self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams | None], positions: Sequence[int]
+    ) -> list[int | NDArray[np.float32] | None]:
         """The successor of each row's token, after the step's time."""
         started_s = time.thread_time()
-        rows: list[int | None] = []
+        rows: list[int | NDArray[np.float32] | None] = []
         for item in batch:
             if item.num_rows:
                 rows += [SUCCESSOR[token] for token in item.tokens[-item.num_rows :]]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from tests.engine_harness import SAMPLED, VOCAB, Collector, Harness, plain
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
@@ -84,12 +85,12 @@ class PickingFake(FakeBatchRuntime):
     """Picks tokens itself, as a runtime on a GPU does."""
 
     def forward_picks(
-        self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams], positions: Sequence[int]
-    ) -> list[int | None]:
-        """Picks a token of each row, None where the logits are not finite."""
+        self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams | None], positions: Sequence[int]
+    ) -> list[int | NDArray[np.float32] | None]:
+        """Picks a token of each row, None where the logits are not finite; a row without params stays whole."""
         rows = self.forward(batch)
         return [
-            pick(row, p, i) if np.isfinite(row).all() else None
+            row if p is None else pick(row, p, i) if np.isfinite(row).all() else None
             for row, p, i in zip(rows, params, positions, strict=True)
         ]
 

@@ -457,11 +457,11 @@ def test_calibration_times_the_picks_of_a_runtime_that_picks() -> None:
             return super().forward(batch)
 
         def forward_picks(
-            self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams], positions: Sequence[int]
-        ) -> list[int | None]:
+            self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams | None], positions: Sequence[int]
+        ) -> list[int | NDArray[np.float32] | None]:
             rows = self.forward(batch)
             clock.now += 0.005
-            return [pick(row, p, i) for row, p, i in zip(rows, params, positions, strict=True)]
+            return [pick(row, p or SamplingParams(), i) for row, p, i in zip(rows, params, positions, strict=True)]
 
     engine = Engine(Picking(vocab_size=VOCAB), clock=clock)
     engine.calibrate(max_tokens=4)

@@ -14,6 +14,8 @@ from outrider.models.errors import RequestError
 from outrider.models.protocol import EndReason
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.sampling import SamplingParams
+from outrider.models.transforms.chooser import TokenLogprobs
+from outrider.models.transforms.rules import PLAIN, RowRules
 from outrider.models.tree_draft import TreeDraft
 
 SequenceEndReason = EndReason | Literal["once"]
@@ -35,6 +37,9 @@ class GenerateRequest:
     stored: what `ServingEngine.seek` found of the parked prefix; None where it is in memory, or nowhere.
     earlier: what followed the same prompt before; a hint, whose ids may be anything. is_repeat: it was picked with
     these `params`.
+    rules: what changes rows of logits before the pick. num_generated: so many of the last tokens before the first one
+    to generate belong to the text, not to the prompt, as rules see it: a resumed session's. num_logprobs: likeliest
+    tokens to report for each token; None: no logprobs.
     """
 
     prompt: tuple[int, ...]
@@ -53,6 +58,9 @@ class GenerateRequest:
     earlier: tuple[int, ...] = ()
     is_repeat: bool = False
     stored: Any = None
+    rules: RowRules = PLAIN
+    num_generated: int = 0
+    num_logprobs: int | None = None
 
     def is_parked_after(self, reason: SequenceEndReason) -> bool:
         """Whether the cache is kept after this end for what continues the sequence."""
@@ -65,7 +73,8 @@ class GenerateRequest:
 class CommitEvent:
     """`tokens` were committed after `base` others; the target accepted `accepted` of `proposed` drafted tokens.
 
-    looked_up: of those accepted, how many prompt lookup guessed, or an earlier text.
+    looked_up: of those accepted, how many prompt lookup guessed, or an earlier text. logprobs: of each token, where the
+    request asks for them.
     """
 
     base: int
@@ -73,6 +82,7 @@ class CommitEvent:
     accepted: int
     proposed: int
     looked_up: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(slots=True)

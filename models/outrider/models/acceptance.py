@@ -92,7 +92,7 @@ def accept_tree(
     token i. Picks from the rows that it reaches only; what the others hold does not matter. Raises ModelFault on a
     reached row that is not finite.
     """
-    return _walk(lambda row, depth: pick(logits[row], params, position + depth), drafted, parents, stop_ids, max_tokens)
+    return walk(lambda row, depth: pick(logits[row], params, position + depth), drafted, parents, stop_ids, max_tokens)
 
 
 def accept_tree_picks(
@@ -104,16 +104,20 @@ def accept_tree_picks(
     max_tokens: int | None = None,
 ) -> AcceptedBranch:
     """As `accept_tree`, for tokens already picked; None stands for logits that were not finite."""
-    return _walk(lambda row, depth: _finite(picks[row]), drafted, parents, stop_ids, max_tokens)
+    return walk(lambda row, depth: _finite(picks[row]), drafted, parents, stop_ids, max_tokens)
 
 
-def _walk(
+def walk(
     pick_at: Callable[[int, int], int],
     drafted: Sequence[int],
     parents: Sequence[int],
     stop_ids: Collection[int],
     max_tokens: int | None,
 ) -> AcceptedBranch:
+    """As `accept_tree`, with picks of the caller's own.
+
+    pick_at: the token, given the row's index and the tokens picked before it; called in the text's order, once a token.
+    """
     children = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, drafted, strict=True))}
     tokens: list[int] = []
     nodes: list[int] = []

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,8 @@ MAX_GUMBEL: Final = -math.log(-math.log1p(-(2.0**-33)))
 # One variate in 404 exceeds this one; it is found by comparing hashes, without logarithms.
 _RARE_GUMBEL: Final = 6.0
 _RARE_BITS: Final = np.uint32(math.floor(math.exp(-math.exp(-_RARE_GUMBEL)) * 2.0**32) - 1)
+_MANY: Final = 4096
+"""Tokens of which not all are scored: `_contenders` finds the best among them faster."""
 _BLOCK: Final = 128  # logits of which one bounds the scores from below
 
 
@@ -88,11 +90,12 @@ def _require(is_fine: bool, name: str, found: object, expected: str) -> None:
 
 def noise_key(seed: int, position: int) -> int:
     """The 64-bit key of one position, as the module docstring specifies it."""
-    key = (_mix64((seed + 0x9E3779B97F4A7C15) & _U64) + position * 0xD1342543DE82EF95) & _U64
-    return _mix64(key)
+    key = (mix64((seed + 0x9E3779B97F4A7C15) & _U64) + position * 0xD1342543DE82EF95) & _U64
+    return mix64(key)
 
 
-def _mix64(z: int) -> int:
+def mix64(z: int) -> int:
+    """The 64-bit finalizer of the module docstring."""
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _U64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _U64
     return z ^ (z >> 31)
@@ -177,7 +180,19 @@ def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.bool_]:
     return inside
 
 
-def pick(logits: NDArray[np.float32], params: SamplingParams, position: int) -> int:
+class SurvivorFilter(Protocol):
+    """Truncates further what top-k, top-p and min-p leave."""
+
+    def narrow(
+        self, logits: NDArray[np.float32], ids: NDArray[np.int64], params: SamplingParams, position: int
+    ) -> NDArray[np.int64]:
+        """A part of `ids`, ascending and not empty; logits: the row, [V]. A pure function; not called when greedy."""
+        ...
+
+
+def pick(
+    logits: NDArray[np.float32], params: SamplingParams, position: int, narrowing: SurvivorFilter | None = None
+) -> int:
     """The token at absolute `position` (0 is the first token of the prompt), from one row of logits, [V] float32.
 
     A pure function: no state is read or changed. Raises ModelFault if the row's maximum is not finite.
@@ -189,17 +204,30 @@ def pick(logits: NDArray[np.float32], params: SamplingParams, position: int) -> 
         )
     if params.is_greedy:
         return best
-    if params.top_k or params.top_p < 1.0 or params.min_p > 0.0:
+    if narrowing is not None:
+        ids = _pruned(logits, narrowing.narrow(logits, survivors(logits, params), params, position), params, position)
+    elif params.top_k or params.top_p < 1.0 or params.min_p > 0.0:
         ids = survivors(logits, params)
     else:
-        # Exact pruning: with g at most MAX_GUMBEL, no token this far under the leader's own score can win.
-        lead = float(gumbel(params.seed, position, np.array([best]))[0])
-        floor = float(logits[best]) - (MAX_GUMBEL - lead + 1e-3) * params.temperature
-        ids = np.flatnonzero(logits >= floor)
+        ids = _pruned(logits, None, params, position)
     scores = logits[ids].astype(np.float64)
     scores /= params.temperature
     scores += gumbel(params.seed, position, ids)
     return int(ids[scores.argmax()])
+
+
+def _pruned(
+    logits: NDArray[np.float32], ids: NDArray[np.int64] | None, params: SamplingParams, position: int
+) -> NDArray[np.int64]:
+    """Those of the ids that can win, None for all ids; exact."""
+    kept = logits if ids is None else logits[ids]
+    at = int(kept.argmax())
+    best = at if ids is None else int(ids[at])
+    # With g at most MAX_GUMBEL, no token this far under the leader's own score can win.
+    lead = float(gumbel(params.seed, position, np.array([best]))[0])
+    floor = float(logits[best]) - (MAX_GUMBEL - lead + 1e-3) * params.temperature
+    able = np.flatnonzero(kept >= floor)
+    return able if ids is None else ids[able]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +243,13 @@ class Candidates:
     gaps: list[float]
 
 
-def candidates(logits: NDArray[np.float32], params: SamplingParams, position: int, count: int) -> Candidates:
+def candidates(
+    logits: NDArray[np.float32],
+    params: SamplingParams,
+    position: int,
+    count: int,
+    narrowing: SurvivorFilter | None = None,
+) -> Candidates:
     """The `count` best tokens by the scores that `pick` compares, for one row of logits, [V] float32.
 
     The first is `pick`'s token. A pure function. Raises ModelFault if the row's maximum is not finite.
@@ -229,11 +263,18 @@ def candidates(logits: NDArray[np.float32], params: SamplingParams, position: in
     if params.is_greedy:
         ids = np.flatnonzero(logits >= _floor_of_best(logits, count))
         scores = logits[ids].astype(np.float64)
-    elif params.top_k or params.top_p < 1.0 or params.min_p > 0.0:
+    elif narrowing is not None or params.top_k or params.top_p < 1.0 or params.min_p > 0.0:
         ids = survivors(logits, params)
-        scores = logits[ids].astype(np.float64)
-        scores /= params.temperature
-        scores += gumbel(params.seed, position, ids)
+        if narrowing is not None:
+            ids = narrowing.narrow(logits, ids, params, position)
+        if ids.size > _MANY:
+            masked = np.full_like(logits, -np.inf)
+            masked[ids] = logits[ids]
+            ids, scores = _contenders(masked, params, position, count)
+        else:
+            scores = logits[ids].astype(np.float64)
+            scores /= params.temperature
+            scores += gumbel(params.seed, position, ids)
     else:
         ids, scores = _contenders(logits, params, position, count)
     if ids.size > count:

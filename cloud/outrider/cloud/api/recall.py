@@ -10,6 +10,7 @@ from typing import Final
 from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.recent.texts import PromptDigest, RecentText, sampling_digest
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, Sink
+from outrider.models.transforms.rules import PLAIN
 
 _LEAST_TOKENS: Final = 4
 """Of a text that is worth keeping."""
@@ -53,7 +54,7 @@ class Recalled:
         if request.is_repeat and request.earlier[: len(tokens)] == tokens:
             tokens = request.earlier  # all that is known of it
         if len(tokens) >= _LEAST_TOKENS:
-            self._memory.store.put(self._digest.place, RecentText(tokens, sampling_digest(request.params)))
+            self._memory.store.put(self._digest.place, RecentText(tokens, _sampling_of(request)))
 
 
 class Recall:
@@ -74,7 +75,7 @@ class Recall:
         digest = digest.with_tokens(request.prompt)
         found = await self.store.find(digest.place)
         if found is not None:
-            is_repeat = found.sampling == sampling_digest(request.params)
+            is_repeat = found.sampling == _sampling_of(request)
             request = replace(request, earlier=found.tokens, is_repeat=is_repeat)
         return Recalled(request, self, digest)
 
@@ -103,3 +104,12 @@ class Recall:
         self._num_prefixes -= 1
         if not self._prefixes[owner]:
             del self._prefixes[owner]
+
+
+def _sampling_of(request: GenerateRequest) -> bytes:
+    """Digest of all that decides the text, besides the prompt and what ends it."""
+    if request.rules == PLAIN:
+        return sampling_digest(request.params)
+    # Penalties depend on where the text begins, a minimum of tokens on what would end it.
+    stops = sorted(request.stop_ids) if request.rules.min_tokens else ()
+    return sampling_digest(request.params, request.rules, request.num_generated, stops)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from outrider.cloud.distributions import num_tested
 from outrider.cloud.engine.cache import SequenceCache
+from outrider.cloud.engine.choosers import chooser_of
 from outrider.cloud.engine.config import EngineConfig, SpillConfig, TreeForm
 from outrider.cloud.engine.health import Health
 from outrider.cloud.engine.parked import ParkedPrefix
@@ -187,6 +188,7 @@ class Engine:
             drafts.earlier = EarlierText(earlier, drafts.committed, is_repeat=request.is_repeat)
         drafts.trie.merge(request.draft, prefer=True)
         sequence = SequenceState(next(self._ids), request, sink, tokens, drafts, submitted_s=self._clock())
+        sequence.chooser = chooser_of(request, tokens, self._limits.vocab_size)
         if request.deadline_ms is not None:
             sequence.due_at = self._clock() + request.deadline_ms / 1e3
         sequence.usage.prompt_tokens = len(sequence.tokens)
@@ -202,7 +204,7 @@ class Engine:
         config = self._config
         # Also counts those that the engine has not looked at yet.
         if len(self._sequences) >= config.max_running:
-            here = [(each.request.owner, len(each.tokens)) for each in list(self._sequences.values())]
+            here = [(each.request.owner, each.num_counted) for each in list(self._sequences.values())]
             cache_tokens = self._runtime.num_blocks * self._runtime.block_size
             require_room(
                 request.owner,
@@ -469,7 +471,15 @@ class Engine:
             stops, left = sequence.request.stop_ids, sequence.num_left
             try:
                 position = len(sequence.tokens)
-                branch = picked(own, share.drafted, params, position, stop_ids=stops, max_tokens=left)
+                branch = picked(
+                    own,
+                    share.drafted,
+                    params,
+                    position,
+                    chooser=sequence.chooser,
+                    stop_ids=stops,
+                    max_tokens=left,
+                )
             except ModelFault as fault:
                 spoiled.append((share, fault))
                 continue
@@ -522,7 +532,8 @@ class Engine:
             tested = num_tested(accepted, tokens, share.drafted.after(accepted_nodes))
             self._distributions.verified(accepted, tested)
         self._totals.count_pass(len(tokens), proposed, accepted, num_lookup_proposed, looked_up, tested=tested)
-        sequence.sink(CommitEvent(base, tuple(tokens), accepted, proposed, looked_up))
+        logprobs = tuple(sequence.chooser.logprobs) if sequence.chooser is not None else ()
+        sequence.sink(CommitEvent(base, tuple(tokens), accepted, proposed, looked_up, logprobs))
         reason = self._end_reason(sequence)
         if reason:
             self._finish(sequence, reason)

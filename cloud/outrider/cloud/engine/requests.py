@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.runtimes.base import ModelLimits
+from outrider.models.transforms.rules import PLAIN, RowRules
 from outrider.models.tree_draft import ROOT, TreeDraft
 
 _DEAD = -1
@@ -50,7 +51,7 @@ def require_room(
 
 
 def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) -> None:
-    """Raises RequestError `empty_prompt`, `token_out_of_range` or `context_length_exceeded`.
+    """Raises RequestError `empty_prompt`, `token_out_of_range`, `invalid_parameter` or `context_length_exceeded`.
 
     num_held: tokens of a parked prefix that come before the prompt.
     """
@@ -64,6 +65,22 @@ def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) 
         )
     _check_tokens(request.prompt, "prompt", limits)
     _check_tokens(request.draft, "draft", limits)
+    if not 0 <= request.num_generated <= length:
+        raise RequestError(
+            "invalid_parameter",
+            f"generated is {request.num_generated}; expected at most {length}, the tokens before the first new one",
+        )
+    check_rules(request.rules, limits)
+
+
+def check_rules(rules: RowRules, limits: ModelLimits) -> None:
+    """Raises RequestError `token_out_of_range`, which names the rule's field on the wire."""
+    if rules is PLAIN:
+        return
+    _check_tokens([token for token, _ in rules.logit_bias], "logit_bias", limits)
+    for word in rules.bad_words:
+        _check_tokens(word, "bad_words", limits)
+    _check_tokens(rules.allowed_ids or (), "allowed_token_ids", limits)
 
 
 def deadline_exceeded() -> RequestError:

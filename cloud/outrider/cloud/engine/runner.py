@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +16,10 @@ from outrider.models.acceptance import AcceptedBranch, accept, accept_picks, acc
 from outrider.models.errors import ModelFault
 from outrider.models.runtimes.base import BatchRuntime, PickingRuntime, SequenceSlice, TreeRuntime
 from outrider.models.sampling import SamplingParams
+from outrider.models.transforms.chooser import RowChooser
 
-# Logits [rows, V], or for each row the token that the runtime picked.
-Rows = NDArray[np.float32] | list[int | None]
+# Logits [rows, V], or for each row the token that the runtime picked, or its logits where a chooser needs them.
+Rows = NDArray[np.float32] | list[int | NDArray[np.float32] | None]
 
 
 class ModelRunner:
@@ -30,7 +32,12 @@ class ModelRunner:
 
     def forward(self, shares: Sequence[Share]) -> Rows:
         """Runs the shares of a step. Raises what the runtime raises, ModelFault when rows are missing."""
-        params = [share.sequence.request.params for share in shares for _ in range(share.num_rows)]
+        # What a chooser has to see whole, no runtime picks from.
+        params = [
+            share.sequence.request.params if share.sequence.chooser is None else None
+            for share in shares
+            for _ in range(share.num_rows)
+        ]
         positions = [position for share in shares for position in share.row_positions]
         return self._run([share.as_slice() for share in shares], params, positions)
 
@@ -53,7 +60,9 @@ class ModelRunner:
         self._run([SequenceSlice([0] * num_new, past, blocks, num_rows)], [SamplingParams()] * num_rows, positions)
         return self._clock() - started
 
-    def _run(self, slices: Sequence[SequenceSlice], params: Sequence[SamplingParams], positions: Sequence[int]) -> Rows:
+    def _run(
+        self, slices: Sequence[SequenceSlice], params: Sequence[SamplingParams | None], positions: Sequence[int]
+    ) -> Rows:
         with self._watched():
             if isinstance(self._runtime, PickingRuntime):
                 rows: Rows = self._runtime.forward_picks(slices, params, positions)
@@ -80,17 +89,25 @@ def picked(
     params: SamplingParams,
     position: int,
     *,
+    chooser: RowChooser | None = None,
     stop_ids: Collection[int] = (),
     max_tokens: int | None = None,
 ) -> AcceptedBranch:
-    """The target's tokens from `position` on, as `accept` and `accept_tree` give them, from logits or from picks."""
+    """The target's tokens from `position` on, as `accept` and `accept_tree` give them, from logits or from picks.
+
+    chooser: chooses in place of the plain pick.
+    """
     tokens, parents = drafted.tokens, drafted.parents
+    if chooser is not None:
+        whole = cast(Sequence[NDArray[np.float32]], rows)
+        return chooser.choose(whole, tokens, parents, position, stop_ids=stop_ids, max_tokens=max_tokens)
     if not drafted.is_line:
         if isinstance(rows, list):
-            return accept_tree_picks(rows, tokens, parents, stop_ids=stop_ids, max_tokens=max_tokens)
+            picks = cast(list[int | None], rows)
+            return accept_tree_picks(picks, tokens, parents, stop_ids=stop_ids, max_tokens=max_tokens)
         return accept_tree(rows, tokens, parents, params, position, stop_ids=stop_ids, max_tokens=max_tokens)
     if isinstance(rows, list):
-        accepted = accept_picks(rows, tokens, stop_ids=stop_ids, max_tokens=max_tokens)
+        accepted = accept_picks(cast(list[int | None], rows), tokens, stop_ids=stop_ids, max_tokens=max_tokens)
     else:
         accepted = accept(rows, tokens, params, position, stop_ids=stop_ids, max_tokens=max_tokens)
     return AcceptedBranch(accepted, list(range(len(accepted) - 1)))

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.seam import GenerateRequest, SequenceUsage, Sink
+from outrider.models.transforms.chooser import RowChooser
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +25,7 @@ class SequenceState:
     blocks; None before. submitted_s: when it was submitted; None once it has left the queue for the first time.
     due_at: when its deadline passes, by the engine's clock; None for no deadline.
     stored: keys and values of its first blocks, from disk, until it has blocks for them.
+    chooser: chooses its tokens where a plain pick is not enough; None: it is.
     """
 
     id: int
@@ -41,6 +43,7 @@ class SequenceState:
     submitted_s: float | None = None
     due_at: float | None = None
     stored: NDArray[np.uint8] | None = None
+    chooser: RowChooser | None = None
     usage: SequenceUsage = field(default_factory=SequenceUsage)
 
     @property
@@ -52,6 +55,11 @@ class SequenceState:
     def owner(self) -> bytes:
         """Who asks."""
         return self.request.owner
+
+    @property
+    def num_counted(self) -> int:
+        """Token ids that it holds, as the queue's bound counts them: its tokens, and those in its rules."""
+        return len(self.tokens) + self.request.rules.num_ids
 
     @property
     def generated(self) -> list[int]:

@@ -69,9 +69,14 @@ class PromptDigest:
         return Place(self._owner, self._hash.digest())
 
 
-def sampling_digest(params: SamplingParams) -> bytes:
-    """Equal where two requests of one prompt pick the same tokens; a greedy one has no seed."""
+def sampling_digest(params: SamplingParams, *others: object) -> bytes:
+    """Equal where two requests of one prompt pick the same tokens; a greedy one has no seed.
+
+    others: what else decides the pick, such as rules, by its `repr`.
+    """
     facts = "greedy" if params.is_greedy else repr(params)
+    if others:
+        facts = repr((facts, *others))
     return hashlib.blake2b(facts.encode(), digest_size=_SAMPLING_BYTES).digest()
 
 

@@ -66,6 +66,7 @@ from outrider.models.faults import log_fault
 from outrider.models.protocol import MAX_VERIFY_ITEMS
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.sampling import SamplingParams
+from outrider.models.transforms.rules import PLAIN
 from outrider.models.tree_draft import TreeDraft
 
 _PROBE_S: Final = 60.0
@@ -326,6 +327,10 @@ class VllmEngine(ServingEngine):
 
     def submit(self, request: GenerateRequest, sink: Sink) -> int:
         """Queues a sequence and returns its id; events go to `sink`, the last one an EndEvent. Raises RequestError."""
+        if request.rules != PLAIN:
+            raise RequestError(
+                "unsupported_parameter", "this server's engine has no rules for rows of logits; leave them out"
+            )
         self._require_room(request)
         held: Sequence[int] = ()
         if request.prefix_hash:

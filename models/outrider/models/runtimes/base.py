@@ -93,11 +93,12 @@ class PickingRuntime(Protocol):
     """A BatchRuntime that picks tokens where its logits are: copying rows of 152k from a GPU to the host costs more."""
 
     def forward_picks(
-        self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams], positions: Sequence[int]
-    ) -> list[int | None]:
+        self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams | None], positions: Sequence[int]
+    ) -> list[int | NDArray[np.float32] | None]:
         """As `BatchRuntime.forward`, but returns each row's token as `sampling.pick` takes it, None if not finite.
 
-        params, positions: one per row, in the order of the rows; positions are absolute.
+        params, positions: one per row, in the order of the rows; positions are absolute. Where params are None, the
+        caller gets the row itself, [V] float32: more than a pick is to be done with it.
         """
         ...
 

@@ -45,6 +45,7 @@ BLOCK_SIZE: Final = 32
 _PROBE_TOKENS: Final = 3
 _DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 _ATTENTION: Final = "outrider_paged"
+_GREEDY: Final = SamplingParams()
 
 
 class _Unfit(Exception):
@@ -157,11 +158,22 @@ class TorchPagedRuntime:
         return logits
 
     def forward_picks(
-        self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams], positions: Sequence[int]
-    ) -> list[int | None]:
-        """As `forward`, but picks each row's token where the logits are; None for a row that is not finite."""
+        self, batch: Sequence[SequenceSlice], params: Sequence[SamplingParams | None], positions: Sequence[int]
+    ) -> list[int | NDArray[np.float32] | None]:
+        """As `forward`, but picks each row's token where the logits are; None for a row that is not finite.
+
+        A row without params comes as it is.
+        """
         logits = self._logits(batch)
-        return pick_rows(logits, params, positions) if len(logits) else []
+        if not len(logits):
+            return []
+        found: list[int | NDArray[np.float32] | None] = [*pick_rows(logits, [p or _GREEDY for p in params], positions)]
+        whole = [row for row, p in enumerate(params) if p is None]
+        if whole:
+            copied = logits[torch.tensor(whole, device=logits.device)].float().cpu().numpy()
+            for row, values in zip(whole, copied, strict=True):
+                found[row] = values
+        return found
 
     @property
     def why_no_trees(self) -> str | None:

@@ -1,0 +1,109 @@
+"""Truncates the distribution that top-k, top-p and min-p leave: typical-p, then XTC.
+
+Both see the distribution after temperature, over the tokens that are left, and change nothing at temperature 0.
+Typical-p follows the others as in transformers. XTC ("exclude top choices") is llama.cpp's, and comes last there too;
+llama.cpp applies temperature after it, so the two agree at temperature 1.
+
+* typical-p (Meister et al. 2022, arXiv 2202.00666) keeps the tokens whose surprise, -log p, is nearest to the entropy,
+  until their mass reaches typical_p; ties with the last one are kept.
+* XTC, by a coin of probability xtc_probability: of the tokens with p >= xtc_threshold only the least likely is kept,
+  with all below the threshold. Of equally likely ones the highest id counts as the least likely.
+
+The coin is a second stream of the position-keyed noise, so the output stays a pure function of the seed:
+
+    coin(seed, position) = (mix64(key + 0xA0761D6478BD642F) >> 11) / 2^53        float64, in [0, 1)
+
+with `key` and mix64 of `outrider.models.sampling`. XTC acts where coin < xtc_probability. Golden vectors in
+tests/test_rules.py pin it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.models.sampling import SamplingParams, mix64, noise_key
+from outrider.models.transforms.rules import RowRules
+
+_U64: Final = (1 << 64) - 1
+_COIN: Final = 0xA0761D6478BD642F
+_FEW: Final = 512
+_Ids = NDArray[np.int64]
+
+
+def coin(seed: int, position: int) -> float:
+    """The position's second variate, in [0, 1)."""
+    return float((mix64((noise_key(seed, position) + _COIN) & _U64) >> 11) * 2.0**-53)
+
+
+@dataclass(frozen=True, slots=True)
+class Narrowing:
+    """Which of the surviving tokens may be picked; fields as in `RowRules`. A pure function."""
+
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+
+    @classmethod
+    def of(cls, rules: RowRules) -> Narrowing | None:
+        """None where the rules truncate nothing."""
+        return cls(rules.typical_p, rules.xtc_probability, rules.xtc_threshold) if rules.narrows else None
+
+    def narrow(self, logits: NDArray[np.float32], ids: _Ids, params: SamplingParams, position: int) -> _Ids:
+        """A part of `ids`, ascending and not empty. logits: the row, [V]; ids: ascending, one at least is finite."""
+        ids = ids[logits[ids] > -np.inf]
+        surprise = logits[ids]  # copied
+        surprise -= surprise.max()
+        surprise /= np.float32(params.temperature)
+        np.negative(surprise, out=surprise)
+        weights = np.exp(-surprise)  # the most likely token weighs 1, and has surprise 0
+        if self.typical_p < 1.0:
+            kept = self._typical(surprise, weights)
+            ids, weights = ids[kept], weights[kept]
+        if self.xtc_probability > 0.0 and coin(params.seed, position) < self.xtc_probability:
+            ids = ids[self._not_top(weights)]
+        return ids
+
+    def _typical(self, surprise: NDArray[np.float32], weights: NDArray[np.float32]) -> NDArray[np.intp]:
+        total = float(weights.sum(dtype=np.float64))
+        # |-log p - entropy|: log(total) is in both, so it cancels.
+        mean = float((weights * surprise).sum(dtype=np.float64)) / total
+        distance = np.abs(surprise - np.float32(mean))
+        return np.flatnonzero(distance <= _reach(distance, weights, self.typical_p * total))
+
+    def _not_top(self, weights: NDArray[np.float32]) -> NDArray[np.intp]:
+        least = self.xtc_threshold * float(weights.sum(dtype=np.float64))
+        is_top = weights >= least
+        top = np.flatnonzero(is_top)
+        if top.size > 1:
+            is_top[top[weights[top] == weights[top].min()][-1]] = False
+            return np.flatnonzero(~is_top)
+        return np.arange(weights.size)
+
+
+def _reach(distance: NDArray[np.float32], weights: NDArray[np.float32], wanted: float) -> np.float32:
+    """The least distance within which the weights sum up to `wanted`: a weighted quickselect, so no row is sorted."""
+    for most in (0.5, 1.0, 2.0, 4.0, 8.0):
+        near = np.flatnonzero(distance <= most)
+        if float(weights[near].sum(dtype=np.float64)) >= wanted:
+            distance, weights = distance[near], weights[near]
+            break
+    while distance.size > _FEW:
+        middle = distance.size // 2
+        is_low = distance <= np.partition(distance, middle)[middle]
+        mass = float(weights[is_low].sum(dtype=np.float64))
+        if mass < wanted:
+            wanted -= mass
+            is_low = ~is_low
+            if not is_low.any():
+                break
+        elif is_low.all():
+            break
+        distance, weights = distance[is_low], weights[is_low]
+    order = np.argsort(distance, kind="stable")
+    mass_to = np.cumsum(weights[order], dtype=np.float64)
+    found: np.float32 = distance[order[min(int(np.searchsorted(mass_to, wanted)), order.size - 1)]]
+    return found

@@ -1,0 +1,48 @@
+"""Says what changes the rows of one text, and makes the states that do: for the engine, and for devices that draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.models.sampling import SurvivorFilter
+from outrider.models.transforms.base import RowState
+from outrider.models.transforms.narrowing import Narrowing
+from outrider.models.transforms.rule_state import RuleState
+from outrider.models.transforms.rules import PLAIN, RowRules
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """What changes the rows of one text, besides `SamplingParams`.
+
+    stop_ids: those that end the text; a minimum of tokens forbids them. num_generated: so many of the last tokens
+    before the first one to generate belong to the text.
+    """
+
+    rules: RowRules = PLAIN
+    stop_ids: frozenset[int] = frozenset()
+    num_generated: int = 0
+
+    def states(self, tokens: Sequence[int], vocab_size: int) -> list[RowState]:
+        """States that have seen the text so far; none where a plain pick is enough.
+
+        tokens: all before the first one to generate. vocab_size: of the rows.
+        """
+        states: list[RowState] = []
+        first = max(0, len(tokens) - self.num_generated)
+        if self.rules.changes_rows:
+            states.append(RuleState(self.rules, tokens[:first], vocab_size, self.stop_ids))
+        for state in states:
+            for token in tokens[first:]:
+                state.advance(token)
+        return states
+
+    @property
+    def narrowing(self) -> SurvivorFilter | None:
+        """What truncates the distribution; None where nothing does."""
+        return Narrowing.of(self.rules)
+
+
+NO_PLAN = RowPlan()
+"""A plain pick."""

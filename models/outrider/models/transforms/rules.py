@@ -1,0 +1,114 @@
+"""Defines what a request may ask between the logits and the pick, besides sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from outrider.models.errors import SamplingError
+
+MIN_REPETITION: Final = 0.01
+MAX_REPETITION: Final = 100.0
+MAX_PENALTY: Final = 2.0
+MAX_BIAS: Final = 100.0
+MAX_BIASES: Final = 1024
+MAX_BAD_WORDS: Final = 256
+MAX_BAD_WORD_TOKENS: Final = 32
+MAX_ALLOWED_IDS: Final = 8192
+_MAX_COUNT: Final = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RowRules:
+    """Rules of one request that change its rows of logits. Plain values: they cross processes, and travel to devices.
+
+    repetition_penalty: divides positive logits of tokens in prompt or text and multiplies negative ones (CTRL, Keskar
+    et al. 2019, arXiv 1909.05858), in [0.01, 100]; 1 is off. presence_penalty, frequency_penalty: as OpenAI defines
+    them, over the text only, in [-2, 2]; 0 is off. logit_bias: (id, addend in [-100, 100]), at most 1024, each id once.
+    bad_words: token sequences that never occur in the text, at most 256 of 1 to 32 tokens. min_tokens: no stop id
+    before so many tokens of text. allowed_ids: no other id, at most 8192, at least one; None allows all. typical_p:
+    locally typical sampling (Meister et al. 2022, arXiv 2202.00666), in (0, 1]; 1 is off. xtc_probability,
+    xtc_threshold: of "exclude top choices", both in [0, 1]; probability 0 or a threshold over 0.5 is off.
+
+    Raises SamplingError on anything else, NaN included. The message begins with the name that the field has on the
+    wire: `allowed_token_ids` for allowed_ids, else its own.
+    """
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    allowed_ids: tuple[int, ...] | None = None
+    typical_p: float = 1.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+
+    def __post_init__(self) -> None:
+        _in_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
+        _in_range("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _in_range("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+        _in_range("min_tokens", self.min_tokens, 0, _MAX_COUNT)
+        if not 0.0 < self.typical_p <= 1.0:
+            raise SamplingError(f"typical_p is {self.typical_p!r}; expected more than 0, up to 1 (off)")
+        _in_range("xtc_probability", self.xtc_probability, 0.0, 1.0)
+        _in_range("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
+        _at_most("logit_bias", len(self.logit_bias), MAX_BIASES, "ids")
+        for _, addend in self.logit_bias:
+            _in_range("logit_bias", addend, -MAX_BIAS, MAX_BIAS)
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias):
+            raise SamplingError("logit_bias has an id twice; expected each id once")
+        _ids("logit_bias", [token for token, _ in self.logit_bias])
+        _at_most("bad_words", len(self.bad_words), MAX_BAD_WORDS, "sequences")
+        for word in self.bad_words:
+            if not word:
+                raise SamplingError("bad_words has an empty sequence; expected at least one token in each")
+            _at_most("bad_words", len(word), MAX_BAD_WORD_TOKENS, "tokens in a sequence")
+            _ids("bad_words", word)
+        if self.allowed_ids is not None:
+            if not self.allowed_ids:
+                raise SamplingError("allowed_token_ids is empty; expected at least one id")
+            _at_most("allowed_token_ids", len(self.allowed_ids), MAX_ALLOWED_IDS, "ids")
+            _ids("allowed_token_ids", self.allowed_ids)
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a penalty is on, so that tokens are counted."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def changes_rows(self) -> bool:
+        """Whether a row of logits may change."""
+        masks = bool(self.bad_words) or self.min_tokens > 0 or self.allowed_ids is not None
+        return self.penalizes or bool(self.logit_bias) or masks
+
+    @property
+    def narrows(self) -> bool:
+        """Whether the distribution may be truncated beyond top-k, top-p and min-p."""
+        return self.typical_p < 1.0 or (self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5)
+
+    @property
+    def num_ids(self) -> int:
+        """Token ids that the rules hold."""
+        return len(self.logit_bias) + sum(map(len, self.bad_words)) + len(self.allowed_ids or ())
+
+
+def _in_range(name: str, found: float, least: float, most: float) -> None:
+    if not least <= found <= most:  # NaN compares false with everything
+        raise SamplingError(f"{name} is {found!r}; expected {least:g} to {most:g}")
+
+
+def _at_most(name: str, found: int, most: int, what: str) -> None:
+    if found > most:
+        raise SamplingError(f"{name} has {found} {what}; expected at most {most}")
+
+
+def _ids(name: str, tokens: Sequence[int]) -> None:
+    if tokens and min(tokens) < 0:
+        raise SamplingError(f"{name} has token id {min(tokens)}; expected 0 or more")
+
+
+PLAIN = RowRules()
+"""No rule."""

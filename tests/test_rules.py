@@ -1,0 +1,274 @@
+"""Tests of the rules of a request: penalties, bias, forbidden and allowed ids, typical-p and XTC."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from transformers.generation.logits_process import (
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from outrider.models.errors import SamplingError
+from outrider.models.sampling import SamplingParams, candidates, pick, survivors
+from outrider.models.transforms.narrowing import Narrowing, coin
+from outrider.models.transforms.plan import RowPlan
+from outrider.models.transforms.rule_state import RuleState
+from outrider.models.transforms.rules import MAX_ALLOWED_IDS, MAX_BAD_WORDS, MAX_BIASES, RowRules
+
+VOCAB = 24
+STOPS = frozenset({3, 5})
+
+ids = st.integers(0, VOCAB - 1)
+texts = st.lists(ids, max_size=20)
+rules = st.builds(
+    RowRules,
+    repetition_penalty=st.sampled_from([1.0, 0.7, 1.3, 4.0]),
+    presence_penalty=st.sampled_from([0.0, -1.5, 0.9]),
+    frequency_penalty=st.sampled_from([0.0, 0.35, -2.0]),
+    logit_bias=st.dictionaries(ids, st.floats(-100, 100), max_size=4).map(lambda found: tuple(found.items())),
+    bad_words=st.lists(st.lists(ids, min_size=1, max_size=3).map(tuple), max_size=6).map(tuple),
+    min_tokens=st.integers(0, 12),
+    allowed_ids=st.none() | st.lists(ids, min_size=1, max_size=8).map(tuple),
+)
+
+
+def row_of(seed: int, size: int = VOCAB) -> NDArray[np.float32]:
+    return (np.random.default_rng(seed).standard_normal(size) * 4).astype(np.float32)
+
+
+def by_transformers(
+    row: NDArray[np.float32], rules: RowRules, prompt: list[int], text: list[int], stop_ids: frozenset[int]
+) -> NDArray[np.float32]:
+    """The row after transformers' processors; presence and frequency, which they lack, by OpenAI's formula."""
+    scores = torch.from_numpy(row.copy())[None]
+    everything = torch.tensor([[*prompt, *text]], dtype=torch.long)
+    # NoBadWords ignores a sequence that is longer than what it sees: pad, with an id that no sequence has.
+    own = torch.tensor([[VOCAB] * 4 + text], dtype=torch.long)
+    if rules.logit_bias:
+        biases = {(token,): addend for token, addend in rules.logit_bias}
+        scores = SequenceBiasLogitsProcessor(biases)(everything, scores)
+    if rules.repetition_penalty != 1.0 and everything.numel():
+        scores = RepetitionPenaltyLogitsProcessor(rules.repetition_penalty)(everything, scores)
+    counts = torch.bincount(torch.tensor(text, dtype=torch.long), minlength=VOCAB).float()
+    scores = scores - rules.frequency_penalty * counts - rules.presence_penalty * (counts > 0)
+    if rules.allowed_ids is not None:
+        mask = torch.full((VOCAB,), -math.inf)
+        mask[list(rules.allowed_ids)] = 0.0
+        scores = scores + mask
+    if rules.bad_words:
+        scores = NoBadWordsLogitsProcessor([list(word) for word in rules.bad_words])(own, scores)
+    if rules.min_tokens and stop_ids:
+        minimum = MinNewTokensLengthLogitsProcessor(len(prompt), rules.min_tokens, sorted(stop_ids))
+        scores = minimum(everything, scores)
+    return scores[0].numpy()
+
+
+@settings(max_examples=80, deadline=None)
+@given(rules, texts, texts, st.integers(0, 1000))
+def test_rows_change_as_in_transformers_token_by_token(
+    rules: RowRules, prompt: list[int], text: list[int], seed: int
+) -> None:
+    """Bit for bit, where anything is left to pick; a masked row keeps a finite maximum."""
+    state = RuleState(rules, prompt, VOCAB, STOPS)
+    for length in range(len(text) + 1):
+        row = row_of(seed + length)
+        expected = by_transformers(row, rules, prompt, text[:length], STOPS)
+        state.apply(row)
+        assert math.isfinite(row.max())
+        if math.isfinite(expected.max()):
+            np.testing.assert_array_equal(row, expected)
+        if length < len(text):
+            state.advance(text[length])
+
+
+@settings(max_examples=60, deadline=None)
+@given(rules, texts, texts, texts, st.integers(0, 20), st.integers(0, 1000))
+def test_a_state_goes_back_and_forks_as_if_it_had_never_been_elsewhere(
+    rules: RowRules, prompt: list[int], text: list[int], wrong: list[int], kept: int, seed: int
+) -> None:
+    """Whatever was advanced, truncated and forked before, only the tokens that it now holds count."""
+    kept = min(kept, len(text))
+    state = RuleState(rules, prompt, VOCAB, STOPS)
+    for token in text[:kept] + wrong:
+        state.advance(token)
+    beside = state.fork()
+    state.truncate(kept)
+    for token in text[kept:]:
+        state.advance(token)
+    for found, tokens in ((state, text), (beside, text[:kept] + wrong)):
+        fresh = RuleState(rules, prompt, VOCAB, STOPS)
+        for token in tokens:
+            fresh.advance(token)
+        assert found.length == fresh.length == len(tokens)
+        mine, theirs = row_of(seed), row_of(seed)
+        found.apply(mine)
+        fresh.apply(theirs)
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_long_text_is_counted() -> None:
+    """More distinct tokens than the first arrays hold."""
+    state = RuleState(RowRules(repetition_penalty=2.0, frequency_penalty=1.0), [1], 1000)
+    for token in [*range(500), 7]:
+        state.advance(token)
+    row = np.full(1000, 8.0, dtype=np.float32)
+    state.apply(row)
+    assert row[1] == row[499] == 3.0
+    assert row[7] == 2.0
+    assert row[500] == 8.0
+
+
+def test_ids_that_a_shorter_row_lacks_change_nothing() -> None:
+    """A draft's rows may end before the target's."""
+    rules = RowRules(1.5, 1.0, 1.0, ((9, 5.0),), ((9,), (1, 9)), 4, (9, 2))
+    state = RuleState(rules, [9, 8], 5, frozenset({8, 4}))
+    state.advance(9)
+    state.advance(1)
+    row = np.arange(5, dtype=np.float32)
+    state.apply(row)
+    assert row.argmax() == 2
+    # None of them: the row stays.
+    state = RuleState(RowRules(allowed_ids=(9,)), [], 5)
+    row = np.arange(5, dtype=np.float32)
+    state.apply(row)
+    assert row.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_text_goes_on_where_every_id_would_be_forbidden() -> None:
+    """A minimum of tokens gives way before bad words, and those before the allowed ids."""
+    stops, both = frozenset({0}), (0, 1)
+    row = np.array([1.0, 2.0, 9.0], dtype=np.float32)
+    RuleState(RowRules(allowed_ids=both, bad_words=((1,),), min_tokens=5), [], 3, stops).apply(row)
+    assert row.argmax() == 0
+    row = np.array([1.0, 2.0, 9.0], dtype=np.float32)
+    RuleState(RowRules(allowed_ids=both, bad_words=((0,), (1,)), min_tokens=5), [], 3, stops).apply(row)
+    assert row.argmax() == 1
+    row = np.array([-np.inf, -np.inf, 9.0], dtype=np.float32)
+    RuleState(RowRules(allowed_ids=both), [], 3).apply(row)
+    assert row.tolist() == [0.0, 0.0, -np.inf]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+@pytest.mark.parametrize("typical_p", [0.2, 0.6, 0.95])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (12, 1.0), (0, 0.9)])
+def test_typical_p_keeps_what_transformers_keeps(
+    temperature: float, typical_p: float, top_k: int, top_p: float
+) -> None:
+    """After the other truncations, in transformers' order."""
+    params = SamplingParams(temperature, top_k, top_p)
+    for seed in range(20):
+        row = row_of(seed, 300)
+        scores = TemperatureLogitsWarper(temperature)(None, torch.from_numpy(row.astype(np.float64))[None])
+        if top_k:
+            scores = TopKLogitsWarper(top_k)(None, scores)
+        if top_p < 1.0:
+            scores = TopPLogitsWarper(top_p)(None, scores)
+        scores = TypicalLogitsWarper(typical_p)(None, scores)
+        expected = torch.nonzero(torch.isfinite(scores[0])).flatten().tolist()
+        found = Narrowing(typical_p=typical_p).narrow(row, survivors(row, params), params, seed)
+        assert found.tolist() == expected
+
+
+def test_xtc_drops_all_top_choices_but_the_least_likely() -> None:
+    """As llama.cpp does; nothing where fewer than two reach the threshold, or the coin says no."""
+    params = SamplingParams(temperature=1.0, seed=4)
+    row = np.log(np.array([0.05, 0.3, 0.4, 0.2, 0.05], dtype=np.float32))
+    everything = np.arange(5)
+    always = Narrowing(xtc_probability=1.0, xtc_threshold=0.1)
+    assert always.narrow(row, everything, params, 9).tolist() == [0, 3, 4]
+    assert Narrowing(xtc_probability=1.0, xtc_threshold=0.35).narrow(row, everything, params, 9).size == 5
+    assert Narrowing(xtc_probability=0.0, xtc_threshold=0.1).narrow(row, everything, params, 9).size == 5
+    half = Narrowing(xtc_probability=0.5, xtc_threshold=0.1)
+    sizes = {p: half.narrow(row, everything, params, p).size for p in range(400)}
+    assert all((size == 3) == (coin(4, p) < 0.5) for p, size in sizes.items())
+    assert 160 < sum(size == 3 for size in sizes.values()) < 240
+    equal = np.zeros(3, dtype=np.float32)
+    assert always.narrow(equal, np.arange(3), params, 0).tolist() == [2]
+    assert always.narrow(np.array([0, 0, -np.inf], dtype=np.float32), np.arange(3), params, 0).tolist() == [1]
+
+
+def test_the_coin_is_pinned_to_the_bit() -> None:
+    """A second stream: other implementations must toss the same."""
+    found = [coin(seed, position) for seed, position in ((0, 0), (7, 0), (7, 1), (2**63 - 1, 4095))]
+    assert found == GOLDEN_COINS
+
+
+GOLDEN_COINS = [0.29721999892903184, 0.9349542191484321, 0.36766740234160067, 0.021071590597618095]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 500),
+    st.sampled_from([0.0, 0.8, 1.5]),
+    st.integers(0, 6),
+    st.sampled_from([0.3, 1.0]),
+    st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_the_first_candidate_is_the_pick(seed: int, temperature: float, top_k: int, typical: float, xtc: float) -> None:
+    """A device ranks by the same truncated distribution."""
+    params, narrowing = SamplingParams(temperature, top_k, seed=seed), Narrowing(typical, xtc, 0.05)
+    row = row_of(seed)
+    found = candidates(row, params, 11, 4, narrowing)
+    assert found.tokens[0] == pick(row, params, 11, narrowing)
+    if temperature == 0.0:
+        assert found.tokens[0] == pick(row, params, 11)
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("repetition_penalty", lambda: RowRules(repetition_penalty=0.0)),
+        ("repetition_penalty", lambda: RowRules(repetition_penalty=math.nan)),
+        ("presence_penalty", lambda: RowRules(presence_penalty=2.1)),
+        ("frequency_penalty", lambda: RowRules(frequency_penalty=-math.inf)),
+        ("logit_bias", lambda: RowRules(logit_bias=((1, 101.0),))),
+        ("logit_bias", lambda: RowRules(logit_bias=((1, math.nan),))),
+        ("logit_bias", lambda: RowRules(logit_bias=((-1, 1.0),))),
+        ("logit_bias", lambda: RowRules(logit_bias=((1, 1.0), (1, 2.0)))),
+        ("logit_bias", lambda: RowRules(logit_bias=tuple((i, 1.0) for i in range(MAX_BIASES + 1)))),
+        ("bad_words", lambda: RowRules(bad_words=((),))),
+        ("bad_words", lambda: RowRules(bad_words=((1, -1),))),
+        ("bad_words", lambda: RowRules(bad_words=((1,) * 33,))),
+        ("bad_words", lambda: RowRules(bad_words=((1,),) * (MAX_BAD_WORDS + 1))),
+        ("min_tokens", lambda: RowRules(min_tokens=-1)),
+        ("allowed_token_ids", lambda: RowRules(allowed_ids=())),
+        ("allowed_token_ids", lambda: RowRules(allowed_ids=(-3,))),
+        ("allowed_token_ids", lambda: RowRules(allowed_ids=(1,) * (MAX_ALLOWED_IDS + 1))),
+        ("typical_p", lambda: RowRules(typical_p=0.0)),
+        ("typical_p", lambda: RowRules(typical_p=math.nan)),
+        ("xtc_probability", lambda: RowRules(xtc_probability=1.01)),
+        ("xtc_threshold", lambda: RowRules(xtc_threshold=-0.1)),
+    ],
+)
+def test_what_is_out_of_range_is_refused_by_name(name: str, make: object) -> None:
+    """NaN included."""
+    assert callable(make)
+    with pytest.raises(SamplingError, match=rf"^{name} "):
+        make()
+
+
+def test_a_plan_replays_the_part_of_the_text_that_the_prompt_holds() -> None:
+    """A resumed text's penalties and bad words see it as text; a plain plan has no state."""
+    rules = RowRules(presence_penalty=1.0, bad_words=((4, 6),))
+    (state,) = RowPlan(rules, num_generated=2).states([6, 5, 4], VOCAB)
+    assert state.length == 2
+    row = np.zeros(VOCAB, dtype=np.float32)
+    state.apply(row)
+    assert np.flatnonzero(row).tolist() == [4, 5, 6]
+    assert row[4] == row[5] == -1.0
+    assert row[6] == -np.inf
+    assert RowPlan(RowRules(typical_p=0.5)).states([6], VOCAB) == []
+    assert RowPlan().narrowing is None
