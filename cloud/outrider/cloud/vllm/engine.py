@@ -331,6 +331,8 @@ class VllmEngine(ServingEngine):
             raise RequestError(
                 "unsupported_parameter", "this server's engine has no rules for rows of logits; leave them out"
             )
+        if request.grammar is not None:
+            raise RequestError("unsupported_parameter", "this server's engine takes no grammars; leave them out")
         self._require_room(request)
         held: Sequence[int] = ()
         if request.prefix_hash:

@@ -66,6 +66,11 @@ class GrammarCompiler:
         self._waiting: Counter[Hashable] = Counter()
         self._turns: dict[Hashable, asyncio.Lock] = {}
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids that end a text, ascending."""
+        return self._vocabulary.stop_ids
+
     def find(self, spec: GrammarSpec, owner: Hashable = None) -> CompiledGrammar | None:
         """The grammar, where it is compiled already."""
         with self._lock:

@@ -104,7 +104,8 @@ class GrammarState:
         self._num_stops -= stops
         if matched:
             is_back = self._matcher.rollback(matched)
-            assert is_back, self._matcher.get_error()
+            # A state that has reached the limits stays of no use, and its text ends.
+            assert is_back or self._matcher.is_error(), "the library holds as many tokens as were matched"
             self._num_matched -= matched
         if free:
             self._num_free -= free
