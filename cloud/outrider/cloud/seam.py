@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from outrider.cloud.distributions import Distributions
 from outrider.models.errors import RequestError
+from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.protocol import EndReason
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.sampling import SamplingParams
@@ -39,7 +40,7 @@ class GenerateRequest:
     these `params`.
     rules: what changes rows of logits before the pick. num_generated: so many of the last tokens before the first one
     to generate belong to the text, not to the prompt, as rules see it: a resumed session's. num_logprobs: likeliest
-    tokens to report for each token; None: no logprobs.
+    tokens to report for each token; None: no logprobs. grammar: the texts that are allowed; None allows all.
     """
 
     prompt: tuple[int, ...]
@@ -61,6 +62,7 @@ class GenerateRequest:
     rules: RowRules = PLAIN
     num_generated: int = 0
     num_logprobs: int | None = None
+    grammar: CompiledGrammar | None = None
 
     def is_parked_after(self, reason: SequenceEndReason) -> bool:
         """Whether the cache is kept after this end for what continues the sequence."""

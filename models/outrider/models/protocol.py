@@ -102,6 +102,19 @@ class SamplingFields(_Request):
         return SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
 
 
+MAX_GRAMMAR_CHARS: Final = 64 * 1024
+
+
+class GrammarField(_Request):
+    """The texts that a request allows: `GrammarSpec` has what each kind's text is, and the bounds of each."""
+
+    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+    text: str = Field(default="", max_length=MAX_GRAMMAR_CHARS, examples=['{"type":"object"}'])
+    after: str = Field(
+        default="", max_length=128, description="the token that the grammar begins after; unset: at once"
+    )
+
+
 class SessionRequest(SamplingFields, RuleFields):
     """POST /v1/sessions. Answered by an event stream of SessionOpen, Commit..., SessionEnd.
 
@@ -131,6 +144,7 @@ class SessionRequest(SamplingFields, RuleFields):
     keep_prefix: StrictBool = Field(
         default=False, description="keep prompt and text for a while; the end names them by a hash"
     )
+    grammar: GrammarField | None = Field(default=None, description="the texts that are allowed; unset: all")
     priority: Priority | None = Field(default=None, description=PRIORITY)
     deadline_ms: DeadlineMs | None = Field(default=None, description=DEADLINE)
 
@@ -226,6 +240,7 @@ class VerifyItem(SamplingFields, RuleFields):
     max_tokens: Integer | None = Field(default=None, ge=1, le=MAX_COUNT, description="commit at most this many")
     stop_ids: StopIds | None = None
     ignore_eos: StrictBool = False
+    grammar: GrammarField | None = Field(default=None, description="the texts that are allowed; unset: all")
 
 
 class VerifyRequest(_Request):

@@ -122,6 +122,11 @@ class Tokenizer:
         """Whether `apply_chat_template` has a template to apply."""
         return choose_template(self._chat_template, has_tools=False) is not None
 
+    def to_json(self) -> str:
+        """The content of tokenizer.json, as the `tokenizers` library writes it."""
+        text: str = self._backend.to_str()
+        return text
+
     def token_id(self, token: str) -> int | None:
         """The id of a token by its own spelling, or None."""
         index: int | None = self._backend.token_to_id(token)

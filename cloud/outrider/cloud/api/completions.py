@@ -106,14 +106,15 @@ async def _answer(
     if body.model:
         require_model(core.model.name, body.model)
     params = sampling_of(body.sampling)
-    stop_ids = core.stop_set(body.stop_token_ids, bool(body.ignore_eos))
     owner = owner_of(request)
+    grammar = await core.grammars.compiled(body.grammar(), owner)
+    stop_ids = core.stop_set(body.stop_token_ids, bool(body.ignore_eos), grammar)
     # Slots first: they also bound how many texts wait to be tokenized.
     generation = Generation.reserve(core, owner, num_prompts)
     try:
         rules = await rules_of(workers, owner, core.model.tokenizer, body)
         requests = [
-            GenerateRequest(tuple(prompt), params, max_tokens, stop_ids, owner=owner, rules=rules)
+            GenerateRequest(tuple(prompt), params, max_tokens, stop_ids, owner=owner, rules=rules, grammar=grammar)
             for prompt in await encode()
         ]
         is_allowed = not is_no_store(request)

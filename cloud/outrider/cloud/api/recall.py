@@ -108,8 +108,9 @@ class Recall:
 
 def _sampling_of(request: GenerateRequest) -> bytes:
     """Digest of all that decides the text, besides the prompt and what ends it."""
-    if request.rules == PLAIN:
+    if request.rules == PLAIN and request.grammar is None:
         return sampling_digest(request.params)
     # Penalties depend on where the text begins, a minimum of tokens on what would end it.
     stops = sorted(request.stop_ids) if request.rules.min_tokens else ()
-    return sampling_digest(request.params, request.rules, request.num_generated, stops)
+    grammar = request.grammar.spec.hash if request.grammar is not None else ""
+    return sampling_digest(request.params, request.rules, request.num_generated, stops, grammar)

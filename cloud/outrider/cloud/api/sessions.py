@@ -18,6 +18,7 @@ from outrider.cloud.api.stream import SessionStream
 from outrider.cloud.api.traces import trace_of
 from outrider.cloud.api.watch import watch
 from outrider.cloud.seam import GenerateRequest
+from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http import sse
 from outrider.models.http.request_context import current_request, session_tag
 from outrider.models.http.requests import is_no_store, owner_of, read_body, sampling_of
@@ -38,11 +39,12 @@ def session_routes(core: Core) -> APIRouter:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, SessionRequest, await read_body(request.receive))
         core.require_tokenizer(body.tokenizer)
+        grammar = await core.grammars.compiled(GrammarSpec.of_wire(body.grammar), owner)
         generate = GenerateRequest(
             prompt=tuple(body.prompt),
             params=sampling_of(body.sampling),
             max_tokens=body.max_tokens,
-            stop_ids=core.stop_set(body.stop_ids, body.ignore_eos),
+            stop_ids=core.stop_set(body.stop_ids, body.ignore_eos, grammar),
             draft_lag_ms=body.draft_lag_ms,
             patience_ms=bounded_patience(body.patience_ms, core.settings.max_patience_ms),
             owner=owner,
@@ -50,6 +52,7 @@ def session_routes(core: Core) -> APIRouter:
             rules=sampling_of(lambda: rules_of(body)),
             num_generated=body.generated,
             keep=body.keep_prefix,
+            grammar=grammar,
         )
         mailbox = core.bridge.mailbox()
         generate = await core.admission.sought(generate)

@@ -13,12 +13,14 @@ from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.api.bridge import Bridge
 from outrider.cloud.api.download_places import DownloadLimits, DraftFiles, Places
 from outrider.cloud.api.draft_budget import DraftLimits
+from outrider.cloud.api.grammars import Grammars
 from outrider.cloud.api.metrics import Metrics, recent_families
 from outrider.cloud.api.recall import Recall, Recalled
 from outrider.cloud.api.traces import Traces
 from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.seam import GenerateRequest, ServingEngine
 from outrider.models.errors import RequestError
+from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.http.errors import FieldError
 from outrider.models.http.limits import Slots
 from outrider.models.http.requests import Bodies
@@ -136,6 +138,7 @@ class Core:
     bodies: Bodies = field(init=False)
     downloads: Places = field(init=False)
     sessions: SessionTable = field(default_factory=SessionTable)
+    grammars: Grammars = field(init=False)
     is_draining: bool = False
     is_dead: bool = False
     _recall: Recall | None = field(init=False)
@@ -160,6 +163,8 @@ class Core:
         self._recall = Recall(self.recent, self.model.target) if self.recent is not None else None
         self.downloads = Places(self.settings.download_limits)
         self.bodies = Bodies(self.settings.max_body_bytes)
+        model, vocab_size = self.model, self.engine.limits.vocab_size
+        self.grammars = Grammars(lambda: GrammarCompiler(model.tokenizer, vocab_size, sorted(model.eos_ids)))
 
     async def recall(self, request: GenerateRequest, *, is_allowed: bool = True) -> Recalled:
         """The request, with the earlier text after its prompt where texts are kept and there is one.
@@ -170,8 +175,13 @@ class Core:
             return Recalled(request)
         return await self._recall.recall(request)
 
-    def stop_set(self, stop_ids: list[int] | None, ignore_eos: bool) -> frozenset[int]:
-        """The ids after which a sequence ends. Raises RequestError 400 `token_out_of_range`."""
+    def stop_set(
+        self, stop_ids: list[int] | None, ignore_eos: bool, grammar: CompiledGrammar | None = None
+    ) -> frozenset[int]:
+        """The ids after which a sequence ends: the model's own too where a grammar ends the text.
+
+        Raises RequestError 400 `token_out_of_range`.
+        """
         chosen = self.model.eos_ids if stop_ids is None else frozenset(stop_ids)
         vocab_size = self.engine.limits.vocab_size
         beyond = [token for token in chosen if token >= vocab_size]
@@ -181,6 +191,8 @@ class Core:
                 f"stop_ids holds {beyond[0]}; the vocabulary ends at {vocab_size - 1}",
                 param="stop_ids",
             )
+        if grammar is not None:
+            return chosen | self.model.eos_ids
         return chosen - self.model.eos_ids if ignore_eos else chosen
 
     def require_tokenizer(self, fingerprint: str | None) -> None:

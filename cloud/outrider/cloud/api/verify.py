@@ -23,6 +23,7 @@ from outrider.cloud.api.traces import RequestTrace, trace_of
 from outrider.cloud.api.watch import log_failure
 from outrider.cloud.seam import CommitEvent, GenerateRequest
 from outrider.models.errors import RequestError
+from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http.errors import error_body, from_validation, internal_error
 from outrider.models.http.request_context import current_request
 from outrider.models.http.requests import faults_of, owner_of, read_body, sampling_of
@@ -142,7 +143,7 @@ class _Batch:
     async def _start(self, index: int, raw: Any) -> bool:
         """Submits an item; returns whether it runs."""
         try:
-            request = await self._core.admission.sought(self._request(raw))
+            request = await self._core.admission.sought(await self._request(raw))
             self._running[index] = self._core.admission.submit(request, self.mailbox.sink(index), self._asked)
             return True
         except ValidationError as error:
@@ -172,15 +173,16 @@ class _Batch:
             headers["retry-after"] = str(max(error.retry_after_s or 1 for error in self._errors.values()))
         return Response(body.model_dump_json(exclude_none=True), status, headers, media_type="application/json")
 
-    def _request(self, raw: Any) -> GenerateRequest:
+    async def _request(self, raw: Any) -> GenerateRequest:
         item = VerifyItem.model_validate(raw)
         params = item.rule.apply(sampling_of(item.sampling))
+        grammar = await self._core.grammars.compiled(GrammarSpec.of_wire(item.grammar), self._owner)
         return GenerateRequest(
             prompt=tuple(item.prefix),
             params=params,
             # Unset, one pass is the only bound; no pass commits as many tokens as the model has positions.
             max_tokens=item.max_tokens or self._core.engine.limits.max_positions,
-            stop_ids=self._core.stop_set(item.stop_ids, item.ignore_eos),
+            stop_ids=self._core.stop_set(item.stop_ids, item.ignore_eos, grammar),
             patience_ms=0.0,
             draft=tuple(item.draft),
             once=True,
@@ -188,6 +190,7 @@ class _Batch:
             rules=sampling_of(lambda: rules_of(item)),
             num_generated=item.generated,
             owner=self._owner,
+            grammar=grammar,
         )
 
     def _note(self, delivery: Delivery) -> None:

@@ -11,7 +11,7 @@ from outrider.models.transforms.plan import RowPlan
 
 def chooser_of(request: GenerateRequest, tokens: Sequence[int], vocab_size: int) -> RowChooser | None:
     """None where a plain pick is enough. tokens: all before the first one to generate."""
-    plan = RowPlan(request.rules, request.stop_ids, request.num_generated)
+    plan = RowPlan(request.rules, request.stop_ids, request.num_generated, request.grammar)
     states, narrowing = plan.states(tokens, vocab_size), plan.narrowing
     if not states and narrowing is None and request.num_logprobs is None:
         return None

@@ -465,6 +465,7 @@ class Engine:
         """
         first = 0
         spoiled: list[tuple[Share, ModelFault]] = []
+        refused: list[tuple[SequenceState, RequestError]] = []
         for share in shares:
             own = rows[first : first + share.num_rows]
             first += share.num_rows
@@ -487,8 +488,13 @@ class Engine:
             except ModelFault as fault:
                 spoiled.append((share, fault))
                 continue
+            except RequestError as error:  # a grammar's limits, or what it leaves together with other rules
+                refused.append((sequence, error))
+                continue
             is_held = self._move_into_place(sequence, branch.nodes)
             self._take_tokens(share, branch.tokens, branch.nodes, now, is_held=is_held)
+        for sequence, refusal in refused:
+            self._finish(sequence, "error", refusal, is_sound=True)
         for share, not_finite in spoiled:  # last: another forward may overwrite the rows
             self._fail(self._run_apart([share], not_finite), not_finite)
 

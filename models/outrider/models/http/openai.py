@@ -24,6 +24,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from outrider.models.grammar.spec import GrammarSpec
+from outrider.models.http import structured
 from outrider.models.http.errors import FieldError
 from outrider.models.http.openai_rules import RuleParameters
 from outrider.models.protocol import (
@@ -68,7 +70,6 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
@@ -82,11 +83,6 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "skip_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "structured_outputs": (),
 }
 
 
@@ -183,6 +179,14 @@ class GenerationRequest(RuleParameters):
     stream_options: StreamOptions | None = None
     priority: Priority | None = Field(default=None, description=PRIORITY)
     deadline_ms: DeadlineMs | None = Field(default=None, description=DEADLINE)
+    response_format: Any = Field(default=None, description="text, json_object or json_schema, as OpenAI's")
+    structured_outputs: Any = Field(default=None, description="json, json_object, regex, choice or grammar, as vLLM's")
+    guided_json: Any = None
+    guided_json_object: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_whitespace_pattern: Any = None
 
     @classmethod
     def neutral_values(cls) -> dict[str, tuple[Any, ...]]:
@@ -210,6 +214,10 @@ class GenerationRequest(RuleParameters):
     def includes_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def grammar(self, *, after: str = "") -> GrammarSpec | None:
+        """The grammar that the request asks for; None for free text. after: as `grammar_of`; raises as it."""
+        return structured.grammar_of({name: getattr(self, name) for name in structured.FIELDS}, after=after)
 
     def sampling(self) -> SamplingParams:
         """The sampler's parameters, with a random seed if none was given. Raises SamplingError."""

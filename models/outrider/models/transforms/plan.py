@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.models.grammar.compiler import CompiledGrammar
+from outrider.models.grammar.rows import GrammarRows
 from outrider.models.sampling import SurvivorFilter
 from outrider.models.transforms.base import RowState
 from outrider.models.transforms.narrowing import Narrowing
@@ -17,20 +19,24 @@ class RowPlan:
     """What changes the rows of one text, besides `SamplingParams`.
 
     stop_ids: those that end the text; a minimum of tokens forbids them. num_generated: so many of the last tokens
-    before the first one to generate belong to the text.
+    before the first one to generate belong to the text. grammar: the texts that are allowed; None allows all.
     """
 
     rules: RowRules = PLAIN
     stop_ids: frozenset[int] = frozenset()
     num_generated: int = 0
+    grammar: CompiledGrammar | None = None
 
     def states(self, tokens: Sequence[int], vocab_size: int) -> list[RowState]:
         """States that have seen the text so far; none where a plain pick is enough.
 
-        tokens: all before the first one to generate. vocab_size: of the rows.
+        tokens: all before the first one to generate. vocab_size: of the rows. Raises RequestError `grammar_excluded`
+        where the text so far is outside the grammar.
         """
         states: list[RowState] = []
         first = max(0, len(tokens) - self.num_generated)
+        if self.grammar is not None:
+            states.append(GrammarRows(self.grammar.state()))
         if self.rules.changes_rows:
             states.append(RuleState(self.rules, tokens[:first], vocab_size, self.stop_ids))
         for state in states:

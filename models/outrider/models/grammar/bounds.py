@@ -1,0 +1,146 @@
+"""Bounds a client's grammar before the library compiles it.
+
+llguidance 1.9.1 bounds most of its work itself (`LIMITS` in `compiler`). What it does not bound, measured on one core
+with 2 MB to 8 MB of stack (docs/log.md):
+
+* It recurses along subschemas and rules: 300 nested ones end a process with a stack of 2 MB, 1,500 one with 8 MB.
+* `multipleOf` takes time in proportion to its digits as one number: 9 s for 999983.
+* The properties of an object take time that grows with their square: 0.4 s for 1,000, 2.6 s for 3,000.
+* Alternatives of one rule: 1 s for the first mask of 9,000.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from decimal import Decimal, InvalidOperation
+from typing import Any, Final
+
+from outrider.models.errors import RequestError
+
+MAX_JSON_BYTES: Final = 64 * 1024
+MAX_TEXT_BYTES: Final = 16 * 1024
+"""Of a regular expression or a grammar: people write them, programs write schemas."""
+MAX_NESTING: Final = 96
+MAX_PATH: Final = 800
+"""JSON levels of the schema and of all definitions that it refers to, together: no path through them is longer."""
+MAX_PROPERTIES: Final = 500
+MAX_ALL_PROPERTIES: Final = 2000
+MAX_MULTIPLES: Final = 10_000
+MAX_RULES: Final = 256
+
+
+def read_json(text: str) -> Any:
+    """The value of a JSON text; raises RequestError `invalid_grammar`."""
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise _refused(f"it is not JSON: {str(error)[:200]}") from None
+
+
+def check_schema(text: str) -> None:
+    """Raises RequestError for a text that is no JSON schema, or one that is costly to compile."""
+    check_schema_value(read_json(text))
+
+
+def check_schema_value(schema: Any) -> None:
+    """As `check_schema`, for a schema that is read already."""
+    if not isinstance(schema, dict | bool):
+        raise _refused(f"the schema is a {type(schema).__name__}; expected an object")
+    depth = _depth(schema)
+    if depth > MAX_NESTING:
+        raise _refused(f"the schema is nested {depth} levels deep; expected at most {MAX_NESTING}")
+    targets: set[str] = set()
+    properties = 0
+    multiples = Decimal(0)
+    for key, value in _pairs(schema):
+        if key == "$ref" and isinstance(value, str):
+            targets.add(value)
+        elif key in ("properties", "patternProperties") and isinstance(value, dict):
+            if len(value) > MAX_PROPERTIES:
+                raise _refused(f"an object has {len(value):,} properties; expected at most {MAX_PROPERTIES}")
+            properties += len(value)
+        elif key == "multipleOf" and isinstance(value, int | float) and not isinstance(value, bool):
+            multiples += _digits(value)
+    if properties > MAX_ALL_PROPERTIES:
+        raise _refused(f"the schema has {properties:,} properties; expected at most {MAX_ALL_PROPERTIES:,}")
+    if multiples > MAX_MULTIPLES:
+        raise _refused(f"multipleOf is {multiples:f} without its decimal point; expected at most {MAX_MULTIPLES:,}")
+    path = depth + sum(min(_depth(_target(schema, name)), MAX_NESTING) for name in targets)
+    if path > MAX_PATH:
+        raise _refused(f"the schema and what it refers to are {path:,} levels deep; expected at most {MAX_PATH}")
+
+
+def check_lark(text: str) -> None:
+    """Raises RequestError for a grammar with too many rules, or with a schema inside that is costly to compile."""
+    if not text.strip():
+        raise _refused("it is empty; expected rules, the first of them `start` or `root`")
+    if text.lstrip().startswith("{"):
+        # The library reads this as its own JSON form, past the checks of schemas.
+        raise _refused("it begins with '{'; expected Lark or GBNF rules (kind json_schema takes schemas)")
+    rules = text.replace("(?:", "").count(":")
+    if rules > MAX_RULES:
+        raise _refused(f"it has {rules:,} rules; expected at most {MAX_RULES}")
+    for found in re.finditer(r"%json\s*", text):
+        try:
+            schema, _ = json.JSONDecoder(parse_constant=_no_constant).raw_decode(text, found.end())
+        except (ValueError, RecursionError) as error:
+            raise _refused(f"no JSON schema follows %json: {str(error)[:200]}") from None
+        check_schema_value(schema)
+
+
+def _pairs(value: Any) -> Iterator[tuple[str, Any]]:
+    """All keys of all objects inside, with their values."""
+    waiting = [value]
+    while waiting:
+        at = waiting.pop()
+        if isinstance(at, dict):
+            yield from at.items()
+            waiting.extend(at.values())
+        elif isinstance(at, list):
+            waiting.extend(at)
+
+
+def _depth(value: Any) -> int:
+    """How many levels of objects and lists a value has."""
+    depth, level = 0, [value]
+    while level := [child for at in level for child in _children(at)]:
+        depth += 1
+    return depth
+
+
+def _children(value: Any) -> Iterator[Any]:
+    return iter(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
+
+
+def _target(schema: Any, name: str) -> Any:
+    """What a `$ref` inside the schema points to; the whole schema where that cannot be told."""
+    at = schema
+    for part in name.removeprefix("#").split("/")[1:] if name.startswith("#") else ():
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(at, dict) and key in at:
+            at = at[key]
+        elif isinstance(at, list) and key.isdecimal() and len(key) < 6 and int(key) < len(at):
+            at = at[int(key)]
+        else:
+            return schema
+    return at
+
+
+def _digits(value: float) -> Decimal:
+    """A number without its decimal point: 25 for 0.25."""
+    try:
+        _, digits, exponent = Decimal(str(value)).as_tuple()
+    except (InvalidOperation, ValueError):
+        return Decimal(0)
+    number = Decimal((0, digits, 0))
+    return number if not isinstance(exponent, int) or exponent <= 0 else number.scaleb(min(exponent, 30))
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _refused(what: str) -> RequestError:
+    return RequestError("invalid_grammar", f"the grammar is refused: {what}")

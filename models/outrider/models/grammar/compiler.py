@@ -1,0 +1,199 @@
+"""Compiles grammars for one vocabulary, once each, off the event loop, with limits of time and size."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final
+
+from outrider.models.errors import RequestError
+from outrider.models.grammar.spec import GrammarSpec, dump_schema, invalid_grammar
+from outrider.models.grammar.state import GrammarState
+from outrider.models.grammar.vocabulary import Vocabulary
+from outrider.models.tokenizer import Tokenizer
+
+# With the library's own a step may take 15 ms, and one grammar may hold 500 MB.
+LIMITS: Final[dict[str, Any]] = {
+    "initial_lexer_fuel": 200_000,  # about 50,000 a millisecond
+    "step_lexer_fuel": 100_000,  # about 14,000 a millisecond
+    "step_max_items": 50_000,  # about 20,000 a millisecond
+    "max_items_in_row": 8_000,  # an object of 500 optional properties takes 2,000
+    "max_lexer_states": 10_000,  # 1 to 2 kB each
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+MAX_FIRST_MASK_S: Final = 0.25
+MAX_CACHED: Final = 32
+MAX_CACHED_PER_OWNER: Final = 8
+MAX_WAITING_PER_OWNER: Final = 4
+STACK_BYTES: Final = 64 * 1024 * 1024
+"""Of the thread that compiles: the library recurses; `bounds` keeps it far below."""
+
+
+class CompiledGrammar:
+    """A grammar for one vocabulary; texts begin with `state()`. Safe to share between threads."""
+
+    def __init__(self, spec: GrammarSpec, matcher: Any, vocabulary: Vocabulary, after: int | None) -> None:
+        self.spec = spec
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._after = after
+
+    def state(self) -> GrammarState:
+        """A new state, before the first token of the answer."""
+        return GrammarState(self._vocabulary, self._matcher.deep_copy(), self._after)
+
+
+class GrammarCompiler:
+    """Compiles specs into grammars, and keeps the latest ones.
+
+    vocab_size: ids of the model's logits. stop_ids: those that end a text. One grammar is compiled at a time, owners in
+    turn: an owner has one in work and at most `MAX_WAITING_PER_OWNER` waiting, and `MAX_CACHED_PER_OWNER` kept.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: Sequence[int]) -> None:
+        self._vocabulary = Vocabulary(tokenizer, vocab_size, stop_ids)
+        self._known: OrderedDict[tuple[Hashable, str], CompiledGrammar] = OrderedDict()
+        self._lock = threading.Lock()  # of `_known`
+        self._turn = threading.Lock()  # of the library: one compilation at a time
+        self._thread: ThreadPoolExecutor | None = None
+        self._waiting: Counter[Hashable] = Counter()
+        self._turns: dict[Hashable, asyncio.Lock] = {}
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids that end a text, ascending."""
+        return self._vocabulary.stop_ids
+
+    def find(self, spec: GrammarSpec, owner: Hashable = None) -> CompiledGrammar | None:
+        """The grammar, where it is compiled already."""
+        with self._lock:
+            found = self._known.get((owner, spec.hash))
+            if found is not None:
+                self._known.move_to_end((owner, spec.hash))
+            return found
+
+    def compile(self, spec: GrammarSpec, owner: Hashable = None) -> CompiledGrammar:
+        """The grammar, compiled in a thread of its own where it is not known; blocks until it is there.
+
+        Raises RequestError `invalid_grammar`, TokenizerError where the tokenizer cannot be held to any grammar.
+        """
+        return self.find(spec, owner) or self._start(spec, owner).result()
+
+    async def compile_for(self, spec: GrammarSpec, owner: Hashable = None) -> CompiledGrammar:
+        """As `compile`, without holding the event loop.
+
+        Raises RequestError `too_many_grammars` (429) where too many of the owner's are waiting.
+        """
+        if found := self.find(spec, owner):
+            return found
+        if self._waiting[owner] > MAX_WAITING_PER_OWNER:
+            raise RequestError(
+                "too_many_grammars",
+                f"{self._waiting[owner]} grammars of this client are being compiled; try again later",
+                status=429,
+                retry_after_s=1,
+            )
+        self._waiting[owner] += 1
+        try:
+            async with self._turns.setdefault(owner, asyncio.Lock()):
+                # Shielded: a client that leaves does not free its turn before the work is done.
+                work = asyncio.ensure_future(asyncio.wrap_future(self._start(spec, owner)))
+                try:
+                    return await asyncio.shield(work)
+                except asyncio.CancelledError:
+                    await asyncio.wait([work])
+                    raise
+        finally:
+            self._waiting[owner] -= 1
+            if not self._waiting[owner]:
+                del self._waiting[owner]
+                self._turns.pop(owner, None)
+
+    def close(self) -> None:
+        """Ends the thread; grammars that exist stay usable."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(wait=True, cancel_futures=True)
+
+    def _start(self, spec: GrammarSpec, owner: Hashable) -> Future[CompiledGrammar]:
+        with self._lock:
+            if self._thread is None:
+                before = threading.stack_size(STACK_BYTES)
+                try:
+                    self._thread = ThreadPoolExecutor(1, "grammars")
+                    self._thread.submit(int).result()  # starts the thread, with this stack
+                finally:
+                    threading.stack_size(before)
+            return self._thread.submit(partial(self._compile, spec, owner))
+
+    def _compile(self, spec: GrammarSpec, owner: Hashable) -> CompiledGrammar:
+        if found := self.find(spec, owner):
+            return found
+        compiled = _compile(spec, self._vocabulary)
+        with self._lock:
+            self._known[owner, spec.hash] = compiled
+            own = [key for key in self._known if key[0] == owner]
+            for key in own[: max(len(own) - MAX_CACHED_PER_OWNER, 0)]:
+                del self._known[key]
+            while len(self._known) > MAX_CACHED:
+                self._known.popitem(last=False)
+        return compiled
+
+
+def _compile(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
+    after = vocabulary.tokenizer.token_id(spec.after) if spec.after else None
+    if spec.after and after is None:
+        raise invalid_grammar("`after` is no token of the model; expected the spelling of one, such as </think>")
+    backend = vocabulary.backend
+    from llguidance import LLMatcher, LLParserLimits
+
+    try:
+        matcher = LLMatcher(backend, _grammar_of(spec), log_level=0, limits=LLParserLimits(**LIMITS))
+        fault = matcher.get_error() if matcher.is_error() else ""
+        if not fault:
+            begun = time.thread_time()
+            matcher.compute_bitmask()  # builds most of the lexer, here and not in an engine's step
+            taken_s = time.thread_time() - begun
+            fault = matcher.get_error() if matcher.is_error() else ""
+            if taken_s > MAX_FIRST_MASK_S:
+                fault = f"its first mask takes {taken_s:.2f} s; expected at most {MAX_FIRST_MASK_S} s"
+    except RequestError:
+        raise
+    except (ValueError, TypeError, RecursionError) as error:
+        fault = str(error) or type(error).__name__
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # the library's own bugs, raised past Exception
+            raise
+        fault = "the library cannot read it"
+    if fault:
+        raise invalid_grammar(f"the grammar is refused: {' '.join(fault.split())[:300]}")
+    return CompiledGrammar(spec, matcher, vocabulary, after)
+
+
+def _grammar_of(spec: GrammarSpec) -> str:
+    """The spec as the library takes it."""
+    from llguidance import LLMatcher, grammar_from
+
+    compact: Any = {"whitespace_flexible": False}
+    match spec.kind:
+        case "json_schema":
+            # Written again: what the bounds have seen is what the library sees, also of an object with a key twice.
+            text = dump_schema(json.loads(spec.text))
+            return str(LLMatcher.grammar_from_json_schema(text, defaults=compact))
+        case "json_object":
+            return str(LLMatcher.grammar_from_json_schema('{"type":"object"}', defaults=compact))
+        case "regex":
+            return str(LLMatcher.grammar_from_regex(spec.text))
+        case "grammar":
+            return str(grammar_from("grammar", spec.text))
+        case "choice":
+            texts = dict.fromkeys(json.loads(spec.text))
+            return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)

@@ -1,0 +1,44 @@
+"""Puts a grammar between a row of logits and the pick: the `RowState` of a grammar."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.models.errors import RequestError
+from outrider.models.grammar.state import GrammarState
+
+
+class GrammarRows:
+    """Masks rows with a `GrammarState`. Comes before a request's rules, which forbid ids among those that are left."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, state: GrammarState) -> None:
+        self.state = state
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text that it has seen."""
+        return self.state.length
+
+    def apply(self, row: NDArray[np.float32]) -> None:
+        """Masks the row in place; raises RequestError as `GrammarState.mask`."""
+        self.state.mask(row)
+
+    def advance(self, token: int) -> None:
+        """Goes on by a token; raises RequestError `grammar_too_complex`, or `grammar_excluded` for one outside."""
+        if not self.state.advance(token):
+            raise RequestError(
+                "grammar_excluded",
+                f"token {token} after {self.length} tokens of text is outside the grammar; begin a new text, or allow "
+                "more token ids",
+            )
+
+    def truncate(self, length: int) -> None:
+        """Goes back to its first `length` tokens."""
+        self.state.truncate(length)
+
+    def fork(self) -> GrammarRows:
+        """A second state at the same place."""
+        return GrammarRows(self.state.fork())

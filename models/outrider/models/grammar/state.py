@@ -1,0 +1,157 @@
+"""Follows a text through its grammar: which token may come next, which must, and back again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.models.errors import RequestError
+from outrider.models.grammar import masks
+from outrider.models.grammar.vocabulary import Vocabulary
+
+MAX_FORCED: Final = 64
+"""Forced tokens that are listed at once."""
+
+
+class GrammarState:
+    """A place in a grammar, after `length` tokens of the answer. From `CompiledGrammar.state()`.
+
+    It changes by `advance` and `truncate` only. Where the grammar accepts the text, stop ids may follow; where nothing
+    can be added, only they may. Once a stop id is there, only stop ids follow. Before the token that the grammar begins
+    after (`GrammarSpec.after`) every token is allowed. Not safe to share between threads; forks may go to others.
+    """
+
+    __slots__ = ("_after", "_is_waiting", "_matcher", "_num_free", "_num_matched", "_num_stops", "_vocabulary")
+
+    def __init__(self, vocabulary: Vocabulary, matcher: Any, after: int | None) -> None:
+        self._vocabulary = vocabulary
+        self._matcher = matcher
+        self._after = after
+        self._is_waiting = after is not None
+        self._num_free = 0  # tokens before the grammar began
+        self._num_matched = 0
+        self._num_stops = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens consumed."""
+        return self._num_free + self._num_matched + self._num_stops
+
+    @property
+    def is_over(self) -> bool:
+        """Whether only stop ids may follow."""
+        return not self._is_waiting and (self._num_stops > 0 or bool(self._matcher.is_stopped()))
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether the text so far is one that the grammar allows as a whole."""
+        return self._is_waiting or self._num_stops > 0 or bool(self._matcher.is_accepting())
+
+    def mask(self, row: NDArray[np.float32]) -> None:
+        """Sets the logits of forbidden tokens to -inf, in place; ids beyond the tokenizer's are always forbidden.
+
+        row: float32 [V]. Raises RequestError `grammar_too_complex` where the library's limits are reached, or where no
+        token of this vocabulary goes on.
+        """
+        if self._is_waiting:
+            row[self._vocabulary.num_tokens :] = -np.inf
+            return
+        if not masks.apply(self._bits(), row):
+            raise self._dead_end()
+
+    def allowed(self, size: int) -> NDArray[np.bool_]:
+        """Which of the first `size` ids may come next: bool [size]; raises as `mask`."""
+        if self._is_waiting:
+            return np.arange(size) < self._vocabulary.num_tokens
+        found = masks.unpack(self._bits(), size)
+        if not found.any():
+            raise self._dead_end()
+        return found
+
+    def advance(self, token: int) -> bool:
+        """Consumes a token; False, and nothing changes, where the grammar forbids it.
+
+        Raises RequestError `grammar_too_complex` where the library's limits are reached: the state is of no use then.
+        """
+        if self._is_waiting:
+            self._num_free += 1
+            self._is_waiting = token != self._after
+            return True
+        if token in self._vocabulary.stop_ids and self.may_stop:
+            self._num_stops += 1
+            return True
+        if self._num_stops:
+            return False
+        if not 0 <= token < self._vocabulary.num_tokens:
+            return False
+        if self._matcher.try_consume_tokens([token]) != 1:
+            if self._matcher.is_error():
+                raise self._too_complex()
+            return False
+        self._num_matched += 1
+        return True
+
+    def truncate(self, num_tokens: int) -> None:
+        """Goes back to the place after the first `num_tokens` tokens; more than there are changes nothing."""
+        assert num_tokens >= 0
+        dropped = max(self.length - num_tokens, 0)
+        stops = min(dropped, self._num_stops)
+        matched = min(dropped - stops, self._num_matched)
+        free = dropped - stops - matched
+        self._num_stops -= stops
+        if matched:
+            is_back = self._matcher.rollback(matched)
+            # A state that has reached the limits stays of no use, and its text ends.
+            assert is_back or self._matcher.is_error(), "the library holds as many tokens as were matched"
+            self._num_matched -= matched
+        if free:
+            self._num_free -= free
+            self._is_waiting = True
+
+    def fork(self) -> GrammarState:
+        """A state of its own at the same place. Cheap: the library copies on the first change."""
+        twin = GrammarState(self._vocabulary, self._matcher.deep_copy(), self._after)
+        twin._is_waiting = self._is_waiting
+        twin._num_free, twin._num_matched, twin._num_stops = self._num_free, self._num_matched, self._num_stops
+        return twin
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next, at most `MAX_FORCED`; empty where there is a choice."""
+        if self._is_waiting or self._num_stops:
+            return []
+        if self._matcher.is_stopped():
+            return list(self._vocabulary.stop_ids) if len(self._vocabulary.stop_ids) == 1 else []
+        return list(self._matcher.compute_ff_tokens()[:MAX_FORCED])
+
+    def validate(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, are allowed here one after the other. Changes nothing."""
+        stops = self._vocabulary.stop_ids
+        if not self._is_waiting and not self._num_stops and not any(token in stops for token in tokens):
+            inside = next((i for i, t in enumerate(tokens) if not 0 <= t < self._vocabulary.num_tokens), len(tokens))
+            return int(self._matcher.validate_tokens(list(tokens[:inside])))
+        walker = self.fork()
+        return next((i for i, token in enumerate(tokens) if not walker.advance(token)), len(tokens))
+
+    def _bits(self) -> bytes:
+        """The mask of the next token, one bit an id."""
+        if self._num_stops:
+            return self._vocabulary.stop_bits
+        bits: bytes = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise self._too_complex()
+        return self._vocabulary.only_own_stops(bits)
+
+    def _too_complex(self) -> RequestError:
+        reason = " ".join(self._matcher.get_error().split())[:120]
+        return RequestError(
+            "grammar_too_complex", f"the grammar is too costly after {self.length} tokens: {reason}; make it simpler"
+        )
+
+    def _dead_end(self) -> RequestError:
+        return RequestError(
+            "grammar_too_complex",
+            f"no token of the model's vocabulary goes on with the grammar after {self.length} tokens; make it simpler",
+        )

@@ -1,0 +1,386 @@
+"""Grammars: what is compiled, what a state allows, and how it follows drafts, forks and the way back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from outrider.models.errors import RequestError
+from outrider.models.grammar import masks
+from outrider.models.grammar.compiler import (
+    MAX_CACHED_PER_OWNER,
+    MAX_WAITING_PER_OWNER,
+    CompiledGrammar,
+    GrammarCompiler,
+)
+from outrider.models.grammar.spec import GrammarSpec, with_whitespace
+from outrider.models.grammar.state import GrammarState
+from outrider.models.tokenizer import Tokenizer
+from outrider.reference import target_dir
+
+PADDING = 33  # the model's logits are wider than its tokenizer
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+BOB = '{"name":"Bob","age":3}'
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_dir(target_dir())
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(tokenizer, tokenizer.size + PADDING, tokenizer.eos_token_ids)
+    yield made
+    made.close()
+
+
+def allowed(state: GrammarState, size: int) -> list[int]:
+    """The ids that a mask leaves in a row of zeros."""
+    row = np.zeros(size, np.float32)
+    state.mask(row)
+    assert set(np.unique(row).tolist()) <= {0.0, -np.inf}
+    assert np.array_equal(row == 0, state.allowed(size))
+    return [int(i) for i in np.flatnonzero(row == 0)]
+
+
+def advance_all(state: GrammarState, tokens: Sequence[int]) -> None:
+    for token in tokens:
+        assert state.advance(token)
+
+
+def test_a_whole_text_goes_through_and_then_only_stop_ids_follow(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    """Every token of a valid text is in its mask; after the last one only the end is, and padding ids never are."""
+    state = compiler.compile(GrammarSpec.json_schema(PERSON)).state()
+    size = tokenizer.size + PADDING
+    for token in tokenizer.encode(BOB):
+        assert not state.may_stop
+        assert token in allowed(state, size)
+        assert max(allowed(state, size)) < tokenizer.size
+        assert state.advance(token)
+    assert state.is_over and state.may_stop
+    assert allowed(state, size) == list(tokenizer.eos_token_ids)
+    assert state.forced() == list(tokenizer.eos_token_ids)
+    assert not state.advance(tokenizer.encode("}")[0])
+    assert state.advance(tokenizer.eos_token_ids[0])
+    assert allowed(state, size) == list(tokenizer.eos_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("spec", "good", "bad"),
+    [
+        (GrammarSpec("regex", r"[0-9]{3}-[a-f]+"), "123-fade", "12-fade"),
+        (GrammarSpec("regex", r"^\d+$"), "42", "x"),
+        (GrammarSpec.choice(["yes", "no", 'a "quoted"\nline', "日本"]), 'a "quoted"\nline', "maybe"),
+        (GrammarSpec.choice(["yes", "no", "日本"]), "日本", "日"),
+        (GrammarSpec("grammar", 'start: "x" expr\nexpr: "(" expr ")" | /[0-9]+/'), "x((7))", "x((7)"),
+        (GrammarSpec("grammar", 'root ::= "x" digits\ndigits ::= [0-9]+'), "x12", "y12"),
+        (GrammarSpec("json_object"), '{"a":[1,null,{"b":"c"}]}', "[1]"),
+        (GrammarSpec.json_schema({"enum": ["red", 7]}), '"red"', '"blue"'),
+        (GrammarSpec.json_schema({"type": "array"}, flexible=True), "[1, \n 2]", "[1, 2"),
+        (GrammarSpec.json_schema({"type": "array"}), "[1,2]", "[1, 2]"),
+        (GrammarSpec.json_schema({"type": "array"}, pattern="[ ]?"), "[1, 2]", "[1,  2]"),
+    ],
+)
+def test_each_kind_allows_its_texts_only(
+    spec: GrammarSpec, good: str, bad: str, tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    grammar = compiler.compile(spec)
+    for text, is_good in ((good, True), (bad, False)):
+        state = grammar.state()
+        tokens = tokenizer.encode(text)
+        assert (state.validate(tokens) == len(tokens) and all(map(state.advance, tokens)) and state.may_stop) is is_good
+
+
+def test_the_way_back_leads_to_the_same_masks(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """Truncating to any length, past the stop id too, is the same as never having gone on."""
+    grammar = compiler.compile(GrammarSpec.json_schema(PERSON))
+    tokens = [*tokenizer.encode(BOB), *tokenizer.eos_token_ids[:1]]
+    fresh = grammar.state()
+    masks_on_the_way = []
+    for token in tokens:
+        masks_on_the_way.append(allowed(fresh, tokenizer.size))
+        assert fresh.advance(token)
+    state = grammar.state()
+    for length in (3, 0, len(tokens), len(tokens) - 1, 5, len(tokens) - 2, 1):
+        state.truncate(min(length, state.length))
+        advance_all(state, tokens[state.length : length])
+        assert state.length == length
+        if length < len(tokens):
+            assert allowed(state, tokenizer.size) == masks_on_the_way[length]
+            assert not state.is_over or length == len(tokens) - 1
+
+
+def test_forks_of_a_tree_do_not_touch_each_other(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """Siblings go their own ways, back beyond the place where they parted, while their parent stays."""
+    parent = compiler.compile(GrammarSpec.choice(["red apple", "red plum", "green apple"])).state()
+    at_root = allowed(parent, tokenizer.size)
+    left, right = parent.fork(), parent.fork()
+    advance_all(left, tokenizer.encode("red plum"))
+    advance_all(right, tokenizer.encode("green"))
+    assert left.is_over and not right.may_stop
+    assert allowed(parent, tokenizer.size) == at_root
+    twin = right.fork()
+    twin.truncate(0)
+    advance_all(twin, tokenizer.encode("red apple"))
+    advance_all(right, tokenizer.encode(" apple"))
+    assert twin.is_over and right.is_over and parent.length == 0
+
+
+def test_forced_tokens_are_listed_and_are_allowed(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """What no choice is left for costs the draft nothing; listing it changes nothing."""
+    state = compiler.compile(GrammarSpec.json_schema(PERSON)).state()
+    forced = state.forced()
+    assert tokenizer.decode(forced) == '{"name":'
+    assert state.length == 0
+    for token in forced:
+        assert allowed(state, tokenizer.size).count(token) == 1
+        assert state.advance(token)
+
+
+def test_a_text_may_stop_where_the_grammar_accepts(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """A complete text that could go on takes both: more, or the end."""
+    state = compiler.compile(GrammarSpec("regex", "[0-9]+")).state()
+    stop = tokenizer.eos_token_ids[0]
+    assert not state.advance(stop) and state.validate([stop]) == 0
+    advance_all(state, tokenizer.encode("1"))
+    assert not state.is_over and state.may_stop
+    assert stop in allowed(state, tokenizer.size)
+    assert state.validate([*tokenizer.encode("2"), stop, stop, *tokenizer.encode("3")]) == 3
+
+
+def test_a_model_without_stop_ids_ends_by_is_over(tokenizer: Tokenizer) -> None:
+    """The library's own end tokens are not allowed where the model has none."""
+    compiler = GrammarCompiler(tokenizer, tokenizer.size, ())
+    state = compiler.compile(GrammarSpec("regex", "ab?")).state()
+    advance_all(state, tokenizer.encode("a"))
+    assert not set(allowed(state, tokenizer.size)) & set(tokenizer.special_ids)
+    advance_all(state, tokenizer.encode("b"))
+    assert state.is_over and state.forced() == []
+    compiler.close()
+
+
+def test_special_tokens_are_never_allowed_inside(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """A draft's special token in the middle of a text ends nothing and breaks nothing (vLLM 46118)."""
+    state = compiler.compile(GrammarSpec("regex", '"(?s:.)*"')).state()
+    advance_all(state, tokenizer.encode('"x'))
+    special = min(tokenizer.special_ids)
+    assert special not in allowed(state, tokenizer.size)
+    assert state.validate([*tokenizer.encode("y"), special, *tokenizer.encode("z")]) == 1
+    assert not state.advance(special)
+    advance_all(state, tokenizer.encode('y"'))
+    assert state.may_stop
+
+
+def test_a_token_outside_leaves_the_state_usable(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """A refused token changes nothing, also one that no tokenizer has (vLLM 44006: it advanced the matcher)."""
+    state = compiler.compile(GrammarSpec.json_schema(PERSON)).state()
+    advance_all(state, tokenizer.encode('{"name":"'))
+    before = allowed(state, tokenizer.size)
+    for wrong in (tokenizer.encode("\n")[0], -1, tokenizer.size + 3, 1 << 40):
+        assert not state.advance(wrong)
+        assert state.validate([wrong]) == 0
+    assert allowed(state, tokenizer.size) == before
+
+
+def test_a_grammar_that_ends_inside_drafted_tokens(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """Tokens drafted past the end are refused one by one, and the way back works (vLLM 42619, 54437)."""
+    state = compiler.compile(GrammarSpec.choice(["yes", "no"])).state()
+    stop = tokenizer.eos_token_ids[0]
+    tokens = tokenizer.encode("yes")
+    drafted = [*tokens, stop, *tokenizer.encode("yes"), stop]
+    assert state.validate(drafted) == len(tokens) + 1
+    accepted = sum(1 for _ in iter(lambda: state.advance(drafted[state.length]), False))
+    assert accepted == len(tokens) + 1
+    state.truncate(0)
+    assert state.validate(tokenizer.encode("no")) == len(tokenizer.encode("no"))
+
+
+def test_a_grammar_begins_inside_drafted_tokens(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """Tokens drafted after the end of the reasoning are checked, before it any token is free (vLLM 36138)."""
+    after = tokenizer.token(tokenizer.encode("class")[0]) or ""
+    state = compiler.compile(GrammarSpec("regex", "[0-9]+", after=after)).state()
+    (marker,) = tokenizer.encode("class")
+    free = tokenizer.encode("if x: ")
+    assert marker not in free
+    assert state.validate([*free, marker, *tokenizer.encode("12"), *tokenizer.encode("x")]) == len(free) + 2
+    assert max(allowed(state, tokenizer.size + PADDING)) == tokenizer.size - 1
+    advance_all(state, [*free, marker, *tokenizer.encode("1")])
+    assert not state.advance(tokenizer.encode("x")[0])
+    state.truncate(len(free))
+    assert state.advance(tokenizer.encode("x")[0])  # the marker is gone with what was rolled back
+    assert state.advance(marker) and not state.advance(tokenizer.encode("x")[0])
+    with pytest.raises(RequestError, match="no token of the model"):
+        compiler.compile(GrammarSpec("regex", "a", after="</think never heard of>"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (("json_schema", "{"), "not JSON"),
+        (("json_schema", "[]"), "expected an object"),
+        (("json_schema", '{"type":"strin"}'), "Invalid type: strin"),
+        (("json_schema", '{"type":"array","uniqueItems":true}'), "uniqueItems"),
+        (("json_schema", '{"const":NaN}'), "NaN"),
+        (("json_schema", '{"$ref":"https://example.com/schema"}'), "example.com"),
+        (("json_schema", '{"$ref":"#"}'), "refused"),
+        (("json_object", "{}"), "no text"),
+        (("regex", "(a"), "unclosed group"),
+        (("regex", ""), "empty"),
+        (("regex", "\ud800"), "surrogate"),
+        (("grammar", "start: x"), "unknown name"),
+        (("grammar", '{"grammars":[]}'), "begins with"),
+        (("choice", "[]"), "at least one"),
+        (("choice", '["a",""]'), "none of them empty"),
+        (("sql", "select"), "expected one of"),
+    ],
+)
+def test_a_bad_grammar_is_refused_by_name(spec: tuple[Any, str], message: str, compiler: GrammarCompiler) -> None:
+    with pytest.raises(RequestError, match=message) as refusal:
+        compiler.compile(GrammarSpec(*spec))
+    assert refusal.value.code == "invalid_grammar" and refusal.value.status == 400
+    assert len(str(refusal.value)) < 500
+
+
+def nested(depth: int) -> Any:
+    schema: Any = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def chain(length: int) -> Any:
+    """A definition that refers to the next one, and so on: the library recurses along them."""
+    defs: Any = {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(length)}
+    return {"$defs": {**defs, f"a{length}": {"type": "null"}}, "$ref": "#/$defs/a0"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("json_schema", json.dumps({"enum": ["x" * 66_000]}), "bytes"),
+        ("regex", "a" * 17_000, "bytes"),
+        ("json_schema", json.dumps(nested(100)), "levels deep"),
+        ("json_schema", json.dumps(chain(900)), "levels deep"),
+        ("json_schema", json.dumps({"properties": {f"p{i}": {} for i in range(501)}}), "501 properties"),
+        ("json_schema", '{"type":"integer","multipleOf":999983}', "multipleOf is 999983"),
+        ("json_schema", '{"type":"number","multipleOf":0.000123457}', "multipleOf is 123457"),
+        ("json_schema", '{"multipleOf":1,"multipleOf":1e300}', "multipleOf"),
+        ("grammar", "start: A0\n" + "".join(f"A{i}: ~A{i + 1}\n" for i in range(300)) + 'A300: "x"', "301|302 rules"),
+        ("grammar", 'start: %json {"type":"integer","multipl\\u0065Of":999983}', "multipleOf is 999983"),
+        ("choice", json.dumps([str(i) for i in range(3000)]), "3,000 choices"),
+    ],
+)
+def test_a_costly_grammar_is_refused(kind: Any, text: str, message: str, compiler: GrammarCompiler) -> None:
+    """These took seconds or ended the process before they were bounded."""
+    with pytest.raises(RequestError, match=message):
+        compiler.compile(GrammarSpec(kind, text))
+
+
+def test_a_grammar_that_grows_beyond_its_limits_fails_by_name(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """Its own text ends with an error, and nothing hangs: the automaton of this one doubles with every token."""
+    state = compiler.compile(GrammarSpec("regex", ".*[a-m].{200}[n-z].{100}")).state()
+    rng = np.random.default_rng(0)
+    with pytest.raises(RequestError) as refusal:
+        for _ in range(500):
+            row = rng.standard_normal(tokenizer.size).astype(np.float32)
+            state.mask(row)
+            state.advance(int(row.argmax()))
+    assert refusal.value.code == "grammar_too_complex"
+
+
+@pytest.mark.parametrize("schema", [nested(40), chain(100), {"enum": ["x" * 60_000]}])
+def test_what_is_within_the_bounds_compiles(schema: Any, compiler: GrammarCompiler) -> None:
+    assert compiler.compile(GrammarSpec.json_schema(schema)).state().forced()
+
+
+def test_a_grammar_is_compiled_once_per_owner(compiler: GrammarCompiler) -> None:
+    """An owner learns nothing from the time that another's grammar takes, and pushes none of another's out."""
+    spec = GrammarSpec("regex", "once+")
+    first = compiler.compile(spec, "ann")
+    assert compiler.compile(spec, "ann") is first
+    assert compiler.find(spec, "bob") is None
+    for i in range(MAX_CACHED_PER_OWNER + 3):
+        compiler.compile(GrammarSpec("regex", f"b{i}"), "bob")
+    assert compiler.compile(spec, "ann") is first
+    assert compiler.find(GrammarSpec("regex", "b0"), "bob") is None
+
+
+def test_compiling_takes_turns_and_has_a_bound(compiler: GrammarCompiler) -> None:
+    """One owner's flood is refused beyond a few; another's grammar waits for one of them at most."""
+    flood = [GrammarSpec("regex", f"flood{i}+") for i in range(MAX_WAITING_PER_OWNER + 8)]
+    done = []
+
+    async def compile_one(spec: GrammarSpec, owner: str) -> CompiledGrammar:
+        compiled = await compiler.compile_for(spec, owner)
+        done.append(owner)
+        return compiled
+
+    async def run() -> list[CompiledGrammar | BaseException]:
+        return await asyncio.gather(
+            *(compile_one(spec, "flood") for spec in flood),
+            compile_one(GrammarSpec("regex", "calm"), "calm"),
+            return_exceptions=True,
+        )
+
+    results = asyncio.run(run())
+    refused = [r for r in results if isinstance(r, RequestError)]
+    assert [r.code for r in refused] == ["too_many_grammars"] * (8 - 1)
+    assert not isinstance(results[-1], BaseException)
+    assert done.index("calm") <= 1
+    assert asyncio.run(compiler.compile_for(flood[-1], "flood")).spec == flood[-1]
+
+
+def test_a_client_that_leaves_frees_its_turn(compiler: GrammarCompiler) -> None:
+    async def run() -> CompiledGrammar:
+        work = asyncio.ensure_future(compiler.compile_for(GrammarSpec("regex", "left+"), "leaver"))
+        await asyncio.sleep(0)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        return await compiler.compile_for(GrammarSpec("regex", "stayed+"), "leaver")
+
+    assert asyncio.run(run())
+
+
+def test_equal_specs_have_one_hash() -> None:
+    a = GrammarSpec("regex", "a")
+    assert a.hash == GrammarSpec("regex", "a").hash and len(a.hash) == 64
+    assert len({a.hash, GrammarSpec("regex", "b").hash, GrammarSpec("regex", "a", "x").hash}) == 3
+    assert a.hash == "fc8ff67ee32ded7de9f8c17d45579af82c1fdf58be5859708d4d670e90b93764"
+
+
+def test_a_schema_keeps_its_own_whitespace() -> None:
+    own = {"type": "object", "x-guidance": {"whitespace_flexible": True}}
+    assert with_whitespace(own, flexible=False) == own
+    assert with_whitespace({}, flexible=False, lenient=True) == {
+        "x-guidance": {"whitespace_flexible": False, "lenient": True}
+    }
+    assert with_whitespace(True, flexible=False) is True
+
+
+@pytest.mark.parametrize("density", [0.0005, 0.6])
+def test_masks_of_few_and_of_many_tokens_are_applied_alike(density: float) -> None:
+    rng = np.random.default_rng(1)
+    bits = rng.random(20_000) < density
+    packed = bytes(np.packbits(bits, bitorder="little"))
+    for size in (19_937, 20_000, 20_500):
+        row = rng.standard_normal(size).astype(np.float32)
+        kept = row.copy()
+        is_allowed = np.zeros(size, np.bool_)
+        is_allowed[: min(size, bits.size)] = bits[:size]
+        assert masks.apply(packed, row) == is_allowed.sum()
+        assert np.array_equal(row, np.where(is_allowed, kept, -np.inf))
+        assert np.array_equal(masks.unpack(packed, size), is_allowed)
