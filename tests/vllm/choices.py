@@ -1,17 +1,26 @@
-"""Checks of what a chooser adds on vLLM, on both model runners: logprobs, and later rules, with and without drafts."""
+"""Checks of what a chooser adds on vLLM, on both model runners: logprobs, rules, grammars, with and without drafts."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
 from tests.serving import TIMEOUT_S
-from tests.vllm.test_equality import NUM_TOKENS, Text, mixed, nothing, right
+from tests.vllm.serving import Reference
+from tests.vllm.test_equality import NUM_TOKENS, ROOT_DIR, Text, mixed, nothing, right
 
 from outrider.cloud.seam import CommitEvent, Event, GenerateRequest
 from outrider.cloud.vllm.engine import VllmEngine
+from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
+from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.sampling import SamplingParams
-from outrider.models.transforms.chooser import TokenLogprobs
+from outrider.models.tokenizer import Tokenizer
+from outrider.models.transforms.chooser import RowChooser, TokenLogprobs
+from outrider.models.transforms.plan import RowPlan
+from outrider.models.transforms.rules import RowRules
 
 
 class Chosen(Text):
@@ -60,3 +69,121 @@ def test_an_item_has_the_logprobs_of_all_its_passes(
     text.submit(GenerateRequest(prompt, params, NUM_TOKENS, draft=draft, once=True, num_logprobs=0))
     assert text.ended.wait(TIMEOUT_S)
     assert text.tokens == truth[:6] and len(text.logprobs) == 6
+
+
+RULES = (
+    RowRules(repetition_penalty=1.3, presence_penalty=0.5),
+    RowRules(frequency_penalty=0.7, logit_bias=((20, 3.0), (31, -5.0))),
+    RowRules(typical_p=0.9, xtc_probability=0.5),
+    RowRules(allowed_ids=tuple(range(5, 400)), bad_words=((20, 21), (30,)), min_tokens=5),
+)
+
+
+class Ruled:
+    """Texts by transformers' logits, one pass a token, and the chooser of our engine."""
+
+    def __init__(self) -> None:
+        self.reference = Reference(ROOT_DIR / "target")
+        self.tokenizer = Tokenizer.from_dir(ROOT_DIR / "target")
+        self.vocab_size = int(self.reference.model.config.vocab_size)
+
+    def __call__(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan) -> list[int]:
+        import torch
+
+        tokens, past, new = list(prompt), None, list(prompt)
+        chooser = RowChooser(params, plan.states(prompt, self.vocab_size), None, plan.narrowing)
+        with torch.no_grad():
+            while len(tokens) < len(prompt) + NUM_TOKENS and not plan.stop_ids.intersection(tokens[len(prompt) :]):
+                out = self.reference.model(torch.tensor([new]), past_key_values=past, use_cache=True)
+                past, row = out.past_key_values, out.logits[0, -1].numpy().astype(np.float32)
+                new = chooser.choose([row], [], [], len(tokens), stop_ids=plan.stop_ids).tokens
+                tokens += new
+        return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module")
+def ruled() -> Ruled:
+    return Ruled()
+
+
+def run_all(engine: VllmEngine, asked: Sequence[tuple[GenerateRequest, list[int], Any]]) -> list[Text]:
+    """All texts at once."""
+    running = []
+    for request, truth, guess in asked:
+        text = Text(engine, truth, guess)
+        text.submit(request)
+        running.append(text)
+    for text in running:
+        assert text.ended.wait(4 * TIMEOUT_S)
+    return running
+
+
+def test_rules_give_the_same_text_with_and_without_drafts(
+    engine: VllmEngine, texts: list[tuple[tuple[int, ...], SamplingParams, list[int]]], ruled: Ruled
+) -> None:
+    """Four sets of rules, with no drafts, right ones and mixed ones, in one batch with a plain text."""
+    asked = []
+    for index, rules in enumerate(RULES):
+        prompt, params, _ = texts[index]
+        truth = ruled(prompt, params, RowPlan(rules))
+        request = GenerateRequest(prompt, params, NUM_TOKENS, patience_ms=0.0, rules=rules)
+        asked += [(request, truth, guess) for guess in (nothing, right, mixed)]
+    prompt, params, truth = texts[5]
+    asked.append((GenerateRequest(prompt, params, NUM_TOKENS, patience_ms=0.0), truth, right))
+    running = run_all(engine, asked)
+    assert [text.tokens for text in running] == [truth for _, truth, _ in asked]
+    assert sum(text.end.usage.accepted_tokens for text in running if text.end) > NUM_TOKENS
+
+
+def test_a_text_goes_on_with_what_belongs_to_it(
+    engine: VllmEngine, texts: list[tuple[tuple[int, ...], SamplingParams, list[int]]], ruled: Ruled
+) -> None:
+    """A resumed session's rules see what was committed before as text."""
+    prompt, params, _ = texts[0]
+    truth = ruled(prompt, params, RowPlan(RULES[1]))
+    request = GenerateRequest((*prompt, *truth[:10]), params, NUM_TOKENS - 10, rules=RULES[1], num_generated=10)
+    (text,) = run_all(engine, [(request, truth, nothing)])
+    assert text.tokens == truth[10:]
+
+
+SCHEMA = {"type": "object", "properties": {"name": {"enum": ["ab", "cd"]}, "n": {"type": "integer"}}}
+
+
+def grammar_of(ruled: Ruled, spec: GrammarSpec) -> CompiledGrammar:
+    """Compiled for the reference target."""
+    stop_id = int(ruled.reference.model.config.eos_token_id)
+    return GrammarCompiler(ruled.tokenizer, ruled.vocab_size, [stop_id]).compile(spec)
+
+
+def test_grammars_hold_on_vllm(
+    engine: VllmEngine, texts: list[tuple[tuple[int, ...], SamplingParams, list[int]]], ruled: Ruled
+) -> None:
+    """A schema and a pattern: the texts of our engine's chooser; drafts outside the grammar are rejected."""
+    schema = GrammarSpec("json_schema", json.dumps(SCHEMA | {"required": ["name"], "additionalProperties": False}))
+    asked = []
+    for index, spec in enumerate((schema, GrammarSpec("regex", "[a-c]{3,9}x"))):
+        grammar = grammar_of(ruled, spec)
+        stops = frozenset(grammar.stop_ids)
+        prompt, params, _ = texts[index]
+        truth = ruled(prompt, params, RowPlan(stop_ids=stops, grammar=grammar))
+        request = GenerateRequest(prompt, params, NUM_TOKENS, stops, patience_ms=0.0, grammar=grammar)
+        asked += [(request, truth, guess) for guess in (nothing, right, mixed)]
+    running = run_all(engine, asked)
+    assert [text.tokens for text in running] == [truth for _, truth, _ in asked]
+    found = json.loads(ruled.tokenizer.decode(running[0].tokens))
+    assert found["name"] in ("ab", "cd")
+
+
+def test_what_no_token_fits_ends_alone(
+    engine: VllmEngine, texts: list[tuple[tuple[int, ...], SamplingParams, list[int]]], ruled: Ruled
+) -> None:
+    """A grammar and rules that leave nothing together; a text beside it goes on."""
+    prompt, params, truth = texts[0]
+    grammar = grammar_of(ruled, GrammarSpec("choice", '["yes", "no"]'))
+    rules = RowRules(allowed_ids=(ruled.tokenizer.encode("?", add_special_tokens=False)[0],))
+    bad = GenerateRequest(prompt, params, NUM_TOKENS, frozenset(grammar.stop_ids), grammar=grammar, rules=rules)
+    fine = GenerateRequest(prompt, params, NUM_TOKENS, patience_ms=0.0)
+    ended, other = run_all(engine, [(bad, truth, nothing), (fine, truth, nothing)])
+    assert ended.end is not None and ended.end.error is not None
+    assert ended.end.error.code == "grammar_excluded" and ended.tokens == []
+    assert other.tokens == truth

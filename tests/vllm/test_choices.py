@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
-from tests.vllm.choices import test_an_item_has_the_logprobs_of_all_its_passes as test_an_item
-from tests.vllm.choices import test_logprobs_are_the_models_and_change_no_text as test_logprobs
+from tests.vllm.choices import (
+    ruled,
+    test_a_text_goes_on_with_what_belongs_to_it,
+    test_an_item_has_the_logprobs_of_all_its_passes,
+    test_grammars_hold_on_vllm,
+    test_logprobs_are_the_models_and_change_no_text,
+    test_rules_give_the_same_text_with_and_without_drafts,
+    test_what_no_token_fits_ends_alone,
+)
 from tests.vllm.test_equality import engine, texts
 
-__all__ = ["engine", "test_an_item", "test_logprobs", "texts"]
+__all__ = [
+    "engine",
+    "ruled",
+    "test_a_text_goes_on_with_what_belongs_to_it",
+    "test_an_item_has_the_logprobs_of_all_its_passes",
+    "test_grammars_hold_on_vllm",
+    "test_logprobs_are_the_models_and_change_no_text",
+    "test_rules_give_the_same_text_with_and_without_drafts",
+    "test_what_no_token_fits_ends_alone",
+    "texts",
+]

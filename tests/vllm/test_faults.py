@@ -19,6 +19,7 @@ from vllm.v1.engine import core
 from outrider.cloud.seam import GenerateRequest, Totals
 from outrider.cloud.vllm import engine as engine_module
 from outrider.cloud.vllm import scheduler, v2, wire
+from outrider.cloud.vllm.choosers import WorkerGrammars
 from outrider.cloud.vllm.engine import VllmConfig, VllmEngine
 from outrider.cloud.vllm.watch import DEAD_AFTER
 from outrider.models.errors import RequestError
@@ -173,6 +174,6 @@ def test_padding_of_the_v2_runner_is_a_token() -> None:
         update_requests=lambda output: None,
         sample_tokens=lambda grammar: None,
     )
-    v2.install(runner)
+    v2.install(runner, WorkerGrammars("", 1))
     runner.update_requests(SimpleNamespace(scheduled_spec_decode_tokens={"a": [5, -1, -1], "b": [6]}))
     assert drafts.tolist()[1] == [5, 0, 0] and drafts.tolist()[2][0] == 6

@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 from tests.serving import fake_tokenizer
-from tests.vllm.choices import test_an_item_has_the_logprobs_of_all_its_passes as test_an_item
-from tests.vllm.choices import test_logprobs_are_the_models_and_change_no_text as test_logprobs
+from tests.vllm.choices import (
+    ruled,
+    test_a_text_goes_on_with_what_belongs_to_it,
+    test_an_item_has_the_logprobs_of_all_its_passes,
+    test_grammars_hold_on_vllm,
+    test_logprobs_are_the_models_and_change_no_text,
+    test_rules_give_the_same_text_with_and_without_drafts,
+    test_what_no_token_fits_ends_alone,
+)
 from tests.vllm.gated import STEADY
 from tests.vllm.serving import FAULTY_TOKEN, Reference, make_model, start_engine
 from tests.vllm.test_engine import Collector
@@ -26,12 +33,17 @@ from outrider.cloud.vllm.engine import VllmEngine
 from outrider.models.sampling import SamplingParams
 
 __all__ = [
+    "ruled",
+    "test_a_text_goes_on_with_what_belongs_to_it",
     "test_a_wait_for_drafts_changes_nothing",
     "test_all_right_from_the_beginning",
     "test_an_alternative_is_used_when_the_likeliest_branch_fails",
-    "test_an_item",
-    "test_logprobs",
+    "test_an_item_has_the_logprobs_of_all_its_passes",
+    "test_grammars_hold_on_vllm",
+    "test_logprobs_are_the_models_and_change_no_text",
+    "test_rules_give_the_same_text_with_and_without_drafts",
     "test_texts_are_transformers_and_pick",
+    "test_what_no_token_fits_ends_alone",
     "texts",
 ]
 

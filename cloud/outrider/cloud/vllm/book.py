@@ -47,7 +47,7 @@ class Served:
     name: vLLM's for the request. proposed: what the present step verifies of the drafts. is_rerun: a step of it had a
     fault, and it has committed nothing since. is_muted: its drafts raised, so it has no more. opened_s: when it came;
     None once it has left the queue. turn, queued_at, turn_began, num_wanted: see `Places`, as SequenceState. logprobs:
-    where asked for, of tokens that are not reported yet.
+    where asked for, of tokens that are not reported yet. refusal: why no token of it can be chosen.
     """
 
     terms: Terms
@@ -64,6 +64,7 @@ class Served:
     turn_began: int | None = None
     num_wanted: int = 0
     logprobs: list[tuple[int, float, list[int], list[float]]] = field(default_factory=list)
+    refusal: tuple[str, str] | None = None
 
     @property
     def owner(self) -> bytes:

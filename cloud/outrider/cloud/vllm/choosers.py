@@ -8,6 +8,9 @@ states are brought to what vLLM has kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -15,15 +18,82 @@ from numpy.typing import NDArray
 
 from outrider.cloud.engine.choosers import chooser_of
 from outrider.cloud.vllm.terms import request_of
-from outrider.models.errors import ModelFault
+from outrider.models.errors import ModelFault, RequestError
+from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
+from outrider.models.grammar.spec import GrammarSpec
+from outrider.models.tokenizer import Tokenizer
 from outrider.models.transforms.chooser import RowChooser
 
 LOGPROBS: Final = "outrider_logprobs"
 """The attribute of vLLM's `ModelRunnerOutput`, by request: of each token itself, its logprob, the likeliest tokens and
 theirs.
 """
+REFUSALS: Final = "outrider_refusals"
+"""The same: code and message of the error of a request whose rules leave no token, or whose grammar is too costly."""
 
 Logprobs = list[tuple[int, float, list[int], list[float]]]
+
+
+@dataclass(slots=True)
+class Found:
+    """What a step's choosers found, by request (V2: by its slot)."""
+
+    logprobs: dict[Any, Logprobs] = field(default_factory=dict)
+    refusals: dict[Any, tuple[str, str]] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        """Begins a step."""
+        self.logprobs.clear()
+        self.refusals.clear()
+
+    def attach(self, output: Any, names: Callable[[Any], str | None]) -> None:
+        """Puts it on the runner's output. names: the request of a key."""
+        for attribute, found in ((LOGPROBS, self.logprobs), (REFUSALS, self.refusals)):
+            if found:
+                setattr(output, attribute, {name: v for key, v in found.items() if (name := names(key)) is not None})
+
+
+class WorkerGrammars:
+    """The grammars that a worker has compiled, or compiles in its own thread.
+
+    model: the target's directory. vocab_size: of its logits.
+    """
+
+    def __init__(self, model: str, vocab_size: int) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+        self._compilers: dict[tuple[int, ...], GrammarCompiler] = {}
+        self._working: dict[tuple[Any, ...], Future[CompiledGrammar]] = {}
+        self._thread = ThreadPoolExecutor(1, "grammars")
+
+    def is_ready(self, terms: list[Any]) -> bool:
+        """Whether `compiled` answers at once; begins to compile where not. A fault is an answer, too."""
+        key = (*terms[:3], tuple(terms[3]), terms[4])
+        work = self._working.get(key)
+        if work is None:
+            if self._compiler(terms).find(_spec(terms), terms[4]) is not None:
+                return True
+            work = self._working[key] = self._thread.submit(self.compiled, terms)
+        if work.done():
+            del self._working[key]
+            return True
+        return False
+
+    def compiled(self, terms: list[Any]) -> CompiledGrammar:
+        """The grammar. Raises RequestError as `GrammarCompiler.compile`."""
+        return self._compiler(terms).compile(_spec(terms), terms[4])
+
+    def _compiler(self, terms: list[Any]) -> GrammarCompiler:
+        stop_ids = tuple(terms[3])
+        if stop_ids not in self._compilers:
+            tokenizer = Tokenizer.from_dir(Path(self._model))
+            self._compilers[stop_ids] = GrammarCompiler(tokenizer, self._vocab_size, stop_ids)
+        return self._compilers[stop_ids]
+
+
+def _spec(terms: list[Any]) -> GrammarSpec:
+    kind, text, after = terms[:3]
+    return GrammarSpec(kind, text, after)
 
 
 class Choosing:
@@ -35,28 +105,36 @@ class Choosing:
         self._stop_ids = stop_ids
 
     def choose(
-        self, rows: NDArray[np.float32], drafted: Sequence[int], tokens: Sequence[int]
-    ) -> tuple[list[int], Logprobs] | None:
-        """The tokens that follow `tokens`, prompt and text, and their logprobs; None if a row is not finite.
+        self, rows: NDArray[np.float32], drafted: Sequence[int], tokens: Sequence[int], key: Any, found: Found
+    ) -> list[int] | None:
+        """The tokens that follow `tokens`, prompt and text; None if a row is not finite, or there is a refusal.
 
-        rows: [len(drafted) + 1, V].
+        rows: [len(drafted) + 1, V]. key: under which `found` gets the rest.
         """
-        self._chooser.follow(tokens, self._first)
         parents = range(-1, len(drafted) - 1)
         try:
+            self._chooser.follow(tokens, self._first)
             branch = self._chooser.choose(rows, drafted, parents, len(tokens), stop_ids=self._stop_ids)
         except ModelFault:
             return None
-        found = [
+        except RequestError as error:
+            found.refusals[key] = error.code, str(error)
+            return None
+        logprobs = [
             (each.token, each.logprob, [token for token, _ in each.top], [value for _, value in each.top])
             for each in self._chooser.logprobs
         ]
-        return branch.tokens, found
+        if logprobs:
+            found.logprobs[key] = logprobs
+        return branch.tokens
 
 
-def choosing_of(extra_args: Any, prompt: Sequence[int], vocab_size: int) -> Choosing | None:
-    """None where a plain pick is enough, and for a request that is not ours. prompt: of the request."""
-    request = request_of(extra_args)
+def choosing_of(extra_args: Any, prompt: Sequence[int], vocab_size: int, grammars: WorkerGrammars) -> Choosing | None:
+    """None where a plain pick is enough, and for a request that is not ours. prompt: of the request.
+
+    Raises RequestError for a grammar that cannot be compiled, or excludes the text so far.
+    """
+    request = request_of(extra_args, grammars.compiled)
     if request is None:
         return None
     chooser = chooser_of(request, prompt, vocab_size)

@@ -59,7 +59,7 @@ from outrider.cloud.vllm.kept import KeptPrefixes
 from outrider.cloud.vllm.numbered import NumberedNodes
 from outrider.cloud.vllm.options import ENVIRONMENT, RUNNER_VARIABLE, VllmOptions
 from outrider.cloud.vllm.parent import PLACE_VARIABLE
-from outrider.cloud.vllm.terms import Terms
+from outrider.cloud.vllm.terms import Terms, grammar_terms
 from outrider.cloud.vllm.watch import TICK_S, Watch
 from outrider.models.errors import ConfigError, ModelFault, RequestError, RuntimeUnavailable
 from outrider.models.faults import log_fault
@@ -80,6 +80,8 @@ _KEPT_BY_ONEDNN: Final = 128
 2,000 sessions over the reference target. With this many every size of a decode step is kept."""
 _PROBE_SIZES: Final = (0, 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63)
 """Drafted tokens of the steps that `calibrate` times."""
+_COMPILE_LOOK_S: Final = 0.01
+"""How often to look whether a worker has compiled a grammar."""
 _PROBE_CONTEXT: Final = 64
 _MAX_PATH: Final = 107
 """Bytes of a local socket's path; vLLM's names have 36."""
@@ -357,6 +359,7 @@ class VllmEngine(ServingEngine):
             num_generated=request.num_generated,
             num_logprobs=request.num_logprobs,
             stop_ids=request.stop_ids,
+            grammar=request.grammar,
         )
         sequence = _Sequence(terms.number, request, sink, prompt, is_probe=probe is not None)
         with self._gate:  # otherwise a request could arrive after the end of everything
@@ -503,6 +506,8 @@ class VllmEngine(ServingEngine):
             )
             is_shared = self._config.share_between_owners
             salt = None if is_shared else terms.owner.hex()
+            if terms.grammar is not None:
+                await self._compile(grammar_terms(terms.grammar, terms.owner))
             prompt = tokens_input(list(sequence.prompt), cache_salt=salt)
             outputs = await self._llm.add_request(_name(terms.number), prompt, params)
             sequence.is_added = True
@@ -518,6 +523,11 @@ class VllmEngine(ServingEngine):
                 self._die(_DIED)
             else:
                 self._end(sequence.number, "error", _usage(sequence), _failed())
+
+    async def _compile(self, grammar: list[Any]) -> None:
+        """Has the workers compile a grammar before its request comes: in a thread of theirs, while steps go on."""
+        while not all(await self._llm.collective_rpc("outrider_compile", args=(grammar,))):
+            await asyncio.sleep(_COMPILE_LOOK_S)
 
     def _abort(self, number: int) -> None:
         sequence = self._sequences.get(number)
@@ -598,6 +608,8 @@ class VllmEngine(ServingEngine):
         usage.accepted_tokens, usage.rejected_tokens = end.accepted, end.rejected
         usage.cached_prompt_tokens, usage.looked_up_tokens = end.cached_prompt_tokens, end.looked_up
         fault = _not_finite() if end.reason == "fault" else None
+        if end.refusal is not None:
+            fault = RequestError(*end.refusal)
         self._end(end.number, _reason(end.reason, sequence), usage, fault)
 
     def _end(
@@ -659,7 +671,7 @@ def _reason(reason: str, sequence: _Sequence) -> SequenceEndReason:
         return "length" if len(sequence.generated) == sequence.request.max_tokens else "context"
     if reason == "cancelled":
         return sequence.ending
-    if reason == "fault":
+    if reason in ("fault", "refused"):
         return "error"
     return "stop" if reason == "stop" else "once"
 

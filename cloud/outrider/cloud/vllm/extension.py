@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from outrider.cloud.vllm.checks import missing_attributes
+from outrider.cloud.vllm.choosers import WorkerGrammars
 from outrider.cloud.vllm.options import RUNNER_VARIABLE
 from outrider.cloud.vllm.parent import end_with_parent
 
@@ -40,6 +41,16 @@ class OutriderExtension:
     """`worker_extension_cls`: vLLM mixes it into its worker class."""
 
     model_runner: Any
+    outrider_grammars: WorkerGrammars
+
+    def _grammars(self) -> WorkerGrammars:
+        config = self.model_runner.model_config
+        self.outrider_grammars = WorkerGrammars(config.model, config.get_vocab_size())
+        return self.outrider_grammars
+
+    def outrider_compile(self, grammar: list[Any]) -> bool:
+        """Whether a grammar is compiled; begins it where not."""
+        return self.outrider_grammars.is_ready(grammar)
 
     def outrider_install(self) -> dict[str, Any]:
         """Replaces the samplers. Returns the runner's class and what is not as expected; nothing is replaced then."""
@@ -58,7 +69,7 @@ class OutriderExtension:
             if not missing and runner.scheduler_config.async_scheduling:
                 missing = [_SYNCHRONOUS]
             if not missing:
-                v2.install(runner)
+                v2.install(runner, self._grammars())
                 if runner.kv_block_zeroer is None:
                     runner._init_kv_zero_meta()
             return found | {"missing": missing}
@@ -67,12 +78,12 @@ class OutriderExtension:
             return found | {"missing": missing}
         if runner.use_async_scheduling:
             return found | {"missing": [_SYNCHRONOUS]}
-        from outrider.cloud.vllm.sampler import OutriderSampler, OutriderVerifier, Rows, attach_logprobs
+        from outrider.cloud.vllm.sampler import OutriderSampler, OutriderVerifier, Rows, attach_found
 
-        rows = Rows(runner)
+        rows = Rows(runner, self._grammars())
         runner.sampler = OutriderSampler(rows, runner.sampler.logprobs_mode)
         runner.rejection_sampler = OutriderVerifier(rows, runner.sampler, runner.speculative_config, runner.device)
-        attach_logprobs(runner, rows)
+        attach_found(runner, rows)
         # vLLM prepares the zeroing of blocks only for some caches; the scheduler asks for it after a fault.
         if runner.device.type != "cpu" and not hasattr(runner, "_kv_block_zeroer"):
             runner._init_kv_zero_meta()

@@ -15,8 +15,9 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
-from outrider.cloud.vllm.choosers import LOGPROBS, Choosing, Choosings, Logprobs, choosing_of
+from outrider.cloud.vllm.choosers import Choosing, Choosings, Found, WorkerGrammars, choosing_of
 from outrider.cloud.vllm.terms import params_of
+from outrider.models.errors import RequestError
 from outrider.models.sampling import SamplingParams
 from outrider.models.sampling_torch import pick_rows
 
@@ -28,11 +29,12 @@ _MAX_CACHED: Final = 4096
 class Rows:
     """Which request, at which position, each row of the present batch samples for."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, grammars: WorkerGrammars) -> None:
         self._runner = runner
+        self._grammars = grammars
         self._params: dict[str, SamplingParams] = {}
         self._choosings = Choosings()
-        self.logprobs: dict[str, Logprobs] = {}  # of the present step
+        self.found = Found()  # in the present step
 
     def chosen(self, index: int, logits: torch.Tensor, drafted: Sequence[int]) -> list[int] | None:
         """The tokens of the batch's request at `index`, from its rows [len(drafted) + 1, V]; None: picks are enough.
@@ -47,16 +49,17 @@ class Rows:
 
         def make() -> Choosing | None:
             self._choosings.keep(self._runner.requests.keys())
-            return choosing_of(state.sampling_params.extra_args, prompt, logits.shape[1])
+            return choosing_of(state.sampling_params.extra_args, prompt, logits.shape[1], self._grammars)
 
-        choosing = self._choosings.of(name, make)
+        try:
+            choosing = self._choosings.of(name, make)
+        except RequestError as error:
+            self.found.refusals[name] = error.code, str(error)
+            return [_NONE]
         if choosing is None:
             return None
-        found = choosing.choose(logits.float().cpu().numpy(), drafted, [*prompt, *state.output_token_ids])
-        if found is None:
-            return [_NONE]
-        self.logprobs[name] = found[1]
-        return found[0]
+        tokens = [*prompt, *state.output_token_ids]
+        return choosing.choose(logits.float().cpu().numpy(), drafted, tokens, name, self.found) or [_NONE]
 
     def batch(self) -> tuple[list[SamplingParams], list[int]]:
         """For each request of the batch: its parameters, and the position of its next token."""
@@ -141,15 +144,15 @@ class OutriderVerifier(RejectionSampler):
         return SamplerOutput(sampled_token_ids=out.to(logits.device), logprobs_tensors=None)
 
 
-def attach_logprobs(runner: Any, rows: Rows) -> None:
-    """Has each step's output carry the logprobs of its tokens, where asked for."""
+def attach_found(runner: Any, rows: Rows) -> None:
+    """Has each step's output carry what choosers found beside the tokens."""
     sample_tokens = runner.sample_tokens
 
-    def with_logprobs(grammar_output: Any) -> Any:
-        rows.logprobs = {}
+    def with_found(grammar_output: Any) -> Any:
+        rows.found = Found()
         output = sample_tokens(grammar_output)
-        if rows.logprobs and output is not None:
-            setattr(output, LOGPROBS, rows.logprobs)
+        if output is not None:
+            rows.found.attach(output, str)
         return output
 
-    runner.sample_tokens = with_logprobs
+    runner.sample_tokens = with_found

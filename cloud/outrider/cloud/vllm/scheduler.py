@@ -25,7 +25,7 @@ from outrider.cloud.pending.policy import Policy
 from outrider.cloud.vllm import wire
 from outrider.cloud.vllm.book import Book, Pass, Served
 from outrider.cloud.vllm.checks import SCHEDULER_STATE, missing_attributes, refuse
-from outrider.cloud.vllm.choosers import LOGPROBS, Logprobs
+from outrider.cloud.vllm.choosers import LOGPROBS, REFUSALS, Logprobs
 from outrider.cloud.vllm.parent import PLACE_VARIABLE, end_with_parent
 from outrider.cloud.vllm.places import Places
 from outrider.cloud.vllm.terms import terms_of
@@ -77,6 +77,7 @@ class OutriderScheduler(Scheduler):
         self._ends: list[wire.End] = []
         self._again: list[Request] = []
         self._logprobs: dict[str, Logprobs] = {}  # of the present step
+        self._refusals: dict[str, tuple[str, str]] = {}
         self._spoiled: set[int] = set()  # blocks to zero before the next step
         self._ordered_s = self._overhead_s = 0.0
 
@@ -123,6 +124,7 @@ class OutriderScheduler(Scheduler):
                 looked_up=usage.looked_up_tokens,
                 cached_prompt_tokens=usage.cached_prompt_tokens,
                 waited_s=usage.waited_s,
+                refusal=served.refusal,
             )
         )
 
@@ -167,6 +169,8 @@ class OutriderScheduler(Scheduler):
         seconds = time.monotonic() - self._ordered_s
         scheduled = scheduler_output.num_scheduled_tokens
         size, is_probe = StepSize(), bool(scheduled)
+        self._logprobs = getattr(model_runner_output, LOGPROBS, {})
+        self._refusals = getattr(model_runner_output, REFUSALS, {})
         for request_id, count in scheduled.items():
             request = self.requests.get(request_id)
             if request is not None:
@@ -174,7 +178,6 @@ class OutriderScheduler(Scheduler):
                 is_probe &= self._is_probe(request_id)
                 self._take_faults(request, model_runner_output)
         self._passes.clear()
-        self._logprobs = getattr(model_runner_output, LOGPROBS, {})
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._run_again()
         if size.tokens:
@@ -203,6 +206,10 @@ class OutriderScheduler(Scheduler):
         if served is None:
             found: tuple[list[int], bool] = super()._update_request_with_output(request, new_token_ids, is_stale)
             return found
+        if served.refusal is not None:
+            request.status = RequestStatus.FINISHED_ERROR
+            self._end(request.request_id, served, "refused")
+            return [], True
         if FAULTY in new_token_ids:
             request.status = RequestStatus.FINISHED_ERROR
             self._book.totals.faults += 1
@@ -241,6 +248,10 @@ class OutriderScheduler(Scheduler):
         served = self._of_request.get(request.request_id)
         index = model_runner_output.req_id_to_index.get(request.request_id)
         if served is None or index is None:
+            return
+        served.refusal = self._refusals.get(request.request_id)
+        if served.refusal is not None:
+            ids[index] = [FAULTY]
             return
         own, num_fine = ids[index], len(ids[index])
         if self.use_v2_model_runner:

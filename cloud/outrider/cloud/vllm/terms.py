@@ -5,11 +5,12 @@ vLLM itself gets temperature 0: it refuses min-p together with speculation, and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from outrider.cloud.seam import GenerateRequest
+from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.rules import PLAIN, RowRules
 
@@ -23,8 +24,8 @@ class Terms:
     number: its id, which drafts name. max_tokens: it ends after as many. draft: guesses to start with. once: it ends
     with the first token that is not the drafted one, or after the draft. earlier, is_repeat: as in GenerateRequest.
     probe: drafted tokens that each of its steps verifies, whatever they are, to measure steps; None for real sequences.
-    owner: a hash of who asks. priority: higher ones go first. rules, num_generated, num_logprobs, stop_ids: as in
-    GenerateRequest.
+    owner: a hash of who asks. priority: higher ones go first. rules, num_generated, num_logprobs, stop_ids, grammar:
+    as in GenerateRequest; a worker compiles the grammar for itself.
     """
 
     number: int
@@ -43,6 +44,7 @@ class Terms:
     num_generated: int = 0
     num_logprobs: int | None = None
     stop_ids: frozenset[int] = frozenset()
+    grammar: CompiledGrammar | None = None
 
     @property
     def is_probe(self) -> bool:
@@ -72,7 +74,7 @@ class Terms:
 
     def _choice(self) -> dict[str, Any]:
         """What the worker needs where a plain pick is not enough; nothing for the others."""
-        if self.rules == PLAIN and self.num_logprobs is None:
+        if self.rules == PLAIN and self.num_logprobs is None and self.grammar is None:
             return {}
         return {
             "choice": {
@@ -80,6 +82,7 @@ class Terms:
                 "num_generated": self.num_generated,
                 "num_logprobs": self.num_logprobs,
                 "stop_ids": sorted(self.stop_ids),
+                "grammar": None if self.grammar is None else grammar_terms(self.grammar, self.owner),
             }
         }
 
@@ -105,8 +108,13 @@ def terms_of(extra_args: Mapping[str, Any] | None) -> Terms | None:
     )
 
 
-def request_of(extra_args: Mapping[str, Any] | None) -> GenerateRequest | None:
-    """What a worker chooses tokens by; None where a plain pick is enough, and for a request that is not ours."""
+def request_of(
+    extra_args: Mapping[str, Any] | None, compiled: Callable[[list[Any]], CompiledGrammar]
+) -> GenerateRequest | None:
+    """What a worker chooses tokens by; None where a plain pick is enough, and for a request that is not ours.
+
+    compiled: gives the grammar for its `grammar_terms`.
+    """
     found = ((extra_args or {}).get(KEY) or {}).get("choice")
     if found is None:
         return None
@@ -118,7 +126,19 @@ def request_of(extra_args: Mapping[str, Any] | None) -> GenerateRequest | None:
         rules=RowRules(**{name: _frozen(value) for name, value in found["rules"].items()}),
         num_generated=found["num_generated"],
         num_logprobs=found["num_logprobs"],
+        grammar=None if found["grammar"] is None else compiled(found["grammar"]),
     )
+
+
+def needs_chooser(extra_args: Mapping[str, Any] | None) -> bool:
+    """Whether a plain pick is not enough for a request."""
+    return "choice" in ((extra_args or {}).get(KEY) or {})
+
+
+def grammar_terms(grammar: CompiledGrammar, owner: bytes) -> list[Any]:
+    """What a worker compiles a grammar from: plain types. owner: whose place among the compiled ones it takes."""
+    spec = grammar.spec
+    return [spec.kind, spec.text, spec.after, list(grammar.stop_ids), owner.hex()]
 
 
 def _frozen(value: Any) -> Any:

@@ -14,8 +14,9 @@ from typing import Any, Final
 
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 
-from outrider.cloud.vllm.choosers import LOGPROBS, Choosing, Logprobs, choosing_of
-from outrider.cloud.vllm.terms import params_of, request_of
+from outrider.cloud.vllm.choosers import Choosing, Found, WorkerGrammars, choosing_of
+from outrider.cloud.vllm.terms import needs_chooser, params_of
+from outrider.models.errors import RequestError
 from outrider.models.sampling import SamplingParams
 
 ATTRIBUTES: Final = (
@@ -33,8 +34,10 @@ ATTRIBUTES: Final = (
 
 _faults: Final[dict[int, int]] = {}
 """Of the present step: the first position, by the request's slot, whose logits are not finite."""
-_logprobs: Final[dict[int, Logprobs]] = {}
-"""Of the present step, by the request's slot."""
+_found: Final = Found()
+"""In the present step, by the request's slot."""
+_grammars: Final[list[WorkerGrammars]] = []
+"""The worker's, once `install` has run: vLLM makes the logits processors itself, before."""
 
 
 class OutriderPick(LogitsProcessor):
@@ -56,7 +59,7 @@ class OutriderPick(LogitsProcessor):
         """Takes a slot for a request."""
         extra = sampling_params.extra_args
         self._params[req_idx] = params_of(extra)
-        self._extra[req_idx] = extra if request_of(extra) is not None else None
+        self._extra[req_idx] = extra if needs_chooser(extra) else None
         self._choosings[req_idx] = None
         return True
 
@@ -99,20 +102,26 @@ class OutriderPick(LogitsProcessor):
         tokens: list[int] = self._states.all_token_ids.gpu[slot, :position].tolist()
         choosing = self._choosings[slot]
         if choosing is None:
-            choosing = self._choosings[slot] = choosing_of(self._extra[slot], tokens[:length], logits.shape[1])
+            grammars = _grammars[0]
+            try:
+                choosing = choosing_of(self._extra[slot], tokens[:length], logits.shape[1], grammars)
+            except RequestError as error:
+                _found.refusals[slot] = error.code, str(error)
+                return
             assert choosing is not None
-        found = choosing.choose(logits.float().cpu().numpy(), drafted, tokens)
-        if found is None:
+            self._choosings[slot] = choosing
+        chosen = choosing.choose(logits.float().cpu().numpy(), drafted, tokens, slot, _found)
+        if chosen is not None:
+            picks[row : row + len(chosen)] = chosen
+        elif slot not in _found.refusals:
             picks[row] = None
-            return
-        picks[row : row + len(found[0])] = found[0]
-        _logprobs[slot] = found[1]
 
 
-def install(runner: Any) -> None:
+def install(runner: Any, grammars: WorkerGrammars) -> None:
     """Joins the scheduler's drafts with the runner's, and reports rows that are not finite."""
     import torch
 
+    _grammars[:] = [grammars]
     states, speculator = runner.req_states, runner.speculator
     update_requests, sample_tokens = runner.update_requests, runner.sample_tokens
     nothing = torch.full_like(speculator.drafts, -1)
@@ -133,12 +142,11 @@ def install(runner: Any) -> None:
 
     def with_faults(grammar_output: Any) -> Any:
         _faults.clear()
-        _logprobs.clear()
+        _found.clear()
         output = sample_tokens(grammar_output)
         names = {slot: request for request, slot in states.req_id_to_index.items()}
-        if _logprobs and output is not None:
-            of_request = {names[slot]: logprobs for slot, logprobs in _logprobs.items() if slot in names}
-            setattr(getattr(output, "model_runner_output", output), LOGPROBS, of_request)
+        if output is not None:
+            _found.attach(getattr(output, "model_runner_output", output), names.get)
         if _faults and output is not None:
             found = {names[slot]: position for slot, position in _faults.items() if slot in names}
             getattr(output, "model_runner_output", output).num_nans_in_logits = found

@@ -45,6 +45,11 @@ class CompiledGrammar:
         self._vocabulary = vocabulary
         self._after = after
 
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids that end a text, ascending."""
+        return self._vocabulary.stop_ids
+
     def state(self) -> GrammarState:
         """A new state, before the first token of the answer."""
         return GrammarState(self._vocabulary, self._matcher.deep_copy(), self._after)
