@@ -37,6 +37,7 @@ from bench.attacks.connections import (
 from bench.attacks.downloads import greedy_downloads, other_paths, unread_downloads
 from bench.attacks.drafts import draft_flood
 from bench.attacks.fronts import replicas_front
+from bench.attacks.heavy_rules import heavy_rules
 from bench.attacks.identity import another_model, stopped_server
 from bench.attacks.local_answers import kept_answers
 from bench.attacks.local_bodies import local_bodies, local_documents
@@ -108,6 +109,7 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (35, hostile_contexts),
     (36, recent_texts),
     (37, replicas_front),
+    (38, heavy_rules),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 

@@ -17,6 +17,8 @@ from tests.test_edge_resume import PROMPT as SCRIPTED
 from tests.test_edge_resume import Script, ended, opened, run, session, stream
 
 from outrider.cloud.engine import EngineConfig, Policy
+from outrider.edge.cli.run import make_request
+from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.drafting.depth import FixedDepth
 from outrider.edge.drafting.drafter import ModelDrafter
 from outrider.edge.drafting.estimates import Estimates
@@ -26,10 +28,11 @@ from outrider.edge.modes.assemble import make_options
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.edge.serve.state import LocalSettings
-from outrider.models.http.openai_rules import bad_word_ids
+from outrider.models.errors import ConfigError, SamplingError
 from outrider.models.protocol import Commit, ErrorAnswer
 from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.sampling import SamplingParams
+from outrider.models.transforms.bad_words import bad_word_ids
 from outrider.models.transforms.plan import NO_PLAN, RowPlan
 from outrider.models.transforms.rules import RowRules
 
@@ -256,3 +259,18 @@ def test_the_local_endpoint_passes_rules_on(cloud: FakeServer, name: str) -> Non
     shown = tokens[:-1] if tokens[-1] == EOS_ID else tokens
     assert answer.json()["choices"][0]["text"] == fake_tokenizer().decode(shown)
     assert answer.json()["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] == 0
+
+
+def test_run_has_options_of_rules() -> None:
+    """They become the request's rules; what is wrong is found before a model is loaded."""
+    options = RunOptions(
+        prompt="a", presence_penalty=0.5, logit_bias=["7=-3.5"], bad_word=["cat"], min_tokens=4, typical_p=0.9
+    )
+    rules = options.with_bad_words({"cat": [1], " cat": [2]}.__getitem__)
+    assert rules == RowRules(1.0, 0.5, 0.0, ((7, -3.5),), ((1,), (2,)), 4, typical_p=0.9)
+    request = make_request(options, fake_tokenizer(), "f")
+    assert request.rules.bad_words and request.plan.stop_ids == {EOS_ID}
+    with pytest.raises(ConfigError, match=r"--logit-bias is '7'"):
+        RunOptions(prompt="a", logit_bias=["7"])
+    with pytest.raises(SamplingError, match=r"^typical_p"):
+        RunOptions(prompt="a", typical_p=0.0)

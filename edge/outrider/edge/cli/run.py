@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from rich.console import Console
@@ -160,6 +161,8 @@ def make_request(
         ignore_eos=options.ignore_eos,
         patience_ms=options.patience_ms,
         tokenizer=fingerprint,
+        rules=options.with_bad_words(partial(tokenizer.encode, add_special_tokens=False)),
+        end_ids=frozenset(tokenizer.eos_token_ids),
     )
 
 

@@ -10,6 +10,7 @@ import typer
 from outrider.edge.cli.docs_flags import Docs, DocsTokens
 from outrider.edge.cli.draft_flags import DRAFTS, TREE, OfflineOk, Patience, Threads, given, is_typed, refuse_idle
 from outrider.edge.cli.option_groups import DraftingOptions, KeyOptions, SamplingOptions, SourceOptions
+from outrider.edge.cli.rule_options import RuleOptions
 from outrider.edge.devices.placement import AS_BUNDLED
 from outrider.edge.results import Mode
 from outrider.edge.retrieval.documents import DOCS_TOKENS
@@ -17,7 +18,7 @@ from outrider.models.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
+class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, RuleOptions, KeyOptions):
     """The command line. Raises ConfigError for options that contradict each other, SamplingError for their values."""
 
     prompt: Annotated[
@@ -32,6 +33,7 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
     _sampling: ClassVar = SamplingOptions
     seed: Annotated[int | None, typer.Option(help="Same seed, same text; default: drawn, and printed.")] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False
+    _rules: ClassVar = RuleOptions
     patience_ms: Patience = None
     docs: Docs = None
     docs_tokens: DocsTokens = DOCS_TOKENS
@@ -51,6 +53,7 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, KeyOptions):
     def __post_init__(self) -> None:
         self._choose()
         self._set_params(self.seed)
+        self._set_rules()
         self._refuse_idle()
         if self.mode is Mode.CLOUD_ONLY:
             if self.compare and is_typed("compare"):

@@ -13,10 +13,11 @@ from typing import Any, Final, TypeVar
 from outrider.models.errors import RequestError, TokenizerError
 from outrider.models.http.errors import FieldError
 from outrider.models.http.openai import Conversation
-from outrider.models.http.openai_rules import RuleParameters, bad_word_ids
+from outrider.models.http.openai_rules import RuleParameters
 from outrider.models.http.requests import sampling_of
 from outrider.models.http.turns import Turns
 from outrider.models.tokenizer import Tokenizer
+from outrider.models.transforms.bad_words import bad_word_ids
 from outrider.models.transforms.rules import RowRules
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Final
 
 from pydantic import BaseModel, Field
@@ -60,22 +60,6 @@ class RuleParameters(BaseModel):
             _or(self.xtc_probability, 0.0),
             _or(self.xtc_threshold, 0.1),
         )
-
-
-def bad_word_ids(encode: Callable[[str], list[int]], words: Sequence[str]) -> list[list[int]]:
-    """Token ids of each word, and of the word after a space where that is another first token of as many, as in vLLM.
-
-    encode: without special tokens.
-    """
-    found: list[list[int]] = []
-    for word in words:
-        plain = encode(word.lstrip())
-        spaced = encode(" " + word.lstrip())
-        if plain:
-            found.append(plain)
-        if spaced and (not plain or (spaced[0] != plain[0] and len(spaced) == len(plain))):
-            found.append(spaced)
-    return found
 
 
 def _or(value: float | None, default: float) -> float:
