@@ -33,6 +33,8 @@ class GenerateRequest:
     deadline_ms: time from `submit` after which the sequence ends: with its text so far, or, where it has none, with the
     error `deadline_exceeded`. None: no such bound.
     stored: what `ServingEngine.seek` found of the parked prefix; None where it is in memory, or nowhere.
+    provisional: of a cascade, events of unconfirmed tokens are wanted too. salt: of the prompt cache; requests of one
+    owner with different salts share none.
     earlier: what followed the same prompt before; a hint, whose ids may be anything. is_repeat: it was picked with
     these `params`.
     """
@@ -53,6 +55,8 @@ class GenerateRequest:
     earlier: tuple[int, ...] = ()
     is_repeat: bool = False
     stored: Any = None
+    provisional: bool = False
+    salt: bytes = b""
 
     def is_parked_after(self, reason: SequenceEndReason) -> bool:
         """Whether the cache is kept after this end for what continues the sequence."""
@@ -73,6 +77,17 @@ class CommitEvent:
     accepted: int
     proposed: int
     looked_up: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProvisionalEvent:
+    """A cascade's mid-size verifier committed `tokens` after `base` others; the target has not confirmed them.
+
+    They replace earlier provisional tokens from `base` on. Sent only for requests that ask: `provisional`.
+    """
+
+    base: int
+    tokens: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -116,7 +131,7 @@ class EndEvent:
     prefix_hash: str | None = None
 
 
-Event = CommitEvent | EndEvent
+Event = CommitEvent | ProvisionalEvent | EndEvent
 # Called on the engine's thread, never blocks, never raises.
 Sink = Callable[[Event], None]
 

@@ -47,6 +47,8 @@ def session_routes(core: Core) -> APIRouter:
             owner=owner,
             prefix_hash=body.prefix_hash,
             keep=body.keep_prefix,
+            provisional=body.provisional,
+            salt=(body.cache_salt or "").encode(),
         )
         mailbox = core.bridge.mailbox()
         generate = await core.admission.sought(generate)
@@ -83,6 +85,7 @@ def session_routes(core: Core) -> APIRouter:
                 vocab_size=core.engine.limits.vocab_size,
                 target=core.model.target,
                 keep_alive_s=core.settings.keep_alive_s,
+                mid=core.model.mid,
             )
             watched = watch(core.metrics, request.scope, arrived_s)
             return SessionStream(opened, mailbox, watched, close, keep_alive_s=core.settings.keep_alive_s)

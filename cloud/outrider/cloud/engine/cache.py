@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import secrets
 import time
@@ -126,13 +127,18 @@ class SequenceCache:
         size, chain = self.pool.block_size, sequence.chain
         while len(chain) < count:
             start = len(chain) * size
-            parent = chain[-1] if chain else self._root(sequence.request.owner)
+            parent = chain[-1] if chain else self._root(sequence)
             chain.append(chain_hash(parent, sequence.tokens[start : start + size]))
         return chain[:count]
 
-    def _root(self, owner: bytes) -> bytes:
-        """Where an owner's chains begin: nobody else can compute, or match, a hash of what the owner sent."""
-        return chain_hash(self._salt + (b"" if self._share_between_owners else owner), ())
+    def _root(self, sequence: SequenceState) -> bytes:
+        """Where an owner's chains begin: nobody else can compute, or match, a hash of what the owner sent.
+
+        The owner may divide its own by salts.
+        """
+        owner, salt = sequence.request.owner, sequence.request.salt
+        digest = hashlib.sha256(owner).digest() + salt if salt else owner
+        return chain_hash(self._salt + (salt if self._share_between_owners else digest), ())
 
     def drop(self, sequence: SequenceState) -> None:
         """Releases all blocks of the sequence; its tokens must be run again."""
@@ -151,7 +157,7 @@ class SequenceCache:
         chain = self._chain(sequence, full)
         # The rest is hashed behind a token that no model has, so that no name is the hash of a block.
         rest = [-1, *sequence.tokens[full * size :]]
-        name = chain_hash(chain[-1] if chain else self._root(owner), rest).hex()
+        name = chain_hash(chain[-1] if chain else self._root(sequence), rest).hex()
         tokens, blocks, hashes = array("i", sequence.tokens), tuple(sequence.blocks), tuple(sequence.hashes)
         prefix = ParkedPrefix(owner, name, tokens, blocks, sequence.computed, hashes, self._clock())
         self._on_park(prefix)
