@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -86,8 +87,8 @@ def cascade_model(mid: ServedModel, facts: ModelFacts, name: str | None) -> Serv
     own = mid.tokenizer.fingerprint
     if facts.tokenizer != own:
         raise TokenizerMismatch(
-            f"the tokenizer of {mid.name} is {own[:12]}, that of {facts.name} upstream is {facts.tokenizer[:12]}; serve "
-            "a model of the same family"
+            f"the tokenizer of {mid.name} is {own[:12]}, that of {facts.name} upstream is {facts.tokenizer[:12]}; "
+            "serve a model of the same family"
         )
     if facts.target is None:
         raise ConfigError(f"{facts.name} upstream names no target; update the server there")
@@ -97,8 +98,6 @@ def cascade_model(mid: ServedModel, facts: ModelFacts, name: str | None) -> Serv
         raise ConfigError(
             f"only one of {mid.name} and {facts.name} upstream has a chat template; export both from the same family"
         )
-    if not (facts.eos_token_ids or not mid.eos_ids):
-        raise ConfigError(f"{facts.name} upstream names no end token; update the server there")
     return replace(
         mid,
         name=name or facts.name,
@@ -143,9 +142,13 @@ def show_cascade(metrics: Metrics, counts: CascadeCounts) -> None:
         ("kind",),
         tokens,
     )
-    for name, help_text, read in (
-        ("returns", "Times that the mid-size verifier went back to the target's text.", lambda: counts.returns),
-        ("target_passes", "Passes of the target upstream that committed tokens.", lambda: counts.passes),
-        ("upstream_losses", "Sessions upstream that were cut, refused for now or not answered.", lambda: counts.losses),
+    for name, help_text in (
+        ("returns", "Times that the mid-size verifier went back to the target's text."),
+        ("passes", "Passes of the target upstream that committed tokens."),
+        ("losses", "Sessions upstream that were cut, refused for now or not answered."),
     ):
-        metrics.add_counts(f"cascade_{name}", help_text, (), lambda read=read: {(): read()})  # type: ignore[misc]
+        metrics.add_counts(f"cascade_{name}", help_text, (), partial(_count, counts, name))
+
+
+def _count(counts: CascadeCounts, name: str) -> Mapping[tuple[str, ...], int]:
+    return {(): getattr(counts, name)}

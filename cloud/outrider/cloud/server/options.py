@@ -87,8 +87,8 @@ class ServeOptions(AccessOptions, ReplicaOptions):
     upstream: Annotated[
         str | None,
         typer.Option(
-            help="Another verifier, whose text this is: the model here verifies first, and what it commits is the draft "
-            "for that one. Its key: OUTRIDER_UPSTREAM_KEY.",
+            help="The target's verifier: the model here verifies first, and what it commits is the draft for that one. "
+            "Its key: OUTRIDER_UPSTREAM_KEY.",
             metavar="URL",
         ),
     ] = None
