@@ -20,7 +20,7 @@ from outrider.models.protocol import (
 
 MAX_LINE_BYTES: Final = 1 << 18
 """A commit is a few hundred bytes; `open` repeats the request's stop ids."""
-_SESSION_ID: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+_SESSION_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 class EventReader:
