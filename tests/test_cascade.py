@@ -27,6 +27,7 @@ from tests.serving import (
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig
 from outrider.cloud.engine.config import TreeForm
+from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server.cascade import cascade_model, fetch_facts, upstream_key
 from outrider.cloud.upstream.device_drafts import DeviceDrafts
@@ -140,6 +141,15 @@ def test_the_text_is_the_targets(agreement: float, form: TreeForm) -> None:
         counts = running.engine.counts
         assert counts.passes == num_passes
         assert counts.void == 0 if agreement == 1.0 else counts.void > 0
+
+
+def test_an_engine_that_cannot_rewind_is_cancelled_and_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's: the text is the same."""
+    asked: list[int] = []
+    monkeypatch.setattr(EngineThread, "rewind", lambda self, number, *rest: asked.append(number))
+    with cascade(0.8) as running:
+        assert run_session(running.client, asking()).tokens == target_tokens(PROMPT, LENGTH, SETTINGS[1])
+        assert asked and running.engine.counts.returns > 0
 
 
 def test_what_the_mid_commits_saves_passes_of_the_target() -> None:

@@ -303,6 +303,14 @@ class ServingEngine(Protocol):
         """Ends a sequence early; does nothing if it is over."""
         ...
 
+    def rewind(self, sequence_id: int, base: int, tokens: Sequence[int], sink: Sink) -> bool:
+        """Replaces what a sequence generated after its first `base` tokens by `tokens`, at least one.
+
+        Its events go to `sink` from then on; a sequence that ended before has only its end there, "cancelled".
+        Drafts that are pending are dropped. False, and nothing is changed, where the engine cannot.
+        """
+        return False
+
     def stats(self) -> EngineStats:
         """A snapshot; cheap."""
         ...

@@ -140,6 +140,19 @@ class SequenceCache:
         digest = hashlib.sha256(owner).digest() + salt if salt else owner
         return chain_hash(self._salt + (salt if self._share_between_owners else digest), ())
 
+    def cut(self, sequence: SequenceState, length: int) -> None:
+        """Forgets keys and values from token `length` on: other tokens stand there now.
+
+        A block that is known by hash and holds any of them is given back: others may share it, so it never changes.
+        """
+        num_full = length // self.pool.block_size
+        sequence.computed = min(sequence.computed, length)
+        if len(sequence.hashes) > num_full:
+            self.pool.release(sequence.blocks[num_full:])
+            sequence.computed = min(sequence.computed, num_full * self.pool.block_size)
+            del sequence.blocks[num_full:], sequence.hashes[num_full:]
+        del sequence.chain[num_full:]
+
     def drop(self, sequence: SequenceState) -> None:
         """Releases all blocks of the sequence; its tokens must be run again."""
         self.pool.release(sequence.blocks)

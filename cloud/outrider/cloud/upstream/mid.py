@@ -1,7 +1,8 @@
 """Runs the mid-size verifier's sequence of one text: ahead of what is confirmed, and back where that contradicts it.
 
-Going back is cancel and resume: the sequence ends, and another one begins with the confirmed text as its prompt, whose
-full blocks the prefix cache has. All that is needed of the engine is the seam. On the loop, but for `begin`.
+It goes back by a rewind of the engine's. Where the engine has none (vLLM), or the sequence began after the place in
+question, the sequence ends and another one begins with the confirmed text as its prompt, whose full blocks the prefix
+cache has. On the loop, but for `begin`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, ServingEngine
+from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, ServingEngine, Sink
 from outrider.cloud.upstream.device_drafts import DeviceDrafts
 from outrider.models.errors import RequestError
 from outrider.models.protocol import MAX_PATH_TOKENS
@@ -50,6 +51,7 @@ class MidRun:
         self._start = 0
         self._agreed = 0  # tokens of the text that were compared
         self._base = 0  # tokens of the text before the present sequence's own
+        self._shift = 0  # tokens from there to where `_drafts` counts from
         self._number: int | None = None
         self._run = 0
         self._num_errors = 0
@@ -84,9 +86,7 @@ class MidRun:
         if len(prompt) >= limits.max_positions or max(prompt) >= limits.vocab_size:
             self._is_off = True  # the target may hold more than the mid
             return
-        self._run += 1
-        run = self._run
-        self._base = len(text)
+        self._base, self._shift = len(text), 0
         is_known = list(request.earlier[: len(text)]) == text
         own = replace(
             request,
@@ -96,12 +96,26 @@ class MidRun:
             deadline_ms=None,  # of the text: the target's
             provisional=False,
         )
-        self._number = self._engine.submit(own, lambda event: self._post(lambda: self._on_event(run, event)))
-        trees, paths = self._drafts.begin(self._base, text.__getitem__)
+        self._number = self._engine.submit(own, self._new_sink())
+        self._draft_again(text)
+
+    def _new_sink(self) -> Sink:
+        """A sink from which alone events count from now on."""
+        self._run += 1
+        run = self._run
+        return lambda event: self._post(lambda: self._on_event(run, event))
+
+    def _draft_again(self, text: Sequence[int]) -> None:
+        """Drafts what the device sent and still follows `text`, which the sequence has now."""
+        trees, paths = self._drafts.begin(len(text), text.__getitem__)
         for tree in trees:
-            self._try(lambda number, tree=tree: self._engine.draft_tree(number, tree))  # type: ignore[misc]
+            self._draft_part(tree)
         if paths:
-            self._try(lambda number: self._engine.draft(number, 0, paths))
+            self._try(lambda number: self._engine.draft(number, self._shift, paths))
+
+    def _draft_part(self, tree: TreeDraft) -> None:
+        moved = replace(tree, base=tree.base + self._shift)
+        self._try(lambda number: self._engine.draft_tree(number, moved))
 
     def close(self) -> None:
         """Ends the present sequence; none follows."""
@@ -116,12 +130,12 @@ class MidRun:
         """A device's paths, by the session's base."""
         base, paths = self._drafts.add_paths(base, paths)
         if paths:
-            self._try(lambda number: self._engine.draft(number, base, paths))
+            self._try(lambda number: self._engine.draft(number, base + self._shift, paths))
 
     def draft_tree(self, message: TreeDraft) -> None:
         """A device's part of a tree, by the session's base."""
         for tree in self._drafts.add(message):
-            self._try(lambda number, tree=tree: self._engine.draft_tree(number, tree))  # type: ignore[misc]
+            self._draft_part(tree)
 
     def _try(self, ask: Callable[[int], None]) -> None:
         """Drafts are hints: one that the sequence does not take is dropped."""
@@ -156,12 +170,12 @@ class MidRun:
         for position in range(self._agreed, min(known, self._end)):
             if confirmed[position] != self._written[position - self._start]:
                 void = self._end - position
-                self._go_to_confirmed()
+                self._go_to_confirmed(position)
                 return void
         self._agreed = max(self._agreed, min(known, self._end))
         behind = known - self._end
         if behind > 0 and (self._number is None or (behind > MAX_BEHIND and self._written)):
-            self._go_to_confirmed()
+            self._go_to_confirmed(self._end)
         elif behind > 0 and self._written and self._number is not None:
             tail = confirmed[self._end :][:MAX_PATH_TOKENS]
             base = self._end - self._base
@@ -172,11 +186,24 @@ class MidRun:
             self._go_on()
         return 0
 
-    def _go_to_confirmed(self) -> None:
-        self._cancel()
+    def _go_to_confirmed(self, position: int) -> None:
+        """Goes to the end of the confirmed text, from which the mid's differs, or is missing, from `position` on."""
         self._written = []
         self._start = self._agreed = len(self._confirmed)
+        if self._number is not None and position >= self._base and not self._is_text_over():
+            tail = self._confirmed[position:]
+            if self._engine.rewind(self._number, position - self._base, tail, self._new_sink()):
+                self._shift = self._start - self._base
+                self._draft_again(self._confirmed)
+                return
+        self._cancel()
         self._go_on()
+
+    def _is_text_over(self) -> bool:
+        text, request = self._confirmed, self._request
+        limits = self._engine.limits
+        is_full = len(request.prompt) + len(text) >= min(limits.max_positions, len(request.prompt) + request.max_tokens)
+        return is_full or text[-1] in request.stop_ids or max(text) >= limits.vocab_size
 
     def _go_on(self) -> None:
         if self._is_off:
