@@ -24,8 +24,7 @@ from typing import Final
 from bench.report import write_json
 
 from outrider.cloud.engine import Engine, EngineConfig
-from outrider.cloud.pending.trie import DraftTrie
-from outrider.cloud.seam import CommitEvent, Event, GenerateRequest
+from outrider.cloud.seam import CommitEvent, Event, GenerateRequest, Sink
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.bundle import Bundle
 from outrider.models.runtimes import open_batch_runtime
@@ -35,46 +34,30 @@ from outrider.models.sampling import SamplingParams
 STEPS: Final = 8
 
 
-class RewindingEngine(Engine):
-    """An engine whose sequences can go back. What the cascade would need, no more: pending drafts are dropped."""
-
-    def rewind(self, sequence_id: int, base: int, tokens: list[int]) -> None:
-        """Replaces what the sequence generated after `base` tokens by `tokens`, at least one."""
-        sequence = self._sequences[sequence_id]
-        kept = len(sequence.tokens) - len(sequence.generated) + base
-        sequence.tokens[kept:] = tokens
-        sequence.generated[base:] = tokens
-        sequence.computed = min(sequence.computed, kept)
-        num_full = kept // self._runtime.block_size
-        if len(sequence.hashes) > num_full:  # others may share the next one: it is never written again
-            self._cache.pool.release(sequence.blocks[num_full:])
-            sequence.computed = min(sequence.computed, num_full * self._runtime.block_size)
-            del sequence.blocks[num_full:], sequence.hashes[num_full:], sequence.chain[num_full:]
-        sequence.drafts.trie = DraftTrie()
-        sequence.drafts.trie.root.position = len(sequence.generated)
-
-
 class Text:
     """One text of a way, and the sink of its sequence."""
 
-    def __init__(self, engine: RewindingEngine, prompt: list[int], is_rewinding: bool) -> None:
+    def __init__(self, engine: Engine, prompt: list[int], is_rewinding: bool) -> None:
         self._engine, self._is_rewinding = engine, is_rewinding
         self.tokens = list(prompt)
         self._start = len(prompt)
         self._id = 0
+        self._run = object()
         self._submit()
 
     def _submit(self) -> None:
         request = GenerateRequest(tuple(self.tokens), SamplingParams(), 100_000, owner=bytes([self._is_rewinding]))
         self._start = len(self.tokens)
-        self._run = object()
-        run = self._run
+        self._id = self._engine.submit(request, self._new_sink())
+
+    def _new_sink(self) -> Sink:
+        run = self._run = object()
 
         def sink(event: Event) -> None:
             if isinstance(event, CommitEvent) and run is self._run:
                 self.tokens += event.tokens
 
-        self._id = self._engine.submit(request, sink)
+        return sink
 
     def grow(self, length: int) -> None:
         """Steps until the text is so long."""
@@ -88,7 +71,7 @@ class Text:
         kept = len(self.tokens) - num_void
         self.tokens[kept:] = [token]
         if self._is_rewinding:
-            self._engine.rewind(self._id, kept - self._start, [token])
+            self._engine.rewind(self._id, kept - self._start, [token], self._new_sink())
         else:
             self._engine.cancel(self._id)
             self._submit()
@@ -115,7 +98,7 @@ def main() -> None:
     ran: dict[str, list[int]] = {"resume": [], "rewind": []}
     num_different = 0
     with closing(open_batch_runtime(bundle.manifest.runtime, bundle.model_file, loading)) as runtime:
-        engine = RewindingEngine(runtime, EngineConfig(looks_up=False))
+        engine = Engine(runtime, EngineConfig(looks_up=False))
         prompt = [10 + (7 * i) % 200 for i in range(options.context)]
         for number in range(options.rounds):
             texts = []
