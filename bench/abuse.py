@@ -28,6 +28,7 @@ from bench.attacks.admission import audit_flood, borrowed_priority, deadline_flo
 from bench.attacks.bodies import wrong_elements
 from bench.attacks.browser import foreign_pages
 from bench.attacks.caches import guessed_hash, kept_sessions, others_prompts, session_hash
+from bench.attacks.cascades import cascades
 from bench.attacks.connections import (
     large_header,
     pipelined_requests,
@@ -110,6 +111,7 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (36, recent_texts),
     (37, replicas_front),
     (38, heavy_rules),
+    (39, cascades),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 

@@ -83,7 +83,7 @@ class Text:
                     self._engine.draft(self.number, len(self.tokens), [draft])
                 except RequestError:
                     pass  # the text was complete with this commit
-        else:
+        elif isinstance(event, EndEvent):
             self.end = event
             self.ended.set()
 

@@ -54,7 +54,7 @@ class Collector:
             assert event.base == len(self.tokens)
             self.commits.append(event)
             self.tokens += event.tokens
-        else:
+        elif isinstance(event, EndEvent):
             self.end = event
 
 

@@ -25,8 +25,13 @@ from outrider.cloud.api.state import Core, ServedModel, ServerSettings
 from outrider.cloud.engine import Engine, EngineConfig
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.recent.store import RecentStore
+from outrider.cloud.seam import ServingEngine
+from outrider.cloud.server.cascade import cascade_model, fetch_facts, show_cascade
 from outrider.cloud.server.offered import find_offered
 from outrider.cloud.server.serving import VerifierServer
+from outrider.cloud.upstream.client import UpstreamClient
+from outrider.cloud.upstream.engine import CascadeEngine
+from outrider.cloud.upstream.text import UpstreamRetry
 from outrider.models.ingress.connection_limits import ConnectionLimits
 from outrider.models.ingress.sockets import TlsFiles, open_socket, url_of
 from outrider.models.protocol import Commit, SessionEnd, SessionEvent, SessionOpen, parse_event
@@ -164,19 +169,30 @@ def serve_fake(
     tls: TlsFiles | None = None,
     drafts: Path | None = None,
     recent: RecentStore | None = None,
+    upstream: str | None = None,
+    upstream_key: str | None = None,
+    upstream_retry: UpstreamRetry | None = None,
 ) -> Iterator[FakeServer]:
     """Serves the fake model `name`. gate: opened at the end; drain_s, limits, tls: see VerifierServer.
 
     drafts: directory of bundles that are offered for download. recent: as create_app takes it; the caller closes it.
+    upstream: URL of the target's verifier; the fake model here verifies first.
     Runtimes with one `seed` speak one language, so servers with them are replicas of one target.
     """
     tokenizer = fake_tokenizer(has_chat_template=has_chat_template, chat_template=chat_template)
     runtime = runtime or FakeBatchRuntime(vocab_size=tokenizer.size, on_step=gate)
-    engine = EngineThread(Engine(runtime, config))
-    engine.start()
+    own = EngineThread(Engine(runtime, config))
     model = ServedModel(name, tokenizer, frozenset({EOS_ID}), target=f"{runtime.seed:016x}")
+    engine: ServingEngine = own
+    if upstream is not None:
+        facts = fetch_facts(upstream, upstream_key)
+        model = cascade_model(model, facts, None)
+        engine = CascadeEngine(own, lambda: UpstreamClient(upstream, upstream_key), facts, upstream_retry)
+    engine.start()
     offered = find_offered(drafts, tokenizer.fingerprint, name) if drafts is not None else ()
     app = create_app(engine, model, settings, offered, recent)
+    if isinstance(engine, CascadeEngine):
+        show_cascade(app.state.core.metrics, engine.counts)
     server = VerifierServer(app, drain_s=drain_s, limits=limits, tls=tls)
     sock = open_socket("127.0.0.1", 0)
     url = url_of(sock, is_tls=tls is not None)
@@ -192,7 +208,9 @@ def serve_fake(
         if not fake.core.is_draining:
             server.begin_drain(0.0)
         thread.join(TIMEOUT_S)
-        engine.close()
+        if engine is not own:
+            engine.stop()
+        own.close()
         sock.close()
         assert not thread.is_alive(), "the server did not end"
 

@@ -34,7 +34,7 @@ ROOMS = {
         "devices",
         "",
     ),
-    "cloud": ("server", "replicas", "api", "recent", "vllm", "engine", "pending", ""),
+    "cloud": ("server", "replicas", "api", "recent", "upstream", "vllm", "engine", "pending", ""),
     "models": ("ingress", "http", "runtimes", "transforms", "grammar", ""),
     "reference": ("",),
 }
@@ -61,6 +61,7 @@ UNKNOWN_TO = {
     "outrider.cloud.api": (
         "outrider.cloud.engine",
         "outrider.cloud.vllm",
+        "outrider.cloud.upstream",
         "outrider.cloud.pending",
     ),  # an engine only through the seam
     "outrider.cloud.replicas": (

@@ -36,6 +36,8 @@ class GenerateRequest:
     deadline_ms: time from `submit` after which the sequence ends: with its text so far, or, where it has none, with the
     error `deadline_exceeded`. None: no such bound.
     stored: what `ServingEngine.seek` found of the parked prefix; None where it is in memory, or nowhere.
+    provisional: of a cascade, events of unconfirmed tokens are wanted too. salt: of the prompt cache; requests of one
+    owner with different salts share none.
     earlier: what followed the same prompt before; a hint, whose ids may be anything. is_repeat: it was picked with
     these `params`.
     rules: what changes rows of logits before the pick. num_generated: so many of the last tokens before the first one
@@ -63,6 +65,8 @@ class GenerateRequest:
     num_generated: int = 0
     num_logprobs: int | None = None
     grammar: CompiledGrammar | None = None
+    provisional: bool = False
+    salt: bytes = b""
 
     def is_parked_after(self, reason: SequenceEndReason) -> bool:
         """Whether the cache is kept after this end for what continues the sequence."""
@@ -85,6 +89,17 @@ class CommitEvent:
     proposed: int
     looked_up: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ProvisionalEvent:
+    """A cascade's mid-size verifier committed `tokens` after `base` others; the target has not confirmed them.
+
+    They replace earlier provisional tokens from `base` on. Sent only for requests that ask: `provisional`.
+    """
+
+    base: int
+    tokens: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -128,7 +143,7 @@ class EndEvent:
     prefix_hash: str | None = None
 
 
-Event = CommitEvent | EndEvent
+Event = CommitEvent | ProvisionalEvent | EndEvent
 # Called on the engine's thread, never blocks, never raises.
 Sink = Callable[[Event], None]
 
@@ -309,6 +324,14 @@ class ServingEngine(Protocol):
     def cancel(self, sequence_id: int) -> None:
         """Ends a sequence early; does nothing if it is over."""
         ...
+
+    def rewind(self, sequence_id: int, base: int, tokens: Sequence[int], sink: Sink) -> bool:
+        """Replaces what a sequence generated after its first `base` tokens by `tokens`, at least one.
+
+        Its events go to `sink` from then on; a sequence that ended before has only its end there, "cancelled".
+        Drafts that are pending are dropped. False, and nothing is changed, where the engine cannot.
+        """
+        return False
 
     def stats(self) -> EngineStats:
         """A snapshot; cheap."""

@@ -60,6 +60,8 @@ Number = Annotated[float, Strict(), AllowInfNan(False)]
 """An integer is a number; true, "1", NaN and Infinity are not."""
 # Inline: one field needs no component of its own in the OpenAPI document.
 _RuleField = Annotated[Rule, WithJsonSchema({"title": "Rule", "type": "string", "enum": [rule.value for rule in Rule]})]
+_SALT: Final = "requests with another salt share no cached prompt with this one"
+_MID: Final = "a cascade: the model that verifies first; the text is the target's all the same"
 _TARGET = "identity of the target: a text is finished by the one that began it"
 EndReason = Literal["stop", "length", "context", "cancelled", "shutdown", "deadline", "error"]
 
@@ -147,6 +149,10 @@ class SessionRequest(SamplingFields, RuleFields):
     grammar: GrammarField | None = Field(default=None, description="the texts that are allowed; unset: all")
     priority: Priority | None = Field(default=None, description=PRIORITY)
     deadline_ms: DeadlineMs | None = Field(default=None, description=DEADLINE)
+    provisional: StrictBool = Field(
+        default=False, description="of a cascade: also send tokens that the target has not confirmed, marked"
+    )
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=64, description=_SALT)
 
 
 class SessionOpen(_Answer):
@@ -163,6 +169,7 @@ class SessionOpen(_Answer):
     vocab_size: int | None = Field(default=None, ge=1, description="every committed id is below it")
     target: str | None = Field(default=None, description=_TARGET)
     keep_alive_s: float | None = Field(default=None, description="the stream is never silent for longer")
+    mid: str | None = Field(default=None, description=_MID)
 
 
 class Commit(_Answer):
@@ -171,6 +178,10 @@ class Commit(_Answer):
     The target accepted `accepted` of `proposed` drafted tokens in this pass; both are left out of the JSON when nothing
     was proposed. Of those accepted, the server's prompt lookup guessed `looked_up`; left out when 0. `type` is always
     left out: most events are commits, and an event without a type is one.
+
+    provisional: a cascade's mid-size verifier has committed these tokens and the target has not. They replace earlier
+    provisional tokens from `base` on. A commit without the mark is final; provisional tokens that it contradicts, and
+    all after them, are void. Sent only where the session asks for it; left out when false.
     """
 
     type: Literal["commit"] = "commit"
@@ -179,6 +190,7 @@ class Commit(_Answer):
     accepted: int = 0
     proposed: int = 0
     looked_up: int = 0
+    provisional: bool = False
 
 
 class Usage(_Answer):
@@ -250,6 +262,7 @@ class VerifyRequest(_Request):
     tokenizer: str | None = None
     priority: Priority | None = Field(default=None, description=PRIORITY)
     deadline_ms: DeadlineMs | None = Field(default=None, description=DEADLINE)
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=64, description=_SALT)
 
 
 class ErrorBody(_Answer):
@@ -328,6 +341,7 @@ class ModelFacts(_Answer):
     precision: str | None = None
     runtime: str | None = None
     is_widened: bool = False
+    mid: str | None = Field(default=None, description=_MID)
 
 
 class OfferedFile(_Answer):

@@ -193,7 +193,7 @@ class _Followed:
                 self._admission.budget.take(self.owner, len(event.tokens), self._per_minute)
             if self._entry is not None:
                 self._entry.committed(len(event.tokens), event.accepted)
-        else:
+        elif isinstance(event, EndEvent):
             event = self._end(event)
         self._sink(event)
 

@@ -106,7 +106,7 @@ class Generation:
             for index, event in arrived:
                 if isinstance(event, CommitEvent):
                     deltas += self._commit(index, event)
-                else:
+                elif isinstance(event, EndEvent):
                     deltas += self._end(index, event)
             if deltas or not arrived:
                 yield deltas

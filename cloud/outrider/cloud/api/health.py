@@ -84,7 +84,11 @@ def health_routes(core: Core) -> APIRouter:
             eos_token_ids=sorted(core.model.eos_ids),
             has_chat_template=tokenizer.has_chat_template,
             target=core.model.target,
+            mid=core.model.mid,
         )
+        if (target := core.model.facts) is not None:
+            kept = {"name", "protocol", "max_positions", "has_chat_template", "mid"}
+            return target.model_copy(update=facts.model_dump(include=kept))
         if manifest is None:
             return facts
         return facts.model_copy(

@@ -37,7 +37,7 @@ class Recalled:
         def taking(event: Event) -> None:
             if isinstance(event, CommitEvent):
                 self._tokens.extend(event.tokens)
-            else:
+            elif isinstance(event, EndEvent):
                 self._end(event)
             sink(event)
 

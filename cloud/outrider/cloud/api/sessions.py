@@ -53,6 +53,8 @@ def session_routes(core: Core) -> APIRouter:
             num_generated=body.generated,
             keep=body.keep_prefix,
             grammar=grammar,
+            provisional=body.provisional,
+            salt=(body.cache_salt or "").encode(),
         )
         mailbox = core.bridge.mailbox()
         generate = await core.admission.sought(generate)
@@ -89,6 +91,7 @@ def session_routes(core: Core) -> APIRouter:
                 vocab_size=core.engine.limits.vocab_size,
                 target=core.model.target,
                 keep_alive_s=core.settings.keep_alive_s,
+                mid=core.model.mid,
             )
             watched = watch(core.metrics, request.scope, arrived_s)
             return SessionStream(opened, mailbox, watched, close, keep_alive_s=core.settings.keep_alive_s)

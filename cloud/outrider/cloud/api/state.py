@@ -26,6 +26,7 @@ from outrider.models.http.limits import Slots
 from outrider.models.http.requests import Bodies
 from outrider.models.http.security import KeyRing, PagePolicy
 from outrider.models.manifest import Manifest
+from outrider.models.protocol import ModelFacts
 from outrider.models.tokenizer import Tokenizer
 
 
@@ -64,7 +65,8 @@ class ServedModel:
     """The model behind the engine, as clients see it. manifest: its bundle's; None for a model without a bundle.
 
     target: identity of what picks the tokens, equal for replicas only; "": made from name and tokenizer, for a model
-    without a bundle.
+    without a bundle. mid: of a cascade, the name of the model that verifies first. facts: what the target's own server
+    says of it, where that is another one.
     """
 
     name: str
@@ -72,6 +74,8 @@ class ServedModel:
     eos_ids: frozenset[int]
     manifest: Manifest | None = None
     target: str = ""
+    mid: str | None = None
+    facts: ModelFacts | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

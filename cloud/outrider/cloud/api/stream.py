@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.bridge import Delivery, Mailbox
 from outrider.cloud.api.watch import SequenceWatch
-from outrider.cloud.seam import CommitEvent, EndEvent
+from outrider.cloud.seam import CommitEvent, EndEvent, ProvisionalEvent
 from outrider.models.faults import log_fault
 from outrider.models.http import sse
 from outrider.models.http.errors import error_body, internal_error
@@ -87,6 +87,9 @@ class SessionStream(Response):
                 chunk += sse.encode(_end(event))
                 self._has_ended = True
                 break
+            if isinstance(event, ProvisionalEvent):
+                chunk += encode_provisional(event)
+                continue
             self._watch.committed(event)
             chunk += encode_commit(event)
         self._write(chunk)
@@ -199,3 +202,9 @@ def encode_commit(event: CommitEvent) -> bytes:
             f'"accepted":{event.accepted},"proposed":{event.proposed}{looked_up}}}\n\n'
         ).encode()
     return f'data: {{"base":{event.base},"tokens":[{tokens}]}}\n\n'.encode()
+
+
+def encode_provisional(event: ProvisionalEvent) -> bytes:
+    """`protocol.Commit` with the mark of unconfirmed tokens."""
+    tokens = ",".join(map(str, event.tokens))
+    return f'data: {{"base":{event.base},"tokens":[{tokens}],"provisional":true}}\n\n'.encode()

@@ -21,7 +21,7 @@ from outrider.cloud.api.bridge import Delivery, Mailbox
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.traces import RequestTrace, trace_of
 from outrider.cloud.api.watch import log_failure
-from outrider.cloud.seam import CommitEvent, GenerateRequest
+from outrider.cloud.seam import CommitEvent, EndEvent, GenerateRequest
 from outrider.models.errors import RequestError
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http.errors import error_body, from_validation, internal_error
@@ -57,6 +57,7 @@ class VerifyEnvelope(BaseModel):
     tokenizer: str | None = None
     priority: Priority | None = None
     deadline_ms: DeadlineMs | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=64)
 
 
 def verify_routes(core: Core) -> APIRouter:
@@ -99,6 +100,7 @@ class _Batch:
         self._core = core
         self._owner = owner
         self._asked = asked
+        self._salt = b""
         self._trace = trace
         self._errors: dict[int, RequestError] = {}
         self._results: list[VerifyResult] = []
@@ -126,6 +128,7 @@ class _Batch:
             envelope = await self._core.bodies.parse(owner, VerifyEnvelope, body, is_held=True)
             self._core.require_tokenizer(envelope.tokenizer)
             self._asked = replace(self._asked, priority=envelope.priority, deadline_ms=envelope.deadline_ms)
+            self._salt = (envelope.cache_salt or "").encode()
             self._results = [VerifyResult()] * len(envelope.items)
             items = envelope.items
             for index in range(len(items)):
@@ -191,6 +194,7 @@ class _Batch:
             num_generated=item.generated,
             owner=self._owner,
             grammar=grammar,
+            salt=self._salt,
         )
 
     def _note(self, delivery: Delivery) -> None:
@@ -203,7 +207,7 @@ class _Batch:
                 "accepted": so_far.accepted + event.accepted,
                 "tokens": [*so_far.tokens, *event.tokens],
             }
-        else:
+        elif isinstance(event, EndEvent):
             del self._running[index]
             if self._trace is not None:
                 self._trace.ended(event)
@@ -214,6 +218,8 @@ class _Batch:
                 log_failure(event.error, current_request())
                 return self._fail(index, event.error or internal_error())
             update = {"finish_reason": _FINISHED.get(event.reason), "prefix_hash": event.prefix_hash}
+        else:
+            return  # no call asks for provisional tokens
         self._results[index] = so_far.model_copy(update=update)
 
     def _fail(self, index: int, error: RequestError) -> None:

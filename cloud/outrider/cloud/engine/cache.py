@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import secrets
 import time
@@ -127,13 +128,31 @@ class SequenceCache:
         size, chain = self.pool.block_size, sequence.chain
         while len(chain) < count:
             start = len(chain) * size
-            parent = chain[-1] if chain else self._root(sequence.request.owner)
+            parent = chain[-1] if chain else self._root(sequence)
             chain.append(chain_hash(parent, sequence.tokens[start : start + size]))
         return chain[:count]
 
-    def _root(self, owner: bytes) -> bytes:
-        """Where an owner's chains begin: nobody else can compute, or match, a hash of what the owner sent."""
-        return chain_hash(self._salt + (b"" if self._share_between_owners else owner), ())
+    def _root(self, sequence: SequenceState) -> bytes:
+        """Where an owner's chains begin: nobody else can compute, or match, a hash of what the owner sent.
+
+        The owner may divide its own by salts.
+        """
+        owner, salt = sequence.request.owner, sequence.request.salt
+        digest = hashlib.sha256(owner).digest() + salt if salt else owner
+        return chain_hash(self._salt + (salt if self._share_between_owners else digest), ())
+
+    def cut(self, sequence: SequenceState, length: int) -> None:
+        """Forgets keys and values from token `length` on: other tokens stand there now.
+
+        A block that is known by hash and holds any of them is given back: others may share it, so it never changes.
+        """
+        num_full = length // self.pool.block_size
+        sequence.computed = min(sequence.computed, length)
+        if len(sequence.hashes) > num_full:
+            self.pool.release(sequence.blocks[num_full:])
+            sequence.computed = min(sequence.computed, num_full * self.pool.block_size)
+            del sequence.blocks[num_full:], sequence.hashes[num_full:]
+        del sequence.chain[num_full:]
 
     def drop(self, sequence: SequenceState) -> None:
         """Releases all blocks of the sequence; its tokens must be run again."""
@@ -152,7 +171,7 @@ class SequenceCache:
         chain = self._chain(sequence, full)
         # The rest is hashed behind a token that no model has, so that no name is the hash of a block.
         rest = [-1, *sequence.tokens[full * size :]]
-        name = chain_hash(chain[-1] if chain else self._root(owner), rest).hex()
+        name = chain_hash(chain[-1] if chain else self._root(sequence), rest).hex()
         tokens, blocks, hashes = array("i", sequence.tokens), tuple(sequence.blocks), tuple(sequence.hashes)
         since, is_lossy = self._clock(), sequence.is_lossy
         prefix = ParkedPrefix(owner, name, tokens, blocks, sequence.computed, hashes, since, is_lossy)

@@ -257,6 +257,23 @@ class Engine:
         """Ends a sequence early; does nothing if it is over."""
         self._inbox.append(lambda: self._cancel(sequence_id))
 
+    def rewind(self, sequence_id: int, base: int, tokens: Sequence[int], sink: Sink) -> bool:
+        """Replaces what a sequence generated after its first `base` tokens by `tokens`, as `ServingEngine.rewind`."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            return False
+        self._inbox.append(lambda: self._rewind(sequence, base, list(tokens), sink))
+        return True
+
+    def _rewind(self, sequence: SequenceState, base: int, tokens: list[int], sink: Sink) -> None:
+        if sequence.id not in self._sequences:
+            return sink(EndEvent("cancelled", sequence.usage))
+        kept = len(sequence.tokens) - len(sequence.generated) + base
+        sequence.tokens[kept:] = tokens
+        sequence.drafts.rewind(base, tokens, sequence.tokens)
+        sequence.sink = sink
+        self._cache.cut(sequence, kept)
+
     def fault(self) -> str | None:
         """Why the engine cannot work now; None when it can."""
         return self._health.fault

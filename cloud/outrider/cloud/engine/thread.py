@@ -98,6 +98,12 @@ class EngineThread(ServingEngine):
         self._engine.cancel(sequence_id)
         self._wake.set()
 
+    def rewind(self, sequence_id: int, base: int, tokens: Sequence[int], sink: Sink) -> bool:
+        """As `Engine.rewind`."""
+        is_done = self._engine.rewind(sequence_id, base, tokens, sink)
+        self._wake.set()
+        return is_done
+
     def fault(self) -> str | None:
         """Why the engine cannot work now; None when it can."""
         return self._death or self._engine.fault()

@@ -58,6 +58,19 @@ class PendingDrafts:
         """The drafted tokens of a /v1/verify item, as far as there is room for them beside its prompt."""
         return self.likeliest(min(self.num_own, room)) if self.num_own is not None else []
 
+    def rewind(self, base: int, tokens: Sequence[int], text: Sequence[int]) -> None:
+        """Replaces the tokens generated after the first `base` by `tokens`, and drops what is pending.
+
+        text: the sequence's, prompt included. The list of committed tokens is another one then: a thread that reads the
+        old one sees it as it was.
+        """
+        self.committed = [*self.committed[:base], *tokens]
+        self.trie = DraftTrie()
+        self.trie.root.position = len(self.committed)
+        self.lookup = PromptLookup(text) if self.lookup is not None else None
+        self.earlier = None
+        self.wait, self.wait_nodes, self.num_lookup_chosen = NO_WAIT, 0, 0
+
     def advance(self, tokens: Sequence[int]) -> int:
         """Learns from the committed `tokens`, and drops what they contradict; what follows them stays pending.
 

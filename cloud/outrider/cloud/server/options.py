@@ -84,6 +84,17 @@ class ServeOptions(AccessOptions, ReplicaOptions):
         list[str],
         typer.Option(help="NAME=VALUE of vLLM's engine, such as tensor_parallel_size=4; repeatable."),
     ] = field(default_factory=list)
+    upstream: Annotated[
+        str | None,
+        typer.Option(
+            help="The target's verifier: the model here verifies first, and what it commits is the draft for that one. "
+            "Its key: OUTRIDER_UPSTREAM_KEY.",
+            metavar="URL",
+        ),
+    ] = None
+    upstream_key_file: Annotated[
+        Path | None, typer.Option(help="File with the key for --upstream.", metavar="FILE")
+    ] = None
     _replicas: ClassVar = ReplicaOptions
     runtime: Annotated[RuntimeName | None, typer.Option(help="What runs the model; default: the bundle's.")] = None
     device: Annotated[str | None, typer.Option(help="As the runtime names it: CPU, GPU, cuda:0.")] = None

@@ -505,10 +505,10 @@ class VllmEngine(ServingEngine):
                 extra_args=terms.extra_args(),
             )
             is_shared = self._config.share_between_owners
-            salt = None if is_shared else terms.owner.hex()
+            salt = ("" if is_shared else terms.owner.hex()) + sequence.request.salt.hex()
             if terms.grammar is not None:
                 await self._compile(grammar_terms(terms.grammar, terms.owner))
-            prompt = tokens_input(list(sequence.prompt), cache_salt=salt)
+            prompt = tokens_input(list(sequence.prompt), cache_salt=salt or None)
             outputs = await self._llm.add_request(_name(terms.number), prompt, params)
             sequence.is_added = True
             if sequence.is_cancelled:

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 from outrider.edge.drafting.belief import Belief, CommitOutcome
 from outrider.edge.drafting.depth import DepthController, DraftPlan
@@ -68,7 +69,7 @@ class DraftAhead:
                 request.params,
                 self._belief,
                 estimates,
-                depth.plan,
+                self._plan_ahead,
                 self._room,
                 self._flush,
                 limits,
@@ -83,6 +84,7 @@ class DraftAhead:
         self._lock = self._worker.lock if self._worker is not None else nullcontext()
         self._run: asyncio.Future[None] | None = None
         self._is_closed = False
+        self._provisional: list[int] = []  # tokens after the known ones, which a cascade's mid has committed
         self.num_sent = 0
         self.hits: Counter[int] = Counter()  # tokens of the text that were in the tree, by rank
         self.error: str | None = None
@@ -105,7 +107,12 @@ class DraftAhead:
     @property
     def plan(self) -> DraftPlan:
         """What to draft now; nothing without a drafter or after its failure."""
-        return self._depth.plan() if self._worker is not None and self.error is None else DraftPlan(0)
+        return self._plan_ahead() if self._worker is not None and self.error is None else DraftPlan(0)
+
+    def _plan_ahead(self) -> DraftPlan:
+        """The controller's plan, counted from the end of the provisional tokens."""
+        plan, num_provisional = self._depth.plan(), len(self._provisional)
+        return replace(plan, depth=plan.depth + num_provisional) if plan.depth and num_provisional else plan
 
     def on_commit(self, base: int, tokens: Sequence[int], interval_ms: float | None) -> CommitOutcome:
         """Takes a commit; call `pump` afterwards. Raises CloudError as `Belief.on_commit` does.
@@ -119,12 +126,31 @@ class DraftAhead:
             self._estimates.on_commit(outcome, interval_ms)
             self._depth.observe(outcome)
             self._belief.tree.replant()
+            is_right = list(outcome.tokens[: len(self._provisional)]) == self._provisional[: len(outcome.tokens)]
+            self._provisional = self._provisional[len(outcome.tokens) :] if is_right else []
             self._price.committed(len(outcome.tokens))
             self.hits.update(node.rank for node in outcome.hits)
         return outcome
 
+    def on_provisional(self, base: int, tokens: Sequence[int]) -> None:
+        """Takes what a cascade's mid committed after `base` tokens, known or provisional; call `pump` afterwards.
+
+        They are no text: the draft goes on after them, and a commit confirms or replaces them.
+        """
+        num_known = self._belief.num_known
+        if base < num_known:
+            tokens, base = tokens[num_known - base :], num_known
+        if not tokens or base - num_known > len(self._provisional):
+            return
+        self._provisional[base - num_known :] = tokens
+        del self._provisional[_MOST_PROVISIONAL:]
+        if self._worker is not None:
+            with self._lock:
+                self._belief.tree.add_trunk(self._provisional)
+
     def resend(self) -> None:
         """Takes the whole tree as not sent: a new session does not have it."""
+        self._provisional = []
         with self._lock:
             self._belief.tree.renumber()
 
@@ -200,5 +226,6 @@ class DraftAhead:
             self.error = f"{type(error).__name__}: {error}"
 
 
+_MOST_PROVISIONAL = 128
 _LEAST_KEPT = 5e-4
 """Guesses of a tree that are less likely to be reached are not kept."""

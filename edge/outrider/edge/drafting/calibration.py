@@ -17,6 +17,8 @@ LOOKUP_RANK: Final = MAX_WIDTH
 """The rank of a guess that only prompt lookup made."""
 QUOTE_RANK: Final = MAX_WIDTH + 1
 """The rank of a guess that a document made: it followed the same tokens there."""
+PROVISIONAL_RANK: Final = MAX_WIDTH + 2
+"""The rank of a token that a cascade's mid-size verifier has committed and the target has not."""
 
 _GAPS: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 _NUM_GAPS: Final = len(_GAPS) + 1

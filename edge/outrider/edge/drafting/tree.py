@@ -10,8 +10,9 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 
-from outrider.edge.drafting.calibration import LOOKUP_RANK, Guess
+from outrider.edge.drafting.calibration import LOOKUP_RANK, PROVISIONAL_RANK, Guess
 
+_TRUNK = 0.995  # chance of a node that a verifier near by has committed
 _WAITING, _BUSY, _EXPANDED = range(3)  # states of a node: to be expanded, being expanded, expanded
 
 
@@ -138,6 +139,32 @@ class GuessTree:
                 if guess.token not in node.children:
                     return  # too unlikely to be kept
             node = node.children[guess.token]
+
+    def add_trunk(self, tokens: Sequence[int]) -> None:
+        """Adds a path below the root that a verifier near by has committed: only its last node waits to be expanded.
+
+        Who reads the drafts goes on from there, so its nodes count as all but certain.
+        """
+        node, is_changed = self.root, False
+        for index, token in enumerate(tokens):
+            child = node.children.get(token)
+            if child is None:
+                child = Node(token, node.depth + 1, node, Guess(token, PROVISIONAL_RANK, 0), _TRUNK)
+                child.epoch = self._epoch
+                node.children[token] = child
+                self._unsent.append(child)
+                self._push(child)
+                self.num_nodes += 1
+            elif child.chance < _TRUNK:
+                child.chance, is_changed = _TRUNK, True
+            if node.state == _WAITING:
+                node.state = _EXPANDED
+            node = child
+            if index == len(tokens) - 1 and node.state == _EXPANDED and not node.guesses and not node.children:
+                node.state = _WAITING
+                self._push(node)
+        if is_changed:
+            self._reach_anew(self.root)
 
     def _add(self, node: Node, guesses: Sequence[Guess]) -> list[Node]:
         added: list[Node] = []

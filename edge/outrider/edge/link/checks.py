@@ -18,11 +18,12 @@ _SESSION_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 class SessionCheck:
-    """Follows the events of one session, in order. url: the server; max_tokens: as the session was asked for."""
+    """Follows the events of one session, in order. url: the server; max_tokens, provisional: as it was asked for."""
 
-    def __init__(self, url: str, max_tokens: int) -> None:
+    def __init__(self, url: str, max_tokens: int, *, provisional: bool = False) -> None:
         self._url = url
         self._max_tokens = max_tokens
+        self._takes_provisional = provisional
         self._open: SessionOpen | None = None
         self._num_tokens = 0
 
@@ -33,7 +34,10 @@ class SessionCheck:
         elif self._open is None:
             raise ProtocolBroken(self._url, f"its stream begins with {event.type!r}; expected 'open'")
         elif isinstance(event, Commit):
-            self._take_commit(event, self._open.vocab_size)
+            if event.provisional:
+                self._take_provisional(event, self._open.vocab_size)
+            else:
+                self._take_commit(event, self._open.vocab_size)
         elif not math.isfinite(event.usage.waited_ms):
             raise ProtocolBroken(self._url, f"waited_ms is {event.usage.waited_ms}; expected a number")
         else:
@@ -51,6 +55,20 @@ class SessionCheck:
             if value is not None and not math.isfinite(value):
                 raise ProtocolBroken(self._url, f"{name} is {value}; expected a number")
         self._open = event
+
+    def _take_provisional(self, commit: Commit, vocab_size: int | None) -> None:
+        end = commit.base + len(commit.tokens)
+        if (
+            not self._takes_provisional
+            or not commit.tokens
+            or not self._num_tokens <= commit.base < end <= self._max_tokens
+        ):
+            raise ProtocolBroken(
+                self._url,
+                f"{len(commit.tokens)} provisional tokens come after {_shown(commit.base)}; expected some only where "
+                f"they are asked for, after {self._num_tokens} or more, and {self._max_tokens} at most in all",
+            )
+        _check_tokens(self._url, commit.tokens, vocab_size)
 
     def _take_commit(self, commit: Commit, vocab_size: int | None) -> None:
         if commit.base != self._num_tokens:

@@ -122,12 +122,12 @@ class Endpoints:
                         if isinstance(event, SessionOpen):
                             served = Served(client.url, event.model, event.target)
                             text.require_same(served)
-                        elif isinstance(event, Commit):
+                        elif isinstance(event, Commit) and not event.provisional:
                             assert served is not None, "the client checks that `open` comes first"
                             text.took_tokens(served)
                             self._failures.clear()
                             self._report_success(client)
-                        elif event.reason in ("shutdown", "cancelled", "error"):
+                        elif isinstance(event, SessionEnd) and event.reason in ("shutdown", "cancelled", "error"):
                             raise _end_error(client, event)
                         yield Arrival(event, client)
                         if isinstance(event, SessionEnd):

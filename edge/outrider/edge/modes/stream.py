@@ -84,6 +84,7 @@ class StreamAgent:
         self.wrap_posts = wrap_posts or (lambda client: client)
         self.clock = clock
         self.scheduler = scheduler or DraftScheduler(clock)
+        self.with_mid: set[str] = set()  # servers that are cascades: they are asked for provisional tokens
         self.without_prefixes: set[str] = set()  # servers that refuse the fields of held prefixes: older ones
         self.on_begin: Callable[[DraftAhead], None] = lambda ahead: None
         self.on_call: OnCall | None = None
@@ -193,6 +194,7 @@ class _Generation:
             tokenizer=request.tokenizer,
             prefix_hash=held.name if held else None,
             keep_prefix=request.keeps_prefix and url not in self._agent.without_prefixes,
+            provisional=self._agent.drafter is not None and url in self._agent.with_mid,
             **request.wire_fields(len(known)),
         )
         return self._asked
@@ -202,6 +204,9 @@ class _Generation:
         assert self._asked is not None
         if error.code == "prefix_not_held" and self._asked.prefix_hash is not None:
             self._held = None
+            return True
+        if error.code == "invalid_parameter" and self._asked.provisional:
+            self._agent.with_mid.discard(url)
             return True
         if error.code == "invalid_parameter" and (self._asked.prefix_hash is not None or self._asked.keep_prefix):
             self._held = None
@@ -221,6 +226,7 @@ class _Generation:
 
     def _on_open(self, event: SessionOpen, client: CloudClient) -> None:
         self._recorder.num_sessions += 1
+        (self._agent.with_mid.add if event.mid is not None else self._agent.with_mid.discard)(client.url)
         if self._recorder.num_sessions == 1 and self._asked is not None:
             self._recorder.num_prompt_sent = len(self._asked.prompt)
         self._held = None  # the server has taken it
@@ -235,6 +241,9 @@ class _Generation:
 
     def _on_commit(self, commit: Commit) -> None:
         now = self._agent.clock()
+        if commit.provisional:
+            self._ahead.on_provisional(self._session_start + commit.base, commit.tokens)
+            return
         # The first commit of a session ends its prefill, so it does not measure a step.
         interval_ms = (now - self._last_commit_at) * 1e3 if self._last_commit_at else None
         outcome = self._ahead.on_commit(self._session_start + commit.base, commit.tokens, interval_ms)

@@ -1,0 +1,72 @@
+"""Attacks on a cascade: a target's verifier that stops in mid-text, and one client that asks for another's prompt."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+from bench.attacks.crowd import crowd_of, prompt_of
+from bench.attacks.exchange import ask
+from bench.attacks.probes import health_of
+from bench.attacks.rows import Row, percentile
+from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
+
+FIRST, SECOND = KEYS
+NUM_TEXTS: Final = 32
+STOPPED_S: Final = 5.0
+MAX_HEALTH_S: Final = 0.05
+
+
+def cascades(subject: Subject) -> Iterator[Row]:
+    """A mid before a target, both of the reference bundle."""
+    # Its key is no client's: clients of the mid are one owner there.
+    with subject.serve() as target, subject.serve("--upstream", target.url, keys=KEYS) as mid:
+        prompt = prompt_of(1, 200)
+        cached = [_cached(mid, key, prompt) for key in (FIRST, SECOND, FIRST)]
+        yield Row(
+            "38",
+            "a cascade: another key's prompt, cached upstream under the same key",
+            f"{cached[1]} tokens (the key's own: {cached[2]})",
+            "0, and the key's own are cached",
+            cached[1] == 0 and cached[2] > 0,
+            {"cached": cached},
+        )
+        body = {"prompt": prompt, "max_tokens": 8, "provisional": True, "cache_salt": "x" * 65}
+        refused = ask(mid.port, "POST", "/v1/sessions", body, key=FIRST).status
+        yield Row(
+            "38", "a cache_salt of 65 characters", f"status {refused}", "400", refused == 400, {"status": refused}
+        )
+        bodies = [{"prompt": prompt_of(10 + i, 20), "max_tokens": 600, "ignore_eos": True} for i in range(NUM_TEXTS)]
+        with crowd_of(mid.port, bodies, key=FIRST) as crowd:
+            crowd.wait(lambda: crowd.num_running() == NUM_TEXTS, 60.0)
+            target.signal(signal.SIGSTOP)
+            try:
+                time.sleep(0.5)  # what was on its way has arrived
+                before = sum(len(stream.commits) for stream in crowd.streams)
+                with health_of(mid) as latency:
+                    crowd.wait(lambda: False, STOPPED_S)
+                after = sum(len(stream.commits) for stream in crowd.streams)
+            finally:
+                target.signal(signal.SIGCONT)
+            crowd.wait(lambda: sum(len(stream.commits) for stream in crowd.streams) > after, 60.0)
+            resumed = sum(len(stream.commits) for stream in crowd.streams) > after
+    p99 = percentile(latency.values, 0.99)
+    yield Row(
+        "38",
+        f"{NUM_TEXTS} texts whose target stops for {STOPPED_S:g} s: GET /health/live of the mid, and what is committed",
+        f"p99 {p99 * 1e3:.0f} ms; {after - before} commits meanwhile; goes on: {'yes' if resumed else 'no'}",
+        f"under {MAX_HEALTH_S * 1e3:.0f} ms, 0 commits, goes on",
+        p99 < MAX_HEALTH_S and after == before and resumed,
+        {"p99_s": p99, "commits": after - before, "resumed": resumed},
+    )
+
+
+def _cached(server: Server, key: str, prompt: list[int]) -> int:
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    answer = ask(server.port, "POST", "/v1/completions", body, key=key)
+    if answer.status != 200:
+        raise NotMeasured(f"a completion got status {answer.status}: {answer.body[:200]!r}")
+    details = dict(answer.json)["usage"].get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens") or 0)

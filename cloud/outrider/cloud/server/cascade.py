@@ -1,0 +1,154 @@
+"""Opens a cascade: `outrider-cloud serve MID --upstream URL`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from outrider.cloud.api.metrics import Metrics
+from outrider.cloud.api.state import ServedModel
+from outrider.cloud.server.target import LoadedTarget, Target
+from outrider.cloud.upstream.client import UpstreamClient, upstream_url
+from outrider.cloud.upstream.engine import CascadeEngine
+from outrider.cloud.upstream.errors import UpstreamLost, UpstreamRefused
+from outrider.cloud.upstream.text import CascadeCounts
+from outrider.models.errors import ConfigError, TokenizerMismatch
+from outrider.models.protocol import ModelFacts
+
+UPSTREAM_KEY_VARIABLE: Final = "OUTRIDER_UPSTREAM_KEY"
+_MAX_KEY_BYTES: Final = 4096
+
+
+class CascadeTarget(Target):
+    """The target of an upstream verifier, drafted by a mid-size one here. Raises OutriderError where they do not fit.
+
+    key: for the upstream verifier. name: of the model in the API; None: upstream's.
+    """
+
+    def __init__(self, mid: Target, url: str, key: str | None, name: str | None) -> None:
+        self._mid = mid
+        self._url = upstream_url(url)
+        self._key = key
+        self._facts = fetch_facts(self._url, key)
+        self._model = cascade_model(mid.model, self._facts, name)
+
+    @property
+    def path(self) -> Path:
+        """The mid's directory."""
+        return self._mid.path
+
+    @property
+    def source_name(self) -> str:
+        """The mid's: what drafts for it agree with is what it passes on."""
+        return self._mid.source_name
+
+    @property
+    def model(self) -> ServedModel:
+        """The target, with the mid's name beside it."""
+        return self._model
+
+    @contextmanager
+    def load(self) -> Iterator[LoadedTarget]:
+        """Loads the mid."""
+        with self._mid.load() as loaded:
+            engine = CascadeEngine(loaded.engine, lambda: UpstreamClient(self._url, self._key), self._facts)
+            yield LoadedTarget(engine, f"{loaded.summary}; it verifies first for {self._facts.name} at {self._url}")
+
+
+def fetch_facts(url: str, key: str | None) -> ModelFacts:
+    """What the upstream verifier says of its model. Raises ConfigError where it does not answer, or refuses the key."""
+
+    async def asked() -> ModelFacts:
+        client = UpstreamClient(url, key)
+        try:
+            return await client.facts()
+        finally:
+            await client.aclose()
+
+    try:
+        return asyncio.run(asked())
+    except UpstreamRefused as refused:
+        advice = (
+            f"set {UPSTREAM_KEY_VARIABLE}, or correct it" if refused.code == "unauthorized" else "check the address"
+        )
+        raise ConfigError(f"the upstream verifier at {url} refuses: {refused.code}; {advice}") from None
+    except UpstreamLost as lost:
+        raise ConfigError(f"{lost} ({url}); start it first") from None
+
+
+def cascade_model(mid: ServedModel, facts: ModelFacts, name: str | None) -> ServedModel:
+    """The target as clients see it. Raises TokenizerMismatch, and ConfigError for an upstream without an identity."""
+    own = mid.tokenizer.fingerprint
+    if facts.tokenizer != own:
+        raise TokenizerMismatch(
+            f"the tokenizer of {mid.name} is {own[:12]}, that of {facts.name} upstream is {facts.tokenizer[:12]}; "
+            "serve a model of the same family"
+        )
+    if facts.target is None:
+        raise ConfigError(f"{facts.name} upstream names no target; update the server there")
+    if facts.mid is not None:
+        raise ConfigError(f"the upstream verifier is a cascade itself, before {facts.name}; name the last verifier")
+    if facts.has_chat_template != mid.tokenizer.has_chat_template:
+        raise ConfigError(
+            f"only one of {mid.name} and {facts.name} upstream has a chat template; export both from the same family"
+        )
+    return replace(
+        mid,
+        name=name or facts.name,
+        eos_ids=frozenset(facts.eos_token_ids),
+        target=facts.target,
+        mid=mid.name,
+        facts=facts,
+    )
+
+
+def upstream_key(path: Path | None) -> str | None:
+    """The key of the file, else of the environment, from which it goes. Raises ConfigError, which never holds it."""
+    from_environment = os.environ.pop(UPSTREAM_KEY_VARIABLE, "").strip()
+    if path is None:
+        key = from_environment
+    else:
+        try:
+            with path.open("rb") as file:
+                key = file.read(_MAX_KEY_BYTES + 1).decode("ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            raise ConfigError(f"--upstream-key-file {path} cannot be read; name a file that holds one key") from None
+        if not key or len(key) > _MAX_KEY_BYTES or not key.isprintable() or " " in key:
+            raise ConfigError(f"--upstream-key-file {path} does not hold one key; write one line into it")
+    if key and (not key.isascii() or not key.isprintable() or " " in key):
+        raise ConfigError(f"{UPSTREAM_KEY_VARIABLE} is no key; expected printable ASCII without spaces")
+    return key or None
+
+
+def show_cascade(metrics: Metrics, counts: CascadeCounts) -> None:
+    """Adds a cascade's counters to /metrics."""
+
+    def tokens() -> Mapping[tuple[str, ...], int]:
+        return {
+            ("provisional",): counts.provisional,
+            ("confirmed",): counts.confirmed,
+            ("contradicted",): counts.void,
+        }
+
+    metrics.add_counts(
+        "cascade_tokens",
+        "Tokens that the mid-size verifier committed first, and what the target said of them.",
+        ("kind",),
+        tokens,
+    )
+    for name, help_text in (
+        ("returns", "Times that the mid-size verifier went back to the target's text."),
+        ("passes", "Passes of the target upstream that committed tokens."),
+        ("losses", "Sessions upstream that were cut, refused for now or not answered."),
+    ):
+        metrics.add_counts(f"cascade_{name}", help_text, (), partial(_count, counts, name))
+
+
+def _count(counts: CascadeCounts, name: str) -> Mapping[tuple[str, ...], int]:
+    return {(): getattr(counts, name)}

@@ -1,0 +1,373 @@
+"""Generates one text in a cascade: a session upstream, whose commits are the text, and the mid's run, which drafts it.
+
+What the mid commits is posted upstream as drafts, and goes to the client as provisional where it asks. Where the
+session upstream is lost, another one goes on with the prompt and what is confirmed. On the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from outrider.cloud.seam import (
+    CommitEvent,
+    EndEvent,
+    GenerateRequest,
+    ProvisionalEvent,
+    SequenceEndReason,
+    SequenceUsage,
+    ServingEngine,
+    Sink,
+)
+from outrider.cloud.upstream.client import UpstreamClient
+from outrider.cloud.upstream.errors import UpstreamLost, UpstreamRefused
+from outrider.cloud.upstream.mid import MidRun
+from outrider.models.errors import RequestError
+from outrider.models.protocol import (
+    MAX_PATH_TOKENS,
+    Commit,
+    DraftRequest,
+    ModelFacts,
+    SessionEnd,
+    SessionOpen,
+    SessionRequest,
+    VerifyItem,
+    VerifyRequest,
+)
+from outrider.models.transforms.wire import fields_of
+from outrider.models.tree_draft import TreeDraft
+
+_log = logging.getLogger("outrider.cloud")
+
+MAX_POSTS: Final = 8
+"""Draft messages of a text in flight; what comes meanwhile is in the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamRetry:
+    """When a text is given up: after so many failures without a commit between them that went on for so long."""
+
+    max_failures: int = 6
+    max_outage_s: float = 20.0
+    first_pause_s: float = 0.05
+    max_pause_s: float = 2.0
+
+
+@dataclass(slots=True)
+class CascadeCounts:
+    """Counts of all texts. provisional: tokens that the mid committed first; confirmed and void: of these.
+
+    returns: times that the mid went back; passes: of the target that committed; losses: of sessions upstream.
+    """
+
+    provisional: int = 0
+    confirmed: int = 0
+    void: int = 0
+    returns: int = 0
+    passes: int = 0
+    losses: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """The target's verifier. facts: what it said at the start. salt: a secret of this process."""
+
+    client: UpstreamClient
+    facts: ModelFacts
+    salt: bytes
+    retry: UpstreamRetry
+    counts: CascadeCounts
+
+    def cache_salt(self, owner: bytes) -> str:
+        """Divides upstream's prompt cache between the owners here, who share one key there; says nothing of them."""
+        return hmac.digest(self.salt, owner, "sha256")[:16].hex()
+
+
+class CascadedText:
+    """One text. `begin` it on any thread, then `start` it on the loop; `sink` gets its events there."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        sink: Sink,
+        mid: ServingEngine,
+        upstream: Upstream,
+        post: Callable[[Callable[[], None]], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.request = request
+        self.confirmed: list[int] = []  # append-only: other threads read it
+        self._sink = sink
+        self._upstream = upstream
+        self._on_end = on_end
+        self._usage = SequenceUsage(prompt_tokens=len(request.prompt))
+        self._mid = MidRun(mid, request, self.confirmed, self._on_ahead, post)
+        self._session: str | None = None
+        self._session_start = 0
+        self._posted_end = 0  # tokens of the text, up to which all was posted
+        self._posts: set[asyncio.Task[bool]] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._has_ended = False
+
+    def begin(self) -> None:
+        """Submits the mid's sequence. Raises RequestError as its engine does."""
+        if not self.request.once:
+            self._mid.begin()
+
+    def start(self) -> None:
+        """Opens the session upstream."""
+        if self._has_ended:
+            return
+        loop = asyncio.get_running_loop()
+        if self.request.deadline_ms is not None:
+            self._timer = loop.call_later(self.request.deadline_ms / 1e3, self._expire)
+        self._task = loop.create_task(self._verify() if self.request.once else self._generate())
+        self._task.add_done_callback(self._on_done)
+
+    def end(self, reason: SequenceEndReason, error: RequestError | None = None) -> None:
+        """Ends the text; may be called twice."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        self._mid.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in (self._task, *self._posts):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+        self._sink(EndEvent(reason, self._usage, error))
+        self._on_end()
+
+    def draft(self, base: int, paths: Sequence[Sequence[int]]) -> None:
+        """A device's paths."""
+        if not self._has_ended:
+            self._mid.draft(base, paths)
+
+    def draft_tree(self, message: TreeDraft) -> None:
+        """A device's part of a tree."""
+        if not self._has_ended:
+            self._mid.draft_tree(message)
+
+    # -- upstream ------------------------------------------------------------------------------------------------------
+
+    async def _generate(self) -> None:
+        retry, counts, loop = self._upstream.retry, self._upstream.counts, asyncio.get_running_loop()
+        num_failures, failing_since, pause_s = 0, 0.0, retry.first_pause_s
+        while not self._has_ended:
+            num_known = len(self.confirmed)
+            if (reason := self._over()) is not None:
+                return self.end(reason)
+            try:
+                await self._run_session()
+                continue
+            except UpstreamRefused as refused:
+                _log.warning("the upstream verifier refused a text: %s", refused.code, extra={"event": "upstream"})
+                return self.end("error", _refused(refused))
+            except UpstreamLost as lost:
+                counts.losses += 1
+                now = loop.time()
+                if not num_failures or len(self.confirmed) > num_known:
+                    num_failures, failing_since, pause_s = 0, now, retry.first_pause_s
+                    _log.warning("%s", lost, extra={"event": "upstream_lost"})
+                num_failures += 1
+                if num_failures >= retry.max_failures and now - failing_since >= retry.max_outage_s:
+                    return self.end("error", _lost())
+                wait_s = max(pause_s, min(lost.retry_after_s, retry.max_outage_s))
+            finally:
+                self._session = None
+            await asyncio.sleep(wait_s)
+            pause_s = min(2.0 * pause_s, retry.max_pause_s)
+
+    async def _run_session(self) -> None:
+        """One session upstream, to its end. Raises UpstreamLost where it is cut, UpstreamRefused."""
+        client, facts = self._upstream.client, self._upstream.facts
+        asked = wire_request(self.request, self.confirmed, self._upstream.cache_salt(self.request.owner))
+        start = len(self.confirmed)
+        async with client.open_session(asked, facts.target, facts.vocab_size) as stream, aclosing(stream):
+            async for event in stream:
+                if self._has_ended:
+                    return
+                if isinstance(event, SessionOpen):
+                    if event.target != facts.target:
+                        raise UpstreamLost("the upstream verifier has another target now; start this server again")
+                    self._session, self._session_start, self._posted_end = event.session, start, start
+                    self._post_ahead()
+                elif isinstance(event, Commit):
+                    self._on_commit(event)
+                elif isinstance(event, SessionEnd):
+                    if start == 0:
+                        self._usage.cached_prompt_tokens = min(
+                            max(0, event.usage.cached_prompt_tokens), len(self.request.prompt)
+                        )
+                    self._usage.waited_s += max(0.0, event.usage.waited_ms) / 1e3
+                    if event.reason in ("stop", "length", "context", "deadline"):
+                        return self.end(event.reason)
+                    code = event.error.code if event.error is not None else event.reason
+                    raise UpstreamLost(f"the upstream verifier ended a session: {code}")
+        raise UpstreamLost("the upstream verifier cut a stream")
+
+    def _on_commit(self, commit: Commit) -> None:
+        base, counts, tokens = len(self.confirmed), self._upstream.counts, commit.tokens
+        num_first = min(len(self._mid.ahead), len(tokens))
+        ahead = self._mid.ahead[:num_first]
+        num_agreed = next((i for i in range(num_first) if ahead[i] != tokens[i]), num_first)
+        self.confirmed.extend(tokens)
+        self._usage.count_pass(len(tokens), max(0, commit.proposed), commit.accepted)
+        counts.passes += 1
+        counts.confirmed += num_agreed
+        self._sink(CommitEvent(base, tuple(tokens), commit.accepted, commit.proposed))
+        if self._over() is not None:
+            return  # upstream's end follows
+        void = self._mid.on_confirmed()
+        if void:
+            counts.void += void
+            counts.returns += 1
+            self._posted_end = len(self.confirmed)
+        self._post_ahead()
+
+    def _over(self) -> SequenceEndReason | None:
+        """Why nothing is left to generate; None where something is."""
+        text, request = self.confirmed, self.request
+        if text and text[-1] in request.stop_ids:
+            return "stop"
+        if len(text) >= request.max_tokens:
+            return "length"
+        return "context" if len(request.prompt) + len(text) >= self._upstream.facts.max_positions else None
+
+    async def _verify(self) -> None:
+        """A /v1/verify item: one pass of the target's, which the mid has no part in."""
+        item = wire_item(self.request)
+        salt = self._upstream.cache_salt(self.request.owner)
+        facts = self._upstream.facts
+        try:
+            request = VerifyRequest(items=[item], cache_salt=salt)
+            result = await self._upstream.client.verify(request, facts.vocab_size)
+        except UpstreamRefused as refused:
+            return self.end("error", _refused(refused))
+        except UpstreamLost as lost:
+            self._upstream.counts.losses += 1
+            _log.warning("%s", lost, extra={"event": "upstream_lost"})
+            return self.end("error", _lost())
+        self._upstream.counts.passes += 1
+        accepted, proposed = min(result.accepted, len(result.tokens)), len(item.draft)
+        self._usage.count_pass(len(result.tokens), proposed, accepted)
+        if result.tokens:
+            self._sink(CommitEvent(0, tuple(result.tokens), accepted, proposed))
+        self.end(result.finish_reason or "once")
+
+    # -- the mid -------------------------------------------------------------------------------------------------------
+
+    def _on_ahead(self, position: int, tokens: Sequence[int]) -> None:
+        if self._has_ended:
+            return
+        self._upstream.counts.provisional += len(tokens)
+        if self.request.provisional:
+            self._sink(ProvisionalEvent(position, tuple(tokens)))
+        self._post_ahead()
+
+    def _post_ahead(self) -> None:
+        """Posts what the mid has written, unless all of it was posted, or too many messages are in flight."""
+        if self._session is None or len(self._posts) >= MAX_POSTS or self._has_ended:
+            return
+        known = len(self.confirmed)
+        path = self._mid.ahead[:MAX_PATH_TOKENS]
+        vocab_size = self._upstream.facts.vocab_size
+        beyond = next((i for i, token in enumerate(path) if token >= vocab_size), len(path))
+        path = path[:beyond]
+        if not path or known + len(path) <= self._posted_end:
+            return
+        self._posted_end = known + len(path)
+        message = DraftRequest(base=known - self._session_start, paths=[path])
+        task = asyncio.get_running_loop().create_task(self._post(self._session, message))
+        self._posts.add(task)
+        task.add_done_callback(self._posted)
+
+    async def _post(self, session: str, message: DraftRequest) -> bool:
+        """Returns whether it arrived: only a hint is lost, which the next message repeats."""
+        try:
+            await self._upstream.client.post_drafts(session, message)
+        except UpstreamLost:
+            return False
+        return True
+
+    def _posted(self, task: asyncio.Task[bool]) -> None:
+        self._posts.discard(task)
+        if not task.cancelled() and task.result():
+            self._post_ahead()
+
+    # -- ends ----------------------------------------------------------------------------------------------------------
+
+    def _expire(self) -> None:
+        if self.confirmed:
+            self.end("deadline")
+        else:
+            error = RequestError(
+                "deadline_exceeded",
+                "the request's deadline_ms passed before its text began; allow more time",
+                status=504,
+            )
+            self.end("error", error)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a text of the cascade failed", exc_info=error, extra={"event": "cascade_failed"})
+            fault = RequestError(
+                "internal_error", "the server failed on this request; its log has the details", status=500
+            )
+            self.end("error", fault)
+
+
+def wire_request(request: GenerateRequest, confirmed: Sequence[int], cache_salt: str) -> SessionRequest:
+    """The session upstream that goes on with the text."""
+    return SessionRequest(
+        prompt=[*request.prompt, *confirmed],
+        max_tokens=request.max_tokens - len(confirmed),
+        stop_ids=sorted(request.stop_ids),
+        cache_salt=cache_salt,
+        **asdict(request.params),
+        **_choice_fields(request, len(confirmed)),
+    )
+
+
+def wire_item(request: GenerateRequest) -> VerifyItem:
+    """The item of a /v1/verify call upstream."""
+    return VerifyItem(
+        prefix=list(request.prompt),
+        draft=list(request.draft),
+        max_tokens=request.max_tokens,
+        stop_ids=sorted(request.stop_ids),
+        **asdict(request.params),
+        **_choice_fields(request, 0),
+    )
+
+
+def _choice_fields(request: GenerateRequest, num_confirmed: int) -> dict[str, Any]:
+    """Rules and grammar as the wire has them, and how much of the prompt they see as text."""
+    num_generated = request.num_generated + num_confirmed
+    found = fields_of(request.rules, num_generated)
+    if request.grammar is not None:
+        found |= {"grammar": request.grammar.spec.to_wire(), "generated": num_generated}
+    return found
+
+
+def _lost() -> RequestError:
+    return RequestError(
+        "upstream_lost",
+        "the target's verifier does not answer, so nothing more can be confirmed; try again later",
+        status=503,
+        retry_after_s=5,
+    )
+
+
+def _refused(refused: UpstreamRefused) -> RequestError:
+    return RequestError(
+        "upstream_refused",
+        f"the target's verifier refused the request: {refused.code}; ask who runs this server",
+        status=502,
+    )

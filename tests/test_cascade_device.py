@@ -1,0 +1,89 @@
+"""A device before a cascade: it drafts after provisional tokens, and shows confirmed ones only."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.test_cascade import VOCAB, cascade
+from tests.test_edge_agent import SETTINGS, asking, truth
+
+from outrider.edge.drafting.depth import CostModelDepth
+from outrider.edge.drafting.drafter import ModelDrafter
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.drafting.tree import GuessTree
+from outrider.edge.drafting.worker import TreeLimits
+from outrider.edge.link.checks import SessionCheck
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.link.errors import ProtocolBroken
+from outrider.edge.modes.stream import AgentOptions, StreamAgent
+from outrider.edge.results import GenerationResult, TokenBatch
+from outrider.models.protocol import Commit, SessionOpen
+from outrider.models.runtimes.fake import FakeSequenceRuntime
+from outrider.models.sampling import SamplingParams
+
+
+async def generate(url: str, params: list[SamplingParams], width: int) -> list[tuple[GenerationResult, list[int]]]:
+    """Texts of one agent, each with the tokens that it showed."""
+    estimates = Estimates()
+    draft = ModelDrafter(FakeSequenceRuntime(vocab_size=VOCAB, agreement=0.7))
+    found = []
+    async with CloudClient(url) as client:
+        options = AgentOptions(tree=TreeLimits(width=width))
+        agent = StreamAgent(Endpoints([client]), draft, CostModelDepth(estimates), estimates, options)
+        for each in params:
+            shown: list[int] = []
+
+            def show(batch: TokenBatch, shown: list[int] = shown) -> None:
+                shown.extend(batch.tokens)
+
+            found.append((await agent.generate(asking(params=each), show), shown))
+            assert agent.with_mid == {url}
+    return found
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_the_text_is_the_targets_and_only_confirmed_tokens_are_shown(width: int) -> None:
+    """The first text learns that the server is a cascade, the next ones ask for provisional tokens."""
+    with cascade(0.8) as running:
+        for params, (result, shown) in zip(
+            SETTINGS, asyncio.run(generate(running.mid.url, SETTINGS, width)), strict=True
+        ):
+            assert result.tokens == truth(asking(params=params)) == tuple(shown)
+            assert result.draft_error is None
+
+
+def test_provisional_tokens_that_nobody_asked_for_break_the_protocol() -> None:
+    """So does one that comes before the known text, or none at all."""
+    opened = SessionOpen(session="s", model="m", vocab_size=100)
+    check = SessionCheck("http://x", 10, provisional=True)
+    for event in (opened, Commit(base=0, tokens=[1, 2], provisional=True), Commit(base=0, tokens=[1])):
+        check(event)
+    check(Commit(base=1, tokens=[2, 3], provisional=True))
+    for wrong in (Commit(base=0, tokens=[4], provisional=True), Commit(base=1, tokens=[], provisional=True)):
+        with pytest.raises(ProtocolBroken):
+            check(wrong)
+    with pytest.raises(ProtocolBroken, match="0 to 99"):
+        check(Commit(base=2, tokens=[100], provisional=True))
+    plain = SessionCheck("http://x", 10)
+    plain(opened)
+    with pytest.raises(ProtocolBroken, match="only where"):
+        plain(Commit(base=0, tokens=[1], provisional=True))
+
+
+def test_only_the_last_provisional_token_waits_to_be_expanded() -> None:
+    """The draft goes on where the mid is; a commit moves the root along, and drops what it contradicts."""
+    tree = GuessTree(lambda cell: 0.5)
+    tree.add_trunk([7, 8, 9])
+    (tip,) = tree.take_best(4, 0.5, 8)
+    assert tree.path(tip) == [7, 8, 9]
+    tree.expand(tip, [])
+    tree.add_trunk([7, 8, 9, 10])
+    (tip,) = tree.take_best(4, 0.5, 8)
+    assert tree.path(tip) == [7, 8, 9, 10]
+    assert [node.token for node in tree.take_unsent(0.9, 8)] == [7, 8, 9, 10]
+    tree.advance(7)
+    tree.advance(5)
+    tree.replant()
+    assert tree.num_nodes == 0 and [tree.path(node) for node in tree.take_best(4, 0.5, 8)] == [[]]
