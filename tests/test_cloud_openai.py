@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.serving import EOS_ID, JSON, FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
 
-from outrider.models.http import openai
+from outrider.models.http import openai, openai_answers
 from outrider.models.http.text import TextAssembler
 from outrider.models.protocol import ErrorAnswer, RenderAnswer
 from outrider.models.sampling import SamplingParams
@@ -37,7 +37,7 @@ def client(server: FakeServer) -> Iterator[httpx.Client]:
 def complete(client: httpx.Client, **fields: Any) -> dict[str, Any]:
     answer = client.post("/v1/completions", json={"prompt": PROMPT, "temperature": 0, "ignore_eos": True} | fields)
     assert answer.status_code == 200, answer.text
-    openai.Completion.model_validate_json(answer.content)
+    openai_answers.Completion.model_validate_json(answer.content)
     completion: dict[str, Any] = answer.json()
     return completion
 
@@ -100,7 +100,7 @@ def test_a_stream_gives_the_same_text(client: httpx.Client) -> None:
     assert answer.headers["content-type"] == "text/event-stream"
     *pieces, last = chunks_of(answer)
     for chunk in pieces:
-        openai.Completion.model_validate(chunk)
+        openai_answers.Completion.model_validate(chunk)
     for index in range(2):
         own = [choice for chunk in pieces for choice in chunk["choices"] if choice["index"] == index]
         assert "".join(choice["text"] for choice in own) == whole["choices"][index]["text"]
@@ -259,14 +259,14 @@ def test_chat_uses_the_template(client: httpx.Client) -> None:
     body = {"messages": MESSAGES, "temperature": 0, "max_completion_tokens": 20, "ignore_eos": True}
     answer = client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200
-    openai.ChatCompletion.model_validate_json(answer.content)
+    openai_answers.ChatCompletion.model_validate_json(answer.content)
     (choice,) = answer.json()["choices"]
     text = text_of(expected_tokens("system: be brief\nuser: zip?\nassistant:", 20))
     assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
     assert choice["finish_reason"] == "length"
     pieces = chunks_of(client.post("/v1/chat/completions", json=body | {"stream": True}))
     for piece in pieces:
-        openai.ChatChunk.model_validate(piece)
+        openai_answers.ChatChunk.model_validate(piece)
     deltas = [piece["choices"][0]["delta"] for piece in pieces]
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert "".join(delta.get("content", "") for delta in deltas) == text
@@ -297,9 +297,9 @@ def test_a_shutdown_ends_a_stream_with_an_error() -> None:
 
 def test_models_lists_the_served_model(client: httpx.Client) -> None:
     """GET /v1/models, as OpenAI's clients read it."""
-    (card,) = openai.ModelList.model_validate_json(client.get("/v1/models").content).data
+    (card,) = openai_answers.ModelList.model_validate_json(client.get("/v1/models").content).data
     assert card.id == "fake" and card.max_model_len == 4096
-    assert openai.ModelCard.model_validate_json(client.get("/v1/models/fake").content) == card
+    assert openai_answers.ModelCard.model_validate_json(client.get("/v1/models/fake").content) == card
 
 
 @pytest.mark.parametrize("name", ["other", "other/fake", "fake/other", "fak%C3%A9"])

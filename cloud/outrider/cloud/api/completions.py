@@ -16,7 +16,7 @@ from outrider.cloud.api.generation import Generation
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.traces import trace_of
 from outrider.cloud.seam import GenerateRequest
-from outrider.models.http import openai
+from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
 from outrider.models.http.encoding import Workers, check_length, encode_chat, encode_prompts, no_chat_template
 from outrider.models.http.requests import is_no_store, owner_of, read_body, sampling_of
@@ -31,7 +31,7 @@ def completion_routes(core: Core) -> APIRouter:
     workers = Workers()
     tokenizer, max_prompt = core.model.tokenizer, core.engine.limits.max_positions - 1
 
-    @router.post("/v1/completions", response_model=openai.Completion)
+    @router.post("/v1/completions", response_model=openai_answers.Completion)
     async def complete(request: Request) -> Response:
         """Continues each prompt; `n` is 1, so choice i belongs to prompt i. `stream` sends server-sent events."""
         arrived_s = time.monotonic()
@@ -45,7 +45,7 @@ def completion_routes(core: Core) -> APIRouter:
         max_tokens = body.max_tokens or openai.DEFAULT_MAX_TOKENS
         return await _answer(core, request, body, len(prompts), encode, max_tokens, CompletionShape, arrived_s)
 
-    @router.post("/v1/chat/completions", response_model=openai.ChatCompletion)
+    @router.post("/v1/chat/completions", response_model=openai_answers.ChatCompletion)
     async def chat(request: Request) -> Response:
         """Answers a conversation, through the model's chat template. `stream` sends server-sent events."""
         arrived_s = time.monotonic()
@@ -72,20 +72,20 @@ def completion_routes(core: Core) -> APIRouter:
         rendered = RenderAnswer(tokens=tokens, model=core.model.name, target=core.model.target)
         return Response(rendered.model_dump_json(), media_type="application/json")
 
-    @router.get("/v1/models", response_model=openai.ModelList)
-    async def list_models() -> openai.ModelList:
+    @router.get("/v1/models", response_model=openai_answers.ModelList)
+    async def list_models() -> openai_answers.ModelList:
         """The one model that is served."""
-        return openai.ModelList(data=[card()])
+        return openai_answers.ModelList(data=[card()])
 
     # A name may hold slashes.
-    @router.get("/v1/models/{model:path}", response_model=openai.ModelCard)
-    async def retrieve_model(model: str) -> openai.ModelCard:
+    @router.get("/v1/models/{model:path}", response_model=openai_answers.ModelCard)
+    async def retrieve_model(model: str) -> openai_answers.ModelCard:
         """The served model, by its name; 404 for any other."""
         require_model(core.model.name, model)
         return card()
 
-    def card() -> openai.ModelCard:
-        return openai.ModelCard(
+    def card() -> openai_answers.ModelCard:
+        return openai_answers.ModelCard(
             id=core.model.name, created=core.model.created_s, max_model_len=core.engine.limits.max_positions
         )
 

@@ -17,7 +17,7 @@ from outrider.cloud.api.watch import SequenceWatch, watch
 from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
 from outrider.models.http.answers import usage_of
 from outrider.models.http.errors import internal_error
-from outrider.models.http.openai import CompletionUsage
+from outrider.models.http.openai_answers import CompletionUsage
 from outrider.models.http.shapes import Delta
 from outrider.models.http.text import TextAssembler
 

@@ -24,7 +24,7 @@ from outrider.models.faults import log_fault
 from outrider.models.http.answers import usage_of
 from outrider.models.http.encoding import check_tokens
 from outrider.models.http.inbox import Inbox
-from outrider.models.http.openai import CompletionUsage
+from outrider.models.http.openai_answers import CompletionUsage
 from outrider.models.http.shapes import Delta
 from outrider.models.http.text import TextAssembler
 from outrider.models.protocol import ModelFacts

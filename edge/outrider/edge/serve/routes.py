@@ -36,7 +36,7 @@ from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.unverified import VerifyAnswerRequest
 from outrider.edge.serve.verify import verify_answer
 from outrider.models.errors import CloudError, OutriderError, RequestError
-from outrider.models.http import openai
+from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
 from outrider.models.http.encoding import check_length, encode_chat, encode_prompts, no_chat_template
 from outrider.models.http.errors import FieldError
@@ -169,7 +169,7 @@ def local_routes(core: LocalCore) -> list[Route]:
         return _json(verified)
 
     async def list_models(_: Request) -> Response:
-        return _json(openai.ModelList(data=[_card(await target_facts(core))]))
+        return _json(openai_answers.ModelList(data=[_card(await target_facts(core))]))
 
     async def retrieve_model(request: Request) -> Response:
         facts = await target_facts(core)
@@ -306,8 +306,8 @@ def _gauges(core: LocalCore) -> dict[str, tuple[str, float]]:
     }
 
 
-def _card(facts: ModelFacts) -> openai.ModelCard:
-    return openai.ModelCard(id=facts.name, created=0, max_model_len=facts.max_positions)
+def _card(facts: ModelFacts) -> openai_answers.ModelCard:
+    return openai_answers.ModelCard(id=facts.name, created=0, max_model_len=facts.max_positions)
 
 
 def _json(message: BaseModel, status: int = 200) -> Response:

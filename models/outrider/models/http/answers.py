@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from outrider.models.errors import RequestError
-from outrider.models.http import openai, sse
+from outrider.models.http import openai, openai_answers, sse
 from outrider.models.http.errors import FieldError, error_answer
 from outrider.models.http.shapes import Delta, Shape, unverified_field
 
@@ -40,7 +40,7 @@ class Texts(Protocol):
         """
         ...
 
-    def completion_usage(self) -> openai.CompletionUsage:
+    def completion_usage(self) -> openai_answers.CompletionUsage:
         """Tokens of the call, once `deltas` has ended."""
         ...
 
@@ -94,16 +94,16 @@ async def _stream(texts: Texts, shape: Shape, *, includes_usage: bool) -> AsyncG
 
 def usage_of(
     prompt_tokens: int, completion_tokens: int, accepted: int, rejected: int, cached: int
-) -> openai.CompletionUsage:
+) -> openai_answers.CompletionUsage:
     """The wire form of a call's usage."""
-    return openai.CompletionUsage(
+    return openai_answers.CompletionUsage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
-        completion_tokens_details=openai.CompletionTokensDetails(
+        completion_tokens_details=openai_answers.CompletionTokensDetails(
             accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
         ),
-        prompt_tokens_details=openai.PromptTokensDetails(cached_tokens=cached),
+        prompt_tokens_details=openai_answers.PromptTokensDetails(cached_tokens=cached),
     )
 
 

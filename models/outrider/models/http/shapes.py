@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
-from outrider.models.http import openai
+from outrider.models.http import openai_answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class Shape(Protocol):
         ...
 
     def whole(
-        self, texts: list[str], reasons: list[Any], usage: openai.CompletionUsage
-    ) -> openai.Completion | openai.ChatCompletion:
+        self, texts: list[str], reasons: list[Any], usage: openai_answers.CompletionUsage
+    ) -> openai_answers.Completion | openai_answers.ChatCompletion:
         """The whole answer."""
         ...
 
@@ -60,7 +60,7 @@ class Shape(Protocol):
         """New text."""
         ...
 
-    def last(self, usage: openai.CompletionUsage) -> bytes:
+    def last(self, usage: openai_answers.CompletionUsage) -> bytes:
         """The usage, as the last chunk."""
         ...
 
@@ -89,7 +89,7 @@ class _Head:
         message = {**self._head, "object": self._piece_object, **rest}
         return f"data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
-    def last(self, usage: openai.CompletionUsage) -> bytes:
+    def last(self, usage: openai_answers.CompletionUsage) -> bytes:
         """The usage, as the last chunk."""
         return self._event(choices=[], usage=usage.model_dump())
 
@@ -101,14 +101,14 @@ class CompletionShape(_Head):
     _piece_object = "text_completion"
 
     def whole(
-        self, texts: list[str], reasons: list[Any], usage: openai.CompletionUsage
-    ) -> openai.Completion | openai.ChatCompletion:
+        self, texts: list[str], reasons: list[Any], usage: openai_answers.CompletionUsage
+    ) -> openai_answers.Completion | openai_answers.ChatCompletion:
         """The whole answer."""
         choices = [
-            openai.CompletionChoice(index=index, text=text, finish_reason=reason)
+            openai_answers.CompletionChoice(index=index, text=text, finish_reason=reason)
             for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
         ]
-        return openai.Completion(**self._head, choices=choices, usage=usage)
+        return openai_answers.Completion(**self._head, choices=choices, usage=usage)
 
     def first(self) -> bytes:
         """Nothing."""
@@ -127,11 +127,13 @@ class ChatShape(_Head):
     _piece_object = "chat.completion.chunk"
 
     def whole(
-        self, texts: list[str], reasons: list[Any], usage: openai.CompletionUsage
-    ) -> openai.Completion | openai.ChatCompletion:
+        self, texts: list[str], reasons: list[Any], usage: openai_answers.CompletionUsage
+    ) -> openai_answers.Completion | openai_answers.ChatCompletion:
         """The whole answer."""
-        choice = openai.ChatChoice(message=openai.AssistantMessage(content=texts[0]), finish_reason=reasons[0])
-        return openai.ChatCompletion(**self._head, choices=[choice], usage=usage)
+        choice = openai_answers.ChatChoice(
+            message=openai_answers.AssistantMessage(content=texts[0]), finish_reason=reasons[0]
+        )
+        return openai_answers.ChatCompletion(**self._head, choices=[choice], usage=usage)
 
     def first(self) -> bytes:
         """The role."""
