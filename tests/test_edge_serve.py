@@ -705,7 +705,7 @@ def test_a_client_that_leaves_before_its_text_begins_frees_its_place(
     """Its documents may take seconds to index; other texts do not wait for them."""
     goes_on, began = threading.Event(), threading.Event()
 
-    def encode(tokenizer: object, prompts: Sequence[object]) -> list[list[int]]:
+    def encode(tokenizer: object, max_tokens: int, body: object) -> list[list[int]]:
         began.set()
         goes_on.wait()
         return [[5]]

@@ -18,7 +18,15 @@ from outrider.cloud.api.traces import trace_of
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
-from outrider.models.http.encoding import Workers, check_length, encode_chat, encode_prompts, no_chat_template
+from outrider.models.http.encoding import (
+    Workers,
+    check_prompts,
+    encode_chat,
+    encode_prediction,
+    encode_prompts,
+    no_chat_template,
+)
+from outrider.models.http.plan import chat_style, engine_logprobs, look_of, text_style
 from outrider.models.http.requests import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
 from outrider.models.protocol import RenderAnswer
@@ -33,17 +41,15 @@ def completion_routes(core: Core) -> APIRouter:
 
     @router.post("/v1/completions", response_model=openai_answers.Completion)
     async def complete(request: Request) -> Response:
-        """Continues each prompt; `n` is 1, so choice i belongs to prompt i. `stream` sends server-sent events."""
+        """Continues each prompt; choice i belongs to prompt i // n. `stream` sends server-sent events."""
         arrived_s = time.monotonic()
         owner = owner_of(request)
         body = await core.bodies.parse(owner, openai.CompletionRequest, await read_body(request.receive))
-        prompts = body.prompts()
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                check_length(tokenizer, max_prompt, prompt)
-        encode = partial(workers.run, owner, encode_prompts, tokenizer, prompts)
+        check_prompts(tokenizer, max_prompt, body)
+        encode = partial(workers.run, owner, encode_prompts, tokenizer, max_prompt, body)
         max_tokens = body.max_tokens or openai.DEFAULT_MAX_TOKENS
-        return await _answer(core, request, body, len(prompts), encode, max_tokens, CompletionShape, arrived_s)
+        num_prompts = len(body.prompts())
+        return await _answer(core, workers, request, body, num_prompts, encode, max_tokens, CompletionShape, arrived_s)
 
     @router.post("/v1/chat/completions", response_model=openai_answers.ChatCompletion)
     async def chat(request: Request) -> Response:
@@ -58,7 +64,7 @@ def completion_routes(core: Core) -> APIRouter:
             return [await workers.run(owner, encode_chat, tokenizer, max_prompt, body)]
 
         max_tokens = body.max_completion_tokens or body.max_tokens or core.engine.limits.max_positions
-        return await _answer(core, request, body, 1, encode, max_tokens, ChatShape, arrived_s)
+        return await _answer(core, workers, request, body, 1, encode, max_tokens, ChatShape, arrived_s)
 
     @router.post("/v1/render", response_model=RenderAnswer)
     async def render(request: Request) -> Response:
@@ -94,6 +100,7 @@ def completion_routes(core: Core) -> APIRouter:
 
 async def _answer(
     core: Core,
+    workers: Workers,
     request: Request,
     body: openai.GenerationRequest,
     num_prompts: int,
@@ -104,23 +111,33 @@ async def _answer(
 ) -> Response:
     if body.model:
         require_model(core.model.name, body.model)
+    body.require_few(num_prompts)
     params = sampling_of(body.sampling)
     stop_ids = core.stop_set(body.stop_token_ids, bool(body.ignore_eos))
-    owner = owner_of(request)
+    owner, tokenizer = owner_of(request), core.model.tokenizer
+    style = chat_style(body, core.model.dialect, core.model.name)
     # Slots first: they also bound how many texts wait to be tokenized.
-    generation = Generation.reserve(core, owner, num_prompts)
+    generation = Generation.reserve(core, owner, num_prompts * body.num_each)
     try:
+        prompts = await encode()
+        prediction = await workers.run(owner, encode_prediction, tokenizer, body) if body.prediction else ()
+        num_logprobs = engine_logprobs(body)
         requests = [
-            GenerateRequest(tuple(prompt), params, max_tokens, stop_ids, owner=owner) for prompt in await encode()
+            GenerateRequest(tuple(prompt), params, max_tokens, stop_ids, owner=owner, num_logprobs=num_logprobs)
+            for prompt in prompts
         ]
         is_allowed = not is_no_store(request)
         recalled = await asyncio.gather(*(core.recall(each, is_allowed=is_allowed) for each in requests))
+        recalled = [each.predicted(prediction) for each in recalled]
         if (trace := trace_of(request.scope)) is not None:
             trace.asked(params, max_tokens)
         asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
-        await generation.submit(recalled, body.stop_strings, asked, request.scope)
+        cut = text_style(body, style, tokenizer, stop_ids)
+        num_each = body.num_each
+        await generation.submit(recalled, cut, asked, request.scope, num_each=num_each, prediction=prediction)
     except BaseException:
         generation.close()
         raise
-    shape = shape_type(core.model.name, params.seed, core.model.target)
+    look = look_of(body, style, tokenizer, prompts)
+    shape = shape_type(core.model.name, params.seed, core.model.target, look)
     return await answer(generation, num_prompts, shape, body, request, core.settings.keep_alive_s)

@@ -84,6 +84,8 @@ def health_routes(core: Core) -> APIRouter:
             eos_token_ids=sorted(core.model.eos_ids),
             has_chat_template=tokenizer.has_chat_template,
             target=core.model.target,
+            tool_calls=core.model.dialect.tools,
+            has_reasoning=core.model.dialect.has_reasoning,
         )
         if manifest is None:
             return facts

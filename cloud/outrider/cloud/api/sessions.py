@@ -13,12 +13,14 @@ from starlette.responses import Response
 
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
+from outrider.cloud.api.session_text import SessionText
 from outrider.cloud.api.state import Core, Session
 from outrider.cloud.api.stream import SessionStream
 from outrider.cloud.api.traces import trace_of
 from outrider.cloud.api.watch import watch
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.http import sse
+from outrider.models.http.errors import FieldError
 from outrider.models.http.request_context import current_request, session_tag
 from outrider.models.http.requests import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.protocol import SessionOpen, SessionRequest
@@ -37,6 +39,12 @@ def session_routes(core: Core) -> APIRouter:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, SessionRequest, await read_body(request.receive))
         core.require_tokenizer(body.tokenizer)
+        if body.generated > len(body.prompt):
+            raise FieldError(
+                "invalid_parameter",
+                f"generated: it is {body.generated}, and prompt has {len(body.prompt)} tokens; send those of the text",
+                param="generated",
+            )
         generate = GenerateRequest(
             prompt=tuple(body.prompt),
             params=sampling_of(body.sampling),
@@ -47,10 +55,12 @@ def session_routes(core: Core) -> APIRouter:
             owner=owner,
             prefix_hash=body.prefix_hash,
             keep=body.keep_prefix,
+            num_generated=body.generated,
+            num_logprobs=body.logprobs,
         )
         mailbox = core.bridge.mailbox()
         generate = await core.admission.sought(generate)
-        recalled = await core.recall(generate, is_allowed=not is_no_store(request))
+        recalled = (await core.recall(generate, is_allowed=not is_no_store(request))).predicted(body.prediction)
         asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
         core.slots.take(owner)
         try:
@@ -85,7 +95,18 @@ def session_routes(core: Core) -> APIRouter:
                 keep_alive_s=core.settings.keep_alive_s,
             )
             watched = watch(core.metrics, request.scope, arrived_s)
-            return SessionStream(opened, mailbox, watched, close, keep_alive_s=core.settings.keep_alive_s)
+            text: SessionText | None = None
+            if body.stop:
+                text = SessionText(core.model.tokenizer, body.stop, generate.stop_ids, body.prompt, body.generated)
+            return SessionStream(
+                opened,
+                mailbox,
+                watched,
+                close,
+                keep_alive_s=core.settings.keep_alive_s,
+                text=text,
+                on_stop=lambda: core.engine.cancel(session.sequence_id),
+            )
         except BaseException:
             close()
             raise

@@ -19,6 +19,7 @@ from outrider.cloud.api.traces import Traces
 from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.seam import GenerateRequest, ServingEngine
 from outrider.models.errors import RequestError
+from outrider.models.http.dialects import Dialect, dialect_of
 from outrider.models.http.errors import FieldError
 from outrider.models.http.limits import Slots
 from outrider.models.http.requests import Bodies
@@ -62,7 +63,7 @@ class ServedModel:
     """The model behind the engine, as clients see it. manifest: its bundle's; None for a model without a bundle.
 
     target: identity of what picks the tokens, equal for replicas only; "": made from name and tokenizer, for a model
-    without a bundle.
+    without a bundle. dialect: how it writes tool calls and reasoning.
     """
 
     name: str
@@ -71,8 +72,10 @@ class ServedModel:
     manifest: Manifest | None = None
     target: str = ""
     created_s: int = field(default_factory=lambda: int(time.time()))
+    dialect: Dialect = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dialect", dialect_of(self.tokenizer))
         if not self.target:
             digest = hashlib.sha256(f"no bundle\n{self.name}\n{self.tokenizer.fingerprint}".encode()).hexdigest()
             object.__setattr__(self, "target", digest[:16])

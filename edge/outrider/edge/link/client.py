@@ -243,7 +243,7 @@ class CloudClient:
                     await self._require_success(response)
                 if response.status_code != 200:
                     raise ProtocolBroken(self.url, f"it answered HTTP {response.status_code}; expected an event stream")
-                yield self._events(response, SessionCheck(self.url, request.max_tokens))
+                yield self._events(response, SessionCheck(self.url, request.max_tokens, request.logprobs))
             finally:
                 await response.aclose()
 

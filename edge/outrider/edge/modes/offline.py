@@ -126,6 +126,7 @@ class OfflineWriter:
             request,
             prompt=(*request.prompt, *text.verified),
             max_tokens=request.max_tokens - len(text.verified),
+            num_generated=request.num_generated + len(text.verified),
         )
         try:
             text.result = await self.agent.generate(rest, take, origin)

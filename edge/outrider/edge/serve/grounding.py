@@ -20,7 +20,7 @@ from outrider.edge.serve.state import LocalCore
 from outrider.models.extras import is_installed
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.errors import FieldError
-from outrider.models.http.shapes import Delta, Shape
+from outrider.models.http.shapes import Delta, FoundText, Shape
 from outrider.models.protocol import ModelFacts
 
 MAX_DOCUMENTS: Final = 256
@@ -100,22 +100,23 @@ class GroundedShape:
         return self._inner.id
 
     def whole(
-        self, texts: list[str], reasons: list[Any], usage: openai_answers.CompletionUsage
+        self, texts: Sequence[FoundText], usage: openai_answers.CompletionUsage
     ) -> openai_answers.Completion | openai_answers.ChatCompletion:
         """The whole answer."""
-        whole = self._inner.whole(texts, reasons, usage)
+        whole = self._inner.whole(texts, usage)
         kind = GroundedCompletion if isinstance(whole, openai_answers.Completion) else GroundedChatCompletion
         return kind(**dict(whole), passages=self._notes)
 
     def first(self) -> bytes:
         """The first event, with the passages."""
         event = self._inner.first() or self._inner.piece(Delta(0, ""))
-        message = {**json.loads(event.removeprefix(b"data: ")), "passages": [note.model_dump() for note in self._notes]}
-        return f"data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+        first, _, others = event.partition(b"\n\n")
+        message = {**json.loads(first.removeprefix(b"data: ")), "passages": [note.model_dump() for note in self._notes]}
+        return f"data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode() + others
 
-    def piece(self, delta: Delta) -> bytes:
+    def piece(self, delta: Delta, usage: openai_answers.CompletionUsage | None = None) -> bytes:
         """New text."""
-        return self._inner.piece(delta)
+        return self._inner.piece(delta, usage)
 
     def last(self, usage: openai_answers.CompletionUsage) -> bytes:
         """The usage, as the last chunk."""

@@ -5,15 +5,16 @@ An addition to OpenAI's fields: `seed`, so that any answer can be reproduced.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class CompletionTokensDetails(BaseModel):
-    """Drafted tokens, by the target's verdict."""
+    """Drafted tokens, by the target's verdict; with a `prediction`, its tokens, by whether the text has them."""
 
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
@@ -43,12 +44,73 @@ class _Head(BaseModel):
     seed: int
 
 
+class CompletionLogprobs(BaseModel):
+    """Of each token of a text: itself, its logprob, the likeliest tokens with theirs, and where it begins."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class TopLogprob(BaseModel):
+    """A token and the natural logarithm of its probability. bytes: of its text, which may be a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TopLogprob):
+    """A token of the text, and the likeliest tokens in its place."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """Of each token of a chat's text, reasoning and tool calls included."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class FunctionCall(BaseModel):
+    """A function's name and its arguments, as the model wrote them: JSON text, if it made no mistake."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class FunctionCallDelta(BaseModel):
+    """What a chunk adds to a call: the name in its first one."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """What a chunk adds to call `index`; id and type in its first one."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCallDelta
+
+
 class CompletionChoice(BaseModel):
     """One text. finish_reason is null until its last chunk."""
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
 
 
@@ -61,20 +123,34 @@ class Completion(_Head):
 
 
 class AssistantMessage(BaseModel):
-    """What the model says."""
+    """What the model says. content: null beside tool calls. reasoning_content: as DeepSeek and vLLM name it.
+
+    What is empty of tool_calls and reasoning_content is left out.
+    """
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = serialize(self)
+        return {
+            name: value
+            for name, value in found.items()
+            if value is not None or name not in ("reasoning_content", "tool_calls")
+        }
 
 
 class ChatChoice(BaseModel):
-    """The answer's one choice."""
+    """One text of the answer."""
 
     index: int = 0
     message: AssistantMessage
-    logprobs: None = None
-    finish_reason: FinishReason
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChatFinishReason
 
 
 class ChatCompletion(_Head):
@@ -90,15 +166,17 @@ class ChatDelta(BaseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):
-    """A chunk of the stream's one choice."""
+    """A chunk of one of the stream's choices."""
 
     index: int = 0
     delta: ChatDelta
-    logprobs: None = None
-    finish_reason: FinishReason | None = None
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChatFinishReason | None = None
 
 
 class ChatChunk(_Head):
