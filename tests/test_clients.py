@@ -277,7 +277,13 @@ ERRORS: list[tuple[Call, type[openai.APIStatusError], str, str | None, str]] = [
         "this server serves fake only",
     ),
     (lambda c: c.models.retrieve("gpt-4"), openai.NotFoundError, "model_not_found", "model", "this server serves fake"),
-    (lambda c: c.responses.create(model="fake", input="zip"), openai.NotFoundError, "not_found", None, "/v1/responses"),
+    (
+        lambda c: c.responses.create(model="fake", input="zip"),
+        openai.NotFoundError,
+        "unsupported_endpoint",
+        None,
+        "use /v1/chat",
+    ),
     (
         lambda c: c.embeddings.create(model="fake", input="zip"),
         openai.NotFoundError,

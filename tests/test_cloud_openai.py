@@ -185,22 +185,14 @@ def test_unknown_fields_and_nulls_are_ignored(client: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("best_of", 3),
-        ("echo", True),
-        ("logprobs", 5),
         ("suffix", "end"),
         ("logit_bias", {"5": -100}),
         ("presence_penalty", 0.5),
         ("frequency_penalty", -1),
         ("tools", [{"type": "function"}]),
         ("response_format", {"type": "json_object"}),
-        ("logprobs", 0),  # asks for the chosen token's
-        ("logprobs", True),
-        ("n", True),
-        ("best_of", 0),
         ("presence_penalty", False),
-        ("suffix", 0),
+        ("top_logprobs", 2),  # of chats only
         ("tool_choice", "required"),
         ("function_call", {"name": "f"}),
         ("max_completion_tokens", 5),
@@ -225,6 +217,16 @@ def test_unsupported_parameters_are_refused_by_name(client: httpx.Client, field:
         (b'{"prompt":"a","top_p":2}', 400, "invalid_parameter", "top_p"),
         (b'{"prompt":"a","max_tokens":0}', 400, "invalid_parameter", "max_tokens"),
         (b'{"prompt":"a","seed":-1}', 400, "invalid_parameter", "seed"),
+        (b'{"prompt":"a","n":true}', 400, "invalid_parameter", "n"),
+        (b'{"prompt":"a","n":129}', 400, "invalid_parameter", "n"),
+        (b'{"prompt":["a","b"],"n":65}', 400, "invalid_parameter", "n"),
+        (b'{"prompt":"a","best_of":0}', 400, "invalid_parameter", "best_of"),
+        (b'{"prompt":"a","best_of":2,"stream":true}', 400, "invalid_parameter", "best_of"),
+        (b'{"prompt":"a","logprobs":true}', 400, "invalid_parameter", "logprobs"),
+        (b'{"prompt":"a","logprobs":21}', 400, "invalid_parameter", "logprobs"),
+        (b'{"prompt":"a","suffix":0}', 400, "invalid_parameter", "suffix"),
+        (b'{"prompt":"a","echo":true,"logprobs":1}', 400, "unsupported_parameter", "echo"),
+        (b'{"prompt":"a","prediction":"b"}', 400, "invalid_parameter", "prediction"),
         (b'{"prompt":""}', 400, "empty_prompt", None),
         (b'{"prompt":[300]}', 400, "token_out_of_range", None),
         (b'{"prompt":[%s]}' % b",".join([b"1"] * 4096), 400, "context_length_exceeded", None),
@@ -317,14 +319,6 @@ def test_a_models_name_may_hold_slashes(client: httpx.Client, server: FakeServer
         patch.setattr(server.core, "model", model)
         for path in ("/v1/models/org/model-1", "/v1/models/org%2Fmodel-1"):
             assert client.get(path).json()["id"] == "org/model-1"
-
-
-def test_chat_refuses_log_probabilities_and_accepts_their_absence(client: httpx.Client) -> None:
-    """`false` asks for none."""
-    body = {"messages": MESSAGES, "max_tokens": 2}
-    assert client.post("/v1/chat/completions", json=body | {"logprobs": False, "top_logprobs": 0}).status_code == 200
-    answer = client.post("/v1/chat/completions", json=body | {"logprobs": True})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
 
 
 @given(

@@ -13,6 +13,8 @@ from outrider.models.errors import RequestError
 from outrider.models.http.errors import MAX_PARAM_CHARS, error_response, method_not_allowed
 
 _CODES: Final = {404: "not_found", 413: "body_too_large"}
+_OTHERS: Final = {"/v1/responses": "/v1/chat/completions"}
+"""Endpoints of OpenAI's that are refused by name, each with the one to use."""
 
 
 def install_error_handlers(app: Starlette, where_paths_are: str) -> None:
@@ -27,7 +29,9 @@ def install_error_handlers(app: Starlette, where_paths_are: str) -> None:
         if error.status_code == 405:
             return error_response(method_not_allowed(request.method), error.headers)
         code, message = _CODES.get(error.status_code, "invalid_request"), str(error.detail)
-        if error.status_code == 404:
+        if error.status_code == 404 and (use := _OTHERS.get(path := request.url.path)) is not None:
+            code, message = "unsupported_endpoint", f"{path} is not supported; use {use}"
+        elif error.status_code == 404:
             message = f"there is no {request.url.path[:MAX_PARAM_CHARS]}; {where_paths_are}"
         return error_response(RequestError(code, message, status=error.status_code), error.headers)
 

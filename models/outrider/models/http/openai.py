@@ -329,7 +329,9 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check_together(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of < self.num_kept:
-            raise PydanticCustomError("best_of", "best_of: expected at least n, which is {n}", {"n": self.num_kept})
+            raise FieldError(
+                "invalid_parameter", f"best_of: expected at least n, which is {self.num_kept}", param="best_of"
+            )
         if self.stream and self.num_each > self.num_kept:
             raise FieldError(
                 "invalid_parameter", "best_of: a stream cannot choose; leave it out, or stream", param="best_of"

@@ -89,9 +89,11 @@ class ToolCallParser:
         """Looks for what begins a call."""
         at = self._held.find(self.begins)
         if at >= 0:
-            self._content += self._held[:at].rstrip(_SPACE)
+            shown = self._held[:at].rstrip(_SPACE)
+            before = self._held[len(shown) : at + len(self.begins)]
+            self._content += shown
             self._held = self._held[at + len(self.begins) :]
-            self._open(self.begins)
+            self._open(before)
             return True
         shown = self._held[: len(self._held) - _overlap(self._held, self.begins)].rstrip(_SPACE)
         self._content += shown
