@@ -10,6 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.local_endpoint import LocalEndpoint, fake_draft, serve_local
 from tests.scripted import ScriptedRuntime
 from tests.serving import EOS_ID, FakeServer, fake_tokenizer, run_session, serve_fake, target_tokens
@@ -27,7 +29,7 @@ from outrider.models.http import openai_answers
 from outrider.models.http.choices import best_choices, choice_seed
 from outrider.models.http.errors import FieldError
 from outrider.models.http.fill_in import fill_in_prompt
-from outrider.models.http.text import TextStyle
+from outrider.models.http.text import TextStyle, _StopString
 from outrider.models.predicted import PredictionFollower
 from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
@@ -540,3 +542,41 @@ def test_the_responses_api_is_refused_by_name(client: httpx.Client) -> None:
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (404, "unsupported_endpoint")
     assert "/v1/chat/completions" in error["message"]
+
+
+@given(
+    pieces=st.lists(st.text("ab", max_size=4), max_size=30),
+    stops=st.lists(st.text("ab", min_size=1, max_size=7), min_size=1, max_size=4),
+)
+def test_stop_strings_are_found_as_by_searching(pieces: list[str], stops: list[str]) -> None:
+    """The one that begins first, of those that a token completes; what may begin one is held back, and no more."""
+    found = [_StopString(stop) for stop in stops]
+    text = ""
+    for piece in pieces:
+        text += piece
+        ends = [each.push(piece) for each in found]
+        assert [end is not None for end in ends] == [stop in text for stop in stops]
+        for end, stop in zip(ends, stops, strict=True):
+            if end is not None:
+                assert len(text) - len(piece) + end == text.index(stop) + len(stop)
+        if any(stop in text for stop in stops):
+            return
+        for each, stop in zip(found, stops, strict=True):
+            assert each.num_matched == max(n for n in range(len(stop)) if text.endswith(stop[:n]))
+
+
+def test_stop_strings_cost_little_whatever_the_text_is() -> None:
+    """16 of 1,000 characters that nearly match all the time: work per character is bounded."""
+    stop = _StopString("a" * 999 + "c")
+    steps = 0
+
+    class Counted(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            return super().__getitem__(index)
+
+    stop._shorter = Counted([0])
+    for _ in range(20):
+        stop.push("a" * 998 + "b")
+    assert steps < 3 * 20 * 999

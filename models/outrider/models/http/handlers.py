@@ -29,10 +29,12 @@ def install_error_handlers(app: Starlette, where_paths_are: str) -> None:
         if error.status_code == 405:
             return error_response(method_not_allowed(request.method), error.headers)
         code, message = _CODES.get(error.status_code, "invalid_request"), str(error.detail)
-        if error.status_code == 404 and (use := _OTHERS.get(path := request.url.path)) is not None:
-            code, message = "unsupported_endpoint", f"{path} is not supported; use {use}"
-        elif error.status_code == 404:
-            message = f"there is no {request.url.path[:MAX_PARAM_CHARS]}; {where_paths_are}"
+        if error.status_code == 404:
+            path = request.url.path
+            if (use := _OTHERS.get(path)) is not None:
+                refusal = RequestError("unsupported_endpoint", f"{path} is not supported; use {use}", status=404)
+                return error_response(refusal, error.headers)
+            message = f"there is no {path[:MAX_PARAM_CHARS]}; {where_paths_are}"
         return error_response(RequestError(code, message, status=error.status_code), error.headers)
 
     app.add_exception_handler(RequestError, on_request_error)

@@ -41,7 +41,7 @@ class TextAssembler:
         keeps_pieces: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
-        self._stop_strings = stop_strings
+        self._stops = [_StopString(stop) for stop in stop_strings]
         self._stop_ids = stop_ids
         self._includes_stop = includes_stop
         self._held = ""
@@ -105,18 +105,56 @@ class TextAssembler:
 
     def _release(self, piece: str) -> str:
         text = self._held + piece
-        ends = [(at, stop) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
+        ends = [(at, stop.text) for stop in self._stops if (at := stop.push(piece)) is not None]
         if ends:
-            at, self.stop = min(ends, key=lambda end: end[0])
+            # What is held is the beginning of some stop string, so each of them ends in this piece.
+            after, self.stop = min(ends, key=lambda end: end[0] - len(end[1]))
+            end = len(self._held) + after
             self.is_stopped = True
             self._held = ""
-            shown = text[: at + len(self.stop)] if self._includes_stop else text[:at]
+            shown = text[:end] if self._includes_stop else text[: end - len(self.stop)]
         else:
-            keep = max((_overlap(text, stop) for stop in self._stop_strings), default=0)
+            keep = max((stop.num_matched for stop in self._stops), default=0)
             shown = text[: len(text) - keep]
             self._held = text[len(text) - keep :]
         self.num_chars += len(shown)
         return shown
+
+
+class _StopString:
+    """A stop string, and how much of it the text ends with: constant work per character (Knuth, Morris, Pratt 1977).
+
+    num_matched: length of the longest end of the text that is a beginning of it.
+    """
+
+    __slots__ = ("_shorter", "num_matched", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_matched = 0
+        # Of each beginning, by its length less 1: the longest shorter beginning that it ends with. Filled as needed.
+        self._shorter = [0]
+
+    def push(self, piece: str) -> int | None:
+        """Goes on by `piece`; how much of it ends the first occurrence, or None."""
+        text, matched = self.text, self.num_matched
+        for index, char in enumerate(piece):
+            while matched and text[matched] != char:
+                matched = self._shorter_of(matched)
+            matched += text[matched] == char
+            if matched == len(text):
+                return index + 1
+        self.num_matched = matched
+        return None
+
+    def _shorter_of(self, length: int) -> int:
+        text, shorter = self.text, self._shorter
+        while len(shorter) < length:
+            at = shorter[-1]
+            while at and text[at] != text[len(shorter)]:
+                at = shorter[at - 1]
+            shorter.append(at + (text[at] == text[len(shorter)]))
+        return shorter[length - 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +187,3 @@ class TextStyle:
             includes_stop=self.includes_stop,
             keeps_pieces=self.keeps_pieces,
         )
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
