@@ -46,6 +46,7 @@ from bench.attacks.local_hostile import local_hostile
 from bench.attacks.local_pages import local_pages
 from bench.attacks.local_slow import slow_verifier
 from bench.attacks.local_users import other_users
+from bench.attacks.many_choices import many_choices
 from bench.attacks.recent import recent_texts
 from bench.attacks.rows import Row
 from bench.attacks.shapes import booleans
@@ -108,6 +109,7 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (35, hostile_contexts),
     (36, recent_texts),
     (37, replicas_front),
+    (38, many_choices),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 
