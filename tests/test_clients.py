@@ -430,7 +430,7 @@ def test_openais_example_of_logprobs(cloud: FakeServer, strict: Any) -> None:
     with strict.chat.completions.stream(**asked) as stream:
         for _ in stream:
             pass
-        gathered = stream.get_final_completion()
+        gathered = stream.current_completion_snapshot
     assert gathered.choices[0].logprobs.content == found
     legacy = strict.completions.create(prompt="zip", logprobs=2, n=2, best_of=3, **ASKED)
     assert [len(choice.logprobs.tokens) for choice in legacy.choices] == [12, 12]

@@ -20,6 +20,7 @@ from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
 from outrider.models.http.encoding import (
     Workers,
+    check_prediction,
     check_prompts,
     encode_chat,
     encode_prediction,
@@ -112,6 +113,7 @@ async def _answer(
     if body.model:
         require_model(core.model.name, body.model)
     body.require_few(num_prompts)
+    check_prediction(core.model.tokenizer, body)
     params = sampling_of(body.sampling)
     stop_ids = core.stop_set(body.stop_token_ids, bool(body.ignore_eos))
     owner, tokenizer = owner_of(request), core.model.tokenizer

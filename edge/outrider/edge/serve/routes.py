@@ -40,6 +40,7 @@ from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
 from outrider.models.http.dialects import Dialect
 from outrider.models.http.encoding import (
+    check_prediction,
     check_prompts,
     encode_chat,
     encode_prediction,
@@ -247,6 +248,7 @@ async def _answer(
     is_up: bool,
 ) -> Response:
     body.require_few(num_prompts)
+    check_prediction(core.tokenizer, body)
     params = sampling_of(body.sampling)
     style = chat_style(body, Dialect(facts.tool_calls, facts.has_reasoning), facts.name)
     own_stops = frozenset(facts.eos_token_ids)

@@ -108,20 +108,28 @@ def encode_chat(tokenizer: Tokenizer, max_tokens: int, body: Conversation) -> li
     return truncated(tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), max_tokens, body)
 
 
+def check_prediction(tokenizer: Tokenizer, body: GenerationRequest) -> None:
+    """Raises RequestError for a predicted output that cannot fit, before anything is tokenized."""
+    if body.prediction is not None:
+        num_chars = len(body.prediction.text)
+        if num_chars > MAX_PREDICTION_TOKENS * tokenizer.max_token_chars:
+            raise _prediction_too_long(f"{num_chars} characters")
+
+
 def encode_prediction(tokenizer: Tokenizer, body: GenerationRequest) -> tuple[int, ...]:
     """The token ids of the predicted output; nothing without one. Raises RequestError for one that is too long."""
     if body.prediction is None:
         return ()
-    text = body.prediction.text
-    tokens: list[int] = []
-    if len(text) <= MAX_PREDICTION_TOKENS * tokenizer.max_token_chars:
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        if len(tokens) <= MAX_PREDICTION_TOKENS:
-            return tuple(tokens)
-    raise FieldError(
+    tokens = tokenizer.encode(body.prediction.text, add_special_tokens=False)
+    if len(tokens) > MAX_PREDICTION_TOKENS:
+        raise _prediction_too_long(f"{len(tokens)} tokens")
+    return tuple(tokens)
+
+
+def _prediction_too_long(found: str) -> RequestError:
+    return FieldError(
         "invalid_parameter",
-        f"prediction: it has {f'{len(tokens)} tokens' if tokens else f'{len(text)} characters'}; expected at most "
-        f"{MAX_PREDICTION_TOKENS} tokens. Send its first part",
+        f"prediction: it has {found}; expected at most {MAX_PREDICTION_TOKENS} tokens. Send its first part",
         param="prediction",
     )
 
