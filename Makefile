@@ -39,9 +39,10 @@ wheel: $(STAMP)
 
 check: lint types test test-ray wheel
 
-# Writes docs/api.md from the OpenAPI document.
+# Writes docs/api.md from the OpenAPI document, docs/fields.md from the code.
 docs: $(STAMP)
 	$(BIN)/python -m tools.api_page
+	$(BIN)/python -m tools.fields_page
 
 # Makes dist/: the wheels that the wheel job has tested, a list of what is installed, checksums, an audit.
 release: $(STAMP)

@@ -48,6 +48,7 @@ from bench.attacks.local_hostile import local_hostile
 from bench.attacks.local_pages import local_pages
 from bench.attacks.local_slow import slow_verifier
 from bench.attacks.local_users import other_users
+from bench.attacks.many_choices import many_choices
 from bench.attacks.recent import recent_texts
 from bench.attacks.rows import Row
 from bench.attacks.shapes import booleans
@@ -112,6 +113,7 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (37, replicas_front),
     (38, heavy_rules),
     (39, cascades),
+    (40, many_choices),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 

@@ -78,7 +78,7 @@ HOSTILE_BODIES: tuple[HostileBody, ...] = (
     HostileBody("a long name", COMPLETIONS, "model_not_found", long(b'{"prompt":"a","model":"', b"a", b'"}')),
     HostileBody("a number of 1 MiB", COMPLETIONS, "malformed_json", long(b'{"prompt":"a","n":', b"9", b"}")),
     HostileBody(
-        "a fraction of 1 MiB", COMPLETIONS, "unsupported_parameter", long(b'{"prompt":"a","best_of":0.', b"1", b"}")
+        "a fraction of 1 MiB", COMPLETIONS, "invalid_parameter", long(b'{"prompt":"a","best_of":0.', b"1", b"}")
     ),
     HostileBody(
         "numbers of 4,000 digits", COMPLETIONS, "invalid_parameter", repeated(b'{"prompt":[', b"9" * 4000, b"]}")
@@ -135,7 +135,49 @@ HOSTILE_BODIES: tuple[HostileBody, ...] = (
             + b"}"
         ),
     ),
-    HostileBody("tools", CHAT, "unsupported_parameter", repeated(b'{"messages":[{"role":"a"}],"tools":[', b"0", b"]}")),
+    HostileBody("tools", CHAT, "invalid_parameter", repeated(b'{"messages":[{"role":"a"}],"tools":[', b"0", b"]}")),
+    HostileBody(
+        "a thousand tools",
+        CHAT,
+        "invalid_parameter",
+        lambda _: repeated(
+            b'{"messages":[{"role":"a"}],"tools":[', b'{"type":"function","function":{"name":"a"}}', b"]}"
+        )(100_000),
+    ),
+    HostileBody(
+        "a large schema of a tool",
+        CHAT,
+        "invalid_parameter",
+        lambda _: repeated(
+            b'{"messages":[{"role":"a"}],"tools":[{"type":"function","function":{"name":"a","parameters":{"enum":[',
+            b"0",
+            b"]}}}]}",
+        )(60_000),
+    ),
+    HostileBody(
+        "a long prediction",
+        CHAT,
+        "invalid_parameter",
+        long(b'{"messages":[{"role":"a"}],"prediction":{"type":"content","content":"', b"a ", b'"}}'),
+    ),
+    HostileBody(
+        "parts of a prediction",
+        COMPLETIONS,
+        "invalid_parameter",
+        repeated(b'{"prompt":"a","prediction":{"type":"content","content":[', b"0", b"]}}"),
+    ),
+    HostileBody(
+        "a session's prediction",
+        SESSIONS,
+        "invalid_parameter",
+        repeated(b'{"prompt":[1],"max_tokens":1,"prediction":[', b"1", b"]}"),
+    ),
+    HostileBody(
+        "a session's stop strings",
+        SESSIONS,
+        "invalid_parameter",
+        repeated(b'{"prompt":[1],"max_tokens":1,"stop":[', b'"a"', b"]}"),
+    ),
     HostileBody("empty messages", RENDER, "invalid_parameter", repeated(b'{"messages":[', b"{}", b"]}")),
     HostileBody(
         "a long message",

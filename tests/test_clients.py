@@ -28,16 +28,18 @@ import pytest
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI
-from openai.types import Completion, Model, completion_create_params
+from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.chat import completion_create_params as chat_params
 from pydantic import BaseModel, ValidationError
 from tests.local_endpoint import LocalEndpoint, serve_local
+from tests.scripted import ScriptedRuntime
 from tests.serving import FakeServer, StepGate, serve_fake
+from tools import fields_page
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.edge.serve.state import LocalSettings
-from outrider.models.http.openai import ChatRequest, CompletionRequest, GenerationRequest
+from outrider.models.http.fields import IGNORED, VLLM, state_of
+from outrider.models.http.openai import ChatRequest
 from outrider.models.http.security import KeyRing
 
 ROOT = Path(__file__).parent.parent
@@ -55,19 +57,6 @@ SENT_BY_CLIENTS: dict[str, Any] = {
     "extra_body": {"logprobs": None, "store": False, "parallel_tool_calls": True, "metadata": {"chat": "1"}},
 }
 """Fields that LangChain, `llm`, chat windows and agents send without being asked; none changes the text."""
-IGNORED: Final = {
-    "metadata",
-    "parallel_tool_calls",
-    "prediction",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-}
-"""OpenAI's fields that change no text here: accepted, without effect."""
 
 
 @pytest.fixture(scope="module")
@@ -206,31 +195,32 @@ def test_what_clients_send_unasked_changes_nothing(cloud: FakeServer, client: An
     assert completion.choices[0].text == plain_text(cloud)
 
 
-@pytest.mark.parametrize(
-    ("request_type", "published"),
-    [
-        (ChatRequest, chat_params.CompletionCreateParamsBase),
-        (CompletionRequest, completion_create_params.CompletionCreateParamsBase),
-    ],
-    ids=["chat", "completion"],
-)
-def test_each_field_of_openais_is_offered_refused_or_without_effect(
-    request_type: type[GenerationRequest], published: Any
-) -> None:
-    """Nothing that a client can ask for is dropped because nobody knew it."""
-    known = set(request_type.model_fields) | set(request_type.neutral_values()) | IGNORED
-    assert set(published.__annotations__) - known == set()
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_each_field_of_openais_works_is_refused_or_is_without_effect(kind: str) -> None:
+    """Nothing that a client can ask for is dropped because nobody knew it; docs/fields.md says what each does."""
+    page = fields_page.PAGE.read_text(encoding="utf-8")
+    assert page == fields_page.page(), "run make docs"
+    for name in (*fields_page.OPENAI[kind], *VLLM[kind]):
+        assert state_of(name, fields_page.REQUESTS[kind]) is not None and f"| `{name}` |" in page
+    assert not set(IGNORED) & (set(ChatRequest.model_fields) | set(ChatRequest.neutral_values()))
 
 
 USER: Any = [{"role": "user", "content": "zip"}]
 Call = Callable[[Any], object]
 ERRORS: list[tuple[Call, type[openai.APIStatusError], str, str | None, str]] = [
     (
-        lambda c: c.chat.completions.create(model="fake", messages=USER, n=2),
+        lambda c: c.chat.completions.create(model="fake", messages=USER, n=129),
+        openai.BadRequestError,
+        "invalid_parameter",
+        "n",
+        "n: Input should be less than or equal to 128",
+    ),
+    (
+        lambda c: c.chat.completions.create(model="fake", messages=USER, functions=[{"name": "f"}]),
         openai.BadRequestError,
         "unsupported_parameter",
-        "n",
-        "n is not supported, except as 1",
+        "functions",
+        "functions is not supported, except as []",
     ),
     (
         lambda c: c.chat.completions.parse(model="fake", messages=USER, response_format=Model),
@@ -246,7 +236,7 @@ ERRORS: list[tuple[Call, type[openai.APIStatusError], str, str | None, str]] = [
         openai.BadRequestError,
         "unsupported_parameter",
         "tools",
-        "tools is not supported",
+        "tools is not supported: the chat template of fake has no tool calls",
     ),
     (
         lambda c: c.chat.completions.create(model="fake", messages=USER, moderation={"model": "omni"}),
@@ -277,7 +267,13 @@ ERRORS: list[tuple[Call, type[openai.APIStatusError], str, str | None, str]] = [
         "this server serves fake only",
     ),
     (lambda c: c.models.retrieve("gpt-4"), openai.NotFoundError, "model_not_found", "model", "this server serves fake"),
-    (lambda c: c.responses.create(model="fake", input="zip"), openai.NotFoundError, "not_found", None, "/v1/responses"),
+    (
+        lambda c: c.responses.create(model="fake", input="zip"),
+        openai.NotFoundError,
+        "unsupported_endpoint",
+        None,
+        "use /v1/chat",
+    ),
     (
         lambda c: c.embeddings.create(model="fake", input="zip"),
         openai.NotFoundError,
@@ -411,6 +407,101 @@ def test_a_cancelled_call_frees_everything(is_local: bool, is_stream: bool) -> N
         server.wait_until(lambda: server.core.slots.num_taken == 0)
         gate.open()
         server.wait_until(server.is_empty)
+
+
+# The examples of OpenAI's own documents, but for address, key and model
+
+
+@pytest.fixture(scope="module")
+def strict(url: str) -> Iterator[Any]:
+    """Refuses an answer that is not typed as OpenAI's."""
+    with openai.OpenAI(base_url=url, api_key="unused", max_retries=0, _strict_response_validation=True) as opened:
+        yield opened
+
+
+def test_openais_example_of_logprobs(cloud: FakeServer, strict: Any) -> None:
+    """From the cookbook: the likeliest tokens at each place, whole and streamed."""
+    asked: dict[str, Any] = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, **ASKED}
+    response = strict.chat.completions.create(**asked)
+    found = response.choices[0].logprobs.content
+    assert len(found) == 12 and all(len(each.top_logprobs) == 2 for each in found)
+    joined = bytes(byte for each in found for byte in each.bytes)
+    assert joined.decode(errors="replace") == chat_text(cloud)
+    with strict.chat.completions.stream(**asked) as stream:
+        for _ in stream:
+            pass
+        gathered = stream.current_completion_snapshot
+    assert gathered.choices[0].logprobs.content == found
+    legacy = strict.completions.create(prompt="zip", logprobs=2, n=2, best_of=3, **ASKED)
+    assert [len(choice.logprobs.tokens) for choice in legacy.choices] == [12, 12]
+    assert sum(len(each) >= 2 for each in legacy.choices[0].logprobs.top_logprobs) == 12
+
+
+def test_openais_example_of_predicted_outputs(cloud: FakeServer, strict: Any) -> None:
+    """From the guide: code that is written again, with a small change; usage says how much of it was used."""
+    code = chat_text(cloud)
+    completion = strict.chat.completions.create(
+        messages=MESSAGES, prediction={"type": "content", "content": code}, **ASKED
+    )
+    details = completion.usage.completion_tokens_details
+    assert completion.choices[0].message.content == code
+    assert details.accepted_prediction_tokens > 0 and details.rejected_prediction_tokens >= 0
+    stream = strict.chat.completions.create(
+        messages=MESSAGES, prediction={"type": "content", "content": code}, stream=True, **ASKED
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == code
+
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Get current temperature for a given location.",
+            "parameters": {
+                "type": "object",
+                "properties": {"location": {"type": "string", "description": "City and country"}},
+                "required": ["location"],
+                "additionalProperties": False,
+            },
+        },
+    }
+]
+TOOL_TEMPLATE: Final = (
+    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for call in m.tool_calls %}{{ call.function.arguments.location }}{% endfor %}\n{% endfor %}assistant: "
+)
+
+
+def test_openais_example_of_tools() -> None:
+    """From the guide: a call, its result, the answer; whole, and as the client's own stream gathers it."""
+    written = 'Let me look.\n<tool_call>\n{"name": "get_weather", "arguments": {"location": "Paris"}}\n</tool_call>'
+    runtime = ScriptedRuntime(written, "assistant: ")
+    with (
+        serve_fake(runtime=runtime, chat_template=TOOL_TEMPLATE) as server,
+        serve_local(server.url) as endpoint,
+    ):
+        for address in (server.url, endpoint.url):
+            with openai.OpenAI(
+                base_url=f"{address}/v1", api_key="unused", max_retries=0, _strict_response_validation=True
+            ) as client:
+                messages: Any = [{"role": "user", "content": "What is the weather like in Paris today?"}]
+                asked: dict[str, Any] = {"model": "fake", "tools": TOOLS, "temperature": 0}
+                completion = client.chat.completions.create(messages=messages, **asked)
+                (choice,) = completion.choices
+                (call,) = choice.message.tool_calls or []
+                assert choice.finish_reason == "tool_calls" and call.type == "function"
+                assert json.loads(call.function.arguments) == {"location": "Paris"}
+                with client.chat.completions.stream(messages=messages, **asked) as stream:
+                    kinds = [event.type for event in stream]
+                    gathered = stream.get_final_completion().choices[0]
+                (again,) = gathered.message.tool_calls or []
+                assert again.function.arguments == call.function.arguments and gathered.finish_reason == "tool_calls"
+                assert gathered.message.content == choice.message.content == "Let me look."
+                assert "tool_calls.function.arguments.done" in kinds
+                messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "14"}]
+                final = client.chat.completions.create(messages=messages, tool_choice="none", **asked)
+                assert final.choices[0].message.tool_calls is None and final.choices[0].finish_reason == "stop"
 
 
 # LangChain

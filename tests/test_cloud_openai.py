@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.serving import EOS_ID, JSON, FakeServer, StepGate, fake_tokenizer, serve_fake, target_tokens
 
-from outrider.models.http import openai
+from outrider.models.http import openai, openai_answers
 from outrider.models.http.text import TextAssembler
 from outrider.models.protocol import ErrorAnswer, RenderAnswer
 from outrider.models.sampling import SamplingParams
@@ -37,7 +37,7 @@ def client(server: FakeServer) -> Iterator[httpx.Client]:
 def complete(client: httpx.Client, **fields: Any) -> dict[str, Any]:
     answer = client.post("/v1/completions", json={"prompt": PROMPT, "temperature": 0, "ignore_eos": True} | fields)
     assert answer.status_code == 200, answer.text
-    openai.Completion.model_validate_json(answer.content)
+    openai_answers.Completion.model_validate_json(answer.content)
     completion: dict[str, Any] = answer.json()
     return completion
 
@@ -100,7 +100,7 @@ def test_a_stream_gives_the_same_text(client: httpx.Client) -> None:
     assert answer.headers["content-type"] == "text/event-stream"
     *pieces, last = chunks_of(answer)
     for chunk in pieces:
-        openai.Completion.model_validate(chunk)
+        openai_answers.Completion.model_validate(chunk)
     for index in range(2):
         own = [choice for chunk in pieces for choice in chunk["choices"] if choice["index"] == index]
         assert "".join(choice["text"] for choice in own) == whole["choices"][index]["text"]
@@ -185,18 +185,10 @@ def test_unknown_fields_and_nulls_are_ignored(client: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("best_of", 3),
-        ("echo", True),
-        ("logprobs", 5),
         ("suffix", "end"),
         ("tools", [{"type": "function"}]),
         ("response_format", {"type": "json_object"}),
-        ("logprobs", 0),  # asks for the chosen token's
-        ("logprobs", True),
-        ("n", True),
-        ("best_of", 0),
-        ("suffix", 0),
+        ("top_logprobs", 2),  # of chats only
         ("tool_choice", "required"),
         ("function_call", {"name": "f"}),
         ("max_completion_tokens", 5),
@@ -219,6 +211,16 @@ def test_unsupported_parameters_are_refused_by_name(client: httpx.Client, field:
         (b'{"prompt":"a","top_p":2}', 400, "invalid_parameter", "top_p"),
         (b'{"prompt":"a","max_tokens":0}', 400, "invalid_parameter", "max_tokens"),
         (b'{"prompt":"a","seed":-1}', 400, "invalid_parameter", "seed"),
+        (b'{"prompt":"a","n":true}', 400, "invalid_parameter", "n"),
+        (b'{"prompt":"a","n":129}', 400, "invalid_parameter", "n"),
+        (b'{"prompt":["a","b"],"n":65}', 400, "invalid_parameter", "n"),
+        (b'{"prompt":"a","best_of":0}', 400, "invalid_parameter", "best_of"),
+        (b'{"prompt":"a","best_of":2,"stream":true}', 400, "invalid_parameter", "best_of"),
+        (b'{"prompt":"a","logprobs":true}', 400, "invalid_parameter", "logprobs"),
+        (b'{"prompt":"a","logprobs":21}', 400, "invalid_parameter", "logprobs"),
+        (b'{"prompt":"a","suffix":0}', 400, "invalid_parameter", "suffix"),
+        (b'{"prompt":"a","echo":true,"logprobs":1}', 400, "unsupported_parameter", "echo"),
+        (b'{"prompt":"a","prediction":"b"}', 400, "invalid_parameter", "prediction"),
         (b'{"prompt":""}', 400, "empty_prompt", None),
         (b'{"prompt":[300]}', 400, "token_out_of_range", None),
         (b'{"prompt":[%s]}' % b",".join([b"1"] * 4096), 400, "context_length_exceeded", None),
@@ -253,14 +255,14 @@ def test_chat_uses_the_template(client: httpx.Client) -> None:
     body = {"messages": MESSAGES, "temperature": 0, "max_completion_tokens": 20, "ignore_eos": True}
     answer = client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200
-    openai.ChatCompletion.model_validate_json(answer.content)
+    openai_answers.ChatCompletion.model_validate_json(answer.content)
     (choice,) = answer.json()["choices"]
     text = text_of(expected_tokens("system: be brief\nuser: zip?\nassistant:", 20))
     assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
     assert choice["finish_reason"] == "length"
     pieces = chunks_of(client.post("/v1/chat/completions", json=body | {"stream": True}))
     for piece in pieces:
-        openai.ChatChunk.model_validate(piece)
+        openai_answers.ChatChunk.model_validate(piece)
     deltas = [piece["choices"][0]["delta"] for piece in pieces]
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert "".join(delta.get("content", "") for delta in deltas) == text
@@ -291,9 +293,9 @@ def test_a_shutdown_ends_a_stream_with_an_error() -> None:
 
 def test_models_lists_the_served_model(client: httpx.Client) -> None:
     """GET /v1/models, as OpenAI's clients read it."""
-    (card,) = openai.ModelList.model_validate_json(client.get("/v1/models").content).data
+    (card,) = openai_answers.ModelList.model_validate_json(client.get("/v1/models").content).data
     assert card.id == "fake" and card.max_model_len == 4096
-    assert openai.ModelCard.model_validate_json(client.get("/v1/models/fake").content) == card
+    assert openai_answers.ModelCard.model_validate_json(client.get("/v1/models/fake").content) == card
 
 
 @pytest.mark.parametrize("name", ["other", "other/fake", "fake/other", "fak%C3%A9"])
@@ -311,14 +313,6 @@ def test_a_models_name_may_hold_slashes(client: httpx.Client, server: FakeServer
         patch.setattr(server.core, "model", model)
         for path in ("/v1/models/org/model-1", "/v1/models/org%2Fmodel-1"):
             assert client.get(path).json()["id"] == "org/model-1"
-
-
-def test_chat_refuses_log_probabilities_and_accepts_their_absence(client: httpx.Client) -> None:
-    """`false` asks for none."""
-    body = {"messages": MESSAGES, "max_tokens": 2}
-    assert client.post("/v1/chat/completions", json=body | {"logprobs": False, "top_logprobs": 0}).status_code == 200
-    answer = client.post("/v1/chat/completions", json=body | {"logprobs": True})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
 
 
 @given(

@@ -42,6 +42,7 @@ from outrider.edge.results import GenerationRequest, Mode, Source, TokenBatch
 from outrider.edge.serve.state import OfflineSettings
 from outrider.edge.serve.unverified import MAX_KEPT, MAX_KEPT_TOKENS, KeptText, UnverifiedAnswers
 from outrider.models.errors import CloudError, RequestError
+from outrider.models.http.text import TextStyle
 from outrider.models.sampling import SamplingParams
 
 __all__ = ["fake_bundle"]  # a fixture
@@ -276,7 +277,7 @@ def test_a_client_with_many_answers_gives_way_to_one_with_few() -> None:
 
 
 def kept_text(num_tokens: int = 4) -> KeptText:
-    return KeptText(GenerationRequest((1,), PARAMS, COUNT), (), (7,) * num_tokens, None, (), frozenset())
+    return KeptText(GenerationRequest((1,), PARAMS, COUNT), (), (7,) * num_tokens, None, TextStyle())
 
 
 def test_a_check_ends_when_its_client_leaves_and_can_be_asked_for_again() -> None:

@@ -660,7 +660,7 @@ def test_a_chat_program_in_the_browser(cloud: FakeServer, browser: Browser) -> N
         page.open(f"{cloud.url}/health/live")
         status, events = page.js(ASK % (path, json.dumps(chat)))
         assert status == 200 and events.endswith("data: [DONE]\n\n") and '"finish_reason":"length"' in events
-        status, answer = page.js(ASK % (path, json.dumps(chat | {"n": 2})))
+        status, answer = page.js(ASK % (path, json.dumps(chat | {"n": 129})))
         assert status == 400 and json.loads(answer)["error"]["param"] == "n"
         page.open(f"{other}/health/live")
         assert page.js(ASK % (path, json.dumps(chat))) == [0, "TypeError"]

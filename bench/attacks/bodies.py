@@ -44,6 +44,15 @@ def hostile_bodies() -> dict[str, tuple[str, bytes]]:
             "/v1/render",
             filled('{"messages":[{"role":"user","content":"', "a b ", '"}]}', separator=""),
         ),
+        "100,000 tools": (chat, filled('{"messages":[{"role":"user","content":"a"}],"tools":[', "{}", "]}")),
+        "a prediction of one text": (
+            completions,
+            filled(
+                '{"prompt":"a","max_tokens":1,"prediction":{"type":"content","content":"', "a b ", '"}}', separator=""
+            ),
+        ),
+        "a session's prediction": (sessions, filled('{"max_tokens":1,"prompt":[5],"prediction":[', "5", "]}")),
+        "a session's stop strings": (sessions, filled('{"max_tokens":1,"prompt":[5],"stop":[', '"a"', "]}")),
         "drafts of wrong ids": ("/v1/sessions/none/drafts", filled('{"base":0,"paths":[', '["a"]', "]}")),
     }
 

@@ -50,6 +50,13 @@ def hostile_bodies() -> dict[str, tuple[str, bytes]]:
         "deep nesting": (CHAT, deep),
         "100,000 chat messages": (CHAT, filled('{"messages":[', "{}", "]}")),
         "chat messages of wrong roles": (CHAT, filled('{"messages":[', '{"role":0,"content":[]}', "]}")),
+        "100,000 tools": (CHAT, filled('{"messages":[{"role":"user","content":"a"}],"tools":[', "{}", "]}")),
+        "a prediction of one text": (
+            COMPLETIONS,
+            filled(
+                '{"prompt":"a","max_tokens":1,"prediction":{"type":"content","content":"', "a b ", '"}}', separator=""
+            ),
+        ),
         "the page's prompt of one text": (GENERATE, filled('{"seed":1,"prompt":"', "a b ", '"}', separator="")),
         "the page's messages of nothing": (GENERATE, filled('{"seed":1,"messages":[', "{}", "]}")),
         "the page's deep nesting": (GENERATE, deep),

@@ -11,11 +11,11 @@ from bench.attacks.subject import Server, Subject
 
 
 def booleans(subject: Subject) -> Iterator[Row]:
-    """Sends true and false in place of each number, `logprobs: 0`, and asks for the served model by name."""
+    """Sends true and false in place of each number, `prompt_logprobs: 0`, and asks for the served model by name."""
     with subject.serve() as server:
         taken = [what for what, path, body in _booleans() if _status(server, path, body) == 200]
         cases = len(_booleans())
-        answer = ask(server.port, "POST", "/v1/completions", {"prompt": [1, 2], "max_tokens": 1, "logprobs": 0})
+        answer = ask(server.port, "POST", "/v1/completions", {"prompt": [1, 2], "max_tokens": 1, "prompt_logprobs": 0})
         param = answer.json.get("error", {}).get("param")
         names = [card["id"] for card in ask(server.port, "GET", "/v1/models").json["data"]]
         found = ask(server.port, "GET", f"/v1/models/{names[0]}")
@@ -30,10 +30,10 @@ def booleans(subject: Subject) -> Iterator[Row]:
     )
     yield Row(
         "14",
-        "logprobs: 0",
+        "prompt_logprobs: 0",
         f"status {answer.status}, param {param}",
-        "400, param logprobs",
-        answer.status == 400 and param == "logprobs",
+        "400, param prompt_logprobs",
+        answer.status == 400 and param == "prompt_logprobs",
     )
     yield Row(
         "14",

@@ -10,7 +10,9 @@ from enum import StrEnum
 from typing import Any
 
 from outrider.models.errors import ConfigError
+from outrider.models.protocol import TextCut
 from outrider.models.sampling import SamplingParams
+from outrider.models.transforms.chooser import TokenLogprobs
 from outrider.models.transforms.plan import RowPlan
 from outrider.models.transforms.rules import PLAIN, RowRules
 from outrider.models.transforms.wire import fields_of
@@ -62,8 +64,10 @@ class GenerationRequest:
     tokenizer: the agent's tokenizer fingerprint, checked by the server.
     held: the beginning of the prompt that a server holds; only stream mode uses it. keeps_prefix: the server is to hold
     prompt and text for the next request. rules: what changes rows of logits before the pick. num_generated: so many of
-    the prompt's last tokens belong to the text, as rules see it. end_ids: the target's own end tokens, where they are
-    known; only drafting uses them.
+    the prompt's last tokens belong to the text. end_ids: the target's own end tokens, where they are known; only
+    drafting uses them. stop: the server ends the text at one of these strings; which characters are shown is the
+    caller's. num_logprobs: likeliest tokens to report for each token; None: no logprobs. prediction: what the text may
+    repeat.
     """
 
     prompt: tuple[int, ...]
@@ -78,6 +82,9 @@ class GenerationRequest:
     rules: RowRules = PLAIN
     num_generated: int = 0
     end_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    num_logprobs: int | None = None
+    prediction: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -113,7 +120,7 @@ class TokenBatch:
     num_proposed: drafted tokens that the target ran for them. num_tested: those that it compared with its own choice.
     ranks: of the device's guesses of the first tokens (0: the draft's own pick; 8: prompt lookup's); it had not guessed
     the others. alternatives: indices of accepted tokens that were not the draft's own pick.
-    is_unverified: the draft wrote them alone; no target has seen them.
+    is_unverified: the draft wrote them alone; no target has seen them. logprobs: of each token, where the request asks.
     """
 
     tokens: tuple[int, ...]
@@ -124,6 +131,7 @@ class TokenBatch:
     ranks: tuple[int, ...] = ()
     alternatives: frozenset[int] = frozenset()
     is_unverified: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     def origin(self, index: int) -> Origin:
         """Who guessed the token."""
@@ -178,7 +186,7 @@ class GenerationResult:
     "length" or "context". draft_error: why drafting ended early, if it did. waited_ms: time that the target waited for
     drafts. cached_prompt_tokens: of the prompt, those that the first session found in the server's cache.
     num_prompt_sent: of the prompt, those that were sent to open it. held: what the server holds now, where the request
-    asked for it.
+    asked for it. cut: where a stop string ends the text, as the last session counts; None where none does.
     """
 
     mode: Mode
@@ -203,6 +211,7 @@ class GenerationResult:
     draft_error: str | None = None
     wire: ByteCounts = field(default_factory=ByteCounts)
     depths: tuple[tuple[int, int], ...] = ()
+    cut: TextCut | None = None
 
     @property
     def ttft_ms(self) -> float:

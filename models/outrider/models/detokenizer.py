@@ -182,6 +182,20 @@ def plan_decoding(backend: Any) -> DecoderFactory:
     return lambda: _ByteDecoder(pieces, errors=_BYTEWISE, strips_first_space=strips)
 
 
+def plan_spelling(backend: Any) -> Callable[[int], bytes]:
+    """A function from a token's id to the bytes of its text, which may be a part of a character."""
+    decoder = backend.decoder
+    state = json.loads(decoder.__getstate__()) if decoder is not None else {}
+    steps = state.get("decoders", [state])
+    kinds = [step.get("type") for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _Pieces(backend, is_byte_level=True, space="").bytes_of
+    space = next((str(step["pattern"].get("String", "")) for step in steps if step.get("type") == "Replace"), "")
+    if "ByteFallback" in kinds:
+        return _Pieces(backend, is_byte_level=False, space=space).bytes_of
+    return lambda index: str(backend.decode([index], skip_special_tokens=False)).encode()
+
+
 @lru_cache(maxsize=1)
 def _byte_level_alphabet() -> dict[str, int]:
     """Character to byte, as GPT-2 spells bytes: printable ones as themselves, the others from U+0100 on."""

@@ -43,6 +43,11 @@ MAX_PATH_TOKENS = 64
 MAX_VERIFY_ITEMS = 256
 MAX_STOP_IDS = 1024
 MAX_COUNT = 2**31 - 1
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1000
+MAX_TOP_LOGPROBS = 20
+MAX_PREDICTION_TOKENS = 1 << 14
+"""As many as the target's drafts take of an earlier text."""
 MAX_PRIORITY = 100
 MAX_DEADLINE_MS = 86_400_000.0
 DRAFT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
@@ -55,6 +60,8 @@ DeadlineMs = Annotated[float, Strict(), AllowInfNan(False), Field(gt=0.0, le=MAX
 PRIORITY: Final = "higher is served first; at most the key's, which is also the default"
 DEADLINE: Final = "from the request's arrival: work that still waits is refused, a text ends as it is; unset: none"
 StopIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=MAX_STOP_IDS)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)]
 Integer = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), AllowInfNan(False)]
 """An integer is a number; true, "1", NaN and Infinity are not."""
@@ -153,6 +160,13 @@ class SessionRequest(SamplingFields, RuleFields):
         default=False, description="of a cascade: also send tokens that the target has not confirmed, marked"
     )
     cache_salt: str | None = Field(default=None, min_length=1, max_length=64, description=_SALT)
+    stop: StopStrings = Field(default_factory=list, description="end where the text has one of these")
+    logprobs: Integer | None = Field(
+        default=None, ge=0, le=MAX_TOP_LOGPROBS, description="report each token's, and so many of the likeliest"
+    )
+    prediction: Annotated[TokenIds, Field(max_length=MAX_PREDICTION_TOKENS)] = Field(
+        default_factory=list, description="what the text may repeat from here on: a hint, drafted from"
+    )
 
 
 class SessionOpen(_Answer):
@@ -170,6 +184,17 @@ class SessionOpen(_Answer):
     target: str | None = Field(default=None, description=_TARGET)
     keep_alive_s: float | None = Field(default=None, description="the stream is never silent for longer")
     mid: str | None = Field(default=None, description=_MID)
+
+
+class TokenLogprob(_Answer):
+    """Of one token. top: the likeliest tokens with theirs, best first.
+
+    Natural logarithms of the model's own probabilities: temperature 1, before penalties, biases, grammars and top-k or
+    top-p. -9999 stands for a probability of 0.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]] = Field(default_factory=list)
 
 
 class Commit(_Answer):
@@ -191,6 +216,7 @@ class Commit(_Answer):
     proposed: int = 0
     looked_up: int = 0
     provisional: bool = False
+    logprobs: list[TokenLogprob] | None = Field(default=None, description="of each token, where they were asked for")
 
 
 class Usage(_Answer):
@@ -209,8 +235,18 @@ class Usage(_Answer):
     looked_up_tokens: int = 0
 
 
+class TextCut(_Answer):
+    """Where a stop string ends a text: the tokens of this session up to the one that completes it, and the characters
+    before it, counted from the text's first token (the first of `generated`).
+    """
+
+    stop: str
+    tokens: int
+    chars: int
+
+
 class SessionEnd(_Answer):
-    """Last event of a session's stream. `error` is set when reason is "error".
+    """Last event of a session's stream. `error` is set when reason is "error", `cut` when a stop string ended the text.
 
     prefix_hash names prompt and text, which the server holds for a while: set where `keep_prefix` asked for it and the
     reason is "stop" or "length".
@@ -221,6 +257,7 @@ class SessionEnd(_Answer):
     usage: Usage
     error: ErrorBody | None = None
     prefix_hash: str | None = None
+    cut: TextCut | None = None
 
 
 class DraftRequest(_Request):
@@ -342,6 +379,8 @@ class ModelFacts(_Answer):
     runtime: str | None = None
     is_widened: bool = False
     mid: str | None = Field(default=None, description=_MID)
+    tool_calls: str | None = Field(default=None, description="format of its tool calls: hermes, llama or mistral")
+    has_reasoning: bool = Field(default=False, description="its chat template marks reasoning by <think>")
 
 
 class OfferedFile(_Answer):

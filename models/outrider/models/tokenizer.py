@@ -14,7 +14,7 @@ from typing import Any, Final
 import tokenizers
 
 from outrider.models.chat_template import ChatTemplate, choose_template
-from outrider.models.detokenizer import StreamingDetokenizer, plan_decoding
+from outrider.models.detokenizer import StreamingDetokenizer, plan_decoding, plan_spelling
 from outrider.models.errors import TokenizerError, TokenizerMismatch
 from outrider.models.fingerprint import TokenizerIdentity
 
@@ -37,6 +37,7 @@ class Tokenizer:
         self._directory = directory
         self._backend = backend
         self._new_decoder = plan_decoding(backend)
+        self._spell = plan_spelling(backend)
         self._config = _read_json(directory / "tokenizer_config.json")
         self._special_names = _special_names(self._config, _read_json(directory / "special_tokens_map.json"))
         self.size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -90,11 +91,23 @@ class Tokenizer:
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return detokenizer.push(ids) + detokenizer.flush()
 
-    def detokenizer(self, *, context: Sequence[int] = (), skip_special_tokens: bool = True) -> StreamingDetokenizer:
-        """A new streaming detokenizer for the text after `context` (the prompt, whose text is not repeated)."""
-        return StreamingDetokenizer(
-            self._new_decoder, self.special_ids if skip_special_tokens else frozenset(), context=context
-        )
+    def detokenizer(
+        self,
+        *,
+        context: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ) -> StreamingDetokenizer:
+        """A new streaming detokenizer for the text after `context` (the prompt, whose text is not repeated).
+
+        shown: special tokens that leave text all the same.
+        """
+        hidden = self.special_ids - shown if skip_special_tokens else frozenset[int]()
+        return StreamingDetokenizer(self._new_decoder, hidden, context=context)
+
+    def token_bytes(self, index: int) -> bytes:
+        """The bytes of one token's text: half a character for some. Special tokens as they read; padding has none."""
+        return self._spell(index)
 
     def apply_chat_template(
         self,
@@ -126,6 +139,15 @@ class Tokenizer:
         """The content of tokenizer.json, as the `tokenizers` library writes it."""
         text: str = self._backend.to_str()
         return text
+
+    def template_source(self, *, has_tools: bool = False) -> str | None:
+        """The chat template's text, or None."""
+        return choose_template(self._chat_template, has_tools=has_tools)
+
+    @cached_property
+    def begins_with_bos(self) -> bool:
+        """Whether `encode` puts the beginning token before a text."""
+        return self.bos_token_id is not None and self.encode("")[:1] == [self.bos_token_id]
 
     def token_id(self, token: str) -> int | None:
         """The id of a token by its own spelling, or None."""

@@ -16,9 +16,19 @@ from outrider.cloud.api.generation import Generation
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.traces import trace_of
 from outrider.cloud.seam import GenerateRequest
-from outrider.models.http import openai
+from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
-from outrider.models.http.encoding import Workers, check_length, encode_chat, encode_prompts, no_chat_template, rules_of
+from outrider.models.http.encoding import (
+    Workers,
+    check_prediction,
+    check_prompts,
+    encode_chat,
+    encode_prediction,
+    encode_prompts,
+    no_chat_template,
+    rules_of,
+)
+from outrider.models.http.plan import chat_style, engine_logprobs, look_of, text_style
 from outrider.models.http.requests import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
 from outrider.models.protocol import RenderAnswer
@@ -31,21 +41,19 @@ def completion_routes(core: Core) -> APIRouter:
     workers = Workers()
     tokenizer, max_prompt = core.model.tokenizer, core.engine.limits.max_positions - 1
 
-    @router.post("/v1/completions", response_model=openai.Completion)
+    @router.post("/v1/completions", response_model=openai_answers.Completion)
     async def complete(request: Request) -> Response:
-        """Continues each prompt; `n` is 1, so choice i belongs to prompt i. `stream` sends server-sent events."""
+        """Continues each prompt; choice i belongs to prompt i // n. `stream` sends server-sent events."""
         arrived_s = time.monotonic()
         owner = owner_of(request)
         body = await core.bodies.parse(owner, openai.CompletionRequest, await read_body(request.receive))
-        prompts = body.prompts()
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                check_length(tokenizer, max_prompt, prompt)
-        encode = partial(workers.run, owner, encode_prompts, tokenizer, prompts)
+        check_prompts(tokenizer, max_prompt, body)
+        encode = partial(workers.run, owner, encode_prompts, tokenizer, max_prompt, body)
         max_tokens = body.max_tokens or openai.DEFAULT_MAX_TOKENS
-        return await _answer(core, request, body, len(prompts), encode, workers, max_tokens, CompletionShape, arrived_s)
+        num_prompts = len(body.prompts())
+        return await _answer(core, workers, request, body, num_prompts, encode, max_tokens, CompletionShape, arrived_s)
 
-    @router.post("/v1/chat/completions", response_model=openai.ChatCompletion)
+    @router.post("/v1/chat/completions", response_model=openai_answers.ChatCompletion)
     async def chat(request: Request) -> Response:
         """Answers a conversation, through the model's chat template. `stream` sends server-sent events."""
         arrived_s = time.monotonic()
@@ -58,7 +66,7 @@ def completion_routes(core: Core) -> APIRouter:
             return [await workers.run(owner, encode_chat, tokenizer, max_prompt, body)]
 
         max_tokens = body.max_completion_tokens or body.max_tokens or core.engine.limits.max_positions
-        return await _answer(core, request, body, 1, encode, workers, max_tokens, ChatShape, arrived_s)
+        return await _answer(core, workers, request, body, 1, encode, max_tokens, ChatShape, arrived_s)
 
     @router.post("/v1/render", response_model=RenderAnswer)
     async def render(request: Request) -> Response:
@@ -72,20 +80,20 @@ def completion_routes(core: Core) -> APIRouter:
         rendered = RenderAnswer(tokens=tokens, model=core.model.name, target=core.model.target)
         return Response(rendered.model_dump_json(), media_type="application/json")
 
-    @router.get("/v1/models", response_model=openai.ModelList)
-    async def list_models() -> openai.ModelList:
+    @router.get("/v1/models", response_model=openai_answers.ModelList)
+    async def list_models() -> openai_answers.ModelList:
         """The one model that is served."""
-        return openai.ModelList(data=[card()])
+        return openai_answers.ModelList(data=[card()])
 
     # A name may hold slashes.
-    @router.get("/v1/models/{model:path}", response_model=openai.ModelCard)
-    async def retrieve_model(model: str) -> openai.ModelCard:
+    @router.get("/v1/models/{model:path}", response_model=openai_answers.ModelCard)
+    async def retrieve_model(model: str) -> openai_answers.ModelCard:
         """The served model, by its name; 404 for any other."""
         require_model(core.model.name, model)
         return card()
 
-    def card() -> openai.ModelCard:
-        return openai.ModelCard(
+    def card() -> openai_answers.ModelCard:
+        return openai_answers.ModelCard(
             id=core.model.name, created=core.model.created_s, max_model_len=core.engine.limits.max_positions
         )
 
@@ -94,37 +102,56 @@ def completion_routes(core: Core) -> APIRouter:
 
 async def _answer(
     core: Core,
+    workers: Workers,
     request: Request,
     body: openai.GenerationRequest,
     num_prompts: int,
     encode: Callable[[], Awaitable[list[list[int]]]],
-    workers: Workers,
     max_tokens: int,
     shape_type: type[Shape],
     arrived_s: float,
 ) -> Response:
     if body.model:
         require_model(core.model.name, body.model)
+    body.require_few(num_prompts)
+    check_prediction(core.model.tokenizer, body)
     params = sampling_of(body.sampling)
-    owner = owner_of(request)
+    owner, tokenizer = owner_of(request), core.model.tokenizer
     grammar = await core.grammars.compiled(body.grammar(), owner)
     stop_ids = core.stop_set(body.stop_token_ids, bool(body.ignore_eos), grammar)
+    style = chat_style(body, core.model.dialect, core.model.name)
     # Slots first: they also bound how many texts wait to be tokenized.
-    generation = Generation.reserve(core, owner, num_prompts)
+    generation = Generation.reserve(core, owner, num_prompts * body.num_each)
     try:
-        rules = await rules_of(workers, owner, core.model.tokenizer, body)
+        prompts = await encode()
+        rules = await rules_of(workers, owner, tokenizer, body)
+        prediction = await workers.run(owner, encode_prediction, tokenizer, body) if body.prediction else ()
+        num_logprobs = engine_logprobs(body)
         requests = [
-            GenerateRequest(tuple(prompt), params, max_tokens, stop_ids, owner=owner, rules=rules, grammar=grammar)
-            for prompt in await encode()
+            GenerateRequest(
+                tuple(prompt),
+                params,
+                max_tokens,
+                stop_ids,
+                owner=owner,
+                rules=rules,
+                grammar=grammar,
+                num_logprobs=num_logprobs,
+            )
+            for prompt in prompts
         ]
         is_allowed = not is_no_store(request)
         recalled = await asyncio.gather(*(core.recall(each, is_allowed=is_allowed) for each in requests))
+        recalled = [each.predicted(prediction) for each in recalled]
         if (trace := trace_of(request.scope)) is not None:
             trace.asked(params, max_tokens)
         asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
-        await generation.submit(recalled, body.stop_strings, asked, request.scope)
+        cut = text_style(body, style, tokenizer, stop_ids)
+        num_each = body.num_each
+        await generation.submit(recalled, cut, asked, request.scope, num_each=num_each, prediction=prediction)
     except BaseException:
         generation.close()
         raise
-    shape = shape_type(core.model.name, params.seed, core.model.target)
+    look = look_of(body, style, tokenizer, prompts)
+    shape = shape_type(core.model.name, params.seed, core.model.target, look)
     return await answer(generation, num_prompts, shape, body, request, core.settings.keep_alive_s)

@@ -9,7 +9,7 @@ Codes = dict[int, tuple[str, ...]]
 
 _ANY: Final[Codes] = {
     400: ("malformed_http", "invalid_request"),
-    404: ("not_found",),
+    404: ("not_found", "unsupported_endpoint"),
     405: ("method_not_allowed",),
     408: ("request_timeout",),
     413: ("body_too_large",),

@@ -85,6 +85,8 @@ def health_routes(core: Core) -> APIRouter:
             has_chat_template=tokenizer.has_chat_template,
             target=core.model.target,
             mid=core.model.mid,
+            tool_calls=core.model.dialect.tools,
+            has_reasoning=core.model.dialect.has_reasoning,
         )
         if (target := core.model.facts) is not None:
             kept = {"name", "protocol", "max_positions", "has_chat_template", "mid"}

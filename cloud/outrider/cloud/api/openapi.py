@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 from outrider.cloud.api import error_codes
 from outrider.cloud.api.drafts import DRAFTS_PATH, MAX_TREE_BYTES
 from outrider.models import protocol
-from outrider.models.http import openai
+from outrider.models.http import openai, openai_answers
 from outrider.models.tree_draft import TREE_MEDIA_TYPE
 
 _REF: Final = "#/components/schemas/{model}"
@@ -27,8 +27,8 @@ _BODIES: Final[dict[str, type[BaseModel]]] = {
 # Path -> the messages that its stream may carry.
 _STREAMS: Final[dict[str, tuple[type[BaseModel], ...]]] = {
     "/v1/sessions": (protocol.SessionOpen, protocol.Commit, protocol.SessionEnd),
-    "/v1/completions": (openai.Completion, protocol.ErrorAnswer),
-    "/v1/chat/completions": (openai.ChatChunk, protocol.ErrorAnswer),
+    "/v1/completions": (openai_answers.Completion, protocol.ErrorAnswer),
+    "/v1/chat/completions": (openai_answers.ChatChunk, protocol.ErrorAnswer),
 }
 _TREE_WORDS: Final = f"""
     A body of the type {TREE_MEDIA_TYPE} is a tree instead, at most {MAX_TREE_BYTES} bytes: each guess once, with the

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.recent.texts import PromptDigest, RecentText, sampling_digest
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest, Sink
+from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.rules import PLAIN
 
 _LEAST_TOKENS: Final = 4
@@ -42,6 +44,16 @@ class Recalled:
             sink(event)
 
         return taking
+
+    def predicted(self, prediction: Sequence[int]) -> Recalled:
+        """The same with the client's own guess of the text, unless the text is known already."""
+        if not prediction or self.request.is_repeat:
+            return self
+        return replace(self, request=replace(self.request, earlier=tuple(prediction)))
+
+    def for_choice(self, params: SamplingParams) -> Recalled:
+        """For another text of the same prompt: drafted alike, and not kept."""
+        return Recalled(replace(self.request, params=params, is_repeat=False))
 
     def _end(self, event: EndEvent) -> None:
         """On the engine's thread."""

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
+from outrider.cloud.api.session_text import SessionText
 from outrider.cloud.api.state import Core, Session
 from outrider.cloud.api.stream import SessionStream
 from outrider.cloud.api.traces import trace_of
@@ -55,10 +56,11 @@ def session_routes(core: Core) -> APIRouter:
             grammar=grammar,
             provisional=body.provisional,
             salt=(body.cache_salt or "").encode(),
+            num_logprobs=body.logprobs,
         )
         mailbox = core.bridge.mailbox()
         generate = await core.admission.sought(generate)
-        recalled = await core.recall(generate, is_allowed=not is_no_store(request))
+        recalled = (await core.recall(generate, is_allowed=not is_no_store(request))).predicted(body.prediction)
         asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
         core.slots.take(owner)
         try:
@@ -94,7 +96,18 @@ def session_routes(core: Core) -> APIRouter:
                 mid=core.model.mid,
             )
             watched = watch(core.metrics, request.scope, arrived_s)
-            return SessionStream(opened, mailbox, watched, close, keep_alive_s=core.settings.keep_alive_s)
+            text: SessionText | None = None
+            if body.stop:
+                text = SessionText(core.model.tokenizer, body.stop, generate.stop_ids, body.prompt, body.generated)
+            return SessionStream(
+                opened,
+                mailbox,
+                watched,
+                close,
+                keep_alive_s=core.settings.keep_alive_s,
+                text=text,
+                on_stop=lambda: core.engine.cancel(session.sequence_id),
+            )
         except BaseException:
             close()
             raise

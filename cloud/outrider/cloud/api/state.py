@@ -21,6 +21,7 @@ from outrider.cloud.recent.store import RecentStore
 from outrider.cloud.seam import GenerateRequest, ServingEngine
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
+from outrider.models.http.dialects import Dialect, dialect_of
 from outrider.models.http.errors import FieldError
 from outrider.models.http.limits import Slots
 from outrider.models.http.requests import Bodies
@@ -66,7 +67,7 @@ class ServedModel:
 
     target: identity of what picks the tokens, equal for replicas only; "": made from name and tokenizer, for a model
     without a bundle. mid: of a cascade, the name of the model that verifies first. facts: what the target's own server
-    says of it, where that is another one.
+    says of it, where that is another one. dialect: how it writes tool calls and reasoning.
     """
 
     name: str
@@ -77,8 +78,10 @@ class ServedModel:
     mid: str | None = None
     facts: ModelFacts | None = None
     created_s: int = field(default_factory=lambda: int(time.time()))
+    dialect: Dialect = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dialect", dialect_of(self.tokenizer))
         if not self.target:
             digest = hashlib.sha256(f"no bundle\n{self.name}\n{self.tokenizer.fingerprint}".encode()).hexdigest()
             object.__setattr__(self, "target", digest[:16])

@@ -9,6 +9,7 @@ through. No task is switched unless the client reads more slowly than its events
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Final
 
@@ -16,11 +17,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.bridge import Delivery, Mailbox
+from outrider.cloud.api.session_text import SessionText
 from outrider.cloud.api.watch import SequenceWatch
 from outrider.cloud.seam import CommitEvent, EndEvent, ProvisionalEvent
 from outrider.models.faults import log_fault
 from outrider.models.http import sse
 from outrider.models.http.errors import error_body, internal_error
+from outrider.models.http.logprobs import finite
 from outrider.models.protocol import SessionEnd, SessionOpen, Usage
 
 SERVER_SEND: Final = "outrider.send"
@@ -30,7 +33,8 @@ SERVER_SEND: Final = "outrider.send"
 class SessionStream(Response):
     """The response of one session.
 
-    on_close: called once, however the stream ends. After `keep_alive_s` without a write a comment is sent.
+    on_close: called once, however the stream ends. After `keep_alive_s` without a write a comment is sent. text: finds
+    stop strings, where the session has some; on_stop: ends the sequence at the first one.
     """
 
     media_type = "text/event-stream"
@@ -43,8 +47,12 @@ class SessionStream(Response):
         on_close: Callable[[], None],
         *,
         keep_alive_s: float,
+        text: SessionText | None = None,
+        on_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self._opened = opened
+        self._text = text
+        self._on_stop = on_stop
         self._mailbox = mailbox
         self._watch = watch
         self._on_close = on_close
@@ -84,15 +92,23 @@ class SessionStream(Response):
         for _, event in items:
             if isinstance(event, EndEvent):
                 self._watch.ended(event)
-                chunk += sse.encode(_end(event))
+                chunk += sse.encode(_end(event, self._text))
                 self._has_ended = True
                 break
             if isinstance(event, ProvisionalEvent):
                 chunk += encode_provisional(event)
                 continue
             self._watch.committed(event)
-            chunk += encode_commit(event)
+            chunk += encode_commit(event) if self._text is None else self._cut(event, self._text)
+        if not chunk:
+            return  # committed between the stop string and the cancellation
         self._write(chunk)
+
+    def _cut(self, event: CommitEvent, text: SessionText) -> bytes:
+        left = text.take(event)
+        if text.is_stopped:  # also where the text that a session goes on with has the stop string
+            self._on_stop()
+        return b"" if left is None else encode_commit(left)
 
     def _write(self, chunk: bytes) -> None:
         """Sends now, or after what waits for the client."""
@@ -167,10 +183,16 @@ class _Begun:
             pass
 
 
-def _end(event: EndEvent) -> SessionEnd:
+def _end(event: EndEvent, text: SessionText | None = None) -> SessionEnd:
     assert event.reason != "once"  # no session asks for it
+    usage = session_usage(event)
+    if text is not None:
+        text.finish()
+        if (cut := text.cut) is not None:
+            usage = usage.model_copy(update={"completion_tokens": cut.tokens})
+            return SessionEnd(reason="stop", usage=usage, cut=cut)
     error = error_body(event.error or internal_error()) if event.reason == "error" else None
-    return SessionEnd(reason=event.reason, usage=session_usage(event), error=error, prefix_hash=event.prefix_hash)
+    return SessionEnd(reason=event.reason, usage=usage, error=error, prefix_hash=event.prefix_hash)
 
 
 def session_usage(event: EndEvent) -> Usage:
@@ -192,19 +214,28 @@ def encode_commit(event: CommitEvent) -> bytes:
     """`protocol.Commit` as an event. Written by hand: this runs once per sequence and step.
 
     Most events are commits. So they carry no `type` (an event without one is a commit), no `accepted` or `proposed`
-    when nothing was proposed, and no `looked_up` when it is 0.
+    when nothing was proposed, no `looked_up` when it is 0, and no `logprobs` unless they were asked for.
     """
     tokens = ",".join(map(str, event.tokens))
+    logprobs = _logprobs(event) if event.logprobs else ""
     if event.proposed:
         looked_up = f',"looked_up":{event.looked_up}' if event.looked_up else ""
         return (
             f'data: {{"base":{event.base},"tokens":[{tokens}],'
-            f'"accepted":{event.accepted},"proposed":{event.proposed}{looked_up}}}\n\n'
+            f'"accepted":{event.accepted},"proposed":{event.proposed}{looked_up}{logprobs}}}\n\n'
         ).encode()
-    return f'data: {{"base":{event.base},"tokens":[{tokens}]}}\n\n'.encode()
+    return f'data: {{"base":{event.base},"tokens":[{tokens}]{logprobs}}}\n\n'.encode()
 
 
 def encode_provisional(event: ProvisionalEvent) -> bytes:
     """`protocol.Commit` with the mark of unconfirmed tokens."""
     tokens = ",".join(map(str, event.tokens))
     return f'data: {{"base":{event.base},"tokens":[{tokens}],"provisional":true}}\n\n'.encode()
+
+
+def _logprobs(event: CommitEvent) -> str:
+    found = [
+        {"logprob": finite(each.logprob), "top": [[token, finite(logprob)] for token, logprob in each.top]}
+        for each in event.logprobs
+    ]
+    return f',"logprobs":{json.dumps(found, separators=(",", ":"))}'

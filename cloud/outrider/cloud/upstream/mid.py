@@ -95,6 +95,8 @@ class MidRun:
             earlier=request.earlier[len(text) :] if is_known else (),
             deadline_ms=None,  # of the text: the target's
             provisional=False,
+            num_generated=request.num_generated + len(text),
+            num_logprobs=None,
         )
         self._number = self._engine.submit(own, self._new_sink())
         self._draft_again(text)

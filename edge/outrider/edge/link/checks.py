@@ -18,11 +18,17 @@ _SESSION_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
 class SessionCheck:
-    """Follows the events of one session, in order. url: the server; max_tokens, provisional: as it was asked for."""
+    """Follows the events of one session, in order.
 
-    def __init__(self, url: str, max_tokens: int, *, provisional: bool = False) -> None:
+    url: the server; max_tokens, num_logprobs, provisional: as the session asked.
+    """
+
+    def __init__(
+        self, url: str, max_tokens: int, num_logprobs: int | None = None, *, provisional: bool = False
+    ) -> None:
         self._url = url
         self._max_tokens = max_tokens
+        self._num_logprobs = num_logprobs
         self._takes_provisional = provisional
         self._open: SessionOpen | None = None
         self._num_tokens = 0
@@ -42,6 +48,11 @@ class SessionCheck:
             raise ProtocolBroken(self._url, f"waited_ms is {event.usage.waited_ms}; expected a number")
         else:
             _check_hash(self._url, event.prefix_hash)
+            if event.cut is not None and not 0 <= event.cut.tokens <= self._num_tokens:
+                raise ProtocolBroken(
+                    self._url,
+                    f"a stop string ends {_shown(event.cut.tokens)} of {self._num_tokens} tokens; expected no more",
+                )
 
     def _take_open(self, event: SessionOpen) -> None:
         if self._open is not None:
@@ -81,12 +92,29 @@ class SessionCheck:
                 f"{self._max_tokens} in all",
             )
         _check_tokens(self._url, commit.tokens, vocab_size)
+        if self._num_logprobs is not None:
+            self._check_logprobs(commit, self._num_logprobs, vocab_size)
         if not 0 <= commit.accepted <= min(commit.proposed, len(commit.tokens)):
             raise ProtocolBroken(
                 self._url,
                 f"{_shown(commit.accepted)} of {_shown(commit.proposed)} drafted tokens were accepted in a commit of "
                 f"{len(commit.tokens)}; expected no more than either",
             )
+
+    def _check_logprobs(self, commit: Commit, num_top: int, vocab_size: int | None) -> None:
+        found = commit.logprobs or []
+        if len(found) != len(commit.tokens):
+            raise ProtocolBroken(
+                self._url, f"it sent {len(found)} logprobs of {len(commit.tokens)} tokens; expected one each"
+            )
+        for each in found:
+            if len(each.top) > num_top:
+                raise ProtocolBroken(
+                    self._url, f"a token has {len(each.top)} likeliest tokens; expected at most {num_top}"
+                )
+            _check_tokens(self._url, [token for token, _ in each.top], vocab_size)
+            if not all(map(math.isfinite, [each.logprob, *(logprob for _, logprob in each.top)])):
+                raise ProtocolBroken(self._url, "a logprob is not finite; expected a number")
 
 
 def check_result(url: str, item: VerifyItem, result: VerifyResult) -> None:

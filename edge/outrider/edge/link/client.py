@@ -243,9 +243,8 @@ class CloudClient:
                     await self._require_success(response)
                 if response.status_code != 200:
                     raise ProtocolBroken(self.url, f"it answered HTTP {response.status_code}; expected an event stream")
-                yield self._events(
-                    response, SessionCheck(self.url, request.max_tokens, provisional=request.provisional)
-                )
+                check = SessionCheck(self.url, request.max_tokens, request.logprobs, provisional=request.provisional)
+                yield self._events(response, check)
             finally:
                 await response.aclose()
 

@@ -16,6 +16,8 @@ from outrider.edge.results import (
     Source,
     TokenBatch,
 )
+from outrider.models.protocol import TextCut
+from outrider.models.transforms.chooser import TokenLogprobs
 
 Clock = Callable[[], float]
 
@@ -47,6 +49,7 @@ class Recorder:
         self.cached_prompt_tokens = 0
         self.num_prompt_sent = 0
         self.held: HeldPrefix | None = None
+        self.cut: TextCut | None = None
 
     def commit(
         self,
@@ -57,11 +60,13 @@ class Recorder:
         may_reject: bool = True,
         ranks: tuple[int, ...] = (),
         alternatives: frozenset[int] = frozenset(),
+        logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
         """Records one target pass and passes on its tokens.
 
         may_reject: False where what it ran beyond the accepted ones were other branches of a tree, and its own pick
-        after them contradicts no first guess. ranks, alternatives: as in `TokenBatch`.
+        after them contradicts no first guess. ranks, alternatives, logprobs: as in
+        `TokenBatch`.
         """
         at_s = self._clock() - self._started
         accepted = min(accepted, len(tokens))
@@ -75,7 +80,9 @@ class Recorder:
         tested = accepted + (may_reject and accepted < proposed and accepted < len(tokens))
         self._num_tested += tested
         if self._on_tokens is not None and tokens:
-            self._on_tokens(TokenBatch(tokens, accepted, at_s, proposed, tested, ranks, alternatives))
+            self._on_tokens(
+                TokenBatch(tokens, accepted, at_s, proposed, tested, ranks, alternatives, logprobs=logprobs)
+            )
 
     def depth(self, depth: int) -> None:
         """Records the depth from the next token on."""
@@ -107,6 +114,7 @@ class Recorder:
             wire=wire,
             draft_error=self.draft_error,
             depths=tuple(self._depths),
+            cut=self.cut,
         )
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 from outrider.edge import tracing
 from outrider.edge.drafting.ahead import DraftAhead
@@ -29,6 +30,7 @@ from outrider.edge.link.sender import DraftMessage, DraftSender, Posts
 from outrider.edge.modes.recorder import Recorder, trace_result
 from outrider.edge.results import GenerationRequest, GenerationResult, HeldPrefix, Mode, OnTokens
 from outrider.models.errors import RequestError
+from outrider.models.predicted import PredictionFollower
 from outrider.models.protocol import (
     MAX_PATH_TOKENS,
     TREES_SINCE,
@@ -38,6 +40,7 @@ from outrider.models.protocol import (
     SessionOpen,
     SessionRequest,
 )
+from outrider.models.transforms.chooser import TokenLogprobs
 from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft, level_of
 
 
@@ -86,6 +89,7 @@ class StreamAgent:
         self.scheduler = scheduler or DraftScheduler(clock)
         self.with_mid: set[str] = set()  # servers that are cascades: they are asked for provisional tokens
         self.without_prefixes: set[str] = set()  # servers that refuse the fields of held prefixes: older ones
+        self.without_texts: set[str] = set()  # servers that refuse stop strings and predictions: older ones
         self.on_begin: Callable[[DraftAhead], None] = lambda ahead: None
         self.on_call: OnCall | None = None
 
@@ -196,12 +200,35 @@ class _Generation:
             keep_prefix=request.keeps_prefix and url not in self._agent.without_prefixes,
             provisional=self._agent.drafter is not None and url in self._agent.with_mid,
             **request.wire_fields(len(known)),
+            **self._text_fields(url),
         )
         return self._asked
 
+    def _text_fields(self, url: str) -> dict[str, Any]:
+        """What is asked of the text besides sampling; left out where it is nothing, for older servers."""
+        request, known = self._request, self._ahead.known
+        fields: dict[str, Any] = {}
+        if request.num_logprobs is not None:
+            fields["logprobs"] = request.num_logprobs
+        if url in self._agent.without_texts:
+            return fields
+        if request.stop:
+            fields["stop"] = list(request.stop)
+            fields["generated"] = request.num_generated + len(known)
+        if request.prediction:
+            follower = PredictionFollower(request.prediction)
+            follower.push([*request.prompt[len(request.prompt) - request.num_generated :], *known])
+            fields["prediction"] = list(follower.rest)
+        return fields
+
     def _can_ask_again(self, url: str, error: RequestError) -> bool:
-        """Whether the refusal is of what stands for the prompt's beginning: then all tokens are sent."""
+        """Whether the refusal is of what can be done without: a prefix's hash, hints, and stop strings, which the
+        caller cuts at too. Logprobs are not among them.
+        """
         assert self._asked is not None
+        if error.code == "invalid_parameter" and (self._asked.stop or self._asked.prediction):
+            self._agent.without_texts.add(url)
+            return True
         if error.code == "prefix_not_held" and self._asked.prefix_hash is not None:
             self._held = None
             return True
@@ -260,10 +287,12 @@ class _Generation:
                 may_reject=may_reject,
                 ranks=ranks,
                 alternatives=others,
+                logprobs=_logprobs(commit, len(outcome.tokens)),
             )
 
     def _on_end(self, end: SessionEnd, client: CloudClient) -> str:
         self._recorder.waited_ms += end.usage.waited_ms
+        self._recorder.cut = end.cut
         if self._recorder.num_sessions == 1:
             self._recorder.cached_prompt_tokens = end.usage.cached_prompt_tokens
         if end.prefix_hash is not None and self._request.keeps_prefix:
@@ -294,6 +323,14 @@ class _Generation:
         if session == self._session:
             self._path = []
             self._ahead.lost(nodes)
+
+
+def _logprobs(commit: Commit, num_new: int) -> tuple[TokenLogprobs, ...]:
+    """Of the last `num_new` tokens of a commit: those that are new."""
+    if not commit.logprobs:
+        return ()
+    pairs = list(zip(commit.tokens, commit.logprobs, strict=True))[len(commit.tokens) - num_new :]
+    return tuple(TokenLogprobs(token, each.logprob, tuple(each.top)) for token, each in pairs)
 
 
 def tree_message(base: int, nodes: Sequence[Node]) -> DraftMessage:

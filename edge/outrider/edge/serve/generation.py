@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
@@ -21,12 +21,14 @@ from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.unverified import KeptText
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.faults import log_fault
-from outrider.models.http.answers import usage_of
+from outrider.models.http.answers import predicted_or_drafted, usage_of
+from outrider.models.http.choices import choice_params
 from outrider.models.http.encoding import check_tokens
 from outrider.models.http.inbox import Inbox
-from outrider.models.http.openai import CompletionUsage
+from outrider.models.http.openai_answers import CompletionUsage
 from outrider.models.http.shapes import Delta
-from outrider.models.http.text import TextAssembler
+from outrider.models.http.text import TextAssembler, TextStyle
+from outrider.models.predicted import PredictionFollower
 from outrider.models.protocol import ModelFacts
 from outrider.models.runtimes.ngram import QuotedText
 
@@ -35,8 +37,9 @@ _log = logging.getLogger("outrider.serve")
 
 @dataclass(slots=True)
 class _Choice:
+    request: GenerationRequest
     assembler: TextAssembler
-    num_prompt: int
+    prediction: PredictionFollower | None
     task: asyncio.Task[None] | None = None
     is_over: bool = False
     num_accepted: int = 0
@@ -59,8 +62,9 @@ class LocalTexts:
     _choices: list[_Choice] = field(default_factory=list)
     _num_places: int = 0
     _quoted: Sequence[Sequence[QuotedText]] = ()
-    _stops: tuple[str, ...] = ()
-    _stop_ids: frozenset[int] = frozenset()
+    _style: TextStyle = field(default_factory=TextStyle)
+    _num_each: int = 1
+    _begin_others: Callable[[int], None] = lambda index: None
 
     @classmethod
     def reserve(cls, core: LocalCore, owner: bytes, num_choices: int) -> Self:
@@ -75,30 +79,47 @@ class LocalTexts:
     def begin(
         self,
         requests: Sequence[GenerationRequest],
-        stop_strings: Sequence[str],
-        stop_ids: frozenset[int],
+        style: TextStyle,
         facts: ModelFacts,
         quoted: Sequence[Sequence[QuotedText]] = (),
         *,
         is_up: bool = True,
+        num_each: int = 1,
     ) -> None:
-        """Begins a text for each request. stop_ids: ids that end a text and are no part of it. facts: its target's.
+        """Begins a text for each request. style: how they are cut and shown. facts: their target's.
 
-        quoted: for each request, documents that its text may quote. is_up: False has the draft write alone.
-        Raises RequestError, and begins none, for a prompt that does not fit the target.
+        quoted: for each request, documents that its text may quote. is_up: False has the draft write alone. num_each:
+        texts of each prompt, which has a seed each; all but the first wait for its first token, so that the target runs
+        the prompt once. Raises RequestError, and begins none, for a prompt that does not fit the target.
         """
         for request in requests:  # first: what a draft keeps of a prompt grows with it
             check_tokens(facts.max_positions, request.prompt)
-        self._quoted = quoted
-        self._stops, self._stop_ids = tuple(stop_strings), stop_ids
-        for index, request in enumerate(requests):
-            detokenizer = self.core.tokenizer.detokenizer(context=request.prompt)
-            choice = _Choice(TextAssembler(detokenizer, stop_strings, stop_ids), len(request.prompt))
-            self._choices.append(choice)
-            choice.task = asyncio.get_running_loop().create_task(self._generate(index, request, facts, is_up=is_up))
+        self._quoted = [each for each in quoted for _ in range(num_each)]
+        self._style, self._num_each = style, num_each
+        for request in requests:
+            for index in range(num_each):
+                each = replace(request, params=choice_params(request.params, index)) if index else request
+                assembler = style.assembler(self.core.tokenizer, request.prompt)
+                follower = PredictionFollower(request.prediction) if request.prediction else None
+                self._choices.append(_Choice(each, assembler, follower))
+
+        def begin(index: int) -> None:
+            choice = self._choices[index]
+            work = self._generate(index, choice.request, facts, is_up=is_up)
+            choice.task = asyncio.get_running_loop().create_task(work)
             self._num_places -= 1  # the task's own from here
             self.core.tasks.add(choice.task)
             choice.task.add_done_callback(partial(self._on_done, index))
+
+        def begin_others(index: int) -> None:
+            if index % num_each == 0:
+                for other in range(index + 1, index + num_each):
+                    if self._choices[other].task is None:
+                        begin(other)
+
+        self._begin_others = begin_others
+        for index in range(0, len(self._choices), num_each):
+            begin(index)
 
     def _on_done(self, index: int, task: asyncio.Task[None]) -> None:
         # Here and not in the task: one that is cancelled before it runs gives nothing back.
@@ -133,7 +154,8 @@ class LocalTexts:
             assert isinstance(agent, StreamAgent)
             self._watch(agent)
             try:
-                if core.offline is not None and loan.can_write:
+                # The draft alone has no logprobs of the target.
+                if core.offline is not None and loan.can_write and request.num_logprobs is None:
                     result = await self._generate_offline_ok(index, agent, request, on_tokens, facts, is_up=is_up)
                 else:
                     result = await agent.generate(request, on_tokens, core.upstream.origin(facts))
@@ -187,7 +209,7 @@ class LocalTexts:
         if text.local:
             _log.warning("a text of %d tokens has %d unverified ones", len(text.tokens), len(text.local))
             began = origin.began if origin is not None and text.verified else None
-            kept = KeptText(request, tuple(text.verified), tuple(text.local), began, self._stops, self._stop_ids)
+            kept = KeptText(request, tuple(text.verified), tuple(text.local), began, self._style)
             core.unverified.keep(self.answer_id, self.owner, index, kept)
         elif is_up:
             core.upstream.confirm(facts)
@@ -219,6 +241,7 @@ class LocalTexts:
             deltas: list[Delta] = []
             for index, event in arrived:
                 deltas += self._take(index, event)
+                self._begin_others(index)
             if deltas or not arrived:
                 yield deltas
 
@@ -231,27 +254,35 @@ class LocalTexts:
         if isinstance(event, TokenBatch):
             choice.num_accepted += event.num_accepted
             choice.num_proposed += event.num_proposed
-            text = choice.assembler.push(event.tokens)
+            before = choice.assembler.num_tokens
+            text = choice.assembler.push(event.tokens, event.logprobs)
+            if choice.prediction is not None:
+                choice.prediction.push(event.tokens[: choice.assembler.num_tokens - before])
+            pieces = tuple(choice.assembler.take_pieces())
             num_new = len(event.tokens) if event.is_unverified else 0
             choice.num_unverified += num_new
             if choice.assembler.is_stopped:
                 choice.is_over = True
                 assert choice.task is not None
                 choice.task.cancel()
-                return [Delta(index, text, "stop", num_new)]
-            return [Delta(index, text, num_unverified=num_new)] if text or num_new else []
+                return [Delta(index, text, "stop", num_new, pieces)]
+            return [Delta(index, text, None, num_new, pieces)] if text or num_new or pieces else []
         choice.is_over = True
         choice.num_cached = event.cached_prompt_tokens
         text = choice.assembler.finish()
         is_stop = event.finish_reason == "stop" or choice.assembler.is_stopped
-        return [Delta(index, text, "stop" if is_stop else "length")]
+        return [Delta(index, text, "stop" if is_stop else "length", pieces=tuple(choice.assembler.take_pieces()))]
+
+    def mean_logprob(self, index: int) -> float:
+        """Of the tokens of a text that asked for logprobs."""
+        return self._choices[index].assembler.mean_logprob
 
     def completion_usage(self) -> CompletionUsage:
-        """Tokens of all choices."""
+        """Tokens of all choices so far; a prompt counts once, whatever the number of its texts."""
+        leaders = self._choices[:: self._num_each]
         return usage_of(
-            sum(choice.num_prompt for choice in self._choices),
+            sum(len(choice.request.prompt) for choice in leaders),
             sum(choice.assembler.num_tokens for choice in self._choices),
-            sum(choice.num_accepted for choice in self._choices),
-            sum(choice.num_proposed - choice.num_accepted for choice in self._choices),
-            sum(choice.num_cached for choice in self._choices),
+            *predicted_or_drafted(self._choices),
+            sum(choice.num_cached for choice in leaders),
         )

@@ -18,9 +18,9 @@ from outrider.edge.retrieval.grounding import Grounding, Library
 from outrider.edge.retrieval.index import PassageIndex
 from outrider.edge.serve.state import LocalCore
 from outrider.models.extras import is_installed
-from outrider.models.http import openai
+from outrider.models.http import openai, openai_answers
 from outrider.models.http.errors import FieldError
-from outrider.models.http.shapes import Delta, Shape
+from outrider.models.http.shapes import Delta, FoundText, Shape
 from outrider.models.protocol import ModelFacts
 
 MAX_DOCUMENTS: Final = 256
@@ -71,13 +71,13 @@ class PassageNote(BaseModel):
     last_line: int
 
 
-class GroundedCompletion(openai.Completion):
+class GroundedCompletion(openai_answers.Completion):
     """A completion, and the passages that its prompts had."""
 
     passages: list[PassageNote]
 
 
-class GroundedChatCompletion(openai.ChatCompletion):
+class GroundedChatCompletion(openai_answers.ChatCompletion):
     """A chat completion, and the passages that its prompt had."""
 
     passages: list[PassageNote]
@@ -100,24 +100,25 @@ class GroundedShape:
         return self._inner.id
 
     def whole(
-        self, texts: list[str], reasons: list[Any], usage: openai.CompletionUsage
-    ) -> openai.Completion | openai.ChatCompletion:
+        self, texts: Sequence[FoundText], usage: openai_answers.CompletionUsage
+    ) -> openai_answers.Completion | openai_answers.ChatCompletion:
         """The whole answer."""
-        whole = self._inner.whole(texts, reasons, usage)
-        kind = GroundedCompletion if isinstance(whole, openai.Completion) else GroundedChatCompletion
+        whole = self._inner.whole(texts, usage)
+        kind = GroundedCompletion if isinstance(whole, openai_answers.Completion) else GroundedChatCompletion
         return kind(**dict(whole), passages=self._notes)
 
     def first(self) -> bytes:
         """The first event, with the passages."""
         event = self._inner.first() or self._inner.piece(Delta(0, ""))
-        message = {**json.loads(event.removeprefix(b"data: ")), "passages": [note.model_dump() for note in self._notes]}
-        return f"data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+        first, _, others = event.partition(b"\n\n")
+        message = {**json.loads(first.removeprefix(b"data: ")), "passages": [note.model_dump() for note in self._notes]}
+        return f"data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode() + others
 
-    def piece(self, delta: Delta) -> bytes:
+    def piece(self, delta: Delta, usage: openai_answers.CompletionUsage | None = None) -> bytes:
         """New text."""
-        return self._inner.piece(delta)
+        return self._inner.piece(delta, usage)
 
-    def last(self, usage: openai.CompletionUsage) -> bytes:
+    def last(self, usage: openai_answers.CompletionUsage) -> bytes:
         """The usage, as the last chunk."""
         return self._inner.last(usage)
 

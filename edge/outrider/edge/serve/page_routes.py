@@ -24,9 +24,10 @@ from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.watched_text import WatchedText
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.http import sse
-from outrider.models.http.encoding import check_length, encode_chat, encode_prompts, no_chat_template
+from outrider.models.http.encoding import check_length, encode_chat, no_chat_template
 from outrider.models.http.openai import ChatMessage, RenderRequest
 from outrider.models.http.requests import owner_of, read_body, sampling_of
+from outrider.models.http.text import TextStyle
 from outrider.models.protocol import ModelFacts
 
 GENERATE: str = "/v1/outrider/generate"
@@ -67,7 +68,7 @@ def watching_routes(core: LocalCore) -> list[Route]:
                 patience_ms=core.settings.patience_ms,
                 tokenizer=core.fingerprint,
             )
-            text.begin([wanted], (), stop_ids, facts, [grounding.quoted], is_up=is_up)
+            text.begin([wanted], TextStyle(stop_ids=stop_ids), facts, [grounding.quoted], is_up=is_up)
         except OutriderError as error:
             text.close()
             if isinstance(error, CloudError):
@@ -101,7 +102,7 @@ async def _prompt_ids(
     if body.prompt is not None:
         check_length(core.tokenizer, limit - 1, body.prompt)
         if sources is None:
-            return (await core.workers.run(owner, encode_prompts, core.tokenizer, [body.prompt]))[0], None, Grounding()
+            return await core.workers.run(owner, core.tokenizer.encode, body.prompt), None, Grounding()
         ids, found = await core.workers.run(owner, ground_prompts, sources, [body.prompt], facts, body.max_tokens)
         return ids[0], None, found[0]
     if not facts.has_chat_template:

@@ -36,10 +36,21 @@ from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.unverified import VerifyAnswerRequest
 from outrider.edge.serve.verify import verify_answer
 from outrider.models.errors import CloudError, OutriderError, RequestError
-from outrider.models.http import openai
+from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
-from outrider.models.http.encoding import check_length, encode_chat, encode_prompts, no_chat_template, rules_of
+from outrider.models.http.dialects import Dialect
+from outrider.models.http.encoding import (
+    check_prediction,
+    check_prompts,
+    encode_chat,
+    encode_prediction,
+    encode_prompts,
+    no_chat_template,
+    rules_of,
+    truncated,
+)
 from outrider.models.http.errors import FieldError
+from outrider.models.http.plan import chat_style, engine_logprobs, look_of, text_style
 from outrider.models.http.requests import owner_of, read_body, sampling_of
 from outrider.models.http.security import PagePolicy
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
@@ -109,20 +120,23 @@ def local_routes(core: LocalCore) -> list[Route]:
         body = await core.bodies.parse(owner, LocalCompletionRequest, await read_body(request.receive))
         facts, is_up = await facts_or_draft(core, body.model)
         prompts = body.prompts()
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                check_length(core.tokenizer, facts.max_positions - 1, prompt)
-
+        check_prompts(core.tokenizer, facts.max_positions - 1, body)
         sources = sources_of(core, body.documents)
         if body.documents and any(isinstance(prompt, list) for prompt in prompts):
             raise FieldError(
                 "invalid_parameter", "prompt: with documents, expected texts and no token ids", param="prompt"
             )
+        for name in ("suffix", "truncate_prompt_tokens"):
+            if body.documents and getattr(body, name):
+                raise FieldError(
+                    "invalid_parameter", f"{name}: with documents, expected none; leave it out", param=name
+                )
         max_tokens = body.max_tokens or openai.DEFAULT_MAX_TOKENS
 
         async def encode() -> Encoded:
-            if sources is None:
-                return await core.workers.run(owner, encode_prompts, core.tokenizer, prompts), None
+            if sources is None or body.suffix:
+                limit = facts.max_positions - 1
+                return await core.workers.run(owner, encode_prompts, core.tokenizer, limit, body), None
             return await core.workers.run(owner, ground_prompts, sources, prompts, facts, max_tokens)
 
         return await _answer(core, request, body, facts, len(prompts), encode, max_tokens, CompletionShape, is_up)
@@ -154,7 +168,12 @@ def local_routes(core: LocalCore) -> list[Route]:
                 "chat_template_kwargs": body.chat_template_kwargs,
                 "tokenizer": core.fingerprint,
             }
-            return [(await core.upstream.render(json.dumps(conversation).encode(), facts)).tokens], groundings
+            if (tools := body.tools_for_template()) is not None:  # older servers ignore what they do not know
+                conversation["tools"] = tools
+            tokens = (await core.upstream.render(json.dumps(conversation).encode(), facts)).tokens
+            if body.add_special_tokens and core.tokenizer.begins_with_bos:
+                tokens = [*core.tokenizer.encode("")[:1], *tokens]
+            return [truncated(tokens, facts.max_positions - 1, body)], groundings
 
         return await _answer(core, request, body, facts, 1, encode, max_tokens or facts.max_positions, ChatShape, is_up)
 
@@ -169,7 +188,7 @@ def local_routes(core: LocalCore) -> list[Route]:
         return _json(verified)
 
     async def list_models(_: Request) -> Response:
-        return _json(openai.ModelList(data=[_card(await target_facts(core))]))
+        return _json(openai_answers.ModelList(data=[_card(await target_facts(core))]))
 
     async def retrieve_model(request: Request) -> Response:
         facts = await target_facts(core)
@@ -229,14 +248,22 @@ async def _answer(
     shape_type: type[CompletionShape | ChatShape],
     is_up: bool,
 ) -> Response:
+    body.require_few(num_prompts)
+    check_prediction(core.tokenizer, body)
     params = sampling_of(body.sampling)
+    style = chat_style(body, Dialect(facts.tool_calls, facts.has_reasoning), facts.name)
     own_stops = frozenset(facts.eos_token_ids)
     stop_ids = own_stops if body.stop_token_ids is None else frozenset(body.stop_token_ids)
+    owner = owner_of(request)
+    cut = text_style(body, style, core.tokenizer, stop_ids - own_stops if body.ignore_eos else stop_ids)
     # Places first: they also bound how many texts wait to be tokenized.
-    texts = LocalTexts.reserve(core, owner_of(request), num_prompts)
+    texts = LocalTexts.reserve(core, owner, num_prompts * body.num_each)
     try:
         prompts, groundings = await _while_connected(request, encode())
-        rules = await rules_of(core.workers, owner_of(request), core.tokenizer, body)
+        rules = await rules_of(core.workers, owner, core.tokenizer, body)
+        prediction: tuple[int, ...] = ()
+        if body.prediction is not None:
+            prediction = await core.workers.run(owner, encode_prediction, core.tokenizer, body)
         requests = [
             GenerationRequest(
                 tuple(prompt),
@@ -248,16 +275,19 @@ async def _answer(
                 core.fingerprint,
                 rules=rules,
                 end_ids=own_stops,
+                stop=tuple(body.stop_strings) if cut.is_plain else (),
+                num_logprobs=engine_logprobs(body),
+                prediction=prediction,
             )
             for prompt in prompts
         ]
-        cut = stop_ids - own_stops if body.ignore_eos else stop_ids
-        shape: Shape = shape_type(facts.name, params.seed, facts.target)
+        look = look_of(body, style, core.tokenizer, prompts)
+        shape: Shape = shape_type(facts.name, params.seed, facts.target, look)
         texts.answer_id = shape.id
         if groundings is not None:
-            shape = GroundedShape(shape, groundings)
+            shape = GroundedShape(shape, [each for each in groundings for _ in range(body.num_kept)])
         quoted = [each.quoted for each in groundings or ()]
-        texts.begin(requests, body.stop_strings, cut, facts, quoted, is_up=is_up)
+        texts.begin(requests, cut, facts, quoted, is_up=is_up, num_each=body.num_each)
     except OutriderError as error:
         texts.close()
         if isinstance(error, CloudError):
@@ -309,8 +339,8 @@ def _gauges(core: LocalCore) -> dict[str, tuple[str, float]]:
     }
 
 
-def _card(facts: ModelFacts) -> openai.ModelCard:
-    return openai.ModelCard(id=facts.name, created=0, max_model_len=facts.max_positions)
+def _card(facts: ModelFacts) -> openai_answers.ModelCard:
+    return openai_answers.ModelCard(id=facts.name, created=0, max_model_len=facts.max_positions)
 
 
 def _json(message: BaseModel, status: int = 200) -> Response:

@@ -15,6 +15,7 @@ from outrider.edge.serve.unverified import UnverifiedAnswers
 from outrider.edge.serve.upstream import Upstream
 from outrider.models.counted import counted
 from outrider.models.errors import RequestError
+from outrider.models.http.dialects import dialect_of
 from outrider.models.http.encoding import Workers
 from outrider.models.http.requests import Bodies
 from outrider.models.http.security import KeyRing, PagePolicy
@@ -127,6 +128,7 @@ class LocalCore:
     def offline_facts(self) -> ModelFacts:
         """What serves while no cloud answers: the draft itself."""
         assert self.offline is not None
+        dialect = dialect_of(self.tokenizer)
         return ModelFacts(
             name=self.offline.name,
             tokenizer=self.fingerprint,
@@ -134,6 +136,8 @@ class LocalCore:
             max_positions=self.offline.max_positions or _ANY_POSITIONS,
             eos_token_ids=sorted(self.tokenizer.eos_token_ids),
             has_chat_template=self.tokenizer.has_chat_template,
+            tool_calls=dialect.tools,
+            has_reasoning=dialect.has_reasoning,
         )
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from outrider.edge.link.origin import Served
 from outrider.edge.results import GenerationRequest
 from outrider.models.errors import RequestError
+from outrider.models.http.text import TextStyle
 
 MAX_KEPT: Final = 64
 """Answers; the oldest of the client that has most give way."""
@@ -27,14 +28,15 @@ MAX_KEPT_TOKENS: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class KeptText:
-    """One choice of an answer. request: as it was. verified, local: its tokens. began: whose the verified ones are."""
+    """One choice of an answer. request: as it was. verified, local: its tokens. began: whose the verified ones are.
+
+    style: how its text is cut and shown."""
 
     request: GenerationRequest
     verified: tuple[int, ...]
     local: tuple[int, ...]
     began: Served | None
-    stop_strings: tuple[str, ...]
-    stop_ids: frozenset[int]
+    style: TextStyle
 
     @property
     def num_tokens(self) -> int:
@@ -52,12 +54,9 @@ class KeptText:
         max_tokens = self.request.max_tokens - len(kept.verified)
         if max_tokens < 1:
             return kept, None
-        return kept, replace(
-            self.request,
-            prompt=(*self.request.prompt, *kept.verified),
-            max_tokens=max_tokens,
-            num_generated=self.request.num_generated + len(kept.verified),
-        )
+        num_generated = self.request.num_generated + len(kept.verified)
+        prompt = (*self.request.prompt, *kept.verified)
+        return kept, replace(self.request, prompt=prompt, max_tokens=max_tokens, num_generated=num_generated)
 
 
 @dataclass(frozen=True, slots=True)

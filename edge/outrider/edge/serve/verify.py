@@ -7,7 +7,6 @@ from outrider.edge.modes.stream import StreamAgent
 from outrider.edge.results import Mode
 from outrider.edge.serve.state import LocalCore
 from outrider.edge.serve.unverified import KeptAnswer, KeptText, VerifiedAnswer, VerifiedChoice, compared
-from outrider.models.http.text import TextAssembler
 from outrider.models.protocol import ModelFacts
 
 
@@ -47,8 +46,7 @@ async def _verify(core: LocalCore, owner: bytes, index: int, text: KeptText, fac
             loan.text = [*request.prompt, *result.tokens]
             new, reason = result.tokens, result.finish_reason
     num_confirmed, num_replaced = compared(kept, new)
-    detokenizer = core.tokenizer.detokenizer(context=kept.request.prompt)
-    assembler = TextAssembler(detokenizer, kept.stop_strings, kept.stop_ids)
+    assembler = kept.style.assembler(core.tokenizer, kept.request.prompt)
     whole = assembler.push([*kept.verified, *new]) + assembler.finish()
     return VerifiedChoice(
         index=index,

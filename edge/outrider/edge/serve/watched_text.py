@@ -169,7 +169,7 @@ class WatchedText(LocalTexts):
             text=choice.assembler.finish(),
             finish_reason=result.finish_reason,
             num_tokens=len(result.tokens),
-            num_prompt=choice.num_prompt,
+            num_prompt=len(choice.request.prompt),
             cached_prompt_tokens=result.cached_prompt_tokens,
             passes=result.num_passes,
             accepted=result.num_accepted,

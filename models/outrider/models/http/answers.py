@@ -5,16 +5,18 @@ Knows no engine: the cloud's texts come from its engine, the device's from the c
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Any, Final, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Final, Protocol
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from outrider.models.errors import RequestError
-from outrider.models.http import openai, sse
+from outrider.models.http import openai, openai_answers, sse
+from outrider.models.http.choices import best_choices
 from outrider.models.http.errors import FieldError, error_answer
-from outrider.models.http.shapes import Delta, Shape, unverified_field
+from outrider.models.http.shapes import Delta, FoundText, Shape, unverified_field
+from outrider.models.predicted import PredictionFollower
 
 DONE: Final = b"data: [DONE]\n\n"
 """The last event of OpenAI's streams."""
@@ -40,8 +42,12 @@ class Texts(Protocol):
         """
         ...
 
-    def completion_usage(self) -> openai.CompletionUsage:
-        """Tokens of the call, once `deltas` has ended."""
+    def completion_usage(self) -> openai_answers.CompletionUsage:
+        """Tokens of the call so far; exact once `deltas` has ended."""
+        ...
+
+    def mean_logprob(self, index: int) -> float:
+        """Of the tokens of a text that asked for logprobs."""
         ...
 
     def close(self) -> None:
@@ -50,60 +56,77 @@ class Texts(Protocol):
 
 
 async def answer(
-    texts: Texts, num_choices: int, shape: Shape, body: openai.GenerationRequest, request: Request, keep_alive_s: float
+    texts: Texts, num_prompts: int, shape: Shape, body: openai.GenerationRequest, request: Request, keep_alive_s: float
 ) -> Response:
     """The response; closes `texts` at its end, however it ends. The request's body must have been read."""
     if body.stream:
-        chunks = _stream(texts, shape, includes_usage=body.includes_usage)
+        chunks = _stream(texts, shape, body)
         return sse.EventStream(chunks, texts.reader, texts.close, keep_alive_s=keep_alive_s)
-    found = [""] * num_choices
-    reasons: list[Any] = [None] * num_choices
-    unverified = [0] * num_choices
+    found = [FoundText() for _ in range(num_prompts * body.num_each)]
     try:
         async with sse.closed_on_disconnect(texts.reader, request.receive):
             async for deltas in texts.deltas():
                 for delta in deltas:
-                    found[delta.index] += delta.text
-                    unverified[delta.index] += delta.num_unverified
-                    reasons[delta.index] = delta.finish_reason or reasons[delta.index]
+                    found[delta.index].add(delta)
     finally:
         texts.close()
     if texts.is_abandoned:
         return Response(status_code=499)  # the client has left
-    whole = shape.whole(found, reasons, texts.completion_usage())
-    if not any(unverified):
+    if body.num_each > body.num_kept:
+        means = [texts.mean_logprob(index) for index in range(len(found))]
+        found = [found[index] for index in best_choices(means, body.num_each, body.num_kept)]
+    whole = shape.whole(found, texts.completion_usage())
+    if not any(text.num_unverified for text in found):
         return Response(whole.model_dump_json(), media_type="application/json")
     document = whole.model_dump()
-    for choice, num_unverified in zip(document["choices"], unverified, strict=True):
-        choice.update(unverified_field(num_unverified))
+    for choice, text in zip(document["choices"], found, strict=True):
+        choice.update(unverified_field(text.num_unverified))
     return JSONResponse(document)
 
 
-async def _stream(texts: Texts, shape: Shape, *, includes_usage: bool) -> AsyncGenerator[bytes, None]:
+async def _stream(texts: Texts, shape: Shape, body: openai.GenerationRequest) -> AsyncGenerator[bytes, None]:
     try:
         if first := shape.first():
             yield first
         async for deltas in texts.deltas():
-            yield b"".join(map(shape.piece, deltas)) or sse.KEEP_ALIVE
-        if includes_usage:
+            usage = texts.completion_usage() if body.repeats_usage else None
+            yield b"".join(shape.piece(delta, usage) for delta in deltas) or sse.KEEP_ALIVE
+        if body.includes_usage:
             yield shape.last(texts.completion_usage())
         yield DONE
     except RequestError as error:
         yield sse.encode(error_answer(error)) + DONE
 
 
+class Drafted(Protocol):
+    """A text's drafted tokens, and its prediction, if it has one."""
+
+    prediction: PredictionFollower | None
+    num_accepted: int
+    num_proposed: int
+
+
+def predicted_or_drafted(texts: Sequence[Drafted]) -> tuple[int, int]:
+    """Accepted and rejected tokens of all texts: of their predictions if they have some, else of what was drafted."""
+    followers = [text.prediction for text in texts if text.prediction is not None]
+    if followers:
+        return sum(each.num_accepted for each in followers), sum(each.num_rejected for each in followers)
+    accepted = sum(text.num_accepted for text in texts)
+    return accepted, sum(text.num_proposed for text in texts) - accepted
+
+
 def usage_of(
     prompt_tokens: int, completion_tokens: int, accepted: int, rejected: int, cached: int
-) -> openai.CompletionUsage:
+) -> openai_answers.CompletionUsage:
     """The wire form of a call's usage."""
-    return openai.CompletionUsage(
+    return openai_answers.CompletionUsage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
-        completion_tokens_details=openai.CompletionTokensDetails(
+        completion_tokens_details=openai_answers.CompletionTokensDetails(
             accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
         ),
-        prompt_tokens_details=openai.PromptTokensDetails(cached_tokens=cached),
+        prompt_tokens_details=openai_answers.PromptTokensDetails(cached_tokens=cached),
     )
 
 

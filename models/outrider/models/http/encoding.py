@@ -12,10 +12,12 @@ from typing import Any, Final, TypeVar
 
 from outrider.models.errors import RequestError, TokenizerError
 from outrider.models.http.errors import FieldError
-from outrider.models.http.openai import Conversation
+from outrider.models.http.fill_in import fill_in_prompt
+from outrider.models.http.openai import CompletionRequest, Conversation, GenerationRequest
 from outrider.models.http.openai_rules import RuleParameters
 from outrider.models.http.requests import sampling_of
 from outrider.models.http.turns import Turns
+from outrider.models.protocol import MAX_PREDICTION_TOKENS
 from outrider.models.tokenizer import Tokenizer
 from outrider.models.transforms.bad_words import bad_word_ids
 from outrider.models.transforms.rules import RowRules
@@ -58,6 +60,13 @@ def check_length(tokenizer: Tokenizer, max_tokens: int, text: str) -> None:
         )
 
 
+def check_prompts(tokenizer: Tokenizer, max_tokens: int, body: CompletionRequest) -> None:
+    """Raises RequestError `context_length_exceeded` for a text that cannot fit, before it is tokenized."""
+    for text in (*body.prompts(), body.suffix):
+        if isinstance(text, str):
+            check_length(tokenizer, max_tokens, text)
+
+
 def check_tokens(max_positions: int, prompt: Sequence[int]) -> None:
     """Raises RequestError `context_length_exceeded` if `prompt` leaves no room for a token of the answer."""
     if len(prompt) >= max_positions:
@@ -67,21 +76,67 @@ def check_tokens(max_positions: int, prompt: Sequence[int]) -> None:
         )
 
 
-def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-    """The token ids of each prompt."""
-    return [prompt if isinstance(prompt, list) else tokenizer.encode(prompt) for prompt in prompts]
+def encode_prompts(tokenizer: Tokenizer, max_tokens: int, body: CompletionRequest) -> list[list[int]]:
+    """The token ids of each prompt. max_tokens: that fit. Raises RequestError."""
+    return [truncated(_encode_prompt(tokenizer, prompt, body), max_tokens, body) for prompt in body.prompts()]
+
+
+def _encode_prompt(tokenizer: Tokenizer, prompt: str | list[int], body: CompletionRequest) -> list[int]:
+    if body.suffix:
+        return fill_in_prompt(tokenizer, prompt, body.suffix)
+    if isinstance(prompt, list):
+        return prompt
+    return tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens is not False)
+
+
+def truncated(prompt: list[int], max_tokens: int, body: GenerationRequest) -> list[int]:
+    """The last tokens of a prompt, where the request asks for them only."""
+    if body.truncate_prompt_tokens is None:
+        return prompt
+    most = max_tokens if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
+    return prompt[len(prompt) - most :] if 0 < most < len(prompt) else prompt
 
 
 def encode_chat(tokenizer: Tokenizer, max_tokens: int, body: Conversation) -> list[int]:
     """The token ids of a conversation, through the model's chat template. Raises RequestError."""
     try:
         text = tokenizer.apply_chat_template(
-            [message.for_template() for message in body.messages], variables=body.chat_template_kwargs
+            [message.for_template() for message in body.messages],
+            tools=body.tools_for_template(),
+            variables=body.chat_template_kwargs,
         )
     except TokenizerError as error:
         raise FieldError("chat_template_refused", str(error), param="messages") from None
     check_length(tokenizer, max_tokens, text)
-    return tokenizer.encode(text, add_special_tokens=False)
+    if not isinstance(body, GenerationRequest):
+        return tokenizer.encode(text, add_special_tokens=False)
+    return truncated(tokenizer.encode(text, add_special_tokens=bool(body.add_special_tokens)), max_tokens, body)
+
+
+def check_prediction(tokenizer: Tokenizer, body: GenerationRequest) -> None:
+    """Raises RequestError for a predicted output that cannot fit, before anything is tokenized."""
+    if body.prediction is not None:
+        num_chars = len(body.prediction.text)
+        if num_chars > MAX_PREDICTION_TOKENS * tokenizer.max_token_chars:
+            raise _prediction_too_long(f"{num_chars} characters")
+
+
+def encode_prediction(tokenizer: Tokenizer, body: GenerationRequest) -> tuple[int, ...]:
+    """The token ids of the predicted output; nothing without one. Raises RequestError for one that is too long."""
+    if body.prediction is None:
+        return ()
+    tokens = tokenizer.encode(body.prediction.text, add_special_tokens=False)
+    if len(tokens) > MAX_PREDICTION_TOKENS:
+        raise _prediction_too_long(f"{len(tokens)} tokens")
+    return tuple(tokens)
+
+
+def _prediction_too_long(found: str) -> RequestError:
+    return FieldError(
+        "invalid_parameter",
+        f"prediction: it has {found}; expected at most {MAX_PREDICTION_TOKENS} tokens. Send its first part",
+        param="prediction",
+    )
 
 
 def no_chat_template(model: str) -> RequestError:

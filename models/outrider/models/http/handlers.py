@@ -13,6 +13,8 @@ from outrider.models.errors import RequestError
 from outrider.models.http.errors import MAX_PARAM_CHARS, error_response, method_not_allowed
 
 _CODES: Final = {404: "not_found", 413: "body_too_large"}
+_OTHERS: Final = {"/v1/responses": "/v1/chat/completions"}
+"""Endpoints of OpenAI's that are refused by name, each with the one to use."""
 
 
 def install_error_handlers(app: Starlette, where_paths_are: str) -> None:
@@ -28,7 +30,11 @@ def install_error_handlers(app: Starlette, where_paths_are: str) -> None:
             return error_response(method_not_allowed(request.method), error.headers)
         code, message = _CODES.get(error.status_code, "invalid_request"), str(error.detail)
         if error.status_code == 404:
-            message = f"there is no {request.url.path[:MAX_PARAM_CHARS]}; {where_paths_are}"
+            path = request.url.path
+            if (use := _OTHERS.get(path)) is not None:
+                refusal = RequestError("unsupported_endpoint", f"{path} is not supported; use {use}", status=404)
+                return error_response(refusal, error.headers)
+            message = f"there is no {path[:MAX_PARAM_CHARS]}; {where_paths_are}"
         return error_response(RequestError(code, message, status=error.status_code), error.headers)
 
     app.add_exception_handler(RequestError, on_request_error)

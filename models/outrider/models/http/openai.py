@@ -1,8 +1,8 @@
-"""Defines the OpenAI-compatible messages.
+"""Defines the OpenAI-compatible requests; `openai_answers` has the answers.
 
 An unsupported field that would change the output is refused by name. Unknown fields are ignored, because clients send
 many. Additions to OpenAI's fields: `top_k`, `min_p`, `ignore_eos`, `stop_token_ids`, `priority`, `deadline_ms` and most
-rules of `openai_rules` in requests; `seed` in answers, so that any answer can be reproduced.
+rules of `openai_rules` in requests.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -28,9 +29,11 @@ from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http import structured
 from outrider.models.http.errors import FieldError
 from outrider.models.http.openai_rules import RuleParameters
+from outrider.models.http.tools import NamedTool, Tool, ToolChoice, Tools, with_read_arguments
 from outrider.models.protocol import (
     DEADLINE,
     MAX_COUNT,
+    MAX_TOP_LOGPROBS,
     NO_NEAR_GREEDY,
     PRIORITY,
     DeadlineMs,
@@ -38,36 +41,29 @@ from outrider.models.protocol import (
     Number,
     Priority,
     StopIds,
+    StopString,
+    StopStrings,
     TokenId,
 )
 from outrider.models.sampling import MAX_SEED, SamplingParams
 
 MAX_PROMPTS: Final = 64
-MAX_STOP_STRINGS: Final = 16
-MAX_STOP_CHARS: Final = 1000
+MAX_CHOICES: Final = 128
+"""Texts of one call, over all its prompts; OpenAI's for one prompt."""
 MAX_MESSAGES: Final = 2048
 MAX_TEMPLATE_VALUES: Final = 1024
 """Values in `chat_template_kwargs`, at any depth: a template may loop over them once per message."""
+MAX_TOOL_VALUES: Final = 8192
+"""Values in `tools`, at any depth."""
 DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's default for /v1/completions; chat continues to the end of the context."""
 
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
 TokenLists = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-StopStrings = Annotated[list[StopString], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)]
-FinishReason = Literal["stop", "length"]
 
 # Field -> the values that change nothing, besides null. Those of OpenAI first, then those of other servers.
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -79,10 +75,25 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "logits_processors": ([],),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "logprob_token_ids": (),
+    "return_tokens_as_token_ids": (False,),
+    "return_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_prompt_text": (False,),
+    "thinking_token_budget": (),
+    "truncation_side": ("left",),
+    "spaces_between_special_tokens": (True,),
+    "repetition_detection": (),
+    "watermarking": (),
+    "cache_salt": (),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "mm_payload": (),
+    "vllm_xargs": ({},),
+    "kv_transfer_params": (),
+    "ec_transfer_params": (),
 }
 
 
@@ -125,25 +136,56 @@ def _stop_shape(value: Any) -> TypeAdapter[Any] | None:
     return _STOP if isinstance(value, str) else _STOPS if isinstance(value, list) else None
 
 
-def _bounded_values(variables: dict[str, Any]) -> dict[str, Any]:
-    left: list[Any] = [variables]
+def _bound(values: Any, limit: int) -> None:
+    left: list[Any] = [values]
     count = 0
     while left:
         value = left.pop()
         inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         count += len(inside)
-        if count > MAX_TEMPLATE_VALUES:
-            raise PydanticCustomError(
-                "too_many_values", "expected at most {limit} values in all", {"limit": MAX_TEMPLATE_VALUES}
-            )
+        if count > limit:
+            raise PydanticCustomError("too_many_values", "expected at most {limit} values in all", {"limit": limit})
         left.extend(inside)
+
+
+def _bounded_values(variables: dict[str, Any]) -> dict[str, Any]:
+    _bound(variables, MAX_TEMPLATE_VALUES)
     return variables
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries beside the text."""
+    """What a stream carries beside the text. continuous_usage_stats: each chunk has the usage so far, as vLLM's."""
 
     include_usage: StrictBool | None = None
+    continuous_usage_stats: StrictBool | None = None
+
+
+class TextPart(BaseModel):
+    """A part of a text."""
+
+    type: Literal["text"]
+    text: str
+
+
+TextParts = Annotated[list[TextPart], Field(fail_fast=True)]
+_TEXT_PARTS: Final[TypeAdapter[Any]] = TypeAdapter(TextParts)
+
+
+def _parts_shape(value: Any) -> TypeAdapter[Any] | None:
+    return _TEXT if isinstance(value, str) else _TEXT_PARTS if isinstance(value, list) else None
+
+
+class Prediction(BaseModel):
+    """A text that the answer may repeat, in large parts: it is drafted from it."""
+
+    type: Literal["content"]
+    content: Annotated[str | TextParts, _by_shape("a text or a list of parts", _parts_shape, str | TextParts)]
+
+    @property
+    def text(self) -> str:
+        """The text."""
+        content = self.content
+        return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _document_unsupported(schema: dict[str, Any], model: type[GenerationRequest]) -> None:
@@ -177,6 +219,14 @@ class GenerationRequest(RuleParameters):
     ignore_eos: StrictBool | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
+    n: Integer | None = Field(default=None, ge=1, le=MAX_CHOICES, description="texts for each prompt; 1 if unset")
+    prediction: Prediction | None = Field(default=None, description="a text that the answer may repeat")
+    include_stop_str_in_output: StrictBool | None = None
+    skip_special_tokens: StrictBool | None = None
+    truncate_prompt_tokens: Integer | None = Field(
+        default=None, ge=-1, le=MAX_COUNT, description="use the prompt's last tokens only; -1: as many as fit"
+    )
+    add_special_tokens: StrictBool | None = None
     priority: Priority | None = Field(default=None, description=PRIORITY)
     deadline_ms: DeadlineMs | None = Field(default=None, description=DEADLINE)
     response_format: Any = Field(default=None, description="text, json_object or json_schema, as OpenAI's")
@@ -219,6 +269,40 @@ class GenerationRequest(RuleParameters):
         """The grammar that the request asks for; None for free text. after: as `grammar_of`; raises as it."""
         return structured.grammar_of({name: getattr(self, name) for name in structured.FIELDS}, after=after)
 
+    @property
+    def repeats_usage(self) -> bool:
+        """Whether each chunk of a stream has the usage so far."""
+        return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def num_each(self) -> int:
+        """Texts to generate for each prompt."""
+        return self.num_kept
+
+    @property
+    def num_kept(self) -> int:
+        """Texts of each prompt in the answer."""
+        return self.n or 1
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to show for each token; None: no logprobs."""
+        return None
+
+    @property
+    def has_plain_text(self) -> bool:
+        """Whether the text is cut as a session's: at stop strings, without special tokens."""
+        return self.skip_special_tokens is not False
+
+    def require_few(self, num_prompts: int) -> None:
+        """Raises FieldError for more texts than one call may have."""
+        if (num := num_prompts * self.num_each) > MAX_CHOICES:
+            raise FieldError(
+                "invalid_parameter",
+                f"n: the request asks for {num} texts; expected at most {MAX_CHOICES} in all. Send several requests",
+                param="n",
+            )
+
     def sampling(self) -> SamplingParams:
         """The sampler's parameters, with a random seed if none was given. Raises SamplingError."""
         return SamplingParams(
@@ -231,10 +315,19 @@ class GenerationRequest(RuleParameters):
         )
 
 
+def _none_for_false(value: Any) -> Any:
+    return None if value is False else value
+
+
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    _unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"max_completion_tokens": ()}
+    _unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "max_completion_tokens": (),
+        "top_logprobs": (0,),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+    }
 
     prompt: Annotated[
         str | TokenIds | Texts | TokenLists,
@@ -243,6 +336,44 @@ class CompletionRequest(GenerationRequest):
         ),
         Field(examples=["def add(a, b):"]),
     ]
+    best_of: Integer | None = Field(
+        default=None, ge=1, le=MAX_CHOICES, description="texts to choose the n best of, by mean logprob; not streamed"
+    )
+    echo: StrictBool | None = Field(default=None, description="the text begins with the prompt")
+    logprobs: Annotated[Integer, Field(ge=0, le=MAX_TOP_LOGPROBS), BeforeValidator(_none_for_false)] | None = Field(
+        default=None, description="likeliest tokens to show for each token, besides the token itself"
+    )
+    suffix: str | None = Field(default=None, description="what follows the text, where the model can fill in")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of < self.num_kept:
+            raise FieldError(
+                "invalid_parameter", f"best_of: expected at least n, which is {self.num_kept}", param="best_of"
+            )
+        if self.stream and self.num_each > self.num_kept:
+            raise FieldError(
+                "invalid_parameter", "best_of: a stream cannot choose; leave it out, or stream", param="best_of"
+            )
+        if self.echo and self.logprobs is not None:
+            raise FieldError(
+                "unsupported_parameter",
+                "echo is not supported with logprobs: this server has none of the prompt; leave one of both out",
+                param="echo",
+            )
+        if self.echo and self.suffix:
+            raise FieldError("invalid_parameter", "echo: with suffix, expected false; leave it out", param="echo")
+        return self
+
+    @property
+    def num_each(self) -> int:
+        """Texts to generate for each prompt."""
+        return max(self.best_of or 1, self.num_kept)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to show for each token; None: no logprobs."""
+        return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts, each a text or its token ids."""
@@ -253,21 +384,6 @@ class CompletionRequest(GenerationRequest):
         return list(self.prompt)
 
 
-class ContentPart(BaseModel):
-    """A part of a message; only text is supported."""
-
-    type: Literal["text"]
-    text: str
-
-
-ContentParts = Annotated[list[ContentPart], Field(fail_fast=True)]
-_PARTS: Final[TypeAdapter[Any]] = TypeAdapter(ContentParts)
-
-
-def _content_shape(value: Any) -> TypeAdapter[Any] | None:
-    return _TEXT if isinstance(value, str) else _PARTS if isinstance(value, list) else None
-
-
 class ChatMessage(BaseModel):
     """One turn of a conversation. The chat template gets other fields unchanged."""
 
@@ -275,7 +391,7 @@ class ChatMessage(BaseModel):
 
     role: str
     content: (
-        Annotated[str | ContentParts, _by_shape("a text or a list of parts", _content_shape, str | ContentParts)] | None
+        Annotated[str | TextParts, _by_shape("a text or a list of parts", _parts_shape, str | TextParts)] | None
     ) = None
 
     def for_template(self) -> dict[str, Any]:
@@ -283,7 +399,10 @@ class ChatMessage(BaseModel):
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
-        return {**(self.model_extra or {}), "role": self.role, "content": content or ""}
+        others = dict(self.model_extra or {})
+        if "tool_calls" in others:
+            others["tool_calls"] = with_read_arguments(others["tool_calls"])
+        return {**others, "role": self.role, "content": content or ""}
 
 
 Messages = Annotated[
@@ -298,11 +417,29 @@ Messages = Annotated[
 TemplateValues = Annotated[dict[str, Any], AfterValidator(_bounded_values)]
 
 
+def _bounded_tools(tools: list[Tool]) -> list[Tool]:
+    _bound([tool.model_dump(exclude_unset=True) for tool in tools], MAX_TOOL_VALUES)
+    return tools
+
+
+BoundedTools = Annotated[Tools, AfterValidator(_bounded_tools)]
+_CHOICES: Final[TypeAdapter[Any]] = TypeAdapter(Literal["none", "auto", "required"])
+_NAMED: Final[TypeAdapter[Any]] = TypeAdapter(NamedTool)
+
+
+def _choice_shape(value: Any) -> TypeAdapter[Any] | None:
+    return _CHOICES if isinstance(value, str) else _NAMED if isinstance(value, dict) else None
+
+
 class Conversation(Protocol):
     """What becomes a prompt through a chat template."""
 
     messages: list[ChatMessage]
     chat_template_kwargs: dict[str, Any] | None
+
+    def tools_for_template(self) -> list[dict[str, Any]] | None:
+        """The tools that the template shows to the model."""
+        ...
 
 
 class RenderRequest(BaseModel):
@@ -312,7 +449,12 @@ class RenderRequest(BaseModel):
 
     messages: Messages
     chat_template_kwargs: TemplateValues | None = Field(default=None, description="variables for the chat template")
+    tools: BoundedTools | None = Field(default=None, description="functions that the template shows to the model")
     tokenizer: str | None = Field(default=None, description="fingerprint of the caller's; another one is refused")
+
+    def tools_for_template(self) -> list[dict[str, Any]] | None:
+        """The tools that the template shows to the model."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.tools else None
 
 
 class ChatRequest(GenerationRequest):
@@ -321,125 +463,67 @@ class ChatRequest(GenerationRequest):
     _unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
-        "add_special_tokens": (False,),
         "chat_template": (),
         "documents": ([],),
+        "echo": (False,),
     }
 
     messages: Messages
     max_completion_tokens: Integer | None = Field(default=None, ge=1, le=MAX_COUNT)
     chat_template_kwargs: TemplateValues | None = Field(default=None, description="variables for the chat template")
+    logprobs: StrictBool | None = None
+    top_logprobs: Integer | None = Field(
+        default=None, ge=0, le=MAX_TOP_LOGPROBS, description="likeliest tokens to show for each token"
+    )
+    tools: BoundedTools | None = Field(default=None, description="functions that the model may call")
+    tool_choice: (
+        Annotated[
+            ToolChoice, _by_shape('"none", "auto", "required" or the name of a function', _choice_shape, ToolChoice)
+        ]
+        | None
+    ) = Field(default=None, description='"auto" if unset')
+    parallel_tool_calls: StrictBool | None = Field(default=None, description="false: at most one call is answered")
+    include_reasoning: StrictBool | None = Field(default=None, description="false: reasoning is left out")
 
+    @model_validator(mode="after")
+    def _check_together(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise FieldError(
+                "invalid_parameter", "top_logprobs: expected logprobs to be true as well", param="top_logprobs"
+            )
+        choice = self.tool_choice
+        if not self.tools and not (choice is None or choice in ("none", "auto")):
+            raise FieldError("invalid_parameter", "tool_choice: expected tools to choose from", param="tool_choice")
+        names = [tool.function.name for tool in self.tools or ()]
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise FieldError("invalid_parameter", "tool_choice: expected the name of one of tools", param="tool_choice")
+        return self
 
-class CompletionTokensDetails(BaseModel):
-    """Drafted tokens, by the target's verdict."""
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to show for each token; None: no logprobs."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
-    accepted_prediction_tokens: int = 0
-    rejected_prediction_tokens: int = 0
+    @property
+    def may_call_tools(self) -> bool:
+        """Whether the answer may hold tool calls."""
+        return bool(self.tools) and self.tool_choice != "none"
 
+    @property
+    def tools_of_grammar(self) -> list[Tool]:
+        """The tools of which the answer must be calls, with arguments of their schemas; empty: any text is allowed."""
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.tools or () if tool.function.name == name]
+        return list(self.tools or ()) if self.tool_choice == "required" else []
 
-class PromptTokensDetails(BaseModel):
-    """How much of the prompt came from the cache."""
+    @property
+    def has_strict_tools(self) -> bool:
+        """Whether a call that the answer may hold must follow its schema."""
+        return self.may_call_tools and any(tool.function.strict for tool in self.tools or ())
 
-    cached_tokens: int = 0
-
-
-class CompletionUsage(BaseModel):
-    """Tokens of a call, over all its choices."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    completion_tokens_details: CompletionTokensDetails
-    prompt_tokens_details: PromptTokensDetails
-
-
-class _Head(BaseModel):
-    id: str
-    created: int = Field(description="Unix time, seconds")
-    model: str
-    system_fingerprint: str | None = Field(default=None, description="the target's identity: equal for replicas only")
-    seed: int
-
-
-class CompletionChoice(BaseModel):
-    """One text. finish_reason is null until its last chunk."""
-
-    index: int
-    text: str
-    logprobs: None = None
-    finish_reason: FinishReason | None = None
-
-
-class Completion(_Head):
-    """The answer of /v1/completions, and each chunk of its stream."""
-
-    object: Literal["text_completion"] = "text_completion"
-    choices: list[CompletionChoice]
-    usage: CompletionUsage | None = None
-
-
-class AssistantMessage(BaseModel):
-    """What the model says."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(BaseModel):
-    """The answer's one choice."""
-
-    index: int = 0
-    message: AssistantMessage
-    logprobs: None = None
-    finish_reason: FinishReason
-
-
-class ChatCompletion(_Head):
-    """The answer of /v1/chat/completions."""
-
-    object: Literal["chat.completion"] = "chat.completion"
-    choices: list[ChatChoice]
-    usage: CompletionUsage
-
-
-class ChatDelta(BaseModel):
-    """What a chunk adds; empty fields are left out."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-
-class ChatChunkChoice(BaseModel):
-    """A chunk of the stream's one choice."""
-
-    index: int = 0
-    delta: ChatDelta
-    logprobs: None = None
-    finish_reason: FinishReason | None = None
-
-
-class ChatChunk(_Head):
-    """A chunk of the stream of /v1/chat/completions."""
-
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    choices: list[ChatChunkChoice]
-    usage: CompletionUsage | None = None
-
-
-class ModelCard(BaseModel):
-    """One entry of /v1/models."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "outrider"
-    max_model_len: int
-
-
-class ModelList(BaseModel):
-    """GET /v1/models."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
+    def tools_for_template(self) -> list[dict[str, Any]] | None:
+        """The tools that the template shows to the model: none where none may be called."""
+        if not self.may_call_tools:
+            return None
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]

@@ -5,30 +5,66 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from outrider.models.http import openai
+from outrider.models.http import openai_answers
+from outrider.models.http.chat_reader import ChatReader, ChatStyle
+from outrider.models.http.logprobs import LogprobWriter
+from outrider.models.http.text import TokenPiece
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
     """New text of choice `index`; finish_reason marks the last.
 
-    num_unverified: its tokens that no target has seen; only a device's endpoint sends any.
+    num_unverified: its tokens that no target has seen; only a device's endpoint sends any. pieces: its tokens, where
+    the call wants logprobs.
     """
 
     index: int
     text: str
     finish_reason: str | None = None
     num_unverified: int = 0
+    pieces: tuple[TokenPiece, ...] = ()
 
     @property
     def extension(self) -> dict[str, Any]:
         """The extension field of its choice; none in a verified piece."""
         return unverified_field(self.num_unverified)
+
+
+@dataclass(slots=True)
+class FoundText:
+    """A whole text: what all its deltas add up to."""
+
+    text: str = ""
+    finish_reason: Any = None
+    num_unverified: int = 0
+    pieces: list[TokenPiece] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> None:
+        """Adds what a delta brings."""
+        self.text += delta.text
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        self.num_unverified += delta.num_unverified
+        self.pieces.extend(delta.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How the answer of one call shows its texts.
+
+    num_choices: in the answer. logprobs: writes those of tokens; None: none. echoes: what stands before each text.
+    style: how a chat's texts are read. insides: whether the prompt of each has opened the reasoning.
+    """
+
+    num_choices: int = 1
+    logprobs: LogprobWriter | None = None
+    echoes: Sequence[str] = ()
+    style: ChatStyle = field(default_factory=ChatStyle)
+    insides: Sequence[bool] = ()
 
 
 def unverified_field(num_unverified: int) -> dict[str, Any]:
@@ -39,7 +75,7 @@ def unverified_field(num_unverified: int) -> dict[str, Any]:
 class Shape(Protocol):
     """Builds the answer of one call. target: the identity of what picks the tokens; None: not known."""
 
-    def __init__(self, model: str, seed: int, target: str | None) -> None: ...
+    def __init__(self, model: str, seed: int, target: str | None, look: Look | None = None) -> None: ...
 
     @property
     def id(self) -> str:
@@ -47,8 +83,8 @@ class Shape(Protocol):
         ...
 
     def whole(
-        self, texts: list[str], reasons: list[Any], usage: openai.CompletionUsage
-    ) -> openai.Completion | openai.ChatCompletion:
+        self, texts: Sequence[FoundText], usage: openai_answers.CompletionUsage
+    ) -> openai_answers.Completion | openai_answers.ChatCompletion:
         """The whole answer."""
         ...
 
@@ -56,11 +92,11 @@ class Shape(Protocol):
         """The first bytes of a stream; may be empty."""
         ...
 
-    def piece(self, delta: Delta) -> bytes:
-        """New text."""
+    def piece(self, delta: Delta, usage: openai_answers.CompletionUsage | None = None) -> bytes:
+        """New text. usage: so far, where each chunk shows it. Empty where the text is held back."""
         ...
 
-    def last(self, usage: openai.CompletionUsage) -> bytes:
+    def last(self, usage: openai_answers.CompletionUsage) -> bytes:
         """The usage, as the last chunk."""
         ...
 
@@ -71,7 +107,8 @@ class _Head:
     _prefix: ClassVar[str]
     _piece_object: ClassVar[str]
 
-    def __init__(self, model: str, seed: int, target: str | None) -> None:
+    def __init__(self, model: str, seed: int, target: str | None, look: Look | None = None) -> None:
+        self._look = look or Look()
         self._head: dict[str, Any] = {
             "id": f"{self._prefix}-{secrets.token_urlsafe(12)}",
             "created": int(time.time()),
@@ -85,13 +122,15 @@ class _Head:
         """The answer's."""
         return str(self._head["id"])
 
-    def _event(self, **rest: Any) -> bytes:
+    def _event(self, usage: openai_answers.CompletionUsage | None = None, **rest: Any) -> bytes:
         message = {**self._head, "object": self._piece_object, **rest}
+        if usage is not None:
+            message["usage"] = usage.model_dump()
         return f"data: {json.dumps(message, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
-    def last(self, usage: openai.CompletionUsage) -> bytes:
+    def last(self, usage: openai_answers.CompletionUsage) -> bytes:
         """The usage, as the last chunk."""
-        return self._event(choices=[], usage=usage.model_dump())
+        return self._event(usage, choices=[])
 
 
 class CompletionShape(_Head):
@@ -100,24 +139,45 @@ class CompletionShape(_Head):
     _prefix = "cmpl"
     _piece_object = "text_completion"
 
+    def __init__(self, model: str, seed: int, target: str | None, look: Look | None = None) -> None:
+        super().__init__(model, seed, target, look)
+        self._to_echo = dict(enumerate(self._look.echoes))
+
     def whole(
-        self, texts: list[str], reasons: list[Any], usage: openai.CompletionUsage
-    ) -> openai.Completion | openai.ChatCompletion:
+        self, texts: Sequence[FoundText], usage: openai_answers.CompletionUsage
+    ) -> openai_answers.Completion | openai_answers.ChatCompletion:
         """The whole answer."""
         choices = [
-            openai.CompletionChoice(index=index, text=text, finish_reason=reason)
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+            openai_answers.CompletionChoice(
+                index=index,
+                text=self._echo(index) + found.text,
+                logprobs=self._logprobs(index, found.pieces),  # type: ignore[arg-type]  # pydantic reads it
+                finish_reason=found.finish_reason,
+            )
+            for index, found in enumerate(texts)
         ]
-        return openai.Completion(**self._head, choices=choices, usage=usage)
+        return openai_answers.Completion(**self._head, choices=choices, usage=usage)
 
     def first(self) -> bytes:
         """Nothing."""
         return b""
 
-    def piece(self, delta: Delta) -> bytes:
-        """New text."""
-        choice = {"index": delta.index, "text": delta.text, "logprobs": None, "finish_reason": delta.finish_reason}
-        return self._event(choices=[choice | delta.extension])
+    def piece(self, delta: Delta, usage: openai_answers.CompletionUsage | None = None) -> bytes:
+        """New text; the first of a choice has what is echoed."""
+        choice = {
+            "index": delta.index,
+            "text": self._to_echo.pop(delta.index, "") + delta.text,
+            "logprobs": self._logprobs(delta.index, delta.pieces),
+            "finish_reason": delta.finish_reason,
+        }
+        return self._event(usage, choices=[choice | delta.extension])
+
+    def _echo(self, index: int) -> str:
+        return self._look.echoes[index] if self._look.echoes else ""
+
+    def _logprobs(self, index: int, pieces: Sequence[TokenPiece]) -> dict[str, Any] | None:
+        writer = self._look.logprobs
+        return writer.completion(pieces, len(self._echo(index))) if writer is not None else None
 
 
 class ChatShape(_Head):
@@ -126,23 +186,63 @@ class ChatShape(_Head):
     _prefix = "chatcmpl"
     _piece_object = "chat.completion.chunk"
 
+    def __init__(self, model: str, seed: int, target: str | None, look: Look | None = None) -> None:
+        super().__init__(model, seed, target, look)
+        look = self._look
+        insides = look.insides or [False] * look.num_choices
+        self._readers = [ChatReader(look.style, is_inside=inside) for inside in insides]
+
     def whole(
-        self, texts: list[str], reasons: list[Any], usage: openai.CompletionUsage
-    ) -> openai.Completion | openai.ChatCompletion:
+        self, texts: Sequence[FoundText], usage: openai_answers.CompletionUsage
+    ) -> openai_answers.Completion | openai_answers.ChatCompletion:
         """The whole answer."""
-        choice = openai.ChatChoice(message=openai.AssistantMessage(content=texts[0]), finish_reason=reasons[0])
-        return openai.ChatCompletion(**self._head, choices=[choice], usage=usage)
+        choices = []
+        for index, (found, reader) in enumerate(zip(texts, self._readers, strict=True)):
+            reader.push(found.text, is_last=True)
+            message = openai_answers.AssistantMessage(
+                content=reader.content if reader.content or not reader.calls else None,
+                reasoning_content=reader.reasoning or None,
+                tool_calls=[openai_answers.ToolCall.model_validate(call) for call in reader.calls] or None,
+            )
+            logprobs = self._logprobs(found.pieces)
+            reason: Any = reader.reason(found.finish_reason)
+            choices.append(
+                openai_answers.ChatChoice(
+                    index=index,
+                    message=message,
+                    logprobs=logprobs,  # type: ignore[arg-type]  # pydantic reads it
+                    finish_reason=reason,
+                )
+            )
+        return openai_answers.ChatCompletion(**self._head, choices=choices, usage=usage)
 
     def first(self) -> bytes:
-        """The role."""
-        return self._chunk({"role": "assistant", "content": ""}, None)
+        """The role, for each choice."""
+        return b"".join(
+            self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self._look.num_choices)
+        )
 
-    def piece(self, delta: Delta) -> bytes:
-        """New text."""
-        return self._chunk({"content": delta.text} if delta.text else {}, delta.finish_reason, delta.extension)
+    def piece(self, delta: Delta, usage: openai_answers.CompletionUsage | None = None) -> bytes:
+        """New text, as far as it can be read."""
+        reader = self._readers[delta.index]
+        found = reader.push(delta.text, is_last=delta.finish_reason is not None)
+        if not found and delta.text and not (delta.finish_reason or delta.pieces or delta.num_unverified):
+            return b""
+        reason = reader.reason(delta.finish_reason)
+        return self._chunk(delta.index, found, reason, delta.extension, self._logprobs(delta.pieces), usage)
+
+    def _logprobs(self, pieces: Sequence[TokenPiece]) -> dict[str, Any] | None:
+        writer = self._look.logprobs
+        return writer.chat(pieces) if writer is not None else None
 
     def _chunk(
-        self, delta: dict[str, str], finish_reason: str | None, extension: Mapping[str, Any] = MappingProxyType({})
+        self,
+        index: int,
+        delta: dict[str, Any],
+        finish_reason: str | None = None,
+        extension: dict[str, Any] | None = None,
+        logprobs: dict[str, Any] | None = None,
+        usage: openai_answers.CompletionUsage | None = None,
     ) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return self._event(choices=[choice | dict(extension)])
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return self._event(usage, choices=[choice | (extension or {})])

@@ -1,0 +1,84 @@
+"""Reads the text of a chat's choice into the fields of a message: content, reasoning, tool calls."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.models.http.reasoning import ReasoningSplitter
+from outrider.models.http.tool_calls import PARSERS, Parsed, ToolCallParser
+
+
+@dataclass(frozen=True, slots=True)
+class ChatStyle:
+    """How to read the texts of a call. tools: the format of calls; None: the text has none.
+
+    has_reasoning: it may begin with reasoning. is_one_call: `parallel_tool_calls` is false. is_forced: `tool_choice`
+    names the function, so the reason stays "stop", as OpenAI's. shows_reasoning: false drops it.
+    """
+
+    tools: str | None = None
+    has_reasoning: bool = False
+    is_one_call: bool = False
+    is_forced: bool = False
+    shows_reasoning: bool = True
+
+
+@dataclass(slots=True)
+class ChatReader:
+    """Text in, fields of deltas out. is_inside: the prompt has opened the reasoning."""
+
+    style: ChatStyle
+    is_inside: bool = False
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    _splitter: ReasoningSplitter | None = None
+    _parser: ToolCallParser | None = None
+
+    def __post_init__(self) -> None:
+        if self.style.has_reasoning:
+            self._splitter = ReasoningSplitter(is_inside=self.is_inside)
+        if self.style.tools is not None:
+            self._parser = PARSERS[self.style.tools]()
+
+    def push(self, text: str, *, is_last: bool = False) -> dict[str, Any]:
+        """The fields that `text` adds to a delta; gathers them too. is_last: nothing follows."""
+        thought, said = self._splitter.push(text) if self._splitter is not None else ("", text)
+        if is_last and self._splitter is not None:
+            more, rest = self._splitter.finish()
+            thought, said = thought + more, said + rest
+        parsed = self._parser.push(said) if self._parser is not None else Parsed(said)
+        if is_last and self._parser is not None:
+            more_parsed = self._parser.finish()
+            parsed = Parsed(parsed.content + more_parsed.content, parsed.calls + more_parsed.calls)
+        delta: dict[str, Any] = {}
+        if thought and self.style.shows_reasoning:
+            self.reasoning += thought
+            delta["reasoning_content"] = thought
+        if parsed.content:
+            self.content += parsed.content
+            delta["content"] = parsed.content
+        if calls := self._call_deltas(parsed):
+            delta["tool_calls"] = calls
+        return delta
+
+    def reason(self, reason: str | None) -> str | None:
+        """The finish reason: "tool_calls" where the text stopped after calls."""
+        return "tool_calls" if reason == "stop" and self.calls and not self.style.is_forced else reason
+
+    def _call_deltas(self, parsed: Parsed) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for call in parsed.calls:
+            if self.style.is_one_call and call.index > 0:
+                continue
+            if call.name is not None:
+                function = {"name": call.name, "arguments": call.arguments}
+                whole = {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+                self.calls.append(whole)
+                found.append({"index": call.index, **whole, "function": dict(function)})
+            else:
+                self.calls[call.index]["function"]["arguments"] += call.arguments
+                found.append({"index": call.index, "function": {"arguments": call.arguments}})
+        return found

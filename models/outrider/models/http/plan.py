@@ -1,0 +1,91 @@
+"""Plans one completion call: how its texts are generated, cut and shown. The same for the cloud and the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from outrider.models.http.chat_reader import ChatStyle
+from outrider.models.http.dialects import Dialect, opens_reasoning, shown_ids
+from outrider.models.http.errors import FieldError
+from outrider.models.http.logprobs import LogprobWriter
+from outrider.models.http.openai import ChatRequest, CompletionRequest, GenerationRequest
+from outrider.models.http.shapes import Look
+from outrider.models.http.text import TextStyle
+from outrider.models.http.tools import NamedTool
+from outrider.models.tokenizer import Tokenizer
+
+
+def chat_style(body: GenerationRequest, dialect: Dialect, model: str) -> ChatStyle:
+    """How the texts of a call are read. Raises FieldError for tools that this model's texts cannot be read for."""
+    if not isinstance(body, ChatRequest):
+        return ChatStyle()
+    if body.may_call_tools:
+        if dialect.tools is None:
+            raise FieldError(
+                "unsupported_parameter",
+                f"tools is not supported: the chat template of {model} has no tool calls that this server can read "
+                "(Hermes, Llama 3, Mistral); leave it out",
+                param="tools",
+            )
+        _require_no_grammar(body)
+    return ChatStyle(
+        tools=dialect.tools if body.may_call_tools else None,
+        has_reasoning=dialect.has_reasoning,
+        is_one_call=body.parallel_tool_calls is False,
+        is_forced=isinstance(body.tool_choice, NamedTool),
+        shows_reasoning=body.include_reasoning is not False,
+    )
+
+
+def _require_no_grammar(body: ChatRequest) -> None:
+    if body.tools_of_grammar:
+        raise FieldError(
+            "unsupported_parameter", 'tool_choice is not supported, except as "none" or "auto"', param="tool_choice"
+        )
+    if body.has_strict_tools:
+        raise FieldError(
+            "unsupported_parameter", "tools is not supported with strict schemas; leave strict out", param="tools"
+        )
+
+
+def text_style(body: GenerationRequest, style: ChatStyle, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> TextStyle:
+    """How the texts of a call are cut and shown. stop_ids: end a text."""
+    return TextStyle(
+        stop_strings=tuple(body.stop_strings),
+        stop_ids=stop_ids,
+        includes_stop=bool(body.include_stop_str_in_output),
+        skips_special=body.skip_special_tokens is not False,
+        shown=shown_ids(tokenizer, has_tools=style.tools is not None, has_reasoning=style.has_reasoning),
+        keeps_pieces=body.num_logprobs is not None,
+    )
+
+
+def engine_logprobs(body: GenerationRequest) -> int | None:
+    """Logprobs that a text needs: those to show, or those to choose the best by."""
+    if body.num_logprobs is not None:
+        return body.num_logprobs
+    return 0 if body.num_each > body.num_kept else None
+
+
+def look_of(body: GenerationRequest, style: ChatStyle, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> Look:
+    """How the answer shows its texts. prompts: token ids of each prompt."""
+    num_kept = body.num_kept
+    insides = [style.has_reasoning and opens_reasoning(tokenizer, tuple(prompt)) for prompt in prompts]
+    num_top = body.num_logprobs
+    return Look(
+        num_choices=len(prompts) * num_kept,
+        logprobs=None if num_top is None else LogprobWriter(tokenizer, num_top),
+        echoes=[echo for echo in _echoes(body, tokenizer, prompts) for _ in range(num_kept)],
+        style=style,
+        insides=[inside for inside in insides for _ in range(num_kept)],
+    )
+
+
+def _echoes(body: GenerationRequest, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> list[str]:
+    """What is echoed of each prompt: its text as it came; the text of its ids, or of those that are left of it."""
+    if not isinstance(body, CompletionRequest) or not body.echo:
+        return []
+    return [
+        given if isinstance(given, str) and body.truncate_prompt_tokens is None else tokenizer.decode(ids)
+        for given, ids in zip(body.prompts(), prompts, strict=True)
+    ]
