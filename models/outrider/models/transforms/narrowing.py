@@ -14,7 +14,7 @@ The coin is a second stream of the position-keyed noise, so the output stays a p
     coin(seed, position) = (mix64(key + 0xA0761D6478BD642F) >> 11) / 2^53        float64, in [0, 1)
 
 with `key` and mix64 of `outrider.models.sampling`. XTC acts where coin < xtc_probability. Golden vectors in
-tests/test_rules.py pin it.
+tests/test_row_rules.py pin it.
 """
 
 from __future__ import annotations
