@@ -73,7 +73,7 @@ def compare(lab: Lab, requests: list[GenerationRequest], console: Console) -> No
     # It drafts as if there were no rules: only the cloud gets them.
     with closing(open_drafter(lab.draft, lab.choice, num_threads=1).drafter) as blind:
         begin = blind.begin
-        blind.begin = lambda prompt, params, plan=None: begin(prompt, params)  # type: ignore[method-assign,assignment,misc]
+        blind.begin = lambda prompt, params, plan=None: begin(prompt, params)  # type: ignore[method-assign]
         for name, rules in kinds(common).items():
             ruled = [replace(request, rules=rules) for request in requests]
             knowing = asyncio.run(write(lab, lab.drafter, ruled))
