@@ -34,7 +34,7 @@ class Collector:
         if isinstance(event, CommitEvent):
             self.tokens += event.tokens
             self.began.set()
-        else:
+        elif isinstance(event, EndEvent):
             self.end = event
             self.ended.set()
 

@@ -64,7 +64,7 @@ class Text:
                     self._engine.draft(self.number, len(self.tokens), paths)
                 except RequestError as error:
                     assert error.code == "stale_draft" and len(self.tokens) == NUM_TOKENS, error
-        else:
+        elif isinstance(event, EndEvent):
             self.end = event
             self.ended.set()
 
