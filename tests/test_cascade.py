@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -30,6 +31,7 @@ from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server.cascade import cascade_model, fetch_facts, upstream_key
+from outrider.cloud.upstream.client import upstream_url
 from outrider.cloud.upstream.device_drafts import DeviceDrafts
 from outrider.cloud.upstream.engine import CascadeEngine
 from outrider.cloud.upstream.text import UpstreamRetry, wire_request
@@ -395,6 +397,24 @@ def test_the_upstream_key_is_sent_and_refused_by_name(monkeypatch: pytest.Monkey
         assert run_session(running.client, asking()).tokens == target_tokens(PROMPT, LENGTH, SETTINGS[1])
         with pytest.raises(ConfigError, match="OUTRIDER_UPSTREAM_KEY"):
             fetch_facts(running.big.url, "another-key-than-that")
+
+
+def test_a_key_file_holds_one_key_and_an_address_holds_none(tmp_path: Path) -> None:
+    """No error repeats the key."""
+    file = tmp_path / "key"
+    file.write_text(KEY + "\n")
+    assert upstream_key(file) == KEY
+    file.write_text(KEY + " " + KEY)
+    with pytest.raises(ConfigError, match="does not hold one key") as refused:
+        upstream_key(file)
+    assert KEY not in str(refused.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        upstream_key(tmp_path / "none")
+    assert upstream_url("big:8000/v1/") == "http://big:8000"
+    for wrong in (f"http://user:{KEY}@big:8000", "ftp://big", "http://"):
+        with pytest.raises(ConfigError) as refused:
+            upstream_url(wrong)
+        assert KEY not in str(refused.value)
 
 
 def test_another_tokenizer_upstream_is_refused(usual: Cascade) -> None:

@@ -298,8 +298,12 @@ class CascadedText:
 
     def _posted(self, task: asyncio.Task[bool]) -> None:
         self._posts.discard(task)
-        if not task.cancelled() and task.result():
+        if task.cancelled():
+            return
+        if task.result():
             self._post_ahead()
+        else:  # the next commit has it posted again: at once would be a loop
+            self._posted_end = len(self.confirmed)
 
     # -- ends ----------------------------------------------------------------------------------------------------------
 
