@@ -6,13 +6,16 @@ import itertools
 import json
 from typing import Any
 
+import llguidance
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.serving import fake_tokenizer
 
 from outrider.models.http.chat_reader import ChatReader, ChatStyle
 from outrider.models.http.dialects import _tools_in
-from outrider.models.http.tools import with_read_arguments
+from outrider.models.http.tool_grammar import tool_grammar
+from outrider.models.http.tools import Tool, with_read_arguments
 
 PARIS = {"city": "Paris", "note": 'a "quoted" {brace} \\ and </tool_call>', "days": [1, {"n": None}]}
 ONE = f'{{"name": "weather", "arguments": {json.dumps(PARIS)}}}'
@@ -152,3 +155,49 @@ def test_earlier_calls_reach_the_template_as_objects() -> None:
         broken = {"function": {"arguments": odd}}
         assert with_read_arguments([broken, 3]) == [broken, 3]
     assert with_read_arguments("x") == "x"
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/name"}, "days": {"type": "integer"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"name": {"type": "string", "maxLength": 8}},
+}
+
+
+@pytest.mark.parametrize("form", ["hermes", "mistral", "llama"])
+@pytest.mark.parametrize("is_one", [True, False])
+def test_the_grammar_of_calls_allows_what_the_parser_reads(form: str, is_one: bool) -> None:
+    """Calls with arguments of their schema, and nothing else: no other name, no wrong argument, no free text."""
+    tools = [
+        Tool.model_validate({"type": "function", "function": {"name": "weather", "parameters": CITY}}),
+        Tool.model_validate({"type": "function", "function": {"name": "time"}}),
+    ]
+    grammar = tool_grammar(form, tools, fake_tokenizer(), is_one=is_one)
+    key = "parameters" if form == "llama" else "arguments"
+
+    def written(*calls: tuple[str, Any]) -> str:
+        texts = [json.dumps({"name": name, key: arguments}, separators=(",", ":")) for name, arguments in calls]
+        if form == "hermes":
+            return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
+        return f"[TOOL_CALLS][{', '.join(texts)}]" if form == "mistral" else "; ".join(texts)
+
+    one, two = ("weather", {"city": "Paris", "days": 3}), ("time", {})
+    assert is_allowed(grammar, written(one)) and is_allowed(grammar, written(two))
+    assert is_allowed(grammar, written(one, two)) is not is_one
+    for wrong in (("other", {}), ("weather", {"days": 3}), ("weather", {"city": "x" * 9}), ("weather", {"city": 5})):
+        assert not is_allowed(grammar, written(wrong))
+    assert not is_allowed(grammar, "Sure. " + written(two))
+    _, _, found = read(ChatReader(ChatStyle(tools=form)), [written(one)])
+    assert [(call["name"], json.loads(call["arguments"])) for call in found] == [one]
+
+
+def is_allowed(grammar: str, text: str) -> bool:
+    """Whether the whole text is in the grammar, byte by byte."""
+    tokens = llguidance.LLTokenizer("byte")
+    spec = llguidance.LLMatcher.grammar_from_lark(grammar)
+    matcher = llguidance.LLMatcher(tokens, spec)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokens.tokenize_bytes(text.encode())
+    return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()

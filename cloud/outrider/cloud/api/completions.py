@@ -51,7 +51,7 @@ def completion_routes(core: Core) -> APIRouter:
         encode = partial(workers.run, owner, encode_prompts, tokenizer, max_prompt, body)
         max_tokens = body.max_tokens or openai.DEFAULT_MAX_TOKENS
         num_prompts = len(body.prompts())
-        return await _answer(core, workers, request, body, num_prompts, encode, max_tokens, CompletionShape, arrived_s)
+        return await _answer(core, request, body, num_prompts, encode, workers, max_tokens, CompletionShape, arrived_s)
 
     @router.post("/v1/chat/completions", response_model=openai_answers.ChatCompletion)
     async def chat(request: Request) -> Response:
@@ -66,7 +66,7 @@ def completion_routes(core: Core) -> APIRouter:
             return [await workers.run(owner, encode_chat, tokenizer, max_prompt, body)]
 
         max_tokens = body.max_completion_tokens or body.max_tokens or core.engine.limits.max_positions
-        return await _answer(core, workers, request, body, 1, encode, max_tokens, ChatShape, arrived_s)
+        return await _answer(core, request, body, 1, encode, workers, max_tokens, ChatShape, arrived_s)
 
     @router.post("/v1/render", response_model=RenderAnswer)
     async def render(request: Request) -> Response:
@@ -102,11 +102,11 @@ def completion_routes(core: Core) -> APIRouter:
 
 async def _answer(
     core: Core,
-    workers: Workers,
     request: Request,
     body: openai.GenerationRequest,
     num_prompts: int,
     encode: Callable[[], Awaitable[list[list[int]]]],
+    workers: Workers,
     max_tokens: int,
     shape_type: type[Shape],
     arrived_s: float,

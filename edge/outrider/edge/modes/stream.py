@@ -199,8 +199,7 @@ class _Generation:
             prefix_hash=held.name if held else None,
             keep_prefix=request.keeps_prefix and url not in self._agent.without_prefixes,
             provisional=self._agent.drafter is not None and url in self._agent.with_mid,
-            **request.wire_fields(len(known)),
-            **self._text_fields(url),
+            **(request.wire_fields(len(known)) | self._text_fields(url)),
         )
         return self._asked
 

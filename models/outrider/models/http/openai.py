@@ -289,11 +289,6 @@ class GenerationRequest(RuleParameters):
         """Likeliest tokens to show for each token; None: no logprobs."""
         return None
 
-    @property
-    def has_plain_text(self) -> bool:
-        """Whether the text is cut as a session's: at stop strings, without special tokens."""
-        return self.skip_special_tokens is not False
-
     def require_few(self, num_prompts: int) -> None:
         """Raises FieldError for more texts than one call may have."""
         if (num := num_prompts * self.num_each) > MAX_CHOICES:
