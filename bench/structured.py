@@ -5,8 +5,7 @@
 Each schema of bench/data/schemas.jsonl asks for one text of the engine, three times: without drafts, with a draft that
 knows the grammar, and with one that does not. The device is in process: it answers each commit at once, with forced
 tokens first and then its own picks under the same masks. All three texts must be equal, and satisfy the schema where
-they ended. The same three on free text (held-out prompts) say what drafts give there; without a grammar the last two are
-one.
+they ended. The same on free text (held-out prompts) says what drafts give there; without a grammar the last two are one.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Device:
         self.num_model = self.num_forced = 0
 
     def guesses(self, state: GrammarState | None, num_ids: int) -> list[int]:
-        """What follows the text: at most `depth` tokens that the model picks, and those that are forced between them."""
+        """What follows the text: at most `depth` tokens of the model's, and those that are forced between them."""
         made: list[int] = []
         calls = 0
         walker = state.fork() if state is not None else None
@@ -165,7 +164,7 @@ def main(
     temperature: Annotated[float, typer.Option()] = 0.8,
     widen: Annotated[float, typer.Option(help="MB of a widened target; 0: as it is")] = 0.0,
 ) -> None:
-    """Prints tokens per target pass and tokens/s of each way, the ratio of speed-ups, and what is not valid or equal."""
+    """Prints tokens per target pass and tokens/s of each way, the ratio of speed-ups, and what is wrong."""
     paths = export_reference_pair(widen_mb=widen or None)
     target, draft = Bundle.open(paths.target), Bundle.open(paths.draft)
     tokenizer = Tokenizer.from_dir(target.path)
