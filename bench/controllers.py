@@ -78,14 +78,14 @@ class HardDrafter(ModelDrafter):
         size = num_ids or runtime.limits.vocab_size
         self._table = np.random.default_rng(0).standard_normal(2 * size, np.float32)
 
-    def _best(self, logits: NDArray[np.float32], num_after: int, width: int) -> list[Guess]:
-        position = len(self._text) + num_after
+    def _best(self, logits: NDArray[np.float32], branch: Sequence[int], width: int) -> list[Guess]:
+        position = len(self._text) + len(branch)
         if position in self.hard and self.noise:
             row = logits[: len(self._table) // 2]
             # Another part of the table at each position and after each branch, the same in every setting.
             start = (position * 7919 + int(row.argmax()) * 104_729) % len(row)
             logits = row + self.noise * float(row.std()) * self._table[start : start + len(row)]
-        return super()._best(logits, num_after, width)
+        return super()._best(logits, branch, width)
 
 
 @dataclass(frozen=True, slots=True)

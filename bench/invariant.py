@@ -1,10 +1,10 @@
 """Checks the invariant on the reference pair: whatever happens to drafts and network, the tokens are the target's own.
 
-Prompts x {greedy, temperature 0.8, temperature 0.8 with top-p 0.9} x every mode of `bench.invariant_modes`, each text
-compared token by token with the plain loop of `bench.plain_text` on the same runtime, same seed (with `--engine vllm`:
-on transformers). The cloud shares
-prefixes and has too few blocks for all texts at once. Prints the counts, and for each difference whether a near-tie in
-float32 explains it. Exits 1 when more than one token in 10,000 differs, or one without such a reason.
+Prompts x {greedy, temperature 0.8, temperature 0.8 with top-p 0.9, temperature 0.8 with rules on rows} x every mode of
+`bench.invariant_modes`, each text compared token by token with the plain loop of `bench.plain_text` on the same
+runtime, same seed (with `--engine vllm`: on transformers). The cloud shares prefixes and has too few blocks for all
+texts at once. Prints the counts, and for each difference whether a near-tie in float32 explains it. Exits 1 when more
+than one token in 10,000 differs, or one without such a reason.
 
     python -m bench.invariant [--prompts 200] [--max-tokens 64] [--widen MB] [--tree tree] [--json PATH]
     python -m bench.invariant --engine vllm --server PYTHON    # verified by vLLM, which this interpreter imports
@@ -38,13 +38,26 @@ from outrider.edge.lab.laboratory import Lab, open_lab
 from outrider.edge.modes.assemble import open_drafter
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.models.sampling import SamplingParams
+from outrider.models.transforms.rules import PLAIN, RowRules
 from outrider.reference import load_prompts
 
 SAMPLINGS = {
     "greedy": SamplingParams(),
     "temperature 0.8": SamplingParams(temperature=0.8),
     "top-p 0.9": SamplingParams(temperature=0.8, top_p=0.9),
+    "rules": SamplingParams(temperature=0.8),
 }
+RULES = {
+    "rules": RowRules(
+        repetition_penalty=1.1,
+        presence_penalty=0.4,
+        frequency_penalty=0.2,
+        logit_bias=((40, -100.0), (41, 2.0), (42, -3.0)),
+        bad_words=((43,), (44, 45)),
+        min_tokens=24,
+    )
+}
+"""By sampling; the others have none."""
 LIMIT = 1e-4
 
 
@@ -72,7 +85,9 @@ class Count:
             self.differences.append(difference)
 
 
-def make_requests(lab: Lab, sampling: SamplingParams, num_prompts: int, max_tokens: int) -> list[GenerationRequest]:
+def make_requests(
+    lab: Lab, sampling: SamplingParams, num_prompts: int, max_tokens: int, rules: RowRules = PLAIN
+) -> list[GenerationRequest]:
     """The first prompts, each with its own seed."""
     return [
         GenerationRequest(
@@ -81,6 +96,7 @@ def make_requests(lab: Lab, sampling: SamplingParams, num_prompts: int, max_toke
             max_tokens=max_tokens,
             stop_ids=frozenset(lab.target.manifest.eos_token_ids),
             tokenizer=lab.tokenizer.fingerprint,
+            rules=rules,
         )
         for seed, prompt in enumerate(load_prompts(num_prompts))
     ]
@@ -103,7 +119,8 @@ def measure(
         total = len(SAMPLINGS) * (1 + len(MODES)) * options.prompts
         task = progress.add_task("", total=total)
         for sampling, params in SAMPLINGS.items():
-            requests = make_requests(lab, params, options.prompts, options.max_tokens)
+            rules = RULES.get(sampling, PLAIN)
+            requests = make_requests(lab, params, options.prompts, options.max_tokens, rules)
             progress.update(task, description=f"{sampling}, target only")
             expected = plain_texts(runtime, requests, lambda: progress.advance(task))
             counts[sampling] = {}

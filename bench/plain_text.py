@@ -8,7 +8,7 @@ consequence of batching (a batch of another shape adds in another order), anythi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import numpy as np
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from outrider.edge.results import GenerationRequest
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.sampling import gumbel, pick, survivors
+from outrider.models.transforms.base import RowState, apply_all
 
 SCORE_NOISE: Final = 1e-3
 """Scores (logit / temperature + noise) closer than this can change places by float32 rounding alone."""
@@ -49,10 +50,15 @@ def plain_texts(
     texts: list[tuple[int, ...]] = []
     for request in requests:
         tokens, past = list(request.prompt), 0
+        states: list[RowState] | None = None
         while len(tokens) < len(request.prompt) + request.max_tokens:
             row = runtime.forward([SequenceSlice(tokens[past:], past, range(runtime.num_blocks), 1)])[0]
             past = len(tokens)
-            tokens.append(pick(row, request.params, past))
+            if states is None:
+                states = request.plan.states(tokens, row.size)
+            tokens.append(pick(apply_all(states, row), request.params, past, request.plan.narrowing))
+            for state in states:
+                state.advance(tokens[-1])
             if request.stop_ids and tokens[-1] in request.stop_ids:
                 break
         texts.append(tuple(tokens[len(request.prompt) :]))
@@ -99,6 +105,9 @@ def first_difference(
 
 def _gaps(runtime: PlainModel, request: GenerationRequest, tokens: list[int], a: int, b: int) -> tuple[float, float]:
     logits = runtime.forward([SequenceSlice(tokens, 0, range(runtime.num_blocks), 1)])[0].copy()
+    made = len(tokens) - len(request.prompt)
+    plan = replace(request.plan, num_generated=request.num_generated + made)
+    logits = apply_all(plan.states(tokens, logits.size), logits)
     params = request.params
     if params.is_greedy:
         return abs(float(logits[a] - logits[b])), 1.0

@@ -5,7 +5,8 @@
 Each schema of bench/data/schemas.jsonl asks for one text of the engine, three times: without drafts, with a draft that
 knows the grammar, and with one that does not. The device is in process: it answers each commit at once, with forced
 tokens first and then its own picks under the same masks. All three texts must be equal, and satisfy the schema where
-they ended. The same on free text (held-out prompts) says what drafts give there; without a grammar the last two are one.
+they ended. The same on free text (held-out prompts) says what drafts give there: two ways, as there is no
+grammar to know.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ from outrider.models.bundle import Bundle
 from outrider.models.errors import ConfigError, ModelFault, RuntimeUnavailable
 from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
+from outrider.models.transforms.plan import NO_PLAN, RowPlan
 
 ORT = FoundRuntime("onnxruntime", "1.2", (FoundDevice("CPUExecutionProvider", "Some Processor", "cpu"),))
 ALL = FoundRuntime(
@@ -440,9 +441,9 @@ class Mixed:
     def _now(self) -> ModelDrafter:
         return self.easy if self.easy.length // PASSAGE % 2 == 0 else self.hard
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        self.easy.begin(prompt, params)
-        self.hard.begin(prompt, params)
+    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
+        self.easy.begin(prompt, params, plan)
+        self.hard.begin(prompt, params, plan)
 
     def extend(self, tokens: Sequence[int]) -> None:
         self.easy.extend(tokens)

@@ -240,7 +240,6 @@ def test_a_client_that_leaves_frees_everything(is_stream: bool) -> None:
     [
         ({"logprobs": 3}, "logprobs"),
         ({"n": 2}, "n"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],

@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
-from bench.invariant import SAMPLINGS, count, make_requests, measure
+from bench.invariant import RULES, SAMPLINGS, count, make_requests, measure
 from bench.invariant_modes import CUT, FAULTY, MIXED, MODES, PATH, REPEATED, WRONG_BLOCKS, WRONG_TREE, generate_all
 from bench.plain_text import first_difference, plain_texts
 from numpy.typing import NDArray
@@ -34,6 +34,7 @@ from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
+from outrider.models.transforms.rules import PLAIN, RowRules
 
 NUM_WORKERS = 3
 NUM_TEXTS = {Policy.AUTO: 6, Policy.VERIFY: 3}
@@ -89,13 +90,17 @@ def drafters() -> list[Drafter]:
     return [ModelDrafter(Swapping(vocab_size=fake_tokenizer().size)) for _ in range(NUM_WORKERS)]
 
 
-def _requests(sampling: SamplingParams) -> list[GenerationRequest]:
+NARROW = RowRules(frequency_penalty=0.3, typical_p=0.9, xtc_probability=0.4, xtc_threshold=0.05)
+
+
+def _requests(sampling: SamplingParams, rules: RowRules = PLAIN) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             prompt=tuple(fake_tokenizer().encode(f"def number_{seed}(token):")),
             params=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed),
             max_tokens=MAX_TOKENS,
             stop_ids=frozenset({EOS_ID}),
+            rules=rules,
         )
         for seed in range(6)
     ]
@@ -115,8 +120,11 @@ def test_every_mode_gives_the_targets_own_text(
     server = servers[policy]
     hits_before = num_hits(server)
     results: list[GenerationResult] = []
-    for sampling in SAMPLINGS.values():
-        requests = _requests(sampling)[: NUM_TEXTS[policy]]
+    for name, sampling in SAMPLINGS.items():
+        if name in RULES:
+            requests = [_requests(sampling, RULES[name])[0], _requests(sampling, NARROW)[1]]
+        else:
+            requests = _requests(sampling)[: NUM_TEXTS[policy]]
         expected = plain_texts(FakeBatchRuntime(vocab_size=fake_tokenizer().size), requests)
         generated = asyncio.run(generate_all(mode, server.url, drafters, fake_tokenizer().size, requests))
         assert [result.tokens for result in generated] == expected

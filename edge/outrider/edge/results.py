@@ -11,6 +11,9 @@ from typing import Any
 
 from outrider.models.errors import ConfigError
 from outrider.models.sampling import SamplingParams
+from outrider.models.transforms.plan import RowPlan
+from outrider.models.transforms.rules import PLAIN, RowRules
+from outrider.models.transforms.wire import fields_of
 
 
 class Mode(StrEnum):
@@ -58,7 +61,9 @@ class GenerationRequest:
     patience_ms: longest time that the target may wait for a draft; None: the server decides.
     tokenizer: the agent's tokenizer fingerprint, checked by the server.
     held: the beginning of the prompt that a server holds; only stream mode uses it. keeps_prefix: the server is to hold
-    prompt and text for the next request.
+    prompt and text for the next request. rules: what changes rows of logits before the pick. num_generated: so many of
+    the prompt's last tokens belong to the text, as rules see it. end_ids: the target's own end tokens, where they are
+    known; only drafting uses them.
     """
 
     prompt: tuple[int, ...]
@@ -70,6 +75,9 @@ class GenerationRequest:
     tokenizer: str | None = None
     held: HeldPrefix | None = None
     keeps_prefix: bool = False
+    rules: RowRules = PLAIN
+    num_generated: int = 0
+    end_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -79,13 +87,23 @@ class GenerationRequest:
         if self.held is not None and self.held.length >= len(self.prompt):
             raise ConfigError(f"{self.held.length} of {len(self.prompt)} tokens are held; expected at least one more")
 
-    def wire_fields(self) -> dict[str, Any]:
-        """The fields that every message with this request repeats: sampling parameters, and which tokens end a text."""
+    def wire_fields(self, num_known: int) -> dict[str, Any]:
+        """The fields that every message with this request repeats: sampling parameters, rules, what ends the text.
+
+        num_known: tokens of the text that the message counts to its prompt.
+        """
         return {
             "stop_ids": sorted(self.stop_ids) if self.stop_ids is not None else None,
             "ignore_eos": self.ignore_eos,
             **dataclasses.asdict(self.params),
+            **fields_of(self.rules, self.num_generated + num_known),
         }
+
+    @property
+    def plan(self) -> RowPlan:
+        """What changes the rows of a draft, so that it picks as the target does."""
+        stop_ids = self.end_ids if self.stop_ids is None else self.stop_ids
+        return RowPlan(self.rules, stop_ids - self.end_ids if self.ignore_eos else stop_ids, self.num_generated)
 
 
 @dataclass(frozen=True, slots=True)

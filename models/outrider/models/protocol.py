@@ -30,6 +30,7 @@ from pydantic_core import from_json
 
 from outrider.models.acceptance import Rule
 from outrider.models.manifest import Count, Sha256, Share
+from outrider.models.rule_fields import RuleFields
 from outrider.models.sampling import MAX_SEED, SamplingParams
 
 PROTOCOL_VERSION = 2
@@ -114,7 +115,7 @@ class GrammarField(_Request):
     )
 
 
-class SessionRequest(SamplingFields):
+class SessionRequest(SamplingFields, RuleFields):
     """POST /v1/sessions. Answered by an event stream of SessionOpen, Commit..., SessionEnd.
 
     With `prefix_hash`, `prompt` holds the tokens that follow the hashed prefix. Servers that know neither `prefix_hash`
@@ -225,7 +226,7 @@ class DraftRequest(_Request):
     ]
 
 
-class VerifyItem(SamplingFields):
+class VerifyItem(SamplingFields, RuleFields):
     """A stateless verification: a prefix and a draft. The prefix is given by its tokens, or by a hash that the server
     holds.
 

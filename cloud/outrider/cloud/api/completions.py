@@ -18,7 +18,7 @@ from outrider.cloud.api.traces import trace_of
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.http import openai
 from outrider.models.http.answers import answer, require_model
-from outrider.models.http.encoding import Workers, check_length, encode_chat, encode_prompts, no_chat_template
+from outrider.models.http.encoding import Workers, check_length, encode_chat, encode_prompts, no_chat_template, rules_of
 from outrider.models.http.requests import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.http.shapes import ChatShape, CompletionShape, Shape
 from outrider.models.protocol import RenderAnswer
@@ -43,7 +43,7 @@ def completion_routes(core: Core) -> APIRouter:
                 check_length(tokenizer, max_prompt, prompt)
         encode = partial(workers.run, owner, encode_prompts, tokenizer, prompts)
         max_tokens = body.max_tokens or openai.DEFAULT_MAX_TOKENS
-        return await _answer(core, request, body, len(prompts), encode, max_tokens, CompletionShape, arrived_s)
+        return await _answer(core, request, body, len(prompts), encode, workers, max_tokens, CompletionShape, arrived_s)
 
     @router.post("/v1/chat/completions", response_model=openai.ChatCompletion)
     async def chat(request: Request) -> Response:
@@ -58,7 +58,7 @@ def completion_routes(core: Core) -> APIRouter:
             return [await workers.run(owner, encode_chat, tokenizer, max_prompt, body)]
 
         max_tokens = body.max_completion_tokens or body.max_tokens or core.engine.limits.max_positions
-        return await _answer(core, request, body, 1, encode, max_tokens, ChatShape, arrived_s)
+        return await _answer(core, request, body, 1, encode, workers, max_tokens, ChatShape, arrived_s)
 
     @router.post("/v1/render", response_model=RenderAnswer)
     async def render(request: Request) -> Response:
@@ -98,6 +98,7 @@ async def _answer(
     body: openai.GenerationRequest,
     num_prompts: int,
     encode: Callable[[], Awaitable[list[list[int]]]],
+    workers: Workers,
     max_tokens: int,
     shape_type: type[Shape],
     arrived_s: float,
@@ -111,8 +112,9 @@ async def _answer(
     # Slots first: they also bound how many texts wait to be tokenized.
     generation = Generation.reserve(core, owner, num_prompts)
     try:
+        rules = await rules_of(workers, owner, core.model.tokenizer, body)
         requests = [
-            GenerateRequest(tuple(prompt), params, max_tokens, stop_ids, owner=owner, grammar=grammar)
+            GenerateRequest(tuple(prompt), params, max_tokens, stop_ids, owner=owner, rules=rules, grammar=grammar)
             for prompt in await encode()
         ]
         is_allowed = not is_no_store(request)

@@ -23,6 +23,7 @@ from outrider.models.http import sse
 from outrider.models.http.request_context import current_request, session_tag
 from outrider.models.http.requests import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.protocol import SessionOpen, SessionRequest
+from outrider.models.transforms.wire import rules_of
 
 _SESSION_ID_BYTES = 9
 
@@ -48,6 +49,8 @@ def session_routes(core: Core) -> APIRouter:
             patience_ms=bounded_patience(body.patience_ms, core.settings.max_patience_ms),
             owner=owner,
             prefix_hash=body.prefix_hash,
+            rules=sampling_of(lambda: rules_of(body)),
+            num_generated=body.generated,
             keep=body.keep_prefix,
             grammar=grammar,
         )

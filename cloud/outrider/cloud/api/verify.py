@@ -36,6 +36,7 @@ from outrider.models.protocol import (
     VerifyItem,
     VerifyResult,
 )
+from outrider.models.transforms.wire import rules_of
 
 MAX_WAITING_CALLS: Final = 256
 """Calls of one owner that may wait for their first slot; each holds its body."""
@@ -186,6 +187,8 @@ class _Batch:
             draft=tuple(item.draft),
             once=True,
             prefix_hash=item.prefix_hash,
+            rules=sampling_of(lambda: rules_of(item)),
+            num_generated=item.generated,
             owner=self._owner,
             grammar=grammar,
         )

@@ -75,6 +75,7 @@ class DraftAhead:
                 clock,
                 scheduler,
                 on_call,
+                request.plan,
             )
             if drafter is not None
             else None

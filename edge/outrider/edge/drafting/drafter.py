@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 from outrider.edge.drafting.calibration import Guess, lookup_guess, model_guesses, quoted_guess, shared_guess
 from outrider.models.runtimes.base import BranchingRuntime, JoiningRuntime, PromptRuntime, Reading, SequenceRuntime
 from outrider.models.runtimes.ngram import LONGEST_MATCH, NgramLookup, QuotedText
-from outrider.models.sampling import SamplingParams, candidates
+from outrider.models.sampling import SamplingParams, SurvivorFilter, candidates
+from outrider.models.transforms.base import RowState, apply_all
+from outrider.models.transforms.plan import NO_PLAN, RowPlan
 
 Logits = NDArray[np.float32]
 _MAX_BEHIND = 32
@@ -35,8 +37,8 @@ _PIECE_S: Final = 0.1
 class Drafter(Protocol):
     """One text, and guesses of what follows its continuations."""
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Starts a new text; forgets the one before."""
+    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
+        """Starts a new text; forgets the one before. plan: what changes the target's rows."""
         ...
 
     @property
@@ -122,12 +124,20 @@ class ModelDrafter:
         self._held: list[int] = []  # what the runtime holds: a beginning of the text, perhaps with a branch after it
         self._num_agreed = 0  # first tokens of `_held` that are known to be the text's
         self._params = SamplingParams()
+        self._states: list[RowState] = []
+        self._narrowing: SurvivorFilter | None = None
+        self._num_ruled = 0  # tokens of the text that the states have seen
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
         """Starts a new text; keeps the cache of the beginning that both share."""
         self._text = list(prompt)
         self._num_agreed = 0
         self._params = params
+        limits = self._runtime.limits
+        # Rows change as the target's do, or the draft would pick what the target cannot.
+        self._states = plan.states(prompt, min(self._num_ids or limits.vocab_size, limits.vocab_size))
+        self._narrowing = plan.narrowing
+        self._num_ruled = len(prompt)
 
     @property
     def length(self) -> int:
@@ -188,7 +198,7 @@ class ModelDrafter:
             if self._branching is not None and width > 1 and able:
                 able = self._run_together(self._branching, branches, able, found, width)
             for index in able:
-                found[index] = self._best(self._run(branches[index]), len(branches[index]), width)
+                found[index] = self._best(self._run(branches[index]), branches[index], width)
         return found
 
     def _able(self, branches: Sequence[Sequence[int]]) -> list[int]:
@@ -229,9 +239,28 @@ class ModelDrafter:
         is_known = max(branch, default=0) < limits.vocab_size
         return is_known and len(self._text) + len(branch) < limits.max_positions
 
-    def _best(self, logits: Logits, num_after: int, width: int) -> list[Guess]:
-        position = len(self._text) + num_after
-        return model_guesses(candidates(logits[: self._num_ids], self._params, position, width), width)
+    def _best(self, logits: Logits, branch: Sequence[int], width: int) -> list[Guess]:
+        position = len(self._text) + len(branch)
+        row = self._changed(logits[: self._num_ids], branch)
+        return model_guesses(candidates(row, self._params, position, width, self._narrowing), width)
+
+    def _changed(self, row: Logits, branch: Sequence[int]) -> Logits:
+        """The row as the target's would be changed. The states go along the branch, and back: no fork is kept."""
+        if not self._states:
+            return row
+        for state in self._states:
+            for token in self._text[self._num_ruled :]:
+                state.advance(token)
+        self._num_ruled = len(self._text)
+        lengths = [state.length for state in self._states]
+        try:
+            for state in self._states:
+                for token in branch:
+                    state.advance(token)
+            return apply_all(self._states, row)
+        finally:
+            for state, length in zip(self._states, lengths, strict=True):
+                state.truncate(length)
 
     def _agree(self) -> int:
         """How many first tokens the runtime and the text share."""
@@ -279,14 +308,14 @@ class ModelDrafter:
             logits = self._runtime.extend(missing)
             self._held += missing
             for index in ends:
-                found[index] = self._best(logits, 0, width)
+                found[index] = self._best(logits, (), width)
             missing, ends = [], []
         others = [index for index in indices if branches[index]]
         for start in range(0, len(others), runtime.max_branches):
             part = others[start : start + runtime.max_branches]
             rows = runtime.extend_branches([[*missing, *branches[index]] for index in part])
             for index, row in zip(part, rows, strict=True):
-                found[index] = self._best(row, len(branches[index]), width)
+                found[index] = self._best(row, branches[index], width)
         return ends
 
     def _cut(self, length: int) -> None:
@@ -300,7 +329,8 @@ class ModelDrafter:
         with self._lock:
             self._text = []
             self._held = []
-            self._num_agreed = 0
+            self._states = []
+            self._num_agreed = self._num_ruled = 0
             self._runtime.truncate(0)
 
     def close(self) -> None:
@@ -334,7 +364,7 @@ def guess_together(
             for (index, place), row in zip(places, runtime.extend_branches_of(groups), strict=True):
                 drafter = drafters[index]
                 assert drafter is not None
-                found[index][place] = drafter._best(row, len(asked[index][1][place]), width)
+                found[index][place] = drafter._best(row, asked[index][1][place], width)
     return [drafter.complete(own, branches, width) for own, (drafter, branches) in zip(found, asked, strict=True)]
 
 
@@ -351,8 +381,8 @@ class NgramDrafter:
         self._lookup = NgramLookup()
         self._quoted = tuple(quoted)
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Starts a new text; ignores the sampling parameters."""
+    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
+        """Starts a new text; ignores sampling parameters and rules."""
         self._lookup.truncate(0)
         self._lookup.extend(prompt)
 
@@ -403,9 +433,9 @@ class MixedDrafter:
         self._model = model
         self._lookup = NgramDrafter(quoted)
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
         """Starts a new text in both."""
-        self._model.begin(prompt, params)
+        self._model.begin(prompt, params, plan)
         self._lookup.begin(prompt, params)
 
     @property

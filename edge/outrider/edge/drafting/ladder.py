@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from outrider.edge.breaker import Breaker
@@ -16,6 +16,7 @@ from outrider.edge.drafting.calibration import Guess
 from outrider.edge.drafting.drafter import Drafter, JoiningDrafter, MixedDrafter, ModelDrafter, NgramDrafter
 from outrider.models.runtimes.ngram import QuotedText
 from outrider.models.sampling import SamplingParams
+from outrider.models.transforms.plan import NO_PLAN, RowPlan
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,9 @@ class LadderDrafter:
         self._full: set[int] = set()  # without room for this text so far
         self._current: int | None = None
         self._text: list[int] = []
+        self._num_prompt = 0
         self._params = SamplingParams()
+        self._plan = NO_PLAN
         self.failed: set[int] = set()
 
     def look_up_too(self, quoted: Sequence[QuotedText] = ()) -> None:
@@ -66,9 +69,10 @@ class LadderDrafter:
         self._is_looked_up, self._quoted = True, quoted
         self._used.clear()
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
         """Starts a new text with the best drafter that works now."""
-        self._text, self._params = list(prompt), params
+        self._text, self._params, self._plan = list(prompt), params, plan
+        self._num_prompt = len(prompt)
         self._current = None
         self._full.clear()
         self._climb(None)
@@ -171,7 +175,9 @@ class LadderDrafter:
                 self._full.discard(index)
                 if is_waiting and not rung.breaker.allows():
                     continue
-                drafter.begin(self._text, self._params)
+                num_new = len(self._text) - self._num_prompt
+                plan = replace(self._plan, num_generated=self._plan.num_generated + num_new)
+                drafter.begin(self._text, self._params, plan)
             except Exception as failure:
                 self._full.discard(index)
                 self.failed.add(index)
@@ -218,7 +224,7 @@ class WaitingDrafter:
     def __init__(self) -> None:
         self.length = 0
 
-    def begin(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
         """Starts a new text."""
         self.length = len(prompt)
 

@@ -22,6 +22,7 @@ from outrider.edge.drafting.scheduler import DraftCall, DraftScheduler
 from outrider.edge.drafting.tree import Node
 from outrider.models.runtimes.base import BRANCH_COUNTS, padded_branches
 from outrider.models.sampling import SamplingParams
+from outrider.models.transforms.plan import NO_PLAN, RowPlan
 
 _CLEARLY = 1.2  # how much better another number of nodes per call must be
 _MAX_CHAIN = 16  # tokens that a source without a model may add at once
@@ -47,7 +48,7 @@ class DraftWorker:
 
     belief: shared with the loop; both hold `lock` to touch it. plan: what to draft now (thread-safe). room: tokens that
     the rest of the text can use. wake: called on the loop when guesses should be sent. scheduler: its thread drafts.
-    on_call: called there after each call.
+    on_call: called there after each call. row_plan: what changes the target's rows.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class DraftWorker:
         clock: Callable[[], float] = time.perf_counter,
         scheduler: DraftScheduler | None = None,
         on_call: OnCall | None = None,
+        row_plan: RowPlan = NO_PLAN,
     ) -> None:
         self.lock = threading.Lock()
         self.num_drafted = 0  # nodes that the drafter had guesses of what follows
@@ -71,6 +73,7 @@ class DraftWorker:
         self.width = limits.width
         self._prompt = prompt
         self._params = params
+        self._row_plan = row_plan
         self._belief = belief
         self._estimates = estimates
         self._plan = plan
@@ -117,7 +120,7 @@ class DraftWorker:
         if self._is_closed:
             return False
         if not self._has_begun:
-            self.drafter.begin(self._prompt, self._params)
+            self.drafter.begin(self._prompt, self._params, self._row_plan)
             self._has_begun = True
         with self.lock:
             self._catch_up()

@@ -126,6 +126,7 @@ class OfflineWriter:
             request,
             prompt=(*request.prompt, *text.verified),
             max_tokens=request.max_tokens - len(text.verified),
+            num_generated=request.num_generated + len(text.verified),
         )
         try:
             text.result = await self.agent.generate(rest, take, origin)
@@ -201,7 +202,8 @@ class OfflineWriter:
         return await done
 
     def _begin(self, text: OfflineText, request: GenerationRequest) -> None:
-        self.drafter.begin([*request.prompt, *text.tokens], request.params)
+        known = replace(request, end_ids=self.stop_ids, num_generated=request.num_generated + len(text.tokens))
+        self.drafter.begin([*request.prompt, *text.tokens], request.params, known.plan)
         while self.drafter.is_behind:
             self.drafter.read_on()
 

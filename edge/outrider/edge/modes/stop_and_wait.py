@@ -90,7 +90,7 @@ class StopAndWaitAgent:
 
     async def _draft(self, drafter: Drafter, request: GenerationRequest, belief: Belief) -> list[Guess]:
         if not belief.num_known:
-            await asyncio.to_thread(drafter.begin, request.prompt, request.params)
+            await asyncio.to_thread(drafter.begin, request.prompt, request.params, request.plan)
         room = request.max_tokens - belief.num_known - 1
         count = min(self.depth.block(), room)
         if count < 1:
@@ -118,7 +118,7 @@ class StopAndWaitAgent:
             prefix=[*request.prompt, *belief.known],
             draft=draft,
             max_tokens=request.max_tokens - belief.num_known,
-            **request.wire_fields(),
+            **request.wire_fields(belief.num_known),
         )
         if prefix_hash is not None:
             try:

@@ -193,7 +193,7 @@ class _Generation:
             tokenizer=request.tokenizer,
             prefix_hash=held.name if held else None,
             keep_prefix=request.keeps_prefix and url not in self._agent.without_prefixes,
-            **request.wire_fields(),
+            **request.wire_fields(len(known)),
         )
         return self._asked
 

@@ -38,7 +38,7 @@ from outrider.edge.serve.verify import verify_answer
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.http import openai
 from outrider.models.http.answers import answer, require_model
-from outrider.models.http.encoding import check_length, encode_chat, encode_prompts, no_chat_template
+from outrider.models.http.encoding import check_length, encode_chat, encode_prompts, no_chat_template, rules_of
 from outrider.models.http.errors import FieldError
 from outrider.models.http.requests import owner_of, read_body, sampling_of
 from outrider.models.http.security import PagePolicy
@@ -236,6 +236,7 @@ async def _answer(
     texts = LocalTexts.reserve(core, owner_of(request), num_prompts)
     try:
         prompts, groundings = await _while_connected(request, encode())
+        rules = await rules_of(core.workers, owner_of(request), core.tokenizer, body)
         requests = [
             GenerationRequest(
                 tuple(prompt),
@@ -245,6 +246,8 @@ async def _answer(
                 bool(body.ignore_eos),
                 core.settings.patience_ms,
                 core.fingerprint,
+                rules=rules,
+                end_ids=own_stops,
             )
             for prompt in prompts
         ]

@@ -52,7 +52,12 @@ class KeptText:
         max_tokens = self.request.max_tokens - len(kept.verified)
         if max_tokens < 1:
             return kept, None
-        return kept, replace(self.request, prompt=(*self.request.prompt, *kept.verified), max_tokens=max_tokens)
+        return kept, replace(
+            self.request,
+            prompt=(*self.request.prompt, *kept.verified),
+            max_tokens=max_tokens,
+            num_generated=self.request.num_generated + len(kept.verified),
+        )
 
 
 @dataclass(frozen=True, slots=True)

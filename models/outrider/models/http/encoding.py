@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from outrider.models.errors import RequestError, TokenizerError
 from outrider.models.http.errors import FieldError
 from outrider.models.http.openai import Conversation
+from outrider.models.http.openai_rules import RuleParameters, bad_word_ids
+from outrider.models.http.requests import sampling_of
 from outrider.models.http.turns import Turns
 from outrider.models.tokenizer import Tokenizer
+from outrider.models.transforms.rules import RowRules
 
 T = TypeVar("T")
 
@@ -84,3 +88,12 @@ def no_chat_template(model: str) -> RequestError:
     return RequestError(
         "no_chat_template", f"{model} has no chat template, so it is not a chat model. Use /v1/completions"
     )
+
+
+async def rules_of(workers: Workers, owner: bytes, tokenizer: Tokenizer, body: RuleParameters) -> RowRules:
+    """The rules of a completion, its bad words tokenized. Raises RequestError 400 `invalid_parameter`."""
+    found: list[list[int]] = []
+    if body.bad_words:
+        encode = partial(tokenizer.encode, add_special_tokens=False)
+        found = await workers.run(owner, bad_word_ids, encode, body.bad_words)
+    return sampling_of(lambda: body.rules(found))

@@ -1,8 +1,8 @@
 """Defines the OpenAI-compatible messages.
 
 An unsupported field that would change the output is refused by name. Unknown fields are ignored, because clients send
-many. Additions to OpenAI's fields: `top_k`, `min_p`, `ignore_eos`, `stop_token_ids`, `priority` and `deadline_ms` in
-requests; `seed` in answers, so that any answer can be reproduced.
+many. Additions to OpenAI's fields: `top_k`, `min_p`, `ignore_eos`, `stop_token_ids`, `priority`, `deadline_ms` and most
+rules of `openai_rules` in requests; `seed` in answers, so that any answer can be reproduced.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pydantic_core import PydanticCustomError
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http import structured
 from outrider.models.http.errors import FieldError
+from outrider.models.http.openai_rules import RuleParameters
 from outrider.models.protocol import (
     DEADLINE,
     MAX_COUNT,
@@ -65,9 +66,6 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "logprobs": (False,),
     "top_logprobs": (0,),
     "suffix": ("",),
-    "logit_bias": ({},),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -78,13 +76,8 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "moderation": (),
     "reasoning_effort": (),
     "verbosity": (),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "typical_p": (1,),
-    "min_tokens": (0,),
     "use_beam_search": (False,),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "logits_processors": ([],),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
@@ -158,7 +151,7 @@ def _document_unsupported(schema: dict[str, Any], model: type[GenerationRequest]
         schema["properties"][name] = {"enum": [*neutral, None], "description": "not supported: these change nothing"}
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(RuleParameters):
     """Fields of both kinds of completion. null means the default."""
 
     model_config = ConfigDict(extra="ignore", json_schema_extra=_document_unsupported)

@@ -17,9 +17,9 @@ from outrider.models.errors import RequestError, SamplingError
 from outrider.models.http.errors import FieldError, from_validation
 from outrider.models.http.security import ANYBODY, OWNER
 from outrider.models.http.turns import Turns
-from outrider.models.sampling import SamplingParams
 
 M = TypeVar("M", bound=BaseModel)
+Made = TypeVar("Made")
 
 LARGE_BODY_BYTES: Final = 1 << 16
 """Bodies up to this size are parsed at once."""
@@ -149,8 +149,8 @@ def _count(text: bytes, marks: bytes) -> int:
     return sum(text.count(mark) for mark in marks)
 
 
-def sampling_of(make: Callable[[], SamplingParams]) -> SamplingParams:
-    """Runs `make`; a SamplingError becomes RequestError 400 `invalid_parameter`."""
+def sampling_of(make: Callable[[], Made]) -> Made:
+    """What `make` returns. A SamplingError becomes RequestError 400 `invalid_parameter`."""
     try:
         return make()
     except SamplingError as error:

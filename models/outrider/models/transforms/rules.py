@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from outrider.models.errors import SamplingError
-
-MIN_REPETITION: Final = 0.01
-MAX_REPETITION: Final = 100.0
-MAX_PENALTY: Final = 2.0
-MAX_BIAS: Final = 100.0
-MAX_BIASES: Final = 1024
-MAX_BAD_WORDS: Final = 256
-MAX_BAD_WORD_TOKENS: Final = 32
-MAX_ALLOWED_IDS: Final = 8192
-_MAX_COUNT: Final = 2**31 - 1
+from outrider.models.rule_fields import (
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIAS,
+    MAX_BIASES,
+    MAX_MIN_TOKENS,
+    MAX_PENALTY,
+    MAX_REPETITION,
+    MIN_REPETITION,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class RowRules:
         _in_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION, MAX_REPETITION)
         _in_range("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
         _in_range("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
-        _in_range("min_tokens", self.min_tokens, 0, _MAX_COUNT)
+        _in_range("min_tokens", self.min_tokens, 0, MAX_MIN_TOKENS)
         if not 0.0 < self.typical_p <= 1.0:
             raise SamplingError(f"typical_p is {self.typical_p!r}; expected more than 0, up to 1 (off)")
         _in_range("xtc_probability", self.xtc_probability, 0.0, 1.0)

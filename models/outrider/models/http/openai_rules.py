@@ -1,0 +1,82 @@
+"""Defines the rules on rows of logits in the OpenAI-compatible messages; null means the default.
+
+`presence_penalty`, `frequency_penalty` and `logit_bias` are OpenAI's; the others are vLLM's and llama.cpp's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Final
+
+from pydantic import BaseModel, Field
+
+from outrider.models.rule_fields import (
+    MAX_BAD_WORDS,
+    AllowedIds,
+    Fraction,
+    LogitBias,
+    MinTokens,
+    RepetitionPenalty,
+    TextPenalty,
+    TypicalP,
+)
+from outrider.models.transforms.rules import RowRules
+
+MAX_BAD_STRINGS: Final = MAX_BAD_WORDS // 2
+"""Each may become two token sequences."""
+MAX_BAD_CHARS: Final = 256
+
+BadStrings = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_CHARS)]],
+    Field(fail_fast=True, max_length=MAX_BAD_STRINGS),
+]
+
+
+class RuleParameters(BaseModel):
+    """Rules of a completion, as `RuleFields`, but bad words are texts."""
+
+    repetition_penalty: RepetitionPenalty | None = Field(default=None, description="over prompt and text; 1: off")
+    presence_penalty: TextPenalty | None = None
+    frequency_penalty: TextPenalty | None = None
+    logit_bias: LogitBias | None = Field(default=None, description="by token id")
+    bad_words: BadStrings | None = Field(default=None, description="texts that are not written")
+    min_tokens: MinTokens | None = Field(default=None, description="of text, before an id that ends it")
+    allowed_token_ids: AllowedIds | None = Field(default=None, description="no other id")
+    typical_p: TypicalP | None = None
+    xtc_probability: Fraction | None = Field(default=None, description="that top choices are excluded; 0: off")
+    xtc_threshold: Fraction | None = Field(default=None, description="least probability of a top choice; 0.1 if unset")
+
+    def rules(self, bad_ids: Sequence[Sequence[int]] = ()) -> RowRules:
+        """The rules. bad_ids: `bad_words` as token ids. Raises SamplingError."""
+        return RowRules(
+            _or(self.repetition_penalty, 1.0),
+            _or(self.presence_penalty, 0.0),
+            _or(self.frequency_penalty, 0.0),
+            tuple((self.logit_bias or {}).items()),
+            tuple(map(tuple, bad_ids)),
+            self.min_tokens or 0,
+            None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            _or(self.typical_p, 1.0),
+            _or(self.xtc_probability, 0.0),
+            _or(self.xtc_threshold, 0.1),
+        )
+
+
+def bad_word_ids(encode: Callable[[str], list[int]], words: Sequence[str]) -> list[list[int]]:
+    """Token ids of each word, and of the word after a space where that is another first token of as many, as in vLLM.
+
+    encode: without special tokens.
+    """
+    found: list[list[int]] = []
+    for word in words:
+        plain = encode(word.lstrip())
+        spaced = encode(" " + word.lstrip())
+        if plain:
+            found.append(plain)
+        if spaced and (not plain or (spaced[0] != plain[0] and len(spaced) == len(plain))):
+            found.append(spaced)
+    return found
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value

@@ -1,0 +1,89 @@
+"""Defines the wire's fields of rules on rows of logits, with their limits: penalties, bias, forbidden and allowed ids.
+
+Their meaning is that of `transforms.rules.RowRules`, which `transforms.wire` makes of them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Final
+
+from pydantic import AllowInfNan, BaseModel, Field, PlainSerializer, PlainValidator, Strict, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+MIN_REPETITION: Final = 0.01
+MAX_REPETITION: Final = 100.0
+MAX_PENALTY: Final = 2.0
+MAX_BIAS: Final = 100.0
+MAX_BIASES: Final = 1024
+MAX_BAD_WORDS: Final = 256
+MAX_BAD_WORD_TOKENS: Final = 32
+MAX_ALLOWED_IDS: Final = 8192
+MAX_MIN_TOKENS: Final = 2**31 - 1
+
+_Id = Annotated[int, Strict(), Field(ge=0, le=2**31 - 1)]
+_Count = Annotated[int, Strict(), Field(ge=0, le=MAX_MIN_TOKENS)]
+_Number = Annotated[float, Strict(), AllowInfNan(False)]
+_ID_PATTERN: Final = "^(0|[1-9][0-9]{0,8})$"
+
+
+def _biases(value: Any) -> dict[int, float]:
+    """Refused at its first fault. pydantic would list one for each entry."""
+    if not isinstance(value, dict):
+        raise PydanticCustomError("wrong_shape", "expected an object of token ids and numbers")
+    if len(value) > MAX_BIASES:
+        raise PydanticCustomError("too_long", "expected at most {limit} token ids", {"limit": MAX_BIASES})
+    found: dict[int, float] = {}
+    for key, addend in value.items():
+        token = str(key)
+        is_id = token.isascii() and token.isdecimal() and len(token) <= 9 and (token == "0" or token[0] != "0")
+        is_number = isinstance(addend, int | float) and not isinstance(addend, bool)
+        if not is_id:
+            raise PydanticCustomError("wrong_key", 'expected token ids as keys, such as "12"')
+        if not is_number or math.isnan(addend) or abs(addend) > MAX_BIAS:
+            raise PydanticCustomError("wrong_value", "expected numbers from -100 to 100")
+        found[int(token)] = float(addend)
+    return found
+
+
+LogitBias = Annotated[
+    dict[int, float],
+    PlainValidator(_biases),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "maxProperties": MAX_BIASES,
+            "propertyNames": {"pattern": _ID_PATTERN},
+            "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+        }
+    ),
+    PlainSerializer(lambda biases: {str(token): addend for token, addend in biases.items()}),
+]
+BadWords = Annotated[
+    list[Annotated[list[_Id], Field(fail_fast=True, min_length=1, max_length=MAX_BAD_WORD_TOKENS)]],
+    Field(fail_fast=True, max_length=MAX_BAD_WORDS),
+]
+AllowedIds = Annotated[list[_Id], Field(fail_fast=True, min_length=1, max_length=MAX_ALLOWED_IDS)]
+RepetitionPenalty = Annotated[_Number, Field(ge=MIN_REPETITION, le=MAX_REPETITION)]
+TextPenalty = Annotated[_Number, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+MinTokens = _Count
+TypicalP = Annotated[_Number, Field(gt=0.0, le=1.0)]
+Fraction = Annotated[_Number, Field(ge=0.0, le=1.0)]
+
+
+class RuleFields(BaseModel):
+    """Rules on rows of logits, as sessions and /v1/verify have them; the defaults change nothing."""
+
+    repetition_penalty: RepetitionPenalty = Field(default=1.0, description="over prompt and text; 1: off")
+    presence_penalty: TextPenalty = Field(default=0.0, description="over the text")
+    frequency_penalty: TextPenalty = Field(default=0.0, description="over the text")
+    logit_bias: LogitBias = Field(default_factory=dict, description="by token id")
+    bad_words: BadWords = Field(default_factory=list, description="token sequences that the text never has")
+    min_tokens: MinTokens = Field(default=0, description="of text, before an id that ends it")
+    allowed_token_ids: AllowedIds | None = Field(default=None, description="no other id; unset: all")
+    typical_p: TypicalP = Field(default=1.0, description="locally typical sampling; 1: off")
+    xtc_probability: Fraction = Field(default=0.0, description="that top choices are excluded; 0: off")
+    xtc_threshold: Fraction = Field(default=0.1, description="least probability of a top choice")
+    generated: _Count = Field(
+        default=0, description="last tokens before the first new one that belong to the text, for rules: a resumed text"
+    )

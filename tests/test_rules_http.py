@@ -1,0 +1,258 @@
+"""Tests of rules over HTTP, and on the device: every endpoint takes them, and the device drafts with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from bench.plain_text import plain_texts
+from tests.local_endpoint import fake_draft, serve_local
+from tests.serving import EOS_ID, FakeServer, Transcript, fake_tokenizer, run_session, serve_fake
+from tests.test_edge_resume import PROMPT as SCRIPTED
+from tests.test_edge_resume import Script, ended, opened, run, session, stream
+
+from outrider.cloud.engine import EngineConfig, Policy
+from outrider.edge.drafting.depth import FixedDepth
+from outrider.edge.drafting.drafter import ModelDrafter
+from outrider.edge.drafting.estimates import Estimates
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.assemble import make_options
+from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
+from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.edge.serve.state import LocalSettings
+from outrider.models.http.openai_rules import bad_word_ids
+from outrider.models.protocol import Commit, ErrorAnswer
+from outrider.models.runtimes.fake import FakeBatchRuntime
+from outrider.models.sampling import SamplingParams
+from outrider.models.transforms.plan import NO_PLAN, RowPlan
+from outrider.models.transforms.rules import RowRules
+
+PROMPT = tuple(fake_tokenizer().encode("def verify(tokens, drafts):"))
+PARAMS = SamplingParams(0.8, seed=5)
+SAMPLED = {"temperature": 0.8, "seed": 5}
+COUNT = 24
+SURE = EngineConfig(policy=Policy.VERIFY, looks_up=False)
+FIELDS: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.8, "frequency_penalty": 0.4},
+    "bias": {"logit_bias": {"12": 6.0, "13": -100, str(EOS_ID): 9}, "min_tokens": 12},
+    "words": {"bad_words": [[12], [40, 41]], "allowed_token_ids": [*range(10, 60)]},
+    "narrow": {"typical_p": 0.7, "xtc_probability": 0.6, "xtc_threshold": 0.04},
+}
+RULES = {
+    "penalties": RowRules(1.5, 0.8, 0.4),
+    "bias": RowRules(logit_bias=((12, 6.0), (13, -100.0), (EOS_ID, 9.0)), min_tokens=12),
+    "words": RowRules(bad_words=((12,), (40, 41)), allowed_ids=tuple(range(10, 60))),
+    "narrow": RowRules(typical_p=0.7, xtc_probability=0.6, xtc_threshold=0.04),
+}
+each_rule = pytest.mark.parametrize("name", FIELDS)
+
+
+def asked(rules: RowRules, count: int = COUNT) -> GenerationRequest:
+    return GenerationRequest(PROMPT, PARAMS, count, frozenset({EOS_ID}), rules=rules)
+
+
+def truth(rules: RowRules, count: int = COUNT) -> list[int]:
+    (text,) = plain_texts(FakeBatchRuntime(vocab_size=fake_tokenizer().size), [asked(rules, count)])
+    return list(text)
+
+
+@pytest.fixture(scope="module")
+def cloud() -> Iterator[FakeServer]:
+    with serve_fake(config=SURE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(cloud: FakeServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=cloud.url, timeout=30.0) as opened:
+        yield opened
+
+
+def texted(client: httpx.Client, prompt: Sequence[int], **fields: Any) -> Transcript:
+    return run_session(client, {"prompt": [*prompt], "max_tokens": COUNT, "patience_ms": 0, **SAMPLED, **fields})
+
+
+@each_rule
+def test_a_session_has_the_text_of_its_rules(client: httpx.Client, name: str) -> None:
+    """From the start, and resumed in mid-text with `generated`."""
+    expected = truth(RULES[name])
+    assert expected != truth(RowRules())
+    assert texted(client, PROMPT, **FIELDS[name]).tokens == expected
+    later = texted(client, [*PROMPT, *expected[:5]], generated=5, max_tokens=COUNT - 5, **FIELDS[name])
+    assert later.tokens == expected[5:]
+
+
+@each_rule
+def test_verified_blocks_make_the_text_of_their_rules(client: httpx.Client, name: str) -> None:
+    """By hash and by tokens; each call says how much of what comes before belongs to the text."""
+    expected, text, held = truth(RULES[name]), list[int](), None
+    while len(text) < len(expected):
+        draft = [*expected[len(text) : len(text) + 3], 7]
+        before = {"prefix_hash": held} if held and len(text) % 2 else {"prefix": [*PROMPT, *text]}
+        item = {"draft": draft, "generated": len(text), "max_tokens": COUNT - len(text), **before}
+        answer = client.post("/v1/verify", json={"items": [{**item, **SAMPLED, **FIELDS[name]}]}).json()
+        (result,) = answer["results"]
+        assert result["accepted"] == min(3, len(expected) - len(text) - (len(result["tokens"]) == 3))
+        text += result["tokens"]
+        held = result.get("prefix_hash")
+    assert text == expected
+
+
+@each_rule
+def test_completions_take_the_fields_of_openai_and_vllm(client: httpx.Client, name: str) -> None:
+    """Bad words are texts there, and become token ids."""
+    fields, rules = dict(FIELDS[name]), RULES[name]
+    if name == "words":
+        words = ["verify", "t"]
+        found = bad_word_ids(lambda text: fake_tokenizer().encode(text, add_special_tokens=False), words)
+        assert len(found) > 2
+        fields["bad_words"], rules = words, replace(rules, bad_words=tuple(map(tuple, found)))
+    body = {"prompt": [*PROMPT], "max_tokens": COUNT, **SAMPLED, **fields}
+    answer = client.post("/v1/completions", json=body)
+    tokens = truth(rules)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == len(tokens)
+    shown = tokens[:-1] if tokens[-1] == EOS_ID else tokens
+    assert answer.json()["choices"][0]["text"] == fake_tokenizer().decode(shown)
+
+
+def test_bad_words_have_a_form_after_a_space() -> None:
+    """As in vLLM: only where it is another first token, of as many."""
+    ids = {"cat": [1], " cat": [2], "dog": [3], " dog": [9, 3], "go": [4], " go": [4]}
+    assert bad_word_ids(ids.__getitem__, ["cat", " dog", "go"]) == [[1], [2], [3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("repetition_penalty", 0),
+        ("repetition_penalty", True),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", "1"),
+        ("logit_bias", {"12": 101}),
+        ("logit_bias", {"012": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"1": True}),
+        ("logit_bias", [1]),
+        ("logit_bias", {str(token): 1 for token in range(1025)}),
+        ("bad_words", [[]]),
+        ("bad_words", "word"),
+        ("min_tokens", -1),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [1] * 8193),
+        ("typical_p", 0),
+        ("xtc_probability", 1.5),
+        ("xtc_threshold", -1),
+        ("generated", -1),
+        ("generated", 4),
+    ],
+)
+def test_what_is_out_of_range_is_refused_by_name(client: httpx.Client, field: str, value: Any) -> None:
+    """In sessions, in items to verify, and in completions."""
+    calls: list[tuple[str, dict[str, Any]]] = [("/v1/sessions", {"prompt": [1, 2, 3], "max_tokens": 4, field: value})]
+    if field != "generated":  # completions ignore fields that they do not know
+        calls.append(("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 4, field: value}))
+    for path, body in calls:
+        answer = client.post(path, json=body)
+        error = ErrorAnswer.model_validate_json(answer.content).error
+        assert (answer.status_code, error.code) == (400, "invalid_parameter")
+        assert error.message.startswith(field) and len(error.message) < 300
+    (result,) = client.post("/v1/verify", json={"items": [{"prefix": [1, 2, 3], field: value}]}).json()["results"]
+    assert result["error"]["code"] == "invalid_parameter"
+    assert field in result["error"]["message"]
+
+
+@pytest.mark.parametrize("fields", [{"logit_bias": {"9999": 1}}, {"allowed_token_ids": [1, 9999]}])
+def test_an_id_that_the_model_lacks_is_refused_by_the_fields_name(client: httpx.Client, fields: dict[str, Any]) -> None:
+    """Everywhere; bad words of completions are texts, so they have none."""
+    for path in ("/v1/sessions", "/v1/completions"):
+        answer = client.post(path, json={"prompt": [1], "max_tokens": 4, **fields})
+        error = ErrorAnswer.model_validate_json(answer.content).error
+        assert error.code == "token_out_of_range" and error.message.startswith(next(iter(fields)))
+
+
+def test_rules_are_sent_only_where_there_are_some() -> None:
+    """A server from before takes requests without; a resumed text says how much of its prompt is text."""
+
+    def sent(rules: RowRules) -> list[dict[str, Any]]:
+        script = Script(
+            session(opened(), Commit(base=0, tokens=[5, 6])), session(opened(), Commit(base=0, tokens=[7]), ended())
+        )
+        bodies: list[dict[str, Any]] = []
+
+        def answer(request: httpx.Request) -> httpx.Response:
+            bodies.append(json.loads(request.content))
+            return script(request)
+
+        run(stream(answer, GenerationRequest(SCRIPTED, max_tokens=3, rules=rules)))
+        return bodies
+
+    plain, later = sent(RowRules())
+    assert not {"generated", "logit_bias", "min_tokens"} & (plain.keys() | later.keys())
+    first, second = sent(RowRules(logit_bias=((4, -2.0),), bad_words=((1, 2),)))
+    assert first["logit_bias"] == second["logit_bias"] == {"4": -2.0} and first["bad_words"] == [[1, 2]]
+    assert "generated" not in first and second["generated"] == 2
+    assert "presence_penalty" not in first
+
+
+class NotKnowing(ModelDrafter):
+    """Drafts as if there were no rules."""
+
+    def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
+        super().begin(prompt, params)
+
+
+@each_rule
+def test_a_device_that_knows_the_rules_has_more_tokens_accepted(cloud: FakeServer, name: str) -> None:
+    """The draft is as good as can be, so with rules all it drafts is accepted; the text is the same."""
+
+    async def write(drafter: ModelDrafter) -> GenerationResult:
+        async with CloudClient(cloud.url) as client:
+            agent = StopAndWaitAgent(Endpoints([client]), drafter, FixedDepth(4), Estimates())
+            return await agent.generate(asked(RULES[name], 40))
+
+    knowing = asyncio.run(write(ModelDrafter(fake_draft(agreement=1.0))))
+    blind = asyncio.run(write(NotKnowing(fake_draft(agreement=1.0))))
+    assert list(knowing.tokens) == list(blind.tokens) == truth(RULES[name], 40)
+    assert knowing.acceptance_rate == 1.0
+    assert blind.acceptance_rate is not None and blind.acceptance_rate < 0.95
+    assert knowing.num_passes < blind.num_passes
+
+
+@each_rule
+def test_branches_of_a_draft_are_each_ruled_by_their_own_tokens(name: str) -> None:
+    """What a drafter guesses after a branch is what it would guess had the branch been committed."""
+    plan = RowPlan(RULES[name], frozenset({EOS_ID}))
+    drafter, tokens = ModelDrafter(fake_draft(agreement=1.0)), truth(RULES[name], 8)
+    drafter.begin(PROMPT, PARAMS, plan)
+    branches = [[], tokens[:1], [99], tokens[:2], [99, 12], [12, 12, 40]]
+    found = drafter.guess(branches, 3)
+    for branch, guesses in zip(branches, found, strict=True):
+        fresh = ModelDrafter(fake_draft(agreement=1.0))
+        fresh.begin([*PROMPT, *branch], PARAMS, replace(plan, num_generated=len(branch)))
+        assert fresh.guess([[]], 3) == [guesses]
+    drafter.extend(tokens[:4])
+    ((best, *_),) = drafter.guess([[]], 1)
+    assert best.token == tokens[4]
+
+
+@each_rule
+def test_the_local_endpoint_passes_rules_on(cloud: FakeServer, name: str) -> None:
+    """Its text is the cloud's, and its drafts are accepted."""
+    fields = {key: value for key, value in FIELDS[name].items() if key != "bad_words"}
+    rules = replace(RULES[name], bad_words=())
+    with serve_local(cloud.url, LocalSettings(depth="8", options=make_options("1")), runtime=fake_draft(1.0)) as local:
+        body = {"prompt": [*PROMPT], "max_tokens": COUNT, **SAMPLED, **fields}
+        answer = httpx.post(f"{local.url}/v1/completions", json=body, timeout=30.0)
+    assert answer.status_code == 200, answer.text
+    tokens = truth(rules)
+    assert answer.json()["usage"]["completion_tokens"] == len(tokens)
+    shown = tokens[:-1] if tokens[-1] == EOS_ID else tokens
+    assert answer.json()["choices"][0]["text"] == fake_tokenizer().decode(shown)
+    assert answer.json()["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] == 0
