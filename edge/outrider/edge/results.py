@@ -10,6 +10,8 @@ from enum import StrEnum
 from typing import Any
 
 from outrider.models.errors import ConfigError
+from outrider.models.grammar.compiler import CompiledGrammar
+from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.plan import RowPlan
 from outrider.models.transforms.rules import PLAIN, RowRules
@@ -63,7 +65,8 @@ class GenerationRequest:
     held: the beginning of the prompt that a server holds; only stream mode uses it. keeps_prefix: the server is to hold
     prompt and text for the next request. rules: what changes rows of logits before the pick. num_generated: so many of
     the prompt's last tokens belong to the text, as rules see it. end_ids: the target's own end tokens, where they are
-    known; only drafting uses them.
+    known; only drafting uses them. grammar: the texts that are allowed; None allows all. draft_grammar: the same for the
+    draft's vocabulary; None: it drafts without.
     """
 
     prompt: tuple[int, ...]
@@ -78,6 +81,8 @@ class GenerationRequest:
     rules: RowRules = PLAIN
     num_generated: int = 0
     end_ids: frozenset[int] = frozenset()
+    grammar: GrammarSpec | None = None
+    draft_grammar: CompiledGrammar | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -97,13 +102,17 @@ class GenerationRequest:
             "ignore_eos": self.ignore_eos,
             **dataclasses.asdict(self.params),
             **fields_of(self.rules, self.num_generated + num_known),
+            **(
+                {"generated": self.num_generated + num_known, "grammar": self.grammar.to_wire()} if self.grammar else {}
+            ),
         }
 
     @property
     def plan(self) -> RowPlan:
         """What changes the rows of a draft, so that it picks as the target does."""
         stop_ids = self.end_ids if self.stop_ids is None else self.stop_ids
-        return RowPlan(self.rules, stop_ids - self.end_ids if self.ignore_eos else stop_ids, self.num_generated)
+        ends = stop_ids - self.end_ids if self.ignore_eos else stop_ids
+        return RowPlan(self.rules, ends, self.num_generated, self.draft_grammar)
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,10 +232,13 @@ async def _answer(
     params = sampling_of(body.sampling)
     own_stops = frozenset(facts.eos_token_ids)
     stop_ids = own_stops if body.stop_token_ids is None else frozenset(body.stop_token_ids)
+    if (grammar := body.grammar()) is not None:
+        stop_ids |= own_stops
     # Places first: they also bound how many texts wait to be tokenized.
     texts = LocalTexts.reserve(core, owner_of(request), num_prompts)
     try:
         prompts, groundings = await _while_connected(request, encode())
+        draft_grammar = await core.grammars.compiled(grammar, owner_of(request))
         rules = await rules_of(core.workers, owner_of(request), core.tokenizer, body)
         requests = [
             GenerationRequest(
@@ -243,15 +246,17 @@ async def _answer(
                 params,
                 max_tokens,
                 None if body.stop_token_ids is None else stop_ids,
-                bool(body.ignore_eos),
+                bool(body.ignore_eos) and grammar is None,
                 core.settings.patience_ms,
                 core.fingerprint,
                 rules=rules,
                 end_ids=own_stops,
+                grammar=grammar,
+                draft_grammar=draft_grammar,
             )
             for prompt in prompts
         ]
-        cut = stop_ids - own_stops if body.ignore_eos else stop_ids
+        cut = stop_ids - own_stops if body.ignore_eos and grammar is None else stop_ids
         shape: Shape = shape_type(facts.name, params.seed, facts.target)
         texts.answer_id = shape.id
         if groundings is not None:
