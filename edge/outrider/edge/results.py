@@ -65,8 +65,8 @@ class GenerationRequest:
     held: the beginning of the prompt that a server holds; only stream mode uses it. keeps_prefix: the server is to hold
     prompt and text for the next request. rules: what changes rows of logits before the pick. num_generated: so many of
     the prompt's last tokens belong to the text, as rules see it. end_ids: the target's own end tokens, where they are
-    known; only drafting uses them. grammar: the texts that are allowed; None allows all. draft_grammar: the same for the
-    draft's vocabulary; None: it drafts without.
+    known; only drafting uses them. grammar: the texts that are allowed; None allows all. draft_grammar: the same for
+    the draft's vocabulary; None: it drafts without.
     """
 
     prompt: tuple[int, ...]
@@ -97,14 +97,15 @@ class GenerationRequest:
 
         num_known: tokens of the text that the message counts to its prompt.
         """
+        grammar: dict[str, Any] = {}
+        if self.grammar is not None:
+            grammar = {"generated": self.num_generated + num_known, "grammar": self.grammar.to_wire()}
         return {
             "stop_ids": sorted(self.stop_ids) if self.stop_ids is not None else None,
             "ignore_eos": self.ignore_eos,
             **dataclasses.asdict(self.params),
             **fields_of(self.rules, self.num_generated + num_known),
-            **(
-                {"generated": self.num_generated + num_known, "grammar": self.grammar.to_wire()} if self.grammar else {}
-            ),
+            **grammar,
         }
 
     @property
