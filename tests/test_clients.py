@@ -223,11 +223,13 @@ ERRORS: list[tuple[Call, type[openai.APIStatusError], str, str | None, str]] = [
         "functions is not supported, except as []",
     ),
     (
-        lambda c: c.chat.completions.parse(model="fake", messages=USER, response_format=Model),
+        lambda c: c.chat.completions.create(
+            model="fake", messages=USER, extra_body={"response_format": {"type": "structural_tag"}}
+        ),
         openai.BadRequestError,
         "unsupported_parameter",
         "response_format",
-        "response_format is not supported",
+        "response_format.type is 'structural_tag'",
     ),
     (
         lambda c: c.chat.completions.create(
@@ -529,8 +531,10 @@ def test_langchain_reads_usage_and_fingerprint(cloud: FakeServer, url: str) -> N
     assert message.response_metadata["finish_reason"] == "length"
     gathered = functools.reduce(operator.add, model.stream("zip"))
     assert gathered.content == message.content and gathered.usage_metadata["output_tokens"] == 12
-    with pytest.raises(openai.BadRequestError, match="response_format is not supported"):
-        model.with_structured_output({"title": "name", "type": "object", "properties": {}}).invoke("zip")
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        unknown = {"type": "array", "uniqueItems": True}
+        schema = {"title": "name", "type": "object", "properties": {"a": unknown}}
+        model.with_structured_output(schema, strict=True).invoke("zip")
 
 
 # llm

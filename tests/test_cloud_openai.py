@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -187,12 +188,10 @@ def test_unknown_fields_and_nulls_are_ignored(client: httpx.Client) -> None:
     [
         ("suffix", "end"),
         ("tools", [{"type": "function"}]),
-        ("response_format", {"type": "json_object"}),
         ("top_logprobs", 2),  # of chats only
         ("tool_choice", "required"),
         ("function_call", {"name": "f"}),
         ("max_completion_tokens", 5),
-        ("guided_regex", "a+"),
         ("prompt_logprobs", 0),
     ],
 )
@@ -201,6 +200,33 @@ def test_unsupported_parameters_are_refused_by_name(client: httpx.Client, field:
     answer = client.post("/v1/completions", json={"prompt": PROMPT, field: value})
     error = ErrorAnswer.model_validate_json(answer.content).error
     assert (answer.status_code, error.code, error.param) == (400, "unsupported_parameter", field)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"response_format": {"type": "structural_tag"}}, "unsupported_parameter", "response_format"),
+        ({"guided_regex": "(a"}, "invalid_grammar", None),
+        ({"structured_outputs": {"json": "{"}}, "invalid_grammar", "structured_outputs"),
+    ],
+)
+def test_a_grammar_that_cannot_be_used_is_refused(
+    client: httpx.Client, fields: dict[str, Any], code: str, param: str | None
+) -> None:
+    """What it says wrong is named, before anything runs."""
+    error = ErrorAnswer.model_validate_json(
+        client.post("/v1/completions", json={"prompt": PROMPT} | fields).content
+    ).error
+    assert (error.code, error.param) == (code, param)
+
+
+def test_a_text_follows_the_grammar_that_was_asked_for(client: httpx.Client) -> None:
+    """Through the API, also of chat, and the same with a seed."""
+    fields = {"structured_outputs": {"regex": "[ab]{3}-[0-9]{2}"}, "seed": 3, "max_tokens": 40}
+    first, again = (client.post("/v1/completions", json={"prompt": PROMPT} | fields).json() for _ in range(2))
+    (choice,) = first["choices"]
+    assert re.fullmatch("[ab]{3}-[0-9]{2}", choice["text"]) and choice["finish_reason"] == "stop"
+    assert again["choices"] == first["choices"]
 
 
 @pytest.mark.parametrize(

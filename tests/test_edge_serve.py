@@ -239,7 +239,7 @@ def test_a_client_that_leaves_frees_everything(is_stream: bool) -> None:
     ("fields", "param"),
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
     ],
 )
 def test_what_the_verifier_does_not_offer_is_refused_by_name(

@@ -9,6 +9,7 @@ from typing import Final
 
 from bench.attacks.attackers import attacking, repeat
 from bench.attacks.exchange import request_bytes
+from bench.attacks.grammars import hostile_grammars
 from bench.attacks.probes import health_of, memory_of
 from bench.attacks.rows import Row
 from bench.attacks.subject import Subject
@@ -54,6 +55,7 @@ def hostile_bodies() -> dict[str, tuple[str, bytes]]:
         "a session's prediction": (sessions, filled('{"max_tokens":1,"prompt":[5],"prediction":[', "5", "]}")),
         "a session's stop strings": (sessions, filled('{"max_tokens":1,"prompt":[5],"stop":[', '"a"', "]}")),
         "drafts of wrong ids": ("/v1/sessions/none/drafts", filled('{"base":0,"paths":[', '["a"]', "]}")),
+        **hostile_grammars(),
     }
 
 

@@ -10,6 +10,8 @@ from enum import StrEnum
 from typing import Any
 
 from outrider.models.errors import ConfigError
+from outrider.models.grammar.compiler import CompiledGrammar
+from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.protocol import TextCut
 from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.chooser import TokenLogprobs
@@ -67,7 +69,8 @@ class GenerationRequest:
     the prompt's last tokens belong to the text. end_ids: the target's own end tokens, where they are known; only
     drafting uses them. stop: the server ends the text at one of these strings; which characters are shown is the
     caller's. num_logprobs: likeliest tokens to report for each token; None: no logprobs. prediction: what the text may
-    repeat.
+    repeat. grammar: the texts that are allowed; None allows all. draft_grammar: the same for the draft's vocabulary;
+    None: it drafts without.
     """
 
     prompt: tuple[int, ...]
@@ -85,6 +88,8 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     num_logprobs: int | None = None
     prediction: tuple[int, ...] = ()
+    grammar: GrammarSpec | None = None
+    draft_grammar: CompiledGrammar | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -99,18 +104,23 @@ class GenerationRequest:
 
         num_known: tokens of the text that the message counts to its prompt.
         """
+        grammar: dict[str, Any] = {}
+        if self.grammar is not None:
+            grammar = {"generated": self.num_generated + num_known, "grammar": self.grammar.to_wire()}
         return {
             "stop_ids": sorted(self.stop_ids) if self.stop_ids is not None else None,
             "ignore_eos": self.ignore_eos,
             **dataclasses.asdict(self.params),
             **fields_of(self.rules, self.num_generated + num_known),
+            **grammar,
         }
 
     @property
     def plan(self) -> RowPlan:
         """What changes the rows of a draft, so that it picks as the target does."""
         stop_ids = self.end_ids if self.stop_ids is None else self.stop_ids
-        return RowPlan(self.rules, stop_ids - self.end_ids if self.ignore_eos else stop_ids, self.num_generated)
+        ends = stop_ids - self.end_ids if self.ignore_eos else stop_ids
+        return RowPlan(self.rules, ends, self.num_generated, self.draft_grammar)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from outrider.cloud.api.audit import AuditLog
 from outrider.cloud.api.bridge import Bridge
 from outrider.cloud.api.download_places import DownloadLimits, DraftFiles, Places
 from outrider.cloud.api.draft_budget import DraftLimits
-from outrider.cloud.api.grammars import Grammars
 from outrider.cloud.api.metrics import Metrics, recent_families
 from outrider.cloud.api.recall import Recall, Recalled
 from outrider.cloud.api.traces import Traces
@@ -23,6 +22,7 @@ from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.http.dialects import Dialect, dialect_of
 from outrider.models.http.errors import FieldError
+from outrider.models.http.grammars import Grammars
 from outrider.models.http.limits import Slots
 from outrider.models.http.requests import Bodies
 from outrider.models.http.security import KeyRing, PagePolicy

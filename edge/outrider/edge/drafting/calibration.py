@@ -43,6 +43,9 @@ _BOTH_LIFT: Final = 0.5
 """A guess that model and lookup share: this part of the doubt of either is left."""
 
 _FIRST_QUOTE: Final = 2 * _NUM_MODEL + len(_LOOKUP_SIZES)
+_FORCED: Final = _FIRST_QUOTE + len(_QUOTE_SIZES)
+_FORCED_PRIOR: Final = 0.95
+"""A forced text may be made of other tokens than the draft's."""
 
 _PRIOR_WEIGHT: Final = 16.0  # tests that a cell's prior counts as
 _SCALE_WEIGHT: Final = 3.0  # promised hits that the prior's own scale starts with
@@ -78,6 +81,11 @@ def quoted_guess(token: int, suffix: int) -> Guess:
     return Guess(token, QUOTE_RANK, _FIRST_QUOTE + max(0, bisect_right(_QUOTE_SIZES, suffix) - 1))
 
 
+def forced_guess(token: int) -> Guess:
+    """A token that the grammar leaves no choice for."""
+    return Guess(token, 0, _FORCED)
+
+
 def shared_guess(model: Guess) -> Guess:
     """The same guess where lookup makes it too."""
     return Guess(model.token, model.rank, _NUM_MODEL + len(_LOOKUP_SIZES) + model.cell)
@@ -86,7 +94,7 @@ def shared_guess(model: Guess) -> Guess:
 def _priors() -> list[float]:
     model = [chance for rank in range(MAX_WIDTH) for chance in _MODEL_PRIOR[min(rank, len(_MODEL_PRIOR) - 1)]]
     both = (1.0 - _BOTH_LIFT * (1.0 - max(chance, 0.3)) for chance in model)
-    return [*model, *_LOOKUP_PRIOR, *both, *_QUOTE_PRIOR]
+    return [*model, *_LOOKUP_PRIOR, *both, *_QUOTE_PRIOR, _FORCED_PRIOR]
 
 
 class Calibration:

@@ -15,7 +15,16 @@ from typing import Final, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.edge.drafting.calibration import Guess, lookup_guess, model_guesses, quoted_guess, shared_guess
+from outrider.edge.drafting.calibration import (
+    Guess,
+    forced_guess,
+    lookup_guess,
+    model_guesses,
+    quoted_guess,
+    shared_guess,
+)
+from outrider.models.errors import RequestError
+from outrider.models.grammar.rows import GrammarRows
 from outrider.models.runtimes.base import BranchingRuntime, JoiningRuntime, PromptRuntime, Reading, SequenceRuntime
 from outrider.models.runtimes.ngram import LONGEST_MATCH, NgramLookup, QuotedText
 from outrider.models.sampling import SamplingParams, SurvivorFilter, candidates
@@ -135,7 +144,10 @@ class ModelDrafter:
         self._params = params
         limits = self._runtime.limits
         # Rows change as the target's do, or the draft would pick what the target cannot.
-        self._states = plan.states(prompt, min(self._num_ids or limits.vocab_size, limits.vocab_size))
+        try:
+            self._states = plan.states(prompt, min(self._num_ids or limits.vocab_size, limits.vocab_size))
+        except RequestError:  # a text that is outside its grammar already: the target decides
+            self._states = []
         self._narrowing = plan.narrowing
         self._num_ruled = len(prompt)
 
@@ -194,7 +206,7 @@ class ModelDrafter:
         """
         found: list[list[Guess]] = [[] for _ in branches]
         with self._lock:
-            able = self._able(branches)
+            able = self._with_forced(branches, self._able(branches), found)
             if self._branching is not None and width > 1 and able:
                 able = self._run_together(self._branching, branches, able, found, width)
             for index in able:
@@ -231,8 +243,39 @@ class ModelDrafter:
         return missing
 
     def continuation(self, max_tokens: int) -> list[Guess]:
-        """None: every token of a model costs a call."""
-        return []
+        """What the grammar forces; every other token of a model costs a call."""
+        return [forced_guess(token) for token in self._forced(())[:max_tokens]]
+
+    def allows(self, branch: Sequence[int], token: int) -> bool:
+        """Whether the grammar allows a token after a branch; True without one."""
+        grammar = self._grammar()
+        return grammar is None or grammar.state.validate([*branch, token]) > len(branch)
+
+    def _grammar(self) -> GrammarRows | None:
+        """The grammar's state after the text; None without one."""
+        if not self._follow():
+            return None
+        return next((state for state in self._states if isinstance(state, GrammarRows)), None)
+
+    def _forced(self, branch: Sequence[int]) -> list[int]:
+        """The tokens that the grammar leaves no choice for after a branch."""
+        grammar = self._grammar()
+        if grammar is None or grammar.state.validate(branch) < len(branch):
+            return []
+        state = grammar.state.fork() if branch else grammar.state
+        return state.forced() if all(map(state.advance, branch)) else []
+
+    def _with_forced(
+        self, branches: Sequence[Sequence[int]], able: Sequence[int], found: list[list[Guess]]
+    ) -> list[int]:
+        """Puts forced tokens into `found`; returns the branches that the model has to run."""
+        left = []
+        for index in able:
+            if forced := self._forced(branches[index]):
+                found[index] = [forced_guess(forced[0])]
+            else:
+                left.append(index)
+        return left
 
     def _can_run(self, branch: Sequence[int]) -> bool:
         limits = self._runtime.limits
@@ -242,22 +285,39 @@ class ModelDrafter:
     def _best(self, logits: Logits, branch: Sequence[int], width: int) -> list[Guess]:
         position = len(self._text) + len(branch)
         row = self._changed(logits[: self._num_ids], branch)
+        if row is None:
+            return []
         return model_guesses(candidates(row, self._params, position, width, self._narrowing), width)
 
-    def _changed(self, row: Logits, branch: Sequence[int]) -> Logits:
-        """The row as the target's would be changed. The states go along the branch, and back: no fork is kept."""
-        if not self._states:
-            return row
-        for state in self._states:
-            for token in self._text[self._num_ruled :]:
-                state.advance(token)
+    def _follow(self) -> bool:
+        """Gives the states the tokens committed since; False where there are none.
+
+        A target that leaves the grammar, or a grammar beyond its limits: the draft goes on without any state.
+        """
+        try:
+            for state in self._states:
+                for token in self._text[self._num_ruled :]:
+                    state.advance(token)
+        except RequestError:
+            self._states = []
         self._num_ruled = len(self._text)
+        return bool(self._states)
+
+    def _changed(self, row: Logits, branch: Sequence[int]) -> Logits | None:
+        """The row as the target's would be changed. The states go along the branch, and back: no fork is kept.
+
+        None where no token may follow the branch: it is outside the grammar, so the target rejects it.
+        """
+        if not self._follow():
+            return row
         lengths = [state.length for state in self._states]
         try:
             for state in self._states:
                 for token in branch:
                     state.advance(token)
             return apply_all(self._states, row)
+        except RequestError:
+            return None
         finally:
             for state, length in zip(self._states, lengths, strict=True):
                 state.truncate(length)
@@ -354,7 +414,7 @@ def guess_together(
         for index, (drafter, (_, branches)) in enumerate(zip(drafters, asked, strict=True)):
             assert drafter is not None, "this drafter guesses alone"
             stack.enter_context(drafter._lock)
-            if able := drafter._able(branches):
+            if able := drafter._with_forced(branches, drafter._able(branches), found[index]):
                 missing = drafter._catch_up()
                 groups.append((drafter._runtime, [[*missing, *branches[place]] for place in able]))
                 places += [(index, place) for place in able]
@@ -431,6 +491,7 @@ class MixedDrafter:
 
     def __init__(self, model: Drafter, quoted: Sequence[QuotedText] = ()) -> None:
         self._model = model
+        self._allows = model.allows if isinstance(model, ModelDrafter) else None
         self._lookup = NgramDrafter(quoted)
 
     def begin(self, prompt: Sequence[int], params: SamplingParams, plan: RowPlan = NO_PLAN) -> None:
@@ -473,18 +534,19 @@ class MixedDrafter:
 
     def complete(self, found: list[list[Guess]], branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         """The model's guesses, and lookup's beside them."""
-        for guesses, more in zip(found, self._lookup.guess(branches, width), strict=True):
+        for branch, guesses, more in zip(branches, found, self._lookup.guess(branches, width), strict=True):
             for looked_up in more:
                 ranks = [index for index, guess in enumerate(guesses) if guess.token == looked_up.token]
                 if ranks:
                     guesses[ranks[0]] = shared_guess(guesses[ranks[0]])
-                elif guesses:  # beyond the model's longest sequence lookup would go on alone, token by token
+                # Beyond the model's longest sequence lookup would go on alone, token by token.
+                elif guesses and (self._allows is None or self._allows(branch, looked_up.token)):
                     guesses.append(looked_up)
         return found
 
     def continuation(self, max_tokens: int) -> list[Guess]:
-        """Lookup's."""
-        return self._lookup.continuation(max_tokens)
+        """What the grammar forces, else lookup's."""
+        return self._model.continuation(max_tokens) or self._lookup.continuation(max_tokens)
 
     def close(self) -> None:
         """Releases the model."""

@@ -254,12 +254,16 @@ async def _answer(
     style = chat_style(body, Dialect(facts.tool_calls, facts.has_reasoning), facts.name)
     own_stops = frozenset(facts.eos_token_ids)
     stop_ids = own_stops if body.stop_token_ids is None else frozenset(body.stop_token_ids)
+    if (grammar := body.grammar()) is not None:
+        stop_ids |= own_stops
     owner = owner_of(request)
-    cut = text_style(body, style, core.tokenizer, stop_ids - own_stops if body.ignore_eos else stop_ids)
+    ends = stop_ids - own_stops if body.ignore_eos and grammar is None else stop_ids
+    cut = text_style(body, style, core.tokenizer, ends)
     # Places first: they also bound how many texts wait to be tokenized.
     texts = LocalTexts.reserve(core, owner, num_prompts * body.num_each)
     try:
         prompts, groundings = await _while_connected(request, encode())
+        draft_grammar = await core.grammars.compiled(grammar, owner)
         rules = await rules_of(core.workers, owner, core.tokenizer, body)
         prediction: tuple[int, ...] = ()
         if body.prediction is not None:
@@ -270,11 +274,13 @@ async def _answer(
                 params,
                 max_tokens,
                 None if body.stop_token_ids is None else stop_ids,
-                bool(body.ignore_eos),
+                bool(body.ignore_eos) and grammar is None,
                 core.settings.patience_ms,
                 core.fingerprint,
                 rules=rules,
                 end_ids=own_stops,
+                grammar=grammar,
+                draft_grammar=draft_grammar,
                 stop=tuple(body.stop_strings) if cut.is_plain else (),
                 num_logprobs=engine_logprobs(body),
                 prediction=prediction,

@@ -15,8 +15,10 @@ from outrider.edge.serve.unverified import UnverifiedAnswers
 from outrider.edge.serve.upstream import Upstream
 from outrider.models.counted import counted
 from outrider.models.errors import RequestError
+from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.http.dialects import dialect_of
 from outrider.models.http.encoding import Workers
+from outrider.models.http.grammars import Grammars
 from outrider.models.http.requests import Bodies
 from outrider.models.http.security import KeyRing, PagePolicy
 from outrider.models.protocol import ModelFacts
@@ -122,6 +124,7 @@ class LocalCore:
     workers: Workers = field(default_factory=Workers)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     places: Places = field(init=False)
+    grammars: Grammars = field(init=False)
     bodies: Bodies = field(init=False)
 
     @property
@@ -143,6 +146,8 @@ class LocalCore:
     def __post_init__(self) -> None:
         self.places = Places(self.settings.max_requests, self.settings.max_own)
         self.bodies = Bodies(self.settings.max_body_bytes)
+        tokenizer = self.tokenizer
+        self.grammars = Grammars(lambda: GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids))
 
     async def aclose(self) -> None:
         """Ends all texts, closes the connections and releases the draft."""
