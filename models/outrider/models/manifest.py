@@ -323,7 +323,7 @@ class Manifest(_Part):
     source: Source
     widened: Widening | None = None
     # Left out where there are none, so that versions before it read those bundles.
-    heads: Heads | None = Field(default=None, exclude_if=lambda heads: heads is None)
+    draft_heads: Heads | None = Field(default=None, exclude_if=lambda heads: heads is None)
     files: tuple[FileEntry, ...] = Field(min_length=1)
     report: ExportReport
 
@@ -337,8 +337,8 @@ class Manifest(_Part):
             raise ValueError(f"eos_token_ids holds {beyond[0]}, outside the vocabulary")
         if (self.device == "npu") != (self.static_shapes is not None):
             raise ValueError("static_shapes belongs to a bundle for an NPU, and to no other")
-        if self.heads is not None and self.heads.file not in paths:
-            raise ValueError(f"heads names {self.heads.file}, which files does not list")
+        if self.draft_heads is not None and self.draft_heads.file not in paths:
+            raise ValueError(f"draft_heads names {self.draft_heads.file}, which files does not list")
         return self
 
     @property

@@ -99,7 +99,7 @@ def _config(options: ServeOptions, target: str, heads: DraftHeads | None) -> Eng
 
 def _heads(bundle: Bundle) -> DraftHeads:
     """The bundle's draft heads. Raises ConfigError where it has none."""
-    found = bundle.manifest.heads
+    found = bundle.manifest.draft_heads
     if found is None:
         raise ConfigError(f"{bundle.path} has no draft heads; train them with `outrider-export heads`")
     return DraftHeads.load(bundle.path / found.file)

@@ -34,7 +34,7 @@ def heads(
     seed: Annotated[int, typer.Option(help="Seed of the split, the text and the order.")] = 0,
     heldout: Annotated[float, typer.Option(help="Share of the prompts held out to measure with.")] = 0.1,
     chat: Annotated[bool, typer.Option("--chat", help="Prompts are user messages: apply the chat template.")] = False,
-    target_dtype: Annotated[TargetDtype, typer.Option(help="Precision of the target in memory.")] = "fp32",
+    target_dtype: Annotated[TargetDtype, typer.Option(help="Precision of the target in memory.")] = "bf16",
     device: Annotated[str, typer.Option(help="Device that trains, as torch names it.")] = "cpu",
     threads: Annotated[int, typer.Option(min=0, help="Threads; 0 leaves it to torch.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurement as JSON, without progress.")] = False,
@@ -66,11 +66,11 @@ def heads(
         made = add_heads(bundle, source, read_prompts(prompts), options, out=out, report=report, stop=stop)
     if made is None:
         raise typer.Exit(128 + (stop.signal or 0))
-    assert made.manifest.heads is not None
+    assert made.manifest.draft_heads is not None
     if as_json:
-        typer.echo(json.dumps({"path": str(made.path), **made.manifest.heads.model_dump()}, indent=2))
+        typer.echo(json.dumps({"path": str(made.path), **made.manifest.draft_heads.model_dump()}, indent=2))
         return
-    Console().print(_table(made.manifest.heads))
+    Console().print(_table(made.manifest.draft_heads))
     typer.echo(f"Written to {made.path}; serve it with --heads")
 
 

@@ -54,7 +54,7 @@ class HeadOptions:
     seed: int = 0
     heldout: float = 0.1
     is_chat: bool = False
-    target_dtype: TargetDtype = "fp32"
+    target_dtype: TargetDtype = "bf16"
     device: str = "cpu"
     num_threads: int = 0
 
@@ -121,7 +121,7 @@ def add_heads(
         size = sum(file.size for file in files)
         changed = {
             **opened.manifest.model_dump(),
-            "heads": entry,
+            "draft_heads": entry,
             "files": files,
             "report": opened.manifest.report.model_copy(update={"size_bytes": size}),
         }

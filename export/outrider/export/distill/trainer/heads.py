@@ -73,6 +73,11 @@ class HiddenStates:
         self._num_ids = num_ids
         self._seen: list[Tensor] = []
 
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the model is in bf16: then the heads' products are, too, in training."""
+        return bool(self._model.dtype == torch.bfloat16)
+
     def make_heads(self, count: int) -> Heads:
         """Untrained heads in front of this model's LM head."""
         bias = getattr(self._head, "bias", None)
@@ -131,7 +136,9 @@ def _step(states: HiddenStates, heads: Heads, rows: Rollout) -> list[float]:
         chosen, labels = _places(hidden, rows, head)
         total = 0.0
         for part, wanted in zip(chosen.split(_CHUNK), labels.split(_CHUNK), strict=True):
-            loss = functional.cross_entropy(heads.logits(part, head), wanted, reduction="sum") / max(1, len(labels))
+            with torch.autocast(part.device.type, torch.bfloat16, enabled=states.is_reduced):
+                logits = heads.logits(part, head)
+            loss = functional.cross_entropy(logits.float(), wanted, reduction="sum") / max(1, len(labels))
             (loss * _LATER**head).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach())
         losses.append(total)
