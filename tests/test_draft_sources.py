@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.engine_harness import SAMPLED, VOCAB, Clock, Collector, Harness, plain
+from tests.engine_harness import SAMPLED, VOCAB, Clock, Collector, plain
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.engine.config import TreeForm
@@ -34,6 +34,7 @@ from outrider.cloud.pending.trie import (
     PROMPT_KINDS,
     DraftTrie,
 )
+from outrider.cloud.seam import GenerateRequest
 from outrider.models.draft_heads import FORMAT, DraftHeads
 from outrider.models.errors import BundleError, ConfigError
 from outrider.models.runtimes.base import SequenceSlice
@@ -371,6 +372,16 @@ SOURCES: dict[str, EngineConfig] = {
 }
 
 
+def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Collector]:
+    """Texts of 60 tokens, together."""
+    found = [Collector() for _ in prompts]
+    for prompt, collector in zip(prompts, found, strict=True):
+        engine.submit(GenerateRequest(tuple(prompt), params, 60), collector)
+    while engine.has_work:
+        engine.step()
+    return found
+
+
 @pytest.mark.parametrize("form", [TreeForm.LINE, TreeForm.TREE])
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
@@ -381,19 +392,10 @@ def test_no_source_changes_a_text(name: str, params: SamplingParams, form: TreeF
     engine = Engine(runtime, config, clock=Clock())
     pairs = [token for last in range(VOCAB) for token in (2, last)]  # so whatever is picked after 2 is looked up
     prompts = [[*pairs, 2], [4, 5, 4, 5, 4]]
-    requests = [Harness.submit(_Fake(engine), prompt, 60, params=params)[1] for prompt in prompts]  # type: ignore[arg-type]
-    while engine.has_work:
-        engine.step()
+    requests = run(engine, prompts, params)
     assert [found.tokens for found in requests] == [plain(prompt, params, 60) for prompt in prompts]
     proposed = sum(commit.proposed for found in requests for commit in found.commits)
     assert proposed > 0 and engine.stats().free_blocks == engine.stats().num_blocks
-
-
-class _Fake:
-    """Lends `Harness.submit` an engine."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
 
 
 def test_heads_need_a_runtime_that_shows_hidden_states() -> None:
@@ -422,9 +424,7 @@ def test_lookahead_saves_passes_where_a_text_repeats_itself() -> None:
     passes = {}
     for looks_ahead in (False, True):
         engine = Engine(runtime, EngineConfig(looks_ahead=looks_ahead, policy=Policy.VERIFY), clock=Clock())
-        collector: Collector = Harness.submit(_Fake(engine), PROMPT, 60, params=GREEDY)[1]  # type: ignore[arg-type]
-        while engine.has_work:
-            engine.step()
+        (collector,) = run(engine, [PROMPT], GREEDY)
         assert collector.tokens == [(4 + index) % 12 for index in range(60)]
         assert collector.end is not None
         passes[looks_ahead] = collector.end.usage.target_passes
