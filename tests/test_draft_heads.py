@@ -14,6 +14,7 @@ from tests.engine_harness import Clock, Collector
 
 from outrider.cloud.engine import Engine, EngineConfig, Policy
 from outrider.cloud.seam import GenerateRequest
+from outrider.cloud.server.embedded import _heads
 from outrider.cloud.server.identity import target_identity
 from outrider.export.distill.heads import HeadOptions, add_heads
 from outrider.export.make.pipeline import export_model
@@ -77,6 +78,13 @@ def test_heads_lie_beside_the_target_and_change_nothing_else(bundle: Bundle, tra
     loaded = DraftHeads.load(opened.path / HEADS_FILE)
     assert (loaded.count, loaded.vocab_size) == (2, 320)
     assert np.abs(loaded.weights).max() > 0
+
+
+def test_a_server_takes_the_heads_of_its_bundle(bundle: Bundle, trained: Bundle) -> None:
+    """And says what is missing where it has none."""
+    assert _heads(trained).count == 2
+    with pytest.raises(ConfigError, match="has no draft heads; train them with"):
+        _heads(bundle)
 
 
 def test_heads_for_another_model_are_refused(bundle: Bundle, tmp_path: Path) -> None:
