@@ -122,7 +122,7 @@ class Text:
     def _take(self, event: Event) -> None:
         if isinstance(event, CommitEvent):
             self.tokens += event.tokens
-        else:
+        elif isinstance(event, EndEvent):
             self.end = event
 
     def run(self, device: Device | None, grammar: CompiledGrammar | None, num_ids: int, sums: Sums) -> None:

@@ -445,11 +445,19 @@ def test_trees_on_request_give_up_batch_invariance(tmp_path: Path) -> None:
         assert loading.is_batch_invariant is is_invariant
 
 
-@pytest.mark.parametrize(("given", "expected"), [([], True), (["--lookup"], True), (["--no-lookup"], False)])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], (True, False)),
+        (["--lookup"], (True, False)),
+        (["--no-lookup"], (False, False)),
+        (["--lookahead"], (True, True)),
+    ],
+)
 def test_lookup_can_be_turned_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], expected: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], expected: tuple[bool, bool]
 ) -> None:
-    """`serve --no-lookup` reaches the engine, whose default is to look up."""
+    """`serve --no-lookup` and `--lookahead` reach the engine."""
     file = FileEntry(path="openvino_model.xml", size=1, sha256="0" * 64)
     manifest = make_manifest((file,), "0" * 64).model_copy(update={"role": "target", "runtime": "openvino"})
     bundle = types.SimpleNamespace(path=tmp_path, manifest=manifest, model_file=tmp_path)
@@ -466,7 +474,7 @@ def test_lookup_can_be_turned_off(
     monkeypatch.setattr(embedded, "_served_model", lambda *arguments: None)
     found = CliRunner().invoke(cli.app, ["serve", str(tmp_path), "--port", "0", *given])
     assert str(found.exception) == "far enough"
-    assert [config.looks_up for config in seen] == [expected]
+    assert [(config.looks_up, config.looks_ahead) for config in seen] == [expected]
 
 
 def test_the_next_command_names_what_is_known(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from outrider.cloud.api.recall import Recall
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
 from outrider.cloud.pending.earlier import MAX_TOKENS, EarlierText, kind_after
-from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, REPEATED
+from outrider.cloud.pending.trie import EARLIER_KINDS, REPEATED
 from outrider.cloud.recent.redis_store import RedisStore
 from outrider.cloud.recent.store import MemoryStore, RecentStore
 from outrider.cloud.recent.texts import PromptDigest
@@ -62,7 +62,7 @@ def test_the_longer_an_earlier_text_agrees_the_likelier_it_goes_on() -> None:
     tokens, kinds = earlier.propose(20)
     assert tokens == list(range(3, 23))
     assert kinds == [kind_after(run) for run in range(3, 23)]
-    assert kinds == sorted(kinds) and set(kinds) == set(range(NUM_LOOKUP_KINDS - 3, NUM_LOOKUP_KINDS))
+    assert kinds == sorted(kinds) and set(kinds) == set(EARLIER_KINDS)
 
 
 def test_a_text_that_left_an_earlier_one_rejoins_it() -> None:
@@ -229,8 +229,8 @@ def test_vllms_book_drafts_from_an_earlier_text() -> None:
     assert terms_of(terms.extra_args()) == terms
     book = Book(max_draft=16, policy=Policy.AUTO, looks_up=True, clock=lambda: 0.0)
     served = book.open(terms, PROMPT)
-    assert served.drafts.earlier is not None
-    assert served.drafts.earlier.propose(2) == ([5, 6], [REPEATED, REPEATED])
+    (earlier,) = [source for source in served.drafts.selection if isinstance(source, EarlierText)]
+    assert earlier.propose(2) == ([5, 6], [REPEATED, REPEATED])
 
 
 # -- the server --------------------------------------------------------------------------------------------------------

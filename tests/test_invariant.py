@@ -30,6 +30,7 @@ from outrider.edge.lab.laboratory import ALIKE, open_lab
 from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.export.make.pair import PairPaths
 from outrider.models.bundle import Bundle
+from outrider.models.draft_heads import DraftHeads
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
@@ -150,6 +151,44 @@ def test_every_mode_gives_the_targets_own_text(
         assert mode not in (PATH, "stop-and-wait") or ranks == {0}
         assert mode != "stream" or len(ranks) > 1  # alternatives, too
     server.wait_until(lambda: server.core.engine.stats().running == len(server.core.sessions) == 0)
+
+
+class Revealing(FakeBatchRuntime):
+    """Shows hidden states: of each row, the logits. Heads over it guess that the last pick comes again."""
+
+    @property
+    def hidden_size(self) -> int | None:
+        return self.limits.vocab_size
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+        self._rows = super().forward(batch)
+        return self._rows
+
+    def hidden_rows(self) -> NDArray[np.float32]:
+        return self._rows
+
+
+@pytest.mark.parametrize("source", ["lookahead", "heads", "all"])
+def test_every_source_of_the_verifier_gives_the_targets_own_text(drafters: list[Drafter], source: str) -> None:
+    """Bit for bit, with a device's drafts and without, greedy and sampled."""
+    size = fake_tokenizer().size
+    zeros = np.zeros((3, size), np.float32)
+    heads = DraftHeads(np.zeros((3, size, size), np.float32), zeros, np.eye(size, dtype=np.float32), zeros[0])
+    config = EngineConfig(
+        policy=Policy.VERIFY,
+        looks_up=source == "all",
+        looks_ahead=source != "heads",
+        heads=heads if source != "lookahead" else None,
+    )
+    with serve_fake(config=config, runtime=Revealing(vocab_size=size)) as server:
+        for mode in ("no draft", "stream"):
+            for sampling in SAMPLINGS.values():
+                requests = _requests(sampling)[:2]
+                expected = plain_texts(FakeBatchRuntime(vocab_size=size), requests)
+                generated = asyncio.run(generate_all(mode, server.url, drafters, size, requests))
+                assert [result.tokens for result in generated] == expected
+        assert server.core.engine.stats().totals.lookup_proposed > 0
+        server.wait_until(lambda: server.core.engine.stats().running == len(server.core.sessions) == 0)
 
 
 def test_the_reference_pair_keeps_its_text_in_every_mode(reference_pair: PairPaths) -> None:

@@ -306,7 +306,7 @@ def test_metrics_say_that_files_are_rounded(tmp_path: Path) -> None:
 def test_the_option_reaches_the_engine_and_is_labelled(tmp_path: Path) -> None:
     """Exact by default; the help says what the others give up."""
     assert ServeOptions("b").spill_type is SpillType.EXACT
-    spill = _config(ServeOptions("b", spill_dir=tmp_path, spill_type=SpillType.FP8), "t").spill
+    spill = _config(ServeOptions("b", spill_dir=tmp_path, spill_type=SpillType.FP8), "t", None).spill
     assert spill is not None and spill.type is SpillType.FP8
     shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "300", "TERM": "dumb"}).output
     assert "fp16, fp8: rounded within a checked bound" in shown and "no longer exactly the target's" in shown

@@ -183,7 +183,8 @@ def test_the_grammar_of_calls_allows_what_the_parser_reads(form: str, is_one: bo
             return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
         return f"[TOOL_CALLS][{', '.join(texts)}]" if form == "mistral" else "; ".join(texts)
 
-    one, two = ("weather", {"city": "Paris", "days": 3}), ("time", {})
+    one: tuple[str, Any] = ("weather", {"city": "Paris", "days": 3})
+    two: tuple[str, Any] = ("time", {})
     assert is_allowed(grammar, written(one)) and is_allowed(grammar, written(two))
     assert is_allowed(grammar, written(one, two)) is not is_one
     for wrong in (("other", {}), ("weather", {"days": 3}), ("weather", {"city": "x" * 9}), ("weather", {"city": 5})):

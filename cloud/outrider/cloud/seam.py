@@ -79,7 +79,7 @@ class GenerateRequest:
 class CommitEvent:
     """`tokens` were committed after `base` others; the target accepted `accepted` of `proposed` drafted tokens.
 
-    looked_up: of those accepted, how many prompt lookup guessed, or an earlier text. logprobs: of each token, where the
+    looked_up: of those accepted, how many a source of the verifier's own guessed. logprobs: of each token, where the
     request asks for them.
     """
 

@@ -37,6 +37,7 @@ from outrider.cloud.engine.requests import (
 from outrider.cloud.engine.runner import ModelRunner, Rows, picked
 from outrider.cloud.engine.scheduler import Scheduler, Share
 from outrider.cloud.engine.sequence_state import SequenceState
+from outrider.cloud.engine.sources import own_sources, require_hidden, teach
 from outrider.cloud.engine.spill import SpillStore
 from outrider.cloud.engine.spill_file import Spilled, SpillTarget
 from outrider.cloud.engine.turnover import Turnover
@@ -44,8 +45,8 @@ from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.earlier import EarlierText
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
-from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.node_chances import NodeChances
+from outrider.cloud.pending.selection import Selection
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, GenerateRequest, SequenceEndReason, Sink, Totals
 from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.faults import log_fault
@@ -68,6 +69,7 @@ class Engine:
     ) -> None:
         self._runtime = runtime
         self._config = config or EngineConfig()
+        require_hidden(runtime, self._config)
         self._clock = clock
         self._with_trees = verifies_trees(runtime, self._config.form)
         self._drafting = Drafting(self._config.max_draft, self._config.policy, with_trees=self._with_trees)
@@ -179,13 +181,16 @@ class Engine:
             max_new=min(request.max_tokens, self._limits.max_positions - len(tokens)),
             acceptance=AcceptanceEstimator(self._config.max_draft, parent=self._drafting.acceptance),
             chances=NodeChances(self._drafting.chances),
-            lookup=PromptLookup(tokens) if self._config.looks_up and not request.once else None,
+            selection=Selection(request.params.seed ^ len(tokens)),
             lag=DraftLag(request.draft_lag_ms),
             patience_ms=request.patience_ms,
             num_own=len(request.draft) if request.once else None,
         )
+        if not request.once:
+            for source in own_sources(self._config, tokens, request.params):
+                drafts.selection.add(source)
         if earlier := usable_earlier(request, self._limits):
-            drafts.earlier = EarlierText(earlier, drafts.committed, is_repeat=request.is_repeat)
+            drafts.selection.add(EarlierText(earlier, drafts.committed, is_repeat=request.is_repeat))
         drafts.trie.merge(request.draft, prefer=True)
         sequence = SequenceState(next(self._ids), request, sink, tokens, drafts, submitted_s=self._clock())
         sequence.chooser = chooser_of(request, tokens, self._limits.vocab_size)
@@ -270,9 +275,15 @@ class Engine:
             return sink(EndEvent("cancelled", sequence.usage))
         kept = len(sequence.tokens) - len(sequence.generated) + base
         sequence.tokens[kept:] = tokens
-        sequence.drafts.rewind(base, tokens, sequence.tokens)
+        request = sequence.request
+        sequence.drafts.rewind(base, tokens, own_sources(self._config, sequence.tokens, request.params))
         sequence.sink = sink
         self._cache.cut(sequence, kept)
+        if sequence.chooser is not None:
+            try:
+                sequence.chooser.go_back(sequence.tokens, kept - base - request.num_generated, kept)
+            except RequestError as error:  # a grammar's limits
+                self._finish(sequence, "error", error, is_sound=True)
 
     def fault(self) -> str | None:
         """Why the engine cannot work now; None when it can."""
@@ -483,8 +494,10 @@ class Engine:
         first = 0
         spoiled: list[tuple[Share, ModelFault]] = []
         refused: list[tuple[SequenceState, RequestError]] = []
+        hidden = self._runner.hidden_rows() if self._config.heads is not None else None
         for share in shares:
             own = rows[first : first + share.num_rows]
+            states = None if hidden is None else hidden[first : first + share.num_rows]
             first += share.num_rows
             if not share.is_complete:
                 share.sequence.computed += len(share.new)
@@ -508,6 +521,7 @@ class Engine:
             except RequestError as error:  # a grammar's limits, or what it leaves together with other rules
                 refused.append((sequence, error))
                 continue
+            teach(share, branch, own, states)
             is_held = self._move_into_place(sequence, branch.nodes)
             self._take_tokens(share, branch.tokens, branch.nodes, now, is_held=is_held)
         for sequence, refusal in refused:

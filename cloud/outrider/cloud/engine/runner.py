@@ -14,7 +14,7 @@ from outrider.cloud.engine.scheduler import Share
 from outrider.cloud.pending.chosen import NOTHING, Chosen
 from outrider.models.acceptance import AcceptedBranch, accept, accept_picks, accept_tree, accept_tree_picks
 from outrider.models.errors import ModelFault
-from outrider.models.runtimes.base import BatchRuntime, PickingRuntime, SequenceSlice, TreeRuntime
+from outrider.models.runtimes.base import BatchRuntime, HiddenRuntime, PickingRuntime, SequenceSlice, TreeRuntime
 from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.chooser import RowChooser
 
@@ -40,6 +40,11 @@ class ModelRunner:
         ]
         positions = [position for share in shares for position in share.row_positions]
         return self._run([share.as_slice() for share in shares], params, positions)
+
+    def hidden_rows(self) -> NDArray[np.float32]:
+        """The last hidden states of the latest step's rows."""
+        assert isinstance(self._runtime, HiddenRuntime)
+        return self._runtime.hidden_rows()
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Moves keys and values of an accepted branch into place. Raises what the runtime raises."""

@@ -27,7 +27,8 @@ from outrider.cloud.pending.policy import (
     next_rate,
     plan_wait,
 )
-from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, NUM_PROMPT_KINDS, REPEATED, UNHINTED, Node, is_looked_up
+from outrider.cloud.pending.selection import expected_gain
+from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, REPEATED, UNHINTED, Node, is_looked_up
 from outrider.models.tree_draft import ROOT, TreeDraft
 
 _LIKELY: Final = 0.05  # survival below which a drafted token is not verified even when only passes count
@@ -36,8 +37,9 @@ _MANY: Final = 64  # drafted tokens of all sequences beyond which nodes are look
 _STRETCH: Final = 8  # tokens over which the cheapest of them is averaged: a curve may have flat steps
 _SURE: Final = 0.6  # chance of the next token from which a pending guess is not compared with a wait
 _LITTLE: Final = 0.25  # survival of a path's end beyond which little is gained by waiting for more of it
-_HOPELESS: Final = 0.04  # the chance of a lookup's first token below which few are made
-_PROBE_EVERY: Final = 16  # commits between lookups that are hopeless
+_BETTER: Final = (
+    1.1  # of the tokens that the device's drafts are expected to gain, from which another guess replaces them
+)
 _TREE_MEMORY: Final = 0.9
 _MOST_TREE_RATIO: Final = 4.0  # of one tree step: a runtime may prepare for a new shape
 _FIRST_TRIAL: Final = 64  # tree steps declined before another is tried; each trial that shows no change doubles it
@@ -165,33 +167,52 @@ class Drafting:
         return kind != UNHINTED and kind >= NUM_LOOKUP_KINDS and drafts.chances.rates()[kind] < _SURE
 
     def _look_up(self, drafts: PendingDrafts) -> None:
-        """Looks up what follows: where the request is repeated, in its earlier text; else where nothing is pending, in
-        an earlier text or the text itself, whichever has proved the better source.
+        """Asks the verifier's own sources what follows: where nothing is pending, where one repeats the request, and
+        where one gains more than the device's pending drafts.
         """
+        selection, trie = drafts.selection, drafts.trie
         most = min(self._max_draft, drafts.num_left - 1)
-        path, kinds = drafts.earlier.propose(most) if drafts.earlier is not None else ([], [])
-        if drafts.trie and not (kinds and kinds[0] == REPEATED):
+        if not selection or most <= 0:
             return
-        rates = drafts.chances.rates()
-        copied = rates[kinds[0]] if kinds else 0.0
-        if drafts.lookup is not None and max(rates[:NUM_PROMPT_KINDS]) > copied:
-            if max(rates[:NUM_PROMPT_KINDS]) < _HOPELESS and drafts.num_skipped < _PROBE_EVERY:
-                drafts.num_skipped += 1
-            else:
-                drafts.num_skipped = 0
-                found = drafts.lookup.propose(most)
-                if found[1] and rates[found[1][0]] > copied:
-                    path, kinds = found
-        drafts.trie.merge_lookup(path, kinds)
+        of_device: float | None = None
+        if trie and not selection.goes_first:
+            if not trie.has_device_nodes:
+                return  # a guess that holds so far
+            of_device = self._gain_of_device(drafts)
+            if not selection.may_beat(of_device):
+                return self._prefer_device(drafts)
+        step_s, extra_s = self.curve.step_and_extra() if self.curve.is_known else (None, 0.0)
+        if self._policy is Policy.VERIFY:
+            step_s, extra_s = None, 0.0
+        guesses = selection.choose(most, drafts.chances.rates(), step_s, extra_s)
+        if of_device is not None and (not guesses or guesses[0].gain <= _BETTER * of_device):
+            return self._prefer_device(drafts)  # their guesses are compared with the text all the same
+        for guess in guesses if self._with_trees else guesses[:1]:
+            trie.merge_lookup(guess.tokens, guess.kinds)
+        if guesses and (of_device is not None or len(guesses) > 1):
+            trie.prefer(guesses[0].tokens)
+
+    def _gain_of_device(self, drafts: PendingDrafts) -> float:
+        """Tokens that the likeliest path of the device's drafts is expected to gain."""
+        most = min(self._max_draft, drafts.num_left - 1)
+        path, rates = drafts.trie.path_of_device(most), drafts.chances.rates()
+        by_position = drafts.acceptance.rates(len(path))
+        return expected_gain(
+            [by_position[index] if node.kind == UNHINTED else rates[node.kind] for index, node in enumerate(path)]
+        )
+
+    def _prefer_device(self, drafts: PendingDrafts) -> None:
+        """Ends an earlier preference for another guess."""
+        best = drafts.trie.root.best
+        if best is not None and is_looked_up(best.kind):
+            drafts.trie.prefer(drafts.trie.likeliest_of_device(self._max_draft))
 
     def _looks_up_as_well_as(self, drafts: PendingDrafts, alpha: float) -> bool:
-        """Whether some lookup may be accepted as often as the device's drafts."""
+        """Whether some source of the verifier's own may be accepted as often as the device's drafts."""
         rates = drafts.chances.rates()
-        is_repeat = drafts.earlier is not None and drafts.earlier.is_repeat
-        return (
-            (drafts.lookup is not None and max(rates[:NUM_PROMPT_KINDS]) >= alpha)
-            or (drafts.earlier is not None and max(rates[NUM_PROMPT_KINDS:NUM_LOOKUP_KINDS]) >= alpha)
-            or (is_repeat and rates[REPEATED] >= alpha)
+        return any(
+            max(rates[kind] for kind in source.kinds) >= alpha or (source.goes_first and rates[REPEATED] >= alpha)
+            for source in drafts.selection
         )
 
     # -- waiting -----------------------------------------------------------------------------------------------------

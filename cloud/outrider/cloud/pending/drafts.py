@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from outrider.cloud.pending.earlier import EarlierText
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag
-from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.node_chances import NodeChances, Test
 from outrider.cloud.pending.policy import NO_WAIT, Wait
+from outrider.cloud.pending.selection import Selection
+from outrider.cloud.pending.sources import DraftSource
 from outrider.cloud.pending.trie import UNHINTED, DraftTrie, is_looked_up
 
 
@@ -21,7 +21,7 @@ class PendingDrafts:
     max_new: tokens that the sequence may commit in all. patience_ms: longest wait for a draft; None: no bound.
     num_own: drafted tokens that a /v1/verify item brought, all of which are verified at once; None for a session.
     has_company: other sequences run too. acceptance: of the likeliest path; chances: of numbered and looked-up nodes.
-    lookup: None where nothing is looked up. earlier: what followed the same prompt before, if known.
+    selection: the verifier's own sources, if any.
     num_lookup_chosen: looked-up tokens chosen for the step.
     """
 
@@ -29,8 +29,7 @@ class PendingDrafts:
     max_new: int
     acceptance: AcceptanceEstimator
     chances: NodeChances = field(default_factory=NodeChances)
-    lookup: PromptLookup | None = None
-    earlier: EarlierText | None = None
+    selection: Selection = field(default_factory=Selection)
     lag: DraftLag = field(default_factory=DraftLag)
     patience_ms: float | None = None
     num_own: int | None = None
@@ -43,7 +42,6 @@ class PendingDrafts:
     waited_s: float = 0.0
     has_company: bool = False
     num_lookup_chosen: int = 0
-    num_skipped: int = 0  # lookups, since the last one
 
     @property
     def num_left(self) -> int:
@@ -58,17 +56,16 @@ class PendingDrafts:
         """The drafted tokens of a /v1/verify item, as far as there is room for them beside its prompt."""
         return self.likeliest(min(self.num_own, room)) if self.num_own is not None else []
 
-    def rewind(self, base: int, tokens: Sequence[int], text: Sequence[int]) -> None:
+    def rewind(self, base: int, tokens: Sequence[int], sources: Iterable[DraftSource]) -> None:
         """Replaces the tokens generated after the first `base` by `tokens`, and drops what is pending.
 
-        text: the sequence's, prompt included. The list of committed tokens is another one then: a thread that reads the
-        old one sees it as it was.
+        sources: new ones, for the text as it is now. The list of committed tokens is another one then: a thread that
+        reads the old one sees it as it was.
         """
         self.committed = [*self.committed[:base], *tokens]
         self.trie = DraftTrie()
         self.trie.root.position = len(self.committed)
-        self.lookup = PromptLookup(text) if self.lookup is not None else None
-        self.earlier = None
+        self.selection = self.selection.renewed(sources)
         self.wait, self.wait_nodes, self.num_lookup_chosen = NO_WAIT, 0, 0
 
     def advance(self, tokens: Sequence[int]) -> int:
@@ -77,6 +74,7 @@ class PendingDrafts:
         Returns how many of them, the last left out, were looked up.
         """
         trie, num_looked_up, last = self.trie, 0, len(tokens) - 1
+        self.selection.committed(tokens)
         tests: list[Test] = []
         for index, token in enumerate(tokens):
             root = trie.root

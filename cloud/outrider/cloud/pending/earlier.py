@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from outrider.cloud.pending.lookup import MAX_MATCH, MIN_MATCH
-from outrider.cloud.pending.trie import NUM_LOOKUP_KINDS, NUM_PROMPT_KINDS, REPEATED
+from outrider.cloud.pending.trie import EARLIER_KINDS, PREDICTED_KINDS, REPEATED
 
 MAX_TOKENS: Final = 1 << 14
 """Tokens of an earlier text that are used: the first. The search for a place to rejoin takes 20 us."""
@@ -18,22 +18,25 @@ _LONG_RUNS: Final = (4, 16)
 """An agreement of more tokens than these is one kind further."""
 
 
-def kind_after(run: int) -> int:
+def kind_after(run: int, kinds: range = EARLIER_KINDS) -> int:
     """The kind of a node that continues an earlier text after `run` equal tokens."""
-    return NUM_PROMPT_KINDS + sum(run > longest for longest in _LONG_RUNS)
+    return kinds[sum(run > longest for longest in _LONG_RUNS)]
 
 
-assert kind_after(1 << 30) == NUM_LOOKUP_KINDS - 1
+assert len(EARLIER_KINDS) == len(PREDICTED_KINDS) == len(_LONG_RUNS) + 1
 
 
 class EarlierText:
     """An earlier text, and where the present one is in it.
 
     committed: the sequence's tokens; read, never changed, only grows. is_repeat: the earlier text was picked with the
-    same sampling parameters and seed, so the present one is equal until rounding makes a difference.
+    same sampling parameters and seed, so the present one is equal until rounding makes a difference. kinds: of its
+    nodes; PREDICTED_KINDS for a text that the request brought as its prediction.
     """
 
-    def __init__(self, tokens: Sequence[int], committed: Sequence[int], *, is_repeat: bool) -> None:
+    def __init__(
+        self, tokens: Sequence[int], committed: Sequence[int], *, is_repeat: bool, kinds: range = EARLIER_KINDS
+    ) -> None:
         self._tokens = list(tokens[:MAX_TOKENS])
         self._array = np.array(self._tokens, np.int64)
         self._committed = committed
@@ -42,6 +45,12 @@ class EarlierText:
         self._run = 0  # tokens that agreed up to there
         self._is_aligned = True
         self.is_repeat = is_repeat
+        self.kinds = kinds
+
+    @property
+    def goes_first(self) -> bool:
+        """While it repeats an equal request."""
+        return self.is_repeat
 
     def propose(self, most: int) -> tuple[list[int], list[int]]:
         """At most `most` tokens that follow here in the earlier text, and their kinds; nothing where it is left."""
@@ -51,7 +60,7 @@ class EarlierText:
         tokens = self._tokens[self._at : self._at + most]
         if self.is_repeat:
             return tokens, [REPEATED] * len(tokens)
-        return tokens, [kind_after(self._run + index) for index in range(len(tokens))]
+        return tokens, [kind_after(self._run + index, self.kinds) for index in range(len(tokens))]
 
     def _follow(self) -> None:
         """Compares what was committed since the last call."""

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.cloud.pending.trie import NUM_PROMPT_KINDS
+from outrider.cloud.pending.trie import PROMPT_KINDS
 
 MAX_MATCH: Final = 4
 MIN_MATCH: Final = 2
@@ -29,11 +29,14 @@ def kind_of(matched: int) -> int:
     """The kind of a node that repeats the text after `matched` equal tokens."""
     if matched <= _LONG_MATCHES[0]:
         return matched - MIN_MATCH
-    return 3 if matched <= _LONG_MATCHES[1] else NUM_PROMPT_KINDS - 1
+    return 3 if matched <= _LONG_MATCHES[1] else PROMPT_KINDS[-1]
 
 
 class PromptLookup:
     """Looks up continuations in one sequence's own text, which only grows. text: read, never changed."""
+
+    kinds = PROMPT_KINDS
+    goes_first = False
 
     def __init__(self, text: Sequence[int]) -> None:
         self._text = text

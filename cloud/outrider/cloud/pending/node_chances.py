@@ -1,5 +1,5 @@
-"""Measures how likely a pending node is to be picked where its parent was, by its kind: level, or length of a lookup or
-of an earlier text's agreement.
+"""Measures how likely a pending node is to be picked where its parent was, by its kind: the device's level, or how
+sure a source of the verifier's own is.
 
 A commit tests every child of each node that it passes, verified or not: at most one of them is hit. The rate of a kind
 is shrunk to its nominal chance times the session's own ratio of hits to promised chances. So a device that promises too
@@ -12,15 +12,40 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from outrider.cloud.pending.trie import NUM_KINDS, NUM_LOOKUP_KINDS, NUM_PROMPT_KINDS, REPEATED, UNHINTED, Node
+from outrider.cloud.pending.trie import (
+    EARLIER_KINDS,
+    HEAD_KINDS,
+    NUM_KINDS,
+    POOL_KINDS,
+    PREDICTED_KINDS,
+    PROMPT_KINDS,
+    REPEATED,
+    UNHINTED,
+    Node,
+)
 from outrider.models.tree_draft import CHANCES
 
 Test = tuple[Sequence[Node], int, Node | None]
 """The children of a node, the token that was committed there, and the likeliest of the children."""
 
-NOMINAL: Final = (0.2, 0.35, 0.5, 0.7, 0.85, 0.4, 0.7, 0.85, 0.0, *CHANCES, 0.98)
+NOMINAL: Final = (
+    *(0.2, 0.35, 0.5, 0.7, 0.85),
+    *(0.4, 0.7, 0.85),
+    *(0.4, 0.7, 0.85),
+    *(0.2, 0.35, 0.2),
+    *(0.05, 0.15, 0.35, 0.6, 0.85),
+    *(0.0, *CHANCES),
+    0.98,
+)
 """By kind. Unhinted nodes have none: `AcceptanceEstimator` measures them by position."""
 assert len(NOMINAL) == NUM_KINDS
+
+_SOURCES: Final = (PROMPT_KINDS, (*EARLIER_KINDS, REPEATED), PREDICTED_KINDS, POOL_KINDS, HEAD_KINDS)
+"""Kinds that keep or break their promises together: those of each source of the verifier's own."""
+_DEVICE: Final = len(_SOURCES)
+_SOURCE_OF: Final = tuple(
+    next((source for source, kinds in enumerate(_SOURCES) if kind in kinds), _DEVICE) for kind in range(NUM_KINDS)
+)
 
 _KIND_WEIGHT: Final = 4.0  # of the nominal chance, in nodes tested
 _KIND_MEMORY: Final = 0.97  # weight of a test after a newer one of its kind
@@ -65,9 +90,10 @@ class NodeChances:
 
     def __init__(self, parent: NodeChances | None = None) -> None:
         promise = partial(_Ratio, 1.0, _RATIO_WEIGHT, least=_LEAST_PRIOR, most=_MOST_RATIO)
-        self._device: _Ratio = promise(parent=parent._device if parent is not None else None)
-        self._lookup: _Ratio = promise(parent=parent._lookup if parent is not None else None)
-        self._earlier: _Ratio = promise(parent=parent._earlier if parent is not None else None)
+        # Hits for each promised chance, by source; the last is the device.
+        self._kept: list[_Ratio] = [
+            promise(parent=parent._kept[source] if parent is not None else None) for source in range(_DEVICE + 1)
+        ]
         self._covered: _Ratio = _Ratio(
             0.3, 5.0, least=_LEAST_COVERED, most=0.95, parent=parent._covered if parent is not None else None
         )
@@ -78,7 +104,8 @@ class NodeChances:
 
     def observe(self, tests: Sequence[Test]) -> None:
         """Learns from a commit: what was pending at each of its tokens."""
-        promised = hits = looked_up = found = covered = missed = copied = agreed = 0.0
+        promised, hits = [0.0] * (_DEVICE + 1), [0.0] * (_DEVICE + 1)
+        covered = missed = 0.0
         accepted, tested = self._accepted, self._tested
         for children, token, best in tests:
             has_guess = False
@@ -91,26 +118,18 @@ class NodeChances:
                 else:
                     accepted[kind] *= _KIND_MEMORY
                     is_hit = False
-                if kind < NUM_PROMPT_KINDS:
-                    looked_up += NOMINAL[kind]
-                    found += is_hit
-                elif kind < NUM_LOOKUP_KINDS or kind == REPEATED:
-                    copied += NOMINAL[kind]
-                    agreed += is_hit
-                else:
+                source = _SOURCE_OF[kind]
+                if source == _DEVICE:
                     has_guess = has_guess or is_hit
-                    if kind > UNHINTED:
-                        promised += NOMINAL[kind]
-                        hits += is_hit
+                if kind != UNHINTED:
+                    promised[source] += NOMINAL[kind]
+                    hits[source] += is_hit
             if best is not None and UNHINTED <= best.kind < REPEATED and best.token != token:
                 missed += 1.0
                 covered += has_guess
-        if promised:
-            self._device.observe(hits, promised)
-        if looked_up:
-            self._lookup.observe(found, looked_up)
-        if copied:
-            self._earlier.observe(agreed, copied)
+        for ratio, kept, of in zip(self._kept, hits, promised, strict=True):
+            if of:
+                ratio.observe(kept, of)
         if missed:
             self._covered.observe(covered, missed, is_common=self.has_hints)
         self._rates = None
@@ -126,15 +145,13 @@ class NodeChances:
     def rates(self) -> list[float]:
         """By kind: the chance that a node is picked where its parent was. That of unhinted nodes means nothing."""
         if self._rates is None:
-            device, lookup = _KIND_WEIGHT * self._device.value(), _KIND_WEIGHT * self._lookup.value()
-            earlier = _KIND_WEIGHT * self._earlier.value()
+            weights = [_KIND_WEIGHT * ratio.value() for ratio in self._kept]
             rates = [
-                (accepted + nominal * device) / (tested + _KIND_WEIGHT)
-                for accepted, tested, nominal in zip(self._accepted, self._tested, NOMINAL, strict=True)
+                (accepted + nominal * weights[source]) / (tested + _KIND_WEIGHT)
+                for accepted, tested, nominal, source in zip(
+                    self._accepted, self._tested, NOMINAL, _SOURCE_OF, strict=True
+                )
             ]
-            for kind in (*range(NUM_LOOKUP_KINDS), REPEATED):
-                source = lookup if kind < NUM_PROMPT_KINDS else earlier
-                rates[kind] = (self._accepted[kind] + NOMINAL[kind] * source) / (self._tested[kind] + _KIND_WEIGHT)
             if max(rates) > _MOST_RATE:
                 rates = [min(_MOST_RATE, rate) for rate in rates]
             self._rates = rates

@@ -22,14 +22,22 @@ MAX_NUMBERS: Final = 1024
 MAX_ORPHANS: Final = 256
 """Nodes that wait for their parent to arrive."""
 
-# A node's kind says what its chance is estimated from: prompt lookup, by the length of the text that matched; an
-# earlier text after the same prompt, by the length that agreed; nothing (the path form); the level that the device gave
-# it; or a repetition of the same request. Of siblings, the one of the highest kind is the likeliest: a device knows
-# more than a lookup, and a repetition repeats.
-NUM_PROMPT_KINDS: Final = 5
-"""Kinds below this come from prompt lookup."""
-NUM_LOOKUP_KINDS: Final = NUM_PROMPT_KINDS + 3
-"""Kinds from there to below this come from an earlier text."""
+# A node's kind says what its chance is estimated from: for a source of the verifier's own, how sure that source is;
+# nothing (the path form); the level that the device gave it; or a repetition of the same request. Of siblings, the one
+# of the highest kind is the likeliest unless `prefer` says otherwise: a device knows more than a lookup, and a
+# repetition repeats.
+PROMPT_KINDS: Final = range(5)
+"""Prompt lookup, by the length of the text that matched."""
+EARLIER_KINDS: Final = range(5, 8)
+"""An earlier text after the same prompt, by the length that agreed."""
+PREDICTED_KINDS: Final = range(8, 11)
+"""A text that the request brought as its prediction, likewise."""
+POOL_KINDS: Final = range(11, 14)
+"""The pool of n-grams: after one equal token, after two, and the target's picks after a rejected guess."""
+HEAD_KINDS: Final = range(14, 19)
+"""Draft heads, by the probability that they give."""
+NUM_LOOKUP_KINDS: Final = HEAD_KINDS.stop
+"""Kinds below this come from a source of the verifier's own."""
 UNHINTED: Final = NUM_LOOKUP_KINDS
 LEVELS: Final = UNHINTED + 1
 """The kind of level 0; the others follow."""
@@ -41,7 +49,7 @@ _DROPPED: Final = -1
 
 
 def is_looked_up(kind: int) -> bool:
-    """Whether a node comes from prompt lookup or an earlier text, not from the device."""
+    """Whether a node comes from a source of the verifier's own, not from the device."""
     return kind < NUM_LOOKUP_KINDS or kind == REPEATED
 
 
@@ -106,6 +114,16 @@ class DraftTrie:
             node = self._attach(node, token, kind)
             if node is _GONE:
                 return
+
+    def prefer(self, path: Sequence[int]) -> None:
+        """Makes a pending path the likeliest, as far as it is pending; until the device sends other nodes there."""
+        node = self.root
+        for token in path:
+            child = node.children.get(token) if node.children is not None else None
+            if child is None:
+                break
+            node.best = node = child
+        self._likeliest = (0, [])
 
     def merge_tree(self, message: TreeDraft, committed: Sequence[int]) -> int:
         """Adds a device's numbered nodes. Returns the position of its deepest node; 0 if none is pending or committed.
@@ -272,12 +290,17 @@ class DraftTrie:
 
     def likeliest_of_device(self, limit: int) -> list[int]:
         """The likeliest path, as far as the device sent it."""
-        path = self.likeliest(limit)
-        if self.num_looked_up:
-            length, node = 0, self.root.best
-            while node is not None and not is_looked_up(node.kind) and length < len(path):
-                length, node = length + 1, node.best
-            del path[length:]
+        if not self.num_looked_up:
+            return self.likeliest(limit)
+        return [node.token for node in self.path_of_device(limit)]
+
+    def path_of_device(self, limit: int) -> list[Node]:
+        """The nodes of that path. Where a looked-up node is preferred to the device's, it follows the device's."""
+        path: list[Node] = []
+        node = _device_child(self.root)
+        while node is not None and len(path) < limit:
+            path.append(node)
+            node = _device_child(node)
         return path
 
     def nodes(self) -> Iterator[tuple[tuple[int, ...], Node]]:
@@ -288,3 +311,12 @@ class DraftTrie:
             for child in (parent.children or {}).values():
                 yield (*path, child.token), child
                 stack.append(((*path, child.token), child))
+
+
+def _device_child(parent: Node) -> Node | None:
+    """The likeliest child that the device sent."""
+    best = parent.best
+    if best is None or not is_looked_up(best.kind):
+        return best
+    own = [child for child in (parent.children or {}).values() if not is_looked_up(child.kind)]
+    return max(own, key=lambda child: child.kind, default=None)

@@ -18,6 +18,7 @@ from outrider.cloud.server.options import ServeOptions, SpillWhen
 from outrider.cloud.server.sigterm import ends_at_once
 from outrider.cloud.server.target import LoadedTarget, Target
 from outrider.models.bundle import Bundle
+from outrider.models.draft_heads import DraftHeads
 from outrider.models.errors import ConfigError
 from outrider.models.manifest import Manifest
 from outrider.models.reference_export import REFERENCE
@@ -59,9 +60,10 @@ class BundleTarget(Target):
         started_s = time.monotonic()
         manifest = self._bundle.manifest
         with ends_at_once():
+            heads = _heads(self._bundle) if self._options.heads else None
             runtime = open_batch_runtime(manifest.runtime, self._bundle.model_file, self._loading)
         try:
-            engine = EngineThread(Engine(runtime, _config(self._options, self._identity)))
+            engine = EngineThread(Engine(runtime, _config(self._options, self._identity, heads)))
             try:
                 with ends_at_once():
                     engine.calibrate()
@@ -74,7 +76,7 @@ class BundleTarget(Target):
             runtime.close()
 
 
-def _config(options: ServeOptions, target: str) -> EngineConfig:
+def _config(options: ServeOptions, target: str, heads: DraftHeads | None) -> EngineConfig:
     spill = None
     if options.spill_dir is not None:
         always = options.spill is SpillWhen.ALWAYS
@@ -86,12 +88,22 @@ def _config(options: ServeOptions, target: str) -> EngineConfig:
         step_tokens=options.step_tokens,
         max_queue=options.max_queue,
         looks_up=options.lookup,
+        looks_ahead=options.lookahead,
+        heads=heads,
         share_prefixes=options.share_prefixes,
         share_between_owners=options.share_caches_between_keys,
         policy=options.policy,
         form=options.tree,
         spill=spill,
     )
+
+
+def _heads(bundle: Bundle) -> DraftHeads:
+    """The bundle's draft heads. Raises ConfigError where it has none."""
+    found = bundle.manifest.draft_heads
+    if found is None:
+        raise ConfigError(f"{bundle.path} has no draft heads; train them with `outrider-export heads`")
+    return DraftHeads.load(bundle.path / found.file)
 
 
 def _served_model(bundle: Bundle, name: str | None, target: str) -> ServedModel:
@@ -120,6 +132,7 @@ def _loading(bundle: Bundle, options: ServeOptions) -> RuntimeOptions:
         device=options.device or default_device,
         num_threads=options.threads,
         kv_cache_bytes=options.kv_cache_bytes,
+        keeps_hidden=options.heads,
         is_batch_invariant=options.tree is not TreeForm.TREE,
         cache_dir=str(options.cache_dir) if options.cache_dir else None,
         # torch loads safetensors in any type; the export was checked in this one.

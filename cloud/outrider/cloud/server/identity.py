@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from outrider.models.draft_heads import HEADS_FILE
 from outrider.models.manifest import Manifest
 from outrider.models.runtimes.base import RuntimeOptions
 
@@ -51,7 +52,12 @@ def instruction_set() -> str:
 
 
 def _is_model(path: str, format: str) -> bool:
-    """Whether a file of the bundle decides logits. Only safetensors need config.json: the other formats are graphs."""
+    """Whether a file of the bundle decides logits. Only safetensors need config.json: the other formats are graphs.
+
+    Draft heads are hints: they decide none.
+    """
+    if path == HEADS_FILE:
+        return False
     suffix = PurePosixPath(path).suffix.lower()
     return suffix in _MODEL_SUFFIXES or (format == "safetensors" and path == "config.json")
 

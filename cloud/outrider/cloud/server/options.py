@@ -141,6 +141,16 @@ class ServeOptions(AccessOptions, ReplicaOptions):
     lookup: Annotated[
         bool, typer.Option(help="Guess by prompt lookup where a device has sent nothing; also for completions.")
     ] = True
+    lookahead: Annotated[
+        bool,
+        typer.Option(
+            "--lookahead", help="Guess by lookahead decoding, too: from the picks that rejected drafts left behind."
+        ),
+    ] = False
+    heads: Annotated[
+        bool,
+        typer.Option("--heads", help="Guess by the bundle's draft heads, too; `outrider-export heads` trains them."),
+    ] = False
     recent: Annotated[
         bool,
         typer.Option(help="Keep the ids of recent texts, to draft a repeated prompt of the same key from them."),

@@ -131,6 +131,8 @@ def _refuse_others(options: ServeOptions) -> None:
         raise ConfigError("--cache-dir is for the embedded engine; leave it out with --engine vllm")
     if options.spill_dir is not None:
         raise ConfigError("--spill-dir keeps the embedded engine's KV cache; leave it out with --engine vllm")
+    if options.lookahead or options.heads:
+        raise ConfigError("--lookahead and --heads are the embedded engine's; leave them out with --engine vllm")
 
 
 def _manifest(path: Path) -> Manifest | None:

@@ -24,6 +24,7 @@ from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, Ste
 from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.node_chances import NodeChances
 from outrider.cloud.pending.policy import NO_WAIT, Policy
+from outrider.cloud.pending.selection import Selection
 from outrider.cloud.seam import SequenceUsage, Totals
 from outrider.cloud.vllm.terms import Terms
 from outrider.models.faults import log_fault
@@ -134,6 +135,7 @@ class Book:
             max_new=terms.max_tokens,
             acceptance=AcceptanceEstimator(self._max_draft, parent=self.drafting.acceptance),
             chances=NodeChances(self.drafting.chances),
+            selection=Selection(terms.params.seed),
             lag=DraftLag(terms.draft_lag_ms),
             patience_ms=terms.patience_ms,
             num_own=min(len(terms.draft), self._max_draft) if terms.once else None,
@@ -145,9 +147,9 @@ class Book:
         """Takes the draft that the request brought, and its prompt for lookups."""
         terms, drafts = served.terms, served.drafts
         if self._looks_up and not terms.once and not terms.is_probe:
-            drafts.lookup = PromptLookup(served.tokens)
+            drafts.selection.add(PromptLookup(served.tokens))
         if terms.earlier:
-            drafts.earlier = EarlierText(terms.earlier, drafts.committed, is_repeat=terms.is_repeat)
+            drafts.selection.add(EarlierText(terms.earlier, drafts.committed, is_repeat=terms.is_repeat))
         drafts.trie.merge(terms.draft, prefer=True)
 
     def close(self, served: Served) -> None:

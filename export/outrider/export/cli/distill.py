@@ -98,7 +98,7 @@ def distill(
     )
     draft_model = reference_directories().draft if draft == REFERENCE else draft
     target_model = reference_directories().target if target == REFERENCE else target
-    with _shown(is_quiet=as_json) as report:
+    with shown(is_quiet=as_json) as report:
         result = distill_draft(draft_model, target_model, prompts, out, options, report)
     _print(result, as_json=as_json)
     if result.signal is not None:
@@ -124,7 +124,7 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 
 @contextlib.contextmanager
-def _shown(*, is_quiet: bool) -> Iterator[Report]:
+def shown(*, is_quiet: bool) -> Iterator[Report]:
     """A report that shows a bar for the present stage and leaves a line for what is news."""
     # The console keeps the present sys.stderr: quiet_upstream redirects it while upstream runs.
     console = Console(file=sys.stderr)

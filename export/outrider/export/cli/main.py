@@ -15,6 +15,7 @@ from click.core import ParameterSource
 from outrider.export.cli.display import show_progress
 from outrider.export.cli.distill import distill
 from outrider.export.cli.families import families
+from outrider.export.cli.heads import heads
 from outrider.export.cli.reporting import report, report_sweep
 from outrider.export.make.pair import export_pair, reference_directories
 from outrider.export.make.pipeline import export_model
@@ -296,6 +297,9 @@ def inspect(
 
 
 app.command()(distill)
+
+
+app.command()(heads)
 
 
 def _show_next(out: Path, *, as_json: bool) -> None:

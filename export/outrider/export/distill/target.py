@@ -27,7 +27,7 @@ from outrider.export.source.torch_source import load_source_model
 
 MEASURED_AT: Final = (0.0, 0.5, 0.8)
 MAX_MEASURED_TOKENS: Final = 64
-_DTYPES: Final = {"bf16": ("bfloat16", 2), "fp32": ("float32", 4)}
+DTYPES: Final = {"bf16": ("bfloat16", 2), "fp32": ("float32", 4)}
 _TEXTS: Final = "texts.json"
 
 
@@ -69,7 +69,7 @@ def write_target_text(
     places = {name: folder / name for name in ("pool", "validation", "test")}
     passages = _read_texts(folder)
     if len(passages) < len(MEASURED_AT) or not all(is_complete(place) for place in places.values()):
-        dtype, size = _DTYPES[options.target_dtype]
+        dtype, size = DTYPES[options.target_dtype]
         report(Event("target", 0.0, f"loading {source.name} in {options.target_dtype}"))
         target = load_for_torch(source, dtype, device)
         rows = rollout_rows(target.config, options.row_length, size)

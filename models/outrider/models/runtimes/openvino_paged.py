@@ -99,6 +99,17 @@ class OpenVinoPagedRuntime:
         return logits if self._model.gathers_rows else logits[step.logit_rows]
 
     @property
+    def hidden_size(self) -> int | None:
+        """Numbers of a hidden state; None where they are not kept."""
+        return self._model.hidden_size
+
+    def hidden_rows(self) -> NDArray[np.float32]:
+        """The last hidden states of the latest step's rows, [R, hidden_size] float32, valid until the next call."""
+        assert self._model.hidden_size is not None, "hidden states are not kept"
+        hidden: NDArray[np.float32] = self._request.get_output_tensor(1).data
+        return hidden.reshape(-1, self._model.hidden_size)
+
+    @property
     def why_no_trees(self) -> str | None:
         """Masks are for whole sequences, so not for a batch-invariant load; wrong with sliding windows and ALiBi."""
         return self._why_no_trees

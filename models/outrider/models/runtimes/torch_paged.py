@@ -69,6 +69,9 @@ class TorchPagedRuntime:
             torch.set_num_threads(options.num_threads)
         self._layers: dict[int, LayerCache] | None = None  # until the model has run some tokens
         self._padding_slot = 0
+        self._hidden: list[torch.Tensor] = []  # what the LM head got: the rows of each of its calls
+        self._hidden_rows: torch.Tensor | None = None  # of the latest step
+        self._keeps_hidden = options.keeps_hidden
         shapes = self._load(dtype)
         config: Any = self._model.config.get_text_config()
         elements = sum(heads * size for shape in shapes.values() for heads, size in shape)
@@ -87,6 +90,8 @@ class TorchPagedRuntime:
 
         self._layers = {layer: LayerCache(zeros(keys), zeros(values)) for layer, (keys, values) in shapes.items()}
         self._limits = ModelLimits(config.vocab_size, _max_positions(self._model.config, options))
+        if self._keeps_hidden:
+            self._model.get_output_embeddings().register_forward_pre_hook(self._note_hidden)
 
     def _load(self, dtype: torch.dtype) -> dict[int, SlotShape]:
         """Loads the model so that every layer attends over our cache, through the interface or through `Cache`.
@@ -176,6 +181,20 @@ class TorchPagedRuntime:
         return found
 
     @property
+    def hidden_size(self) -> int | None:
+        """Numbers of a hidden state; None where they are not kept."""
+        return int(self._model.get_output_embeddings().weight.shape[1]) if self._keeps_hidden else None
+
+    def hidden_rows(self) -> NDArray[np.float32]:
+        """The last hidden states of the latest step's rows: [R, hidden_size] float32."""
+        assert self._hidden_rows is not None, "nothing has run, or hidden states are not kept"
+        rows: NDArray[np.float32] = self._hidden_rows.float().cpu().numpy()
+        return rows
+
+    def _note_hidden(self, module: Any, given: tuple[torch.Tensor, ...]) -> None:
+        self._hidden.append(given[0].detach())
+
+    @property
     def why_no_trees(self) -> str | None:
         """Masks are right with sliding windows too; but attention of a family's own may count slots, as ALiBi does."""
         if self._is_packed:
@@ -263,11 +282,13 @@ class TorchPagedRuntime:
     def _run_packed(self, step: RaggedStep, plan: AttentionPlan) -> torch.Tensor:
         rows = self._tensor(step.logit_rows)
         with carried_out(plan):
-            return self._forward(rows, input_ids=step.input_ids[None], position_ids=step.position_ids[None])
+            logits = self._forward(rows, input_ids=step.input_ids[None], position_ids=step.position_ids[None])
+        self._hidden_rows = self._take_hidden(rows)
+        return logits
 
     def _run_grouped(self, step: RaggedStep, plan: AttentionPlan) -> torch.Tensor:
         """Runs each group as a batch of its own."""
-        pieces, places = [], []
+        pieces, places, states = [], [], []
         wanted = np.zeros(len(step.input_ids), np.bool_)
         wanted[step.logit_rows] = True
         for group in plan.groups:
@@ -284,9 +305,20 @@ class TorchPagedRuntime:
                     use_cache=True,
                 )
             )
+            states.append(self._take_hidden(self._tensor(chosen)))
             places.append(rows[chosen])
         order = np.argsort(np.concatenate(places), kind="stable")  # the rows of a step are in the order of its tokens
+        kept = [state for state in states if state is not None]
+        self._hidden_rows = torch.cat(kept)[self._tensor(order)] if kept else None
         return torch.cat(pieces)[self._tensor(order)]
+
+    def _take_hidden(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """The hidden states of a call's rows, which the LM head got alone, or among those of all tokens."""
+        if not self._hidden:
+            return None
+        flat = self._hidden.pop().flatten(0, -2)
+        self._hidden.clear()
+        return flat if len(flat) == len(rows) else flat[rows]
 
     def _forward(self, rows: torch.Tensor, **arguments: Any) -> torch.Tensor:
         """Runs the model; the logits of `rows` of its tokens, all sequences one after the other: [R, vocab_size]."""

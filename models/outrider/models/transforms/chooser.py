@@ -71,6 +71,12 @@ class RowChooser:
             for token in tokens[first + state.length :]:
                 state.advance(token)
 
+    def go_back(self, tokens: Sequence[int], first: int, kept: int) -> None:
+        """As `follow`, where of the text that the states have seen only what is before index `kept` is left."""
+        for state in self.states:
+            state.truncate(min(state.length, kept - first))
+        self.follow(tokens, first)
+
     def choose(
         self,
         rows: Sequence[Row] | Row,

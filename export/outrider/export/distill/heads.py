@@ -1,0 +1,189 @@
+"""Trains draft heads for a target bundle, for `outrider-export heads`, and puts them beside the model.
+
+The bundle is written again as a whole, at its own place or at another: its files, the heads, and the manifest with
+what was measured. The model's files do not change, nor does the target's identity: heads are hints.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+
+from outrider.export.disk import telling_of_full_disks
+from outrider.export.distill.options import TargetDtype
+from outrider.export.distill.prompts import Split, split_prompts
+from outrider.export.distill.target import DTYPES, load_for_torch
+from outrider.export.distill.trainer.heads import Heads as TrainedHeads
+from outrider.export.distill.trainer.heads import HiddenStates, measure_heads, train_heads
+from outrider.export.distill.trainer.memory import rollout_rows
+from outrider.export.distill.trainer.pool import Pool, PoolPlan, sample_pool
+from outrider.export.distill.trainer.progress import Event, Report, Stop, never, silent
+from outrider.export.source.model_source import SourceModel, read_source
+from outrider.export.source.prompts import encode_prompts
+from outrider.models.bundle import Bundle
+from outrider.models.bundle_writer import BundleWriter
+from outrider.models.draft_heads import FORMAT, HEADS_FILE
+from outrider.models.errors import ConfigError
+from outrider.models.manifest import HeadAcceptance, Heads, Manifest
+from outrider.models.tokenizer import require_same_tokenizer
+
+MAX_HEADS: Final = 5
+
+
+@dataclass(frozen=True, slots=True)
+class HeadOptions:
+    """count: of heads. minutes, steps: of training, one of the two. tokens: of the target's text to train on.
+
+    row_length: tokens per row, prompt included. rate: peak learning rate of AdamW. heldout: share of the prompts.
+    Raises ConfigError for invalid values.
+    """
+
+    count: int = 3
+    minutes: float | None = None
+    steps: int | None = None
+    tokens: int = 200_000
+    row_length: int = 256
+    rate: float = 1e-3
+    seed: int = 0
+    heldout: float = 0.1
+    is_chat: bool = False
+    target_dtype: TargetDtype = "bf16"
+    device: str = "cpu"
+    num_threads: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= MAX_HEADS:
+            raise ConfigError(f"{self.count} heads were asked for; expected 1 to {MAX_HEADS}")
+        if (self.minutes is None) == (self.steps is None):
+            raise ConfigError("the training has no budget or two; give --minutes or --steps")
+        if self.row_length < 2 * self.count + 8:
+            raise ConfigError(f"rows have {self.row_length} tokens; expected at least {2 * self.count + 8}")
+
+
+def add_heads(
+    bundle: Path,
+    model: str | Path,
+    prompts: Sequence[Any],
+    options: HeadOptions,
+    *,
+    out: Path | None = None,
+    report: Report = silent,
+    stop: Stop = never,
+) -> Bundle | None:
+    """Trains heads on `model` and writes `bundle` with them, at its place or at `out`; None if it was stopped before.
+
+    model: the directory or hub id that the bundle was made from. Raises ConfigError for another model, and what
+    `read_source`, `Bundle.open` and `BundleWriter` raise; nothing is written then.
+    """
+    opened, source = Bundle.open(bundle), read_source(model)
+    _require_source(opened, source)
+    split = split_prompts(
+        encode_prompts(prompts, source.tokenizer, is_chat=options.is_chat),
+        options.heldout,
+        seed=options.seed,
+        max_tokens=options.row_length // 2,
+    )
+    if options.num_threads:
+        torch.set_num_threads(options.num_threads)
+    place = out if out is not None else bundle
+    with (
+        TemporaryDirectory(prefix="outrider-heads-") as temporary,
+        BundleWriter(place, overwrite=out is None) as writer,
+        telling_of_full_disks(place.parent),
+    ):
+        found = _train(source, split, options, Path(temporary), report, stop)
+        if found is None:
+            return None
+        trained, entry = found
+        for file in opened.manifest.files:
+            if file.path != HEADS_FILE:
+                (writer.directory / file.path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(opened.path / file.path, writer.directory / file.path)
+        (writer.directory / HEADS_FILE).parent.mkdir(parents=True, exist_ok=True)
+        save_file(
+            {
+                "weights": trained.weight.detach().cpu().contiguous(),
+                "biases": trained.bias.detach().cpu().contiguous(),
+                "unembedding": trained.unembedding.half().cpu().contiguous(),
+                "bias": trained.unembedding_bias.half().cpu().contiguous(),
+            },
+            writer.directory / HEADS_FILE,
+            metadata={"format": FORMAT},
+        )
+        files = writer.list_files()
+        size = sum(file.size for file in files)
+        changed = {
+            **opened.manifest.model_dump(),
+            "draft_heads": entry,
+            "files": files,
+            "report": opened.manifest.report.model_copy(update={"size_bytes": size}),
+        }
+        return writer.commit(Manifest.model_validate(changed))
+
+
+def _require_source(bundle: Bundle, source: SourceModel) -> None:
+    manifest = bundle.manifest
+    if manifest.role != "target":
+        raise ConfigError(f"{bundle.path} is a {manifest.role} bundle; expected a target")
+    require_same_tokenizer(bundle.tokenizer(), source.tokenizer)
+    own, others = manifest.source.weights_sha256, source.describe().weights_sha256
+    if own != others:
+        raise ConfigError(
+            f"{bundle.path} was made from weights {own[:12]}, and {source.path} has {others[:12]}; give the model that "
+            "it was exported from"
+        )
+
+
+def _train(
+    source: SourceModel, split: Split, options: HeadOptions, work: Path, report: Report, stop: Stop
+) -> tuple[TrainedHeads, Heads] | None:
+    """The trained heads and their entry in the manifest; None if it was stopped."""
+    report(Event("target", 0.0, f"loading {source.name} in {options.target_dtype}", is_news=True))
+    dtype, size = DTYPES[options.target_dtype]
+    target = load_for_torch(source, dtype, options.device)
+    rows = rollout_rows(target.config, options.row_length, size)
+    rows = max(1, min(rows, 2 * options.tokens // options.row_length))
+    common: dict[str, Any] = {
+        "row_length": options.row_length,
+        "top_k": 1,
+        "temperatures": (1.0,),
+        "num_ids": source.tokenizer.size,
+        "stop_ids": source.tokenizer.eos_token_ids,
+    }
+    plans = {
+        "pool": (split.train, PoolPlan(options.seed, tokens=options.tokens, rows=rows, **common)),
+        "test": (split.test, PoolPlan(options.seed + 2, batches=1, rows=min(rows, len(split.test)), **common)),
+    }
+    for name, (texts, plan) in plans.items():
+        if not sample_pool(target, texts, plan, work / name, report, stop, stage=name):
+            return None
+    states = HiddenStates(target, source.tokenizer.size)
+    heads = states.make_heads(options.count)
+    _, num_tokens = train_heads(
+        states,
+        heads,
+        Pool(work / "pool"),
+        minutes=options.minutes,
+        steps=options.steps,
+        rate=options.rate,
+        seed=options.seed,
+        report=report,
+        stop=stop,
+    )
+    if stop():
+        return None
+    tested, rates = measure_heads(states, heads, Pool(work / "test"))
+    return heads, Heads(
+        file=HEADS_FILE,
+        hidden_size=heads.bias.shape[1],
+        trained_tokens=num_tokens,
+        tested_tokens=tested,
+        acceptance=tuple(HeadAcceptance(rate=one, in_chain=chain, top5=five) for one, chain, five in rates),
+    )

@@ -1,0 +1,442 @@
+"""Tests the verifier's own sources of drafts, the choice among them, and that none changes a text."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.engine_harness import SAMPLED, VOCAB, Clock, Collector, plain
+
+from outrider.cloud.engine import Engine, EngineConfig, Policy
+from outrider.cloud.engine.config import TreeForm
+from outrider.cloud.pending.chosen import NOTHING, Chosen
+from outrider.cloud.pending.drafting import Drafting
+from outrider.cloud.pending.drafts import PendingDrafts
+from outrider.cloud.pending.earlier import EarlierText
+from outrider.cloud.pending.estimators import AcceptanceEstimator, StepSize
+from outrider.cloud.pending.head_guesses import HeadGuesses
+from outrider.cloud.pending.ngram_pool import MAX_NGRAMS, NgramPool
+from outrider.cloud.pending.selection import Selection
+from outrider.cloud.pending.sources import DraftSource, Verified
+from outrider.cloud.pending.trie import (
+    EARLIER_KINDS,
+    HEAD_KINDS,
+    NUM_KINDS,
+    POOL_KINDS,
+    PREDICTED_KINDS,
+    PROMPT_KINDS,
+    DraftTrie,
+)
+from outrider.cloud.seam import GenerateRequest
+from outrider.models.draft_heads import FORMAT, DraftHeads
+from outrider.models.errors import BundleError, ConfigError
+from outrider.models.runtimes.base import SequenceSlice
+from outrider.models.runtimes.fake import FakeBatchRuntime
+from outrider.models.sampling import SamplingParams, pick
+
+GREEDY = SamplingParams()
+PROMPT = (1, 2, 3)
+
+
+# -- the pool of n-grams -----------------------------------------------------------------------------------------------
+
+
+def test_the_pool_chains_the_picks_of_all_rows_rejected_ones_included() -> None:
+    """Row 0 is after the last token, row i + 1 after drafted token i."""
+    text = [7, 8]
+    pool = NgramPool(text)
+    pool.learn(Verified(text, [1], Chosen.line([2, 3]), [], [1, 4, 5]))
+    text += [1, 2]
+    assert pool.propose(9) == ([4], [POOL_KINDS[0]])  # (8, 2) -> 4 is no match of two, 2 -> 4 is one of one
+    text += [3]
+    assert pool.propose(9) == ([5], [POOL_KINDS[1]])
+    text += [7, 8]
+    assert pool.propose(9) == ([1], [POOL_KINDS[1]])
+
+
+def test_picks_after_a_rejected_guess_are_the_next_guess() -> None:
+    """A Jacobi iteration: the same places, one step further; only directly after that pass."""
+    text = [7, 8]
+    pool = NgramPool(text)
+    pool.learn(Verified(text, [1], Chosen.line([2, 3]), [], [1, 4, 5]))
+    text += [1]
+    assert pool.propose(9) == ([4, 5], [POOL_KINDS[2]] * 2)
+    assert pool.propose(1) == ([4], [POOL_KINDS[2]])
+    text += [60]
+    assert pool.propose(9) == ([], [])
+
+
+def test_a_row_that_is_not_finite_leaves_no_ngram() -> None:
+    """None is no token."""
+    text = [7, 8]
+    pool = NgramPool(text)
+    pool.learn(Verified(text, [1], Chosen.line([2, 3]), [], [1, None, 5]))
+    text += [1]
+    assert pool.propose(9) == ([], [])
+
+
+def test_the_pool_of_a_sequence_is_bounded() -> None:
+    """However long its text becomes: the newest stay."""
+    text = [0]
+    pool = NgramPool(text)
+    for token in range(1, MAX_NGRAMS + 50):
+        pool.learn(Verified(text, [token], NOTHING, [], [token]))
+        text.append(token)
+    assert len(pool._after_one) == len(pool._after_two) == MAX_NGRAMS
+    assert 0 not in pool._after_one and MAX_NGRAMS in pool._after_one
+
+
+# -- draft heads -------------------------------------------------------------------------------------------------------
+
+
+def heads_of(table: NDArray[np.float32], count: int = 3) -> DraftHeads:
+    """Heads whose hidden state is the logits of the next token: head k looks `k + 1` rows further in `table`."""
+    size = len(table)
+    return DraftHeads(
+        np.zeros((count, size, size), np.float32),
+        np.zeros((count, size), np.float32),
+        table,
+        np.zeros(size, np.float32),
+    )
+
+
+def test_heads_guess_from_the_state_that_picked_the_last_token() -> None:
+    """Of the accepted branch's last row; a state of another place guesses nothing."""
+    heads = heads_of(np.eye(8, dtype=np.float32) * 20)
+    text = [1, 2]
+    source = HeadGuesses(heads, GREEDY, text)
+    assert source.propose(3) == ([], [])
+    hidden = np.eye(8, dtype=np.float32)[[3, 5, 6]]
+    source.learn(Verified(text, [4, 1], Chosen.line([4, 4]), [0], [4, 1, 0], hidden))
+    hidden[:] = np.nan  # the runtime uses the memory again
+    assert source.propose(3) == ([], [])  # before the tokens are there
+    text += [4, 1]
+    assert source.propose(3) == ([5, 5, 5], [HEAD_KINDS[-1]] * 3)
+    assert source.propose(2)[0] == [5, 5]
+    text += [0]
+    assert source.propose(3) == ([], [])
+
+
+def test_heads_pick_with_the_requests_own_noise() -> None:
+    """Where head and target have the same distribution, they pick the same token at any temperature."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=16).astype(np.float32)
+    params = SamplingParams(temperature=1.0, seed=5)
+    text = [1]
+    source = HeadGuesses(heads_of(np.diag(logits).astype(np.float32)), params, text)
+    source.learn(Verified(text, [2], NOTHING, [], [2], np.ones((1, 16), np.float32)))
+    text += [2]
+    assert source.propose(3)[0] == [pick(logits, params, 2 + index) for index in range(3)]
+
+
+def write_heads(path: Path, tensors: dict[str, NDArray[Any]], format: str = FORMAT) -> None:
+    """A safetensors file by hand."""
+    header: dict[str, Any] = {"__metadata__": {"format": format}}
+    body = b""
+    for name, tensor in tensors.items():
+        data = tensor.tobytes()
+        kind = {"float32": "F32", "float16": "F16"}[tensor.dtype.name]
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [len(body), len(body) + len(data)]}
+        body += data
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+def tensors_of(size: int = 4, vocab: int = 6) -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(1)
+    return {
+        "weights": rng.normal(size=(2, size, size)).astype(np.float32),
+        "biases": rng.normal(size=(2, size)).astype(np.float32),
+        "unembedding": rng.normal(size=(vocab, size)).astype(np.float16),
+        "bias": np.zeros(vocab, np.float16),
+    }
+
+
+def test_heads_are_read_from_safetensors(tmp_path: Path) -> None:
+    """h + SiLU(W h + b), then the LM head."""
+    tensors = tensors_of()
+    write_heads(tmp_path / "heads.safetensors", tensors)
+    heads = DraftHeads.load(tmp_path / "heads.safetensors")
+    assert (heads.count, heads.hidden_size, heads.vocab_size) == (2, 4, 6)
+    hidden = np.array([0.5, -1.0, 2.0, 0.1], np.float32)
+    for head, row in enumerate(heads.logits(hidden)):
+        inner = tensors["weights"][head] @ hidden + tensors["biases"][head]
+        state = hidden + inner / (1 + np.exp(-inner))
+        np.testing.assert_allclose(row, tensors["unembedding"].astype(np.float32) @ state, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda path: path.write_bytes(b"\x80\x04\x95"), "holds no draft heads"),
+        (lambda path: path.write_bytes((1 << 40).to_bytes(8, "little") + b"{}"), "a header of"),
+        (lambda path: write_heads(path, tensors_of(), format="another"), "its format is not"),
+        (lambda path: write_heads(path, {"weights": np.zeros((1, 2, 2), np.float32)}), "not those of heads"),
+        (lambda path: write_heads(path, tensors_of() | {"bias": np.zeros(5, np.float32)}), "do not fit each other"),
+        (lambda path: write_heads(path, tensors_of() | {"bias": np.full(6, np.nan, np.float32)}), "not finite"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-8]), "outside the file"),
+    ],
+)
+def test_a_file_that_holds_no_heads_is_refused(tmp_path: Path, spoil: Any, message: str) -> None:
+    """By a BundleError that says why, never by running anything in it."""
+    path = tmp_path / "heads.safetensors"
+    write_heads(path, tensors_of())
+    spoil(path)
+    with pytest.raises(BundleError, match=message):
+        DraftHeads.load(path)
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+class Scripted:
+    """A source that is right in a share of places; it takes `cost_s` on the clock."""
+
+    goes_first = False
+
+    def __init__(
+        self, text: Sequence[int], truth: Sequence[int], share: float, kinds: range, clock: Clock, cost_s: float = 0.0
+    ) -> None:
+        self._text, self._truth, self._clock = text, truth, clock
+        self.share, self.kinds, self.cost_s = share, kinds, cost_s
+        self._rng = random.Random(kinds.start)
+        self.num_asked = 0
+
+    def propose(self, most: int) -> tuple[list[int], list[int]]:
+        self.num_asked += 1
+        self._clock.now += self.cost_s
+        truth = self._truth[len(self._text) : len(self._text) + min(most, 4)]
+        path = [token if self._rng.random() < self.share else token + 1 for token in truth]
+        return path, [self.kinds[0]] * len(path)
+
+
+def generate(
+    make: Sequence[tuple[float, range, float]], num_tokens: int = 600, *, policy: Policy = Policy.AUTO
+) -> tuple[float, int, list[Scripted]]:
+    """Generates a text with these sources (share, kinds, cost_s). Steps take 10 ms and 0.2 ms per drafted token.
+
+    Returns the seconds that it took, the passes, and the sources.
+    """
+    clock, text = Clock(), list[int]()
+    truth = [random.Random(7).randrange(1 << 20) * 2 + index for index in range(num_tokens)]
+    drafting = Drafting(16, policy)
+    for tokens in (1, 2, 4, 8, 16):
+        drafting.curve.observe(StepSize(tokens), 0.0098 + 0.0002 * tokens)
+    drafts = PendingDrafts(text, num_tokens, AcceptanceEstimator(16, drafting.acceptance))
+    drafts.selection = Selection(3, clock)
+    sources = [Scripted(text, truth, share, kinds, clock, cost_s) for share, kinds, cost_s in make]
+    for source in sources:
+        drafts.selection.add(source)
+    started, num_passes = clock.now, 0
+    while len(text) < num_tokens:
+        chosen = drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts].tokens
+        accepted = 0
+        while accepted < len(chosen) and chosen[accepted] == truth[len(text) + accepted]:
+            accepted += 1
+        committed = truth[len(text) : len(text) + accepted + 1]
+        text.extend(committed)
+        drafts.advance(committed)
+        clock.now += 0.010 + 0.0002 * len(chosen)
+        num_passes += 1
+    return clock.now - started, num_passes, sources
+
+
+POOR, GOOD = (0.2, PROMPT_KINDS, 0.0), (0.8, POOL_KINDS, 0.0)
+
+
+@pytest.mark.parametrize("policy", [Policy.AUTO, Policy.VERIFY])
+def test_the_source_that_proves_better_drafts(policy: Policy) -> None:
+    """Whatever their kinds promise: within 5 % of the better one alone, in either order."""
+    _, alone, _ = generate([GOOD], policy=policy)
+    for sources in ([POOR, GOOD], [GOOD, POOR]):
+        _, num_passes, _ = generate(sources, policy=policy)
+        assert num_passes <= 1.05 * alone
+    assert generate([POOR], policy=policy)[1] > 1.5 * alone
+
+
+def test_a_source_that_costs_more_than_it_gains_is_seldom_asked() -> None:
+    """A useless one that takes half a step's time costs little; one that is worth its time is asked."""
+    took_s, _, (useless,) = generate([(0.0, HEAD_KINDS, 0.005)])
+    assert took_s < 1.05 * 600 * 0.010 and useless.num_asked < 60
+    useful_s, num_passes, (useful,) = generate([(0.9, HEAD_KINDS, 0.005)])
+    assert useful_s < 0.75 * 600 * 0.010 and useful.num_asked > 0.5 * num_passes
+
+
+def test_a_source_that_turns_bad_is_left_and_tried_again() -> None:
+    """The choice forgets."""
+    clock, text, truth = Clock(), list[int](), list(range(0, 4000, 2))
+    one = Scripted(text, truth, 1.0, PROMPT_KINDS, clock)
+    two = Scripted(text, truth, 0.0, POOL_KINDS, clock)
+    selection = Selection(0, clock)
+    selection.add(one)
+    selection.add(two)
+    rates = [0.5] * NUM_KINDS
+    chosen: list[list[int]] = [[], []]
+    for phase in range(2):
+        for _ in range(200):
+            guess = selection.choose(4, rates, 0.01, 0.0001)[0]
+            chosen[phase].append(guess.kinds[0])
+            committed = truth[len(text) : len(text) + 2]
+            text.extend(committed)
+            selection.committed(committed)
+        one.share, two.share = 0.0, 1.0
+    assert chosen[0][50:].count(PROMPT_KINDS[0]) > 140
+    assert chosen[1][50:].count(POOL_KINDS[0]) > 140
+
+
+def test_draws_depend_on_the_request_alone() -> None:
+    """Equal seeds and times choose equally."""
+    runs = [generate([POOR, (0.5, HEAD_KINDS, 0.004)], 300) for _ in range(2)]
+    assert runs[0][:2] == runs[1][:2]
+    assert [source.num_asked for source in runs[0][2]] == [source.num_asked for source in runs[1][2]]
+
+
+def test_drafts_of_the_device_give_way_to_a_better_source() -> None:
+    """And only to one that has proved better; the device's stay pending, and are still measured."""
+    clock, text, truth = Clock(), list[int](), list(range(0, 2000, 2))
+    for share, expected in ((1.0, True), (0.0, False)):
+        text.clear()
+        drafting = Drafting(16, Policy.VERIFY)
+        drafts = PendingDrafts(text, 900, AcceptanceEstimator(16, drafting.acceptance))
+        drafts.selection = Selection(0, clock)
+        drafts.selection.add(Scripted(text, truth, share, EARLIER_KINDS, clock))
+        accepted: list[int] = []
+        for _ in range(120):
+            base = len(text)
+            device = [truth[base] if base % 3 else 1, 1, 1]  # two of three first tokens are right
+            drafting.merge(drafts, base, [device], 0.0)
+            chosen = drafting.choose([drafts], 99, StepSize(1, 0), 0.0)[drafts].tokens
+            assert drafts.trie.likeliest_of_device(3) == device
+            num = 0
+            while num < len(chosen) and chosen[num] == truth[base + num]:
+                num += 1
+            accepted.append(num)
+            committed = truth[base : base + num + 1]
+            pending = drafts.trie.likeliest_of_device(16)
+            text.extend(committed)
+            drafts.advance(committed)
+            drafts.acceptance.observe(pending, committed)
+        assert (sum(accepted[-20:]) > 60) == expected
+        assert 0.2 < drafts.acceptance.rates(1)[0] < 0.9
+
+
+def test_a_preferred_path_is_the_likeliest_and_the_devices_is_known() -> None:
+    """Also where both go through one node."""
+    trie = DraftTrie()
+    trie.merge([1, 2, 3], prefer=True)
+    trie.merge_lookup([1, 5, 6], [PROMPT_KINDS[0]] * 3)
+    assert trie.likeliest(9) == [1, 2, 3]
+    trie.prefer([1, 5, 6, 7])
+    assert trie.likeliest(9) == [1, 5, 6]
+    assert trie.likeliest_of_device(9) == [1, 2, 3] and trie.likeliest_of_device(2) == [1, 2]
+    trie.advance(1)
+    assert trie.likeliest(9) == [5, 6] and trie.likeliest_of_device(9) == [2, 3]
+
+
+def test_a_prediction_has_kinds_of_its_own() -> None:
+    """So that its worth is measured apart from an earlier text's."""
+    predicted = EarlierText([5, 6], [], is_repeat=False, kinds=PREDICTED_KINDS)
+    assert predicted.propose(9) == ([5, 6], [PREDICTED_KINDS[0]] * 2)
+    assert predicted.kinds == PREDICTED_KINDS and not predicted.goes_first
+
+
+# -- whole texts -------------------------------------------------------------------------------------------------------
+
+
+class Revealing(FakeBatchRuntime):
+    """Shows hidden states: of each row, the logits. Heads over it guess that a token repeats."""
+
+    hidden_size = VOCAB
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+        self._rows = super().forward(batch)
+        return self._rows
+
+    def hidden_rows(self) -> NDArray[np.float32]:
+        return self._rows
+
+
+HEADS = heads_of(np.eye(VOCAB, dtype=np.float32))
+SOURCES: dict[str, EngineConfig] = {
+    "lookup": EngineConfig(looks_up=True),
+    "lookahead": EngineConfig(looks_ahead=True),
+    "heads": EngineConfig(heads=HEADS),
+    "all": EngineConfig(looks_up=True, looks_ahead=True, heads=HEADS),
+}
+
+
+def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Collector]:
+    """Texts of 60 tokens, together."""
+    found = [Collector() for _ in prompts]
+    for prompt, collector in zip(prompts, found, strict=True):
+        engine.submit(GenerateRequest(tuple(prompt), params, 60), collector)
+    while engine.has_work:
+        engine.step()
+    return found
+
+
+@pytest.mark.parametrize("form", [TreeForm.LINE, TreeForm.TREE])
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_no_source_changes_a_text(name: str, params: SamplingParams, form: TreeForm) -> None:
+    """Token by token the target's own; guesses were verified, so equal texts prove something."""
+    config = replace(SOURCES[name], policy=Policy.VERIFY, form=form)
+    runtime = Revealing(vocab_size=VOCAB, block_size=4)
+    engine = Engine(runtime, config, clock=Clock())
+    pairs = [token for last in range(VOCAB) for token in (2, last)]  # so whatever is picked after 2 is looked up
+    prompts = [[*pairs, 2], [4, 5, 4, 5, 4]]
+    requests = run(engine, prompts, params)
+    assert [found.tokens for found in requests] == [plain(prompt, params, 60) for prompt in prompts]
+    proposed = sum(commit.proposed for found in requests for commit in found.commits)
+    assert proposed > 0 and engine.stats().free_blocks == engine.stats().num_blocks
+
+
+def test_heads_need_a_runtime_that_shows_hidden_states() -> None:
+    """And one whose sizes are theirs."""
+    with pytest.raises(ConfigError, match="does not keep; omit --heads"):
+        Engine(FakeBatchRuntime(vocab_size=VOCAB), EngineConfig(heads=HEADS))
+    with pytest.raises(ConfigError, match="train heads for this target"):
+        Engine(Revealing(vocab_size=VOCAB), EngineConfig(heads=heads_of(np.eye(8, dtype=np.float32))))
+
+
+def test_every_source_of_the_engine_is_one_of_the_seam() -> None:
+    """They have kinds of their own, so that each one's chances are measured apart."""
+    sources: list[DraftSource] = [
+        NgramPool([]),
+        HeadGuesses(HEADS, GREEDY, []),
+        EarlierText([], [], is_repeat=False),
+        EarlierText([], [], is_repeat=False, kinds=PREDICTED_KINDS),
+    ]
+    kinds = [kind for source in sources for kind in source.kinds]
+    assert len(set(kinds)) == len(kinds)
+
+
+def test_lookahead_saves_passes_where_a_text_repeats_itself() -> None:
+    """A language of few tokens: what the target picked after a token is likely picked again."""
+    runtime = Periodic(vocab_size=VOCAB)
+    passes = {}
+    for looks_ahead in (False, True):
+        engine = Engine(runtime, EngineConfig(looks_ahead=looks_ahead, policy=Policy.VERIFY), clock=Clock())
+        (collector,) = run(engine, [PROMPT], GREEDY)
+        assert collector.tokens == [(4 + index) % 12 for index in range(60)]
+        assert collector.end is not None
+        passes[looks_ahead] = collector.end.usage.target_passes
+    assert passes[False] == 60 and passes[True] < 30
+
+
+class Periodic(FakeBatchRuntime):
+    """Counts to twelve, over and over."""
+
+    def forward(self, batch: Sequence[SequenceSlice]) -> NDArray[np.float32]:
+        rows = super().forward(batch)
+        last = [token for item in batch for token in item.tokens[len(item.tokens) - item.num_rows :]]
+        rows[:] = 0.0
+        rows[np.arange(len(rows)), (np.array(last, np.int64) + 1) % 12] = 5.0
+        return rows
