@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from outrider.cloud.distributions import Distributions
+from outrider.models.acceptance import PLAIN_TERMS, RuleTerms
 from outrider.models.errors import RequestError
 from outrider.models.protocol import EndReason
+from outrider.models.rejection import Evidence
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.chooser import TokenLogprobs
@@ -39,7 +41,8 @@ class GenerateRequest:
     these `params`.
     rules: what changes rows of logits before the pick. num_generated: so many of the last tokens before the first one
     to generate belong to the text, not to the prompt, as rules see it: a resumed session's. num_logprobs: likeliest
-    tokens to report for each token; None: no logprobs.
+    tokens to report for each token; None: no logprobs. terms: how drafted tokens are accepted; engines that know only
+    equality raise `unsupported_rule` for others. evidence: of `draft`'s tokens, where the rule needs it.
     """
 
     prompt: tuple[int, ...]
@@ -61,6 +64,8 @@ class GenerateRequest:
     rules: RowRules = PLAIN
     num_generated: int = 0
     num_logprobs: int | None = None
+    terms: RuleTerms = PLAIN_TERMS
+    evidence: tuple[Evidence, ...] = ()
 
     def is_parked_after(self, reason: SequenceEndReason) -> bool:
         """Whether the cache is kept after this end for what continues the sequence."""
@@ -74,7 +79,7 @@ class CommitEvent:
     """`tokens` were committed after `base` others; the target accepted `accepted` of `proposed` drafted tokens.
 
     looked_up: of those accepted, how many prompt lookup guessed, or an earlier text. logprobs: of each token, where the
-    request asks for them.
+    request asks for them. tested: drafted tokens judged, where the rule needs evidence.
     """
 
     base: int
@@ -83,11 +88,16 @@ class CommitEvent:
     proposed: int
     looked_up: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
+    tested: int | None = None
 
 
 @dataclass(slots=True)
 class SequenceUsage:
-    """What one sequence took; `protocol.Usage` is its wire form."""
+    """What one sequence took; `protocol.Usage` is its wire form.
+
+    tolerated_tokens: accepted by tolerance though the target would have picked another; None under other rules.
+    delta: of tolerance, at the end.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -97,6 +107,8 @@ class SequenceUsage:
     cached_prompt_tokens: int = 0
     waited_s: float = 0.0
     looked_up_tokens: int = 0
+    tolerated_tokens: int | None = None
+    delta: float | None = None
 
     def count_pass(self, committed: int, proposed: int, accepted: int, looked_up: int = 0) -> None:
         """Counts one forward pass that committed tokens; looked_up: accepted tokens that were looked up."""
@@ -109,7 +121,8 @@ class SequenceUsage:
     def add(self, other: SequenceUsage) -> None:
         """Adds what another sequence took."""
         for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+            if each.name not in ("tolerated_tokens", "delta"):  # of one sequence
+                setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +178,15 @@ class Totals:
     lookup_accepted: int = _shown(
         "spec_decode_num_lookup_accepted_tokens",
         "Of the drafted tokens accepted, those that were looked up.",
+        default=0,
+    )
+    rejection_sequences: int = _shown("rejection_sequences", "Sequences whose rule is rejection.", default=0)
+    tolerance_sequences: int = _shown(
+        "tolerance_sequences", "Sequences whose rule is tolerance: their texts are not the target's.", default=0
+    )
+    tolerated: int = _shown(
+        "tolerated_tokens",
+        "Drafted tokens accepted by tolerance though the target would have picked another.",
         default=0,
     )
     draft_nodes: int = _shown(

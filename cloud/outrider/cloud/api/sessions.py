@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
+from outrider.cloud.api.rules import lossy_of, name_of, session_terms
 from outrider.cloud.api.state import Core, Session
 from outrider.cloud.api.stream import SessionStream
 from outrider.cloud.api.traces import trace_of
@@ -37,9 +38,10 @@ def session_routes(core: Core) -> APIRouter:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, SessionRequest, await read_body(request.receive))
         core.require_tokenizer(body.tokenizer)
+        terms = session_terms(body, core.settings)
         generate = GenerateRequest(
             prompt=tuple(body.prompt),
-            params=sampling_of(body.sampling),
+            params=body.rule.apply(sampling_of(body.sampling)),
             max_tokens=body.max_tokens,
             stop_ids=core.stop_set(body.stop_ids, body.ignore_eos),
             draft_lag_ms=body.draft_lag_ms,
@@ -47,10 +49,12 @@ def session_routes(core: Core) -> APIRouter:
             owner=owner,
             prefix_hash=body.prefix_hash,
             keep=body.keep_prefix,
+            terms=terms,
         )
         mailbox = core.bridge.mailbox()
         generate = await core.admission.sought(generate)
-        recalled = await core.recall(generate, is_allowed=not is_no_store(request))
+        recalls = not is_no_store(request) and not terms.rule.needs_evidence  # what is recalled is no sample
+        recalled = await core.recall(generate, is_allowed=recalls)
         asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
         core.slots.take(owner)
         try:
@@ -83,9 +87,11 @@ def session_routes(core: Core) -> APIRouter:
                 vocab_size=core.engine.limits.vocab_size,
                 target=core.model.target,
                 keep_alive_s=core.settings.keep_alive_s,
+                rule=name_of(terms),
+                lossy=lossy_of(terms),
             )
             watched = watch(core.metrics, request.scope, arrived_s)
-            return SessionStream(opened, mailbox, watched, close, keep_alive_s=core.settings.keep_alive_s)
+            return SessionStream(opened, mailbox, watched, close, terms, keep_alive_s=core.settings.keep_alive_s)
         except BaseException:
             close()
             raise

@@ -16,8 +16,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from outrider.cloud.api.bridge import Delivery, Mailbox
+from outrider.cloud.api.rules import lossy_of, name_of
 from outrider.cloud.api.watch import SequenceWatch
 from outrider.cloud.seam import CommitEvent, EndEvent
+from outrider.models.acceptance import PLAIN_TERMS, RuleTerms
 from outrider.models.faults import log_fault
 from outrider.models.http import sse
 from outrider.models.http.errors import error_body, internal_error
@@ -41,6 +43,7 @@ class SessionStream(Response):
         mailbox: Mailbox,
         watch: SequenceWatch,
         on_close: Callable[[], None],
+        terms: RuleTerms,
         *,
         keep_alive_s: float,
     ) -> None:
@@ -48,6 +51,7 @@ class SessionStream(Response):
         self._mailbox = mailbox
         self._watch = watch
         self._on_close = on_close
+        self._terms = terms
         self._keep_alive_s = keep_alive_s
         self._backlog = b""  # to send once the client has read more
         self._has_ended = False
@@ -84,7 +88,7 @@ class SessionStream(Response):
         for _, event in items:
             if isinstance(event, EndEvent):
                 self._watch.ended(event)
-                chunk += sse.encode(_end(event))
+                chunk += sse.encode(_end(event, self._terms))
                 self._has_ended = True
                 break
             self._watch.committed(event)
@@ -164,13 +168,21 @@ class _Begun:
             pass
 
 
-def _end(event: EndEvent) -> SessionEnd:
+def _end(event: EndEvent, terms: RuleTerms) -> SessionEnd:
     assert event.reason != "once"  # no session asks for it
     error = error_body(event.error or internal_error()) if event.reason == "error" else None
-    return SessionEnd(reason=event.reason, usage=session_usage(event), error=error, prefix_hash=event.prefix_hash)
+    return SessionEnd(
+        reason=event.reason,
+        usage=session_usage(event, terms),
+        error=error,
+        prefix_hash=event.prefix_hash,
+        rule=name_of(terms),
+        lossy=lossy_of(terms),
+        delta=None if event.usage.delta is None else round(event.usage.delta, 4),
+    )
 
 
-def session_usage(event: EndEvent) -> Usage:
+def session_usage(event: EndEvent, terms: RuleTerms = PLAIN_TERMS) -> Usage:
     """The wire form of what a sequence took."""
     usage = event.usage
     return Usage(
@@ -182,6 +194,8 @@ def session_usage(event: EndEvent) -> Usage:
         cached_prompt_tokens=usage.cached_prompt_tokens,
         waited_ms=round(usage.waited_s * 1000.0, 3),
         looked_up_tokens=usage.looked_up_tokens,
+        tolerated_tokens=usage.tolerated_tokens,
+        lossy=lossy_of(terms),
     )
 
 

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
 from outrider.cloud.api.bridge import Delivery, Mailbox
+from outrider.cloud.api.rules import evidence_of, item_terms, lossy_of, name_of
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.traces import RequestTrace, trace_of
 from outrider.cloud.api.watch import log_failure
@@ -143,6 +144,7 @@ class _Batch:
         try:
             request = await self._core.admission.sought(self._request(raw))
             self._running[index] = self._core.admission.submit(request, self.mailbox.sink(index), self._asked)
+            self._results[index] = VerifyResult(rule=name_of(request.terms), lossy=lossy_of(request.terms))
             return True
         except ValidationError as error:
             self._fail(index, from_validation(faults_of(error), prefix=f"items.{index}"))
@@ -174,6 +176,7 @@ class _Batch:
     def _request(self, raw: Any) -> GenerateRequest:
         item = VerifyItem.model_validate(raw)
         params = item.rule.apply(sampling_of(item.sampling))
+        terms = item_terms(item, self._core.settings)
         return GenerateRequest(
             prompt=tuple(item.prefix),
             params=params,
@@ -185,6 +188,8 @@ class _Batch:
             once=True,
             prefix_hash=item.prefix_hash,
             owner=self._owner,
+            terms=terms,
+            evidence=evidence_of(item.draft_q, item.draft_log_q),
         )
 
     def _note(self, delivery: Delivery) -> None:
@@ -196,6 +201,7 @@ class _Batch:
             update: dict[str, Any] = {
                 "accepted": so_far.accepted + event.accepted,
                 "tokens": [*so_far.tokens, *event.tokens],
+                "tested": event.tested,
             }
         else:
             del self._running[index]

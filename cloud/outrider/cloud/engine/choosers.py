@@ -6,12 +6,15 @@ from collections.abc import Sequence
 
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.transforms.base import RowState
+from outrider.models.transforms.by_rule import RuleChooser
 from outrider.models.transforms.chooser import RowChooser
 
 
 def chooser_of(request: GenerateRequest, tokens: Sequence[int], vocab_size: int) -> RowChooser | None:
     """None where a plain pick is enough. tokens: all before the first one to generate."""
     states: list[RowState] = []
+    if request.terms.rule.needs_evidence:
+        return RuleChooser(request.params, states, request.num_logprobs, terms=request.terms)
     if not states and request.num_logprobs is None:
         return None
     return RowChooser(request.params, states, request.num_logprobs)
