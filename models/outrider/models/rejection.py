@@ -26,8 +26,9 @@ So:
   send. What an id costs to encode does not delay it.
 * A draft below a committed token stays when its path equals the committed text, however that was chosen: it was drawn
   after that very text, and nothing has looked at it. A rejected position never commits x itself (p(x) < q(x), so its
-  residual weight is 0), so nothing that was looked at stays. Block verification has no such property: there a block is
-  used once and drawn anew with other noise (`draw`'s `block`), and only /v1/verify offers it.
+  residual weight is 0), so nothing that was looked at stays. Block verification has no such property: it looks at
+  tokens and coins beyond the ones that it accepts. So there drafts and coins have new noise in each block (`block`),
+  and only /v1/verify offers it.
 * A step that fails in the model runs again without drafts: the one exception, and the log has it.
 
 Block verification: Sun et al. 2024 (arXiv 2403.10444), algorithm 2. It accepts at least as many tokens on average.
@@ -114,10 +115,7 @@ def draw(q: SparseDistribution, seed: int, position: int, block: int | None = No
 
     block: position of the first token of the block, where blocks are verified as a whole: each block has own noise.
     """
-    stream = _stream(seed, _DRAFT)
-    if block is not None:
-        stream = noise_key(stream, block) & MAX_SEED
-    left = noise_key(stream, position) >> 48  # 16 bits: 0 to WHOLE - 1
+    left = noise_key(_stream(seed, _DRAFT, block), position) >> 48  # 16 bits: 0 to WHOLE - 1
     for token, weight in zip(q.ids, q.weights, strict=True):
         if left < weight:
             return token
@@ -171,16 +169,16 @@ def judge_block(
     for index, (token, q) in enumerate(zip(drafted, qs, strict=True)):
         p = row_after(index)
         residual = _residual(p, q, reached)
-        if index:  # whether the first `index` are accepted: the paper's h_i, with what may follow them
+        if index:  # whether the first `index` are accepted: the paper's h_i
             left = float(residual.sum())
             keep = left / (left + 1.0 - reached) if left + 1.0 - reached > 0.0 else 1.0
-            if _coin(seed, position + index - 1) < keep:
+            if _coin(seed, position + index - 1, position) < keep:
                 num_accepted, kept = index, (residual, p)
         else:
             kept = residual, p
         reached = min(1.0, reached * float(p[token]) / q.of(token))
     assert kept is not None, "a block has at least one token"
-    if _coin(seed, position + len(drafted) - 1) < reached:
+    if _coin(seed, position + len(drafted) - 1, position) < reached:
         return len(drafted), pick_last()
     return num_accepted, _draw_residual(*kept, seed, position + num_accepted)
 
@@ -204,10 +202,12 @@ def _draw_residual(residual: Probabilities, p: Probabilities, seed: int, positio
     return int(ids[scores.argmax()])
 
 
-def _coin(seed: int, position: int) -> float:
+def _coin(seed: int, position: int, block: int | None = None) -> float:
     """Uniform in [0, 1), 53 bits."""
-    return (noise_key(_stream(seed, _COIN), position) >> 11) * 2.0**-53
+    return (noise_key(_stream(seed, _COIN, block), position) >> 11) * 2.0**-53
 
 
-def _stream(seed: int, salt: int) -> int:
-    return (seed ^ salt) & MAX_SEED
+def _stream(seed: int, salt: int, block: int | None = None) -> int:
+    """The seed of a stream; each block has its own."""
+    stream = (seed ^ salt) & MAX_SEED
+    return stream if block is None else noise_key(stream, block) & MAX_SEED

@@ -34,7 +34,8 @@ _STREAMS: Final[dict[str, tuple[type[BaseModel], ...]]] = {
 _TREE_WORDS: Final = f"""
     A body of the type {TREE_MEDIA_TYPE} is a tree instead, at most {MAX_TREE_BYTES} bytes: each guess once, with the
     chance that it follows; later messages go on below it. One of the type {RULE_MEDIA_TYPE} is a path with the draft's
-    probabilities, for a session whose rule is rejection or tolerance. 409 when every node contradicts newer commits, or ends there.
+    probabilities, for a session whose rule is rejection or tolerance. 409 when every node contradicts newer commits, or
+    ends there.
     """
 _WITH_DONE: Final = ("/v1/completions", "/v1/chat/completions")
 
