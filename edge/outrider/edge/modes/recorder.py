@@ -16,6 +16,7 @@ from outrider.edge.results import (
     Source,
     TokenBatch,
 )
+from outrider.models.acceptance import Rule
 
 Clock = Callable[[], float]
 
@@ -47,6 +48,8 @@ class Recorder:
         self.cached_prompt_tokens = 0
         self.num_prompt_sent = 0
         self.held: HeldPrefix | None = None
+        self.rule = Rule.COUPLED
+        self.num_tolerated = 0
 
     def commit(
         self,
@@ -107,6 +110,8 @@ class Recorder:
             wire=wire,
             draft_error=self.draft_error,
             depths=tuple(self._depths),
+            rule=self.rule,
+            num_tolerated=self.num_tolerated,
         )
 
 
