@@ -123,6 +123,12 @@ def test_a_sparse_distribution_sums_to_one_exactly_and_has_what_is_drawn(
     assert q.weights[0] == max(q.weights)
 
 
+def test_masked_ids_get_no_weight_and_the_length_stays() -> None:
+    row = np.array([-np.inf, 2.0, -np.inf, 1.0, -np.inf], dtype=np.float32)
+    q = sparse(row, SamplingParams(temperature=1.0), 4)
+    assert q.ids[:2] == (1, 3) and len(set(q.ids)) == 4 and q.weights[2:] == (0, 0) and sum(q.weights) == WHOLE
+
+
 def test_draws_follow_the_weights_and_blocks_have_noise_of_their_own() -> None:
     q = SparseDistribution((7, 3, 9), (WHOLE // 2, WHOLE // 4, WHOLE // 4))
     drawn = [draw(q, seed, 11) for seed in range(4000)]

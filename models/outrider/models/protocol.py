@@ -149,7 +149,7 @@ class SessionRequest(SamplingFields):
     rule: _RuleField = Rule.COUPLED
     delta: Delta | None = Field(default=None, description=DELTA)
     acceptance: Number | None = Field(
-        default=None, gt=0.0, lt=1.0, description="tolerance: calibrate delta to this share of tested tokens"
+        default=None, ge=0.01, le=0.99, description="tolerance: calibrate delta to this share of tested tokens"
     )
 
 

@@ -39,13 +39,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.errors import ModelFault
-from outrider.models.sampling import MAX_SEED, SamplingParams, gumbel, noise_key, survivors
+from outrider.models.sampling import MAX_SEED, SamplingParams, candidates, gumbel, noise_key, survivors
 
 WHOLE: Final = 1 << 16
 """The sum of a distribution's weights: 1."""
@@ -102,8 +103,10 @@ def sparse(logits: NDArray[np.float32], params: SamplingParams, count: int = NUM
     """
     count = min(1 if params.is_greedy else count, logits.size, params.top_k or count)
     p = probabilities(logits, params)
-    among = np.argpartition(-p, count - 1)[:count]
-    order = among[np.lexsort((among, -p[among]))]
+    order = candidates(logits, SamplingParams(), 0, count).tokens[:count]  # by logits: temperature keeps their order
+    if len(order) < count:  # masked with -inf
+        others = (token for token in range(logits.size) if token not in order)
+        order += islice(others, count - len(order))
     exact = p[order] * (WHOLE / p[order].sum())
     weights = np.floor(exact).astype(np.int64)
     weights[0] += WHOLE - int(weights.sum())  # the heaviest stays the heaviest
@@ -131,16 +134,21 @@ def probabilities(row: NDArray[np.float32], params: SamplingParams) -> Probabili
     best = int(row.argmax())
     if not math.isfinite(row[best]):
         raise ModelFault("the model's logits are not finite; check the export with a parity run")
-    p = np.zeros(row.size)
     if params.is_greedy:
+        p = np.zeros(row.size)
         p[best] = 1.0
         return p
-    ids = survivors(row, params)
-    weights = row[ids].astype(np.float64)
-    weights -= float(row[best])
-    weights /= params.temperature
+    # float32, as top-p has it: four times as fast as float64 at 152k ids, and off by some 1e-6 of each probability.
+    weights = row - row[best]
+    weights /= np.float32(params.temperature)
     np.exp(weights, out=weights)
-    p[ids] = weights / weights.sum()
+    if 0 < params.top_k < row.size or params.top_p < 1.0 or params.min_p > 0.0:
+        ids = survivors(row, params)
+        kept = np.zeros_like(weights)
+        kept[ids] = weights[ids]
+        weights = kept
+    p: Probabilities = weights.astype(np.float64)
+    p /= p.sum()
     return p
 
 
