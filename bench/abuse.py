@@ -48,6 +48,7 @@ from bench.attacks.local_slow import slow_verifier
 from bench.attacks.local_users import other_users
 from bench.attacks.recent import recent_texts
 from bench.attacks.rows import Row
+from bench.attacks.rules import false_distributions
 from bench.attacks.shapes import booleans
 from bench.attacks.sharing import held_prefixes, large_verify_calls, long_sessions, unequal_owners
 from bench.attacks.subject import EMBEDDED, VLLM, NotMeasured, Subject
@@ -108,6 +109,7 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (35, hostile_contexts),
     (36, recent_texts),
     (37, replicas_front),
+    (38, false_distributions),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 

@@ -16,6 +16,8 @@ from tests.serving import FakeServer, StepGate, fake_tokenizer, run_session, ser
 
 from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.engine import EngineConfig, Policy
+from outrider.edge.cli.run_options import RunOptions
+from outrider.edge.cli.summary import result_as_json, summary_lines
 from outrider.edge.drafting.by_rule import RuleDrafter
 from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
 from outrider.edge.lab.faults import FaultRates, FaultyPosts
@@ -23,7 +25,7 @@ from outrider.edge.link.client import CloudClient
 from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.assemble import make_agent
 from outrider.edge.modes.stream import StreamAgent
-from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source
 from outrider.models.acceptance import Rule, RuleTerms
 from outrider.models.errors import ConfigError, OutriderError
 from outrider.models.rejection import WHOLE, SparseDistribution
@@ -350,6 +352,32 @@ def test_a_device_that_asks_for_tolerance_hears_why_not() -> None:
     with serve_fake() as server, pytest.raises(OutriderError, match="does not allow it"):
         drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=fake_tokenizer().size))
         asyncio.run(generate(server.url, Mode.STREAM, drafter, LOSSY, long_requests(1)))
+
+
+def test_the_command_s_options_make_the_rule_and_idle_ones_are_refused() -> None:
+    found = RunOptions(prompt="a", rule=Rule.TOLERANCE, acceptance=0.7, seed=1)
+    assert found.terms == RuleTerms(Rule.TOLERANCE, acceptance=0.7)
+    block = RunOptions(prompt="a", rule=Rule.REJECTION, mode=Mode.STOP_AND_WAIT, block_verification=True, seed=1)
+    assert block.terms == BLOCK
+    idle: tuple[dict[str, Any], ...] = (
+        {"delta": 1.0},
+        {"rule": Rule.REJECTION, "acceptance": 0.7},
+        {"rule": Rule.REJECTION, "block_verification": True},
+        {"rule": Rule.REJECTION, "width": "4"},
+        {"rule": Rule.REJECTION, "offline_ok": True},
+        {"rule": Rule.REJECTION, "mode": Mode.CLOUD_ONLY},
+    )
+    for options in idle:
+        with pytest.raises(ConfigError):
+            RunOptions(prompt="a", seed=1, **options)
+
+
+def test_what_a_rule_wrote_is_labelled_in_the_summary() -> None:
+    result = GenerationResult(Mode.STREAM, (1,), (Source.DRAFT,), (0.1,), "length", 1, 1, 1, 1, rule=Rule.TOLERANCE)
+    assert summary_lines(result)[0].startswith("LOSSY")
+    assert result_as_json(result, "a")["lossy"] is True
+    plain = GenerationResult(Mode.STREAM, (1,), (Source.DRAFT,), (0.1,), "length", 1, 1, 1, 1)
+    assert not summary_lines(plain)[0].startswith("LOSSY") and result_as_json(plain, "a")["lossy"] is False
 
 
 def test_a_rule_drafter_draws_one_guess_that_depends_on_the_position_and_the_seed() -> None:

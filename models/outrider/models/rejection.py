@@ -135,9 +135,9 @@ def probabilities(row: NDArray[np.float32], params: SamplingParams) -> Probabili
     if not math.isfinite(row[best]):
         raise ModelFault("the model's logits are not finite; check the export with a parity run")
     if params.is_greedy:
-        p = np.zeros(row.size)
-        p[best] = 1.0
-        return p
+        sure = np.zeros(row.size)
+        sure[best] = 1.0
+        return sure
     # float32, as top-p has it: four times as fast as float64 at 152k ids, and off by some 1e-6 of each probability.
     weights = row - row[best]
     weights /= np.float32(params.temperature)
