@@ -100,7 +100,7 @@ class DraftsEndpoint:
         owner = scope.get(OWNER, ANYBODY)
         session = core.sessions.find(session_id, owner)
         is_tree, is_ruled = _is_of(scope, _TREE), _is_of(scope, _RULE)
-        unit_bytes = TREE_UNIT_BYTES if is_tree else UNIT_BYTES
+        unit_bytes = TREE_UNIT_BYTES if is_tree or is_ruled else UNIT_BYTES
         max_bytes = min(MAX_TREE_BYTES, self._max_bytes) if is_tree or is_ruled else self._max_bytes
         num_bytes = _announced(scope)
         spent = self._budget.spend(session_id, owner, max_bytes if num_bytes is None else num_bytes, unit_bytes)

@@ -172,8 +172,8 @@ class Front:
             raise unknown_session()
         headers = dict(scope["headers"])
         media_type = media_type_of(headers.get(b"content-type"))
-        max_bytes = MAX_TREE_BYTES if media_type in _BINARY else MAX_DRAFT_BYTES
-        unit_bytes = TREE_UNIT_BYTES if media_type == _BINARY[0] else UNIT_BYTES
+        is_binary = media_type in _BINARY
+        max_bytes, unit_bytes = (MAX_TREE_BYTES, TREE_UNIT_BYTES) if is_binary else (MAX_DRAFT_BYTES, UNIT_BYTES)
         num_bytes = int(headers.get(b"content-length", max_bytes))
         spent = self._budget.spend(session_id, scope.get(OWNER, ANYBODY), min(num_bytes, max_bytes), unit_bytes)
         if spent is not None:
