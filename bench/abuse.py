@@ -51,6 +51,7 @@ from bench.attacks.local_users import other_users
 from bench.attacks.many_choices import many_choices
 from bench.attacks.recent import recent_texts
 from bench.attacks.rows import Row
+from bench.attacks.rules import false_distributions
 from bench.attacks.shapes import booleans
 from bench.attacks.sharing import held_prefixes, large_verify_calls, long_sessions, unequal_owners
 from bench.attacks.subject import EMBEDDED, VLLM, NotMeasured, Subject
@@ -114,6 +115,7 @@ ATTACKS: Final[tuple[tuple[int, Attack], ...]] = (
     (38, heavy_rules),
     (39, cascades),
     (40, many_choices),
+    (41, false_distributions),
 )
 VERDICTS: Final = {True: "[green]yes[/green]", False: "[red]NO[/red]", None: "[yellow]not measured[/yellow]"}
 

@@ -34,13 +34,16 @@ from outrider.cloud.server.cascade import cascade_model, fetch_facts, upstream_k
 from outrider.cloud.upstream.client import upstream_url
 from outrider.cloud.upstream.device_drafts import DeviceDrafts
 from outrider.cloud.upstream.engine import CascadeEngine
-from outrider.cloud.upstream.text import UpstreamRetry, wire_request
+from outrider.cloud.upstream.text import UpstreamRetry, wire_item, wire_request
 from outrider.models.errors import ConfigError, TokenizerMismatch
+from outrider.models.grammar.compiler import GrammarCompiler
+from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import Commit, SessionEnd, SessionOpen
 from outrider.models.runtimes.base import SequenceSlice
 from outrider.models.runtimes.fake import FakeBatchRuntime
 from outrider.models.sampling import SamplingParams
+from outrider.models.transforms.rules import RowRules
 from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft
 
 VOCAB = fake_tokenizer().size
@@ -432,10 +435,25 @@ def test_another_tokenizer_upstream_is_refused(usual: Cascade) -> None:
 def test_every_parameter_of_a_text_goes_upstream() -> None:
     """A new field of a request must be sent upstream, or stand here as one that changes no token."""
     sent = {"prompt", "params", "max_tokens", "stop_ids", "salt", "draft", "once"}
+    sent |= {"rules", "num_generated", "num_logprobs", "grammar"}
+    refused = {"terms", "evidence"}
     no_token = {"patience_ms", "prefix_hash", "draft_lag_ms", "owner", "keep", "priority", "deadline_ms"}
     no_token |= {"earlier", "is_repeat", "stored", "provisional"}
-    assert {each.name for each in fields(GenerateRequest)} == sent | no_token
-    request = GenerateRequest(tuple(PROMPT), SETTINGS[2], 9, frozenset({EOS_ID}))
+    assert {each.name for each in fields(GenerateRequest)} == sent | no_token | refused
+    compiler = GrammarCompiler(fake_tokenizer(), fake_tokenizer().size, [EOS_ID])
+    request = GenerateRequest(
+        tuple(PROMPT),
+        SETTINGS[2],
+        9,
+        frozenset({EOS_ID}),
+        rules=RowRules(presence_penalty=0.5),
+        num_generated=2,
+        num_logprobs=3,
+        grammar=compiler.compile(GrammarSpec("choice", '["a", "b"]')),
+    )
     wired = wire_request(request, [7], "salt")
     assert wired.prompt == [*PROMPT, 7] and wired.max_tokens == 8 and wired.stop_ids == [EOS_ID]
     assert wired.sampling() == SETTINGS[2] and wired.cache_salt == "salt"
+    assert (wired.presence_penalty, wired.generated, wired.logprobs) == (0.5, 3, 3)
+    assert wired.grammar is not None and wired.grammar.kind == "choice"
+    assert wire_item(request).generated == 2 and wire_item(request).grammar == wired.grammar

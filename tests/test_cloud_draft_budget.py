@@ -18,6 +18,7 @@ from outrider.cloud.api.state import ServerSettings
 from outrider.cloud.api.stream import SERVER_SEND, SessionStream
 from outrider.cloud.api.watch import SequenceWatch
 from outrider.cloud.seam import CommitEvent, EndEvent, SequenceUsage
+from outrider.models.acceptance import PLAIN_TERMS
 from outrider.models.http.security import KeyRing
 from outrider.models.protocol import SessionEvent, SessionOpen
 from outrider.models.tally import RequestTally
@@ -262,7 +263,7 @@ class Streaming:
         self.sink = mailbox.sink()
         timer = SequenceWatch(RequestTally(), 0.0)
         stream = SessionStream(
-            SessionOpen(session="s", model="m"), mailbox, timer, self._close, keep_alive_s=keep_alive_s
+            SessionOpen(session="s", model="m"), mailbox, timer, self._close, PLAIN_TERMS, keep_alive_s=keep_alive_s
         )
         scope: dict[str, Any] = {"type": "http", SERVER_SEND: self.connection.send}
         self.task = asyncio.create_task(stream(scope, self.connection.receive, self.connection.send))

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from outrider.cloud.distributions import Distributions
+from outrider.models.acceptance import PLAIN_TERMS, RuleTerms
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.protocol import EndReason
+from outrider.models.rejection import Evidence
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.chooser import TokenLogprobs
@@ -42,7 +44,9 @@ class GenerateRequest:
     these `params`.
     rules: what changes rows of logits before the pick. num_generated: so many of the last tokens before the first one
     to generate belong to the text, not to the prompt, as rules see it: a resumed session's. num_logprobs: likeliest
-    tokens to report for each token; None: no logprobs. grammar: the texts that are allowed; None allows all.
+    tokens to report for each token; None: no logprobs. grammar: the texts that are allowed; None allows all. terms: how
+    drafted tokens are accepted; engines that know only equality raise `unsupported_rule` for others. evidence: of
+    `draft`'s tokens, where the rule needs it.
     """
 
     prompt: tuple[int, ...]
@@ -67,6 +71,8 @@ class GenerateRequest:
     grammar: CompiledGrammar | None = None
     provisional: bool = False
     salt: bytes = b""
+    terms: RuleTerms = PLAIN_TERMS
+    evidence: tuple[Evidence, ...] = ()
 
     def is_parked_after(self, reason: SequenceEndReason) -> bool:
         """Whether the cache is kept after this end for what continues the sequence."""
@@ -80,7 +86,7 @@ class CommitEvent:
     """`tokens` were committed after `base` others; the target accepted `accepted` of `proposed` drafted tokens.
 
     looked_up: of those accepted, how many a source of the verifier's own guessed. logprobs: of each token, where the
-    request asks for them.
+    request asks for them. tested: drafted tokens judged, where the rule needs evidence.
     """
 
     base: int
@@ -89,6 +95,7 @@ class CommitEvent:
     proposed: int
     looked_up: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
+    tested: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,11 @@ class ProvisionalEvent:
 
 @dataclass(slots=True)
 class SequenceUsage:
-    """What one sequence took; `protocol.Usage` is its wire form."""
+    """What one sequence took; `protocol.Usage` is its wire form.
+
+    tolerated_tokens: accepted by tolerance though the target would have picked another; None under other rules.
+    delta: of tolerance, at the end.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -114,6 +125,8 @@ class SequenceUsage:
     cached_prompt_tokens: int = 0
     waited_s: float = 0.0
     looked_up_tokens: int = 0
+    tolerated_tokens: int | None = None
+    delta: float | None = None
 
     def count_pass(self, committed: int, proposed: int, accepted: int, looked_up: int = 0) -> None:
         """Counts one forward pass that committed tokens; looked_up: accepted tokens that were looked up."""
@@ -126,7 +139,8 @@ class SequenceUsage:
     def add(self, other: SequenceUsage) -> None:
         """Adds what another sequence took."""
         for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+            if each.name not in ("tolerated_tokens", "delta"):  # of one sequence
+                setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +196,15 @@ class Totals:
     lookup_accepted: int = _shown(
         "spec_decode_num_lookup_accepted_tokens",
         "Of the drafted tokens accepted, those that were looked up.",
+        default=0,
+    )
+    rejection_sequences: int = _shown("rejection_sequences", "Sequences whose rule is rejection.", default=0)
+    tolerance_sequences: int = _shown(
+        "tolerance_sequences", "Sequences whose rule is tolerance: their texts are not the target's.", default=0
+    )
+    tolerated: int = _shown(
+        "tolerated_tokens",
+        "Drafted tokens accepted by tolerance though the target would have picked another.",
         default=0,
     )
     draft_nodes: int = _shown(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from outrider.models.acceptance import Rule
 from outrider.models.errors import ConfigError
 from outrider.models.grammar.compiler import CompiledGrammar
 from outrider.models.grammar.spec import GrammarSpec
@@ -196,7 +197,9 @@ class GenerationResult:
     "length" or "context". draft_error: why drafting ended early, if it did. waited_ms: time that the target waited for
     drafts. cached_prompt_tokens: of the prompt, those that the first session found in the server's cache.
     num_prompt_sent: of the prompt, those that were sent to open it. held: what the server holds now, where the request
-    asked for it. cut: where a stop string ends the text, as the last session counts; None where none does.
+    asked for it. cut: where a stop string ends the text, as the last session counts; None where none does. rule: by
+    which the target accepted. num_tolerated: accepted tokens that it would not have picked, as a session reports them:
+    only by tolerance.
     """
 
     mode: Mode
@@ -222,6 +225,13 @@ class GenerationResult:
     wire: ByteCounts = field(default_factory=ByteCounts)
     depths: tuple[tuple[int, int], ...] = ()
     cut: TextCut | None = None
+    rule: Rule = Rule.COUPLED
+    num_tolerated: int = 0
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the text may differ from the target's, also in distribution."""
+        return self.rule is Rule.TOLERANCE
 
     @property
     def ttft_ms(self) -> float:

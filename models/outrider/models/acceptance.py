@@ -1,11 +1,14 @@
-"""Accepts drafted tokens by a rule, of a line or of a tree. Both rules are exact and need only token ids.
+"""Accepts drafted tokens by a rule, of a line or of a tree. This module has the two that need only token ids.
 
-| rule    | what is accepted                              | output            |
-|---------|-----------------------------------------------|-------------------|
-| coupled | a drafted token that equals the target's pick | the target's, exactly |
-| greedy  | the same, with temperature 0                  | the target's, exactly |
+| rule      | what is accepted                                   | output                                |
+|-----------|----------------------------------------------------|---------------------------------------|
+| coupled   | a drafted token that equals the target's pick      | the target's, exactly                 |
+| greedy    | the same, with temperature 0                       | the target's, exactly                 |
+| rejection | x with probability min(1, p(x) / q(x))             | distributed exactly as the target's   |
+| tolerance | x while log p(x) >= log q(x) - delta               | lossy: neither                        |
 
-Never mix shared noise with p/q rejection: the draft's token is not an independent sample then, so the output is biased.
+`rejection` and `tolerance` have modules of their own. Never mix shared noise with p/q rejection: the draft's token is
+not an independent sample then, so the output is biased.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import StrEnum
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,10 +30,44 @@ class Rule(StrEnum):
 
     COUPLED = "coupled"
     GREEDY = "greedy"
+    REJECTION = "rejection"
+    TOLERANCE = "tolerance"
 
     def apply(self, params: SamplingParams) -> SamplingParams:
         """The sampling parameters under this rule."""
         return dataclasses.replace(params, temperature=0.0) if self is Rule.GREEDY else params
+
+    @property
+    def needs_evidence(self) -> bool:
+        """Whether a draft must also say how likely the draft model found its tokens."""
+        return self in (Rule.REJECTION, Rule.TOLERANCE)
+
+
+DEFAULT_DELTA: Final = 0.5
+MAX_DELTA: Final = 30.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RuleTerms:
+    """A rule and its parameters. Plain values.
+
+    is_block: rejection judges a block as a whole (block verification). delta: of tolerance, in nats, within MAX_DELTA;
+    where `acceptance` is set, the one to start from. acceptance: share of tested tokens that tolerance is calibrated
+    to accept; None: `delta` is fixed.
+    """
+
+    rule: Rule = Rule.COUPLED
+    is_block: bool = False
+    delta: float = DEFAULT_DELTA
+    acceptance: float | None = None
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the text may be another than the target's, also in distribution."""
+        return self.rule is Rule.TOLERANCE
+
+
+PLAIN_TERMS: Final = RuleTerms()
 
 
 def accept(

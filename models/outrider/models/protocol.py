@@ -2,7 +2,8 @@
 
 Both sides import it, so it stays light: no server, no engine, no model library. Unknown keys are refused in requests
 and ignored in answers, so that a newer server can talk to an older agent. Everything is JSON; only token ids cross,
-never probabilities. docs/protocol.md shows each message by example, with its bytes.
+and probabilities where the acceptance rule is rejection or tolerance. docs/protocol.md shows each message by example,
+with its bytes.
 
 A request's numbers are JSON numbers: no booleans, no strings, and integers without a fraction. A list is refused at its
 first wrong element, so that an answer never costs more than its request.
@@ -28,8 +29,9 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from outrider.models.acceptance import Rule
+from outrider.models.acceptance import DEFAULT_DELTA, MAX_DELTA, Rule
 from outrider.models.manifest import Count, Sha256, Share
+from outrider.models.rejection import MAX_IDS, WHOLE
 from outrider.models.rule_fields import RuleFields
 from outrider.models.sampling import MAX_SEED, SamplingParams
 
@@ -69,6 +71,17 @@ Number = Annotated[float, Strict(), AllowInfNan(False)]
 _RuleField = Annotated[Rule, WithJsonSchema({"title": "Rule", "type": "string", "enum": [rule.value for rule in Rule]})]
 _SALT: Final = "requests with another salt share no cached prompt with this one"
 _MID: Final = "a cascade: the model that verifies first; the text is the target's all the same"
+Delta = Annotated[float, Strict(), AllowInfNan(False), Field(ge=-MAX_DELTA, le=MAX_DELTA)]
+DELTA: Final = f"tolerance: accept while log p >= log q - delta, in nats; unset: {DEFAULT_DELTA}"
+# Ids and their weights in turn: 12, 40000, 5, 25536.
+_Distribution = Annotated[list[TokenId], Field(fail_fast=True, min_length=2, max_length=2 * MAX_IDS)]
+Distributions = Annotated[list[_Distribution], Field(fail_fast=True, max_length=MAX_PATH_TOKENS)]
+DISTRIBUTIONS: Final = (
+    f"rejection: what each drafted token was drawn from: ids, each followed by its weight; weights sum to {WHOLE}"
+)
+_LogQ = Annotated[float, Strict(), AllowInfNan(False), Field(le=0.0)]
+LogQs = Annotated[list[_LogQ], Field(fail_fast=True, max_length=MAX_PATH_TOKENS)]
+LOG_QS: Final = "tolerance: the draft's log-probability of each drafted token"
 _TARGET = "identity of the target: a text is finished by the one that began it"
 EndReason = Literal["stop", "length", "context", "cancelled", "shutdown", "deadline", "error"]
 
@@ -91,6 +104,7 @@ class _Answer(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
+LOSSY: Final = "true where the text may differ from the target's, also in distribution: the rule is tolerance"
 NO_NEAR_GREEDY: Final[dict[str, JsonValue]] = {
     "not": {"type": "number", "exclusiveMinimum": 0.0, "exclusiveMaximum": 0.0001}
 }
@@ -167,6 +181,11 @@ class SessionRequest(SamplingFields, RuleFields):
     prediction: Annotated[TokenIds, Field(max_length=MAX_PREDICTION_TOKENS)] = Field(
         default_factory=list, description="what the text may repeat from here on: a hint, drafted from"
     )
+    rule: _RuleField = Rule.COUPLED
+    delta: Delta | None = Field(default=None, description=DELTA)
+    acceptance: Number | None = Field(
+        default=None, ge=0.01, le=0.99, description="tolerance: calibrate delta to this share of tested tokens"
+    )
 
 
 class SessionOpen(_Answer):
@@ -184,6 +203,8 @@ class SessionOpen(_Answer):
     target: str | None = Field(default=None, description=_TARGET)
     keep_alive_s: float | None = Field(default=None, description="the stream is never silent for longer")
     mid: str | None = Field(default=None, description=_MID)
+    rule: str | None = Field(default=None, description="rejection or tolerance, where it is one of these")
+    lossy: bool | None = Field(default=None, description=LOSSY)
 
 
 class TokenLogprob(_Answer):
@@ -222,7 +243,8 @@ class Commit(_Answer):
 class Usage(_Answer):
     """What a session took. target_passes counts forward passes that committed tokens, not prompt chunks.
 
-    looked_up_tokens: of the accepted tokens, those that the server's prompt lookup guessed.
+    looked_up_tokens: of the accepted tokens, those that the server's prompt lookup guessed. tolerated_tokens: of the
+    accepted tokens, those that the target would not have picked; only where the rule is tolerance.
     """
 
     prompt_tokens: int
@@ -233,6 +255,8 @@ class Usage(_Answer):
     cached_prompt_tokens: int = 0
     waited_ms: float = 0.0
     looked_up_tokens: int = 0
+    tolerated_tokens: int | None = None
+    lossy: bool | None = Field(default=None, description=LOSSY)
 
 
 class TextCut(_Answer):
@@ -249,7 +273,7 @@ class SessionEnd(_Answer):
     """Last event of a session's stream. `error` is set when reason is "error", `cut` when a stop string ended the text.
 
     prefix_hash names prompt and text, which the server holds for a while: set where `keep_prefix` asked for it and the
-    reason is "stop" or "length".
+    reason is "stop" or "length". delta: where tolerance ended; a later session may begin with it.
     """
 
     type: Literal["end"] = "end"
@@ -258,6 +282,9 @@ class SessionEnd(_Answer):
     error: ErrorBody | None = None
     prefix_hash: str | None = None
     cut: TextCut | None = None
+    rule: str | None = None
+    lossy: bool | None = Field(default=None, description=LOSSY)
+    delta: float | None = None
 
 
 class DraftRequest(_Request):
@@ -266,6 +293,7 @@ class DraftRequest(_Request):
     base: tokens the device has seen committed in this session. paths: whole guesses of what follows, likeliest first.
     Self-contained and idempotent: loss, duplication and reordering are harmless. Answered 204, or 409 `stale_draft`
     when every path contradicts newer commits. An agent ignores that: those commits are on their way to it.
+    draft_q or draft_log_q: of the tokens of the only path, where the session's rule is rejection or tolerance.
     """
 
     base: Integer = Field(ge=0, le=MAX_COUNT)
@@ -273,6 +301,8 @@ class DraftRequest(_Request):
         list[Annotated[list[TokenId], Field(fail_fast=True, min_length=1, max_length=MAX_PATH_TOKENS)]],
         Field(fail_fast=True, min_length=1, max_length=MAX_PATHS),
     ]
+    draft_q: Distributions | None = Field(default=None, description=DISTRIBUTIONS)
+    draft_log_q: LogQs | None = Field(default=None, description=LOG_QS)
 
 
 class VerifyItem(SamplingFields, RuleFields):
@@ -286,6 +316,12 @@ class VerifyItem(SamplingFields, RuleFields):
     prefix_hash: str | None = Field(default=None, max_length=64)
     draft: TokenIds = Field(default_factory=list, max_length=MAX_PATH_TOKENS)
     rule: _RuleField = Rule.COUPLED
+    draft_q: Distributions | None = Field(default=None, description=DISTRIBUTIONS)
+    draft_log_q: LogQs | None = Field(default=None, description=LOG_QS)
+    delta: Delta | None = Field(default=None, description=DELTA)
+    block_verification: StrictBool = Field(
+        default=False, description="rejection: judge the block as a whole; draw each block with noise of its own"
+    )
     max_tokens: Integer | None = Field(default=None, ge=1, le=MAX_COUNT, description="commit at most this many")
     stop_ids: StopIds | None = None
     ignore_eos: StrictBool = False
@@ -329,6 +365,9 @@ class VerifyResult(_Answer):
     finish_reason: Literal["stop", "length", "context"] | None = None
     prefix_hash: str | None = None
     error: ErrorBody | None = None
+    tested: int | None = Field(default=None, description="drafted tokens judged; where the rule is one of the below")
+    rule: str | None = Field(default=None, description="rejection or tolerance, where it is one of these")
+    lossy: bool | None = Field(default=None, description=LOSSY)
 
 
 class VerifyAnswer(_Answer):

@@ -25,6 +25,7 @@ from typing import Final
 
 from outrider.models.errors import RequestError
 from outrider.models.protocol import MAX_COUNT
+from outrider.models.rejection import Evidence
 
 TREE_MEDIA_TYPE: Final = "application/vnd.outrider.tree"
 MAX_MESSAGE_NODES: Final = 512
@@ -48,7 +49,8 @@ def level_of(chance: float) -> int:
 class TreeDraft:
     """One message. Node i has the number first + i, the token tokens[i], a parent and the chance CHANCES[levels[i]].
 
-    parents: numbers of earlier nodes of this message or of others, or ROOT.
+    parents: numbers of earlier nodes of this message or of others, or ROOT. evidence: of each token, for the acceptance
+    rules that need it; `rule_draft` encodes these messages, and they have no levels.
     """
 
     base: int
@@ -56,19 +58,20 @@ class TreeDraft:
     tokens: Sequence[int]
     parents: Sequence[int]
     levels: Sequence[int]
+    evidence: Sequence[Evidence] = ()
 
     def encode(self) -> bytes:
         """The message's body."""
         body = bytearray()
-        _put_varint(body, self.base)
-        _put_varint(body, self.first)
+        put_varint(body, self.base)
+        put_varint(body, self.first)
         nodes = zip(self.tokens, self.parents, self.levels, strict=True)
         for number, (token, parent, level) in enumerate(nodes, start=self.first):
             back = 0 if parent == ROOT else number - parent
             body.append(level << 4 | min(back, _ESCAPE))
             if back >= _ESCAPE:
-                _put_varint(body, back)
-            _put_varint(body, token)
+                put_varint(body, back)
+            put_varint(body, token)
         return bytes(body)
 
 
@@ -78,8 +81,8 @@ def decode_tree(body: bytes) -> TreeDraft:
     Takes varints that are longer than needed, up to five bytes, which `TreeDraft.encode` never writes.
     """
     try:
-        base, at = _varint(body, 0)
-        first, at = _varint(body, at)
+        base, at = read_varint(body, 0)
+        first, at = read_varint(body, at)
         tokens: list[int] = []
         parents: list[int] = []
         levels: list[int] = []
@@ -88,7 +91,7 @@ def decode_tree(body: bytes) -> TreeDraft:
             head = body[at]
             back = head & 15
             if back == _ESCAPE:
-                back, at = _varint(body, at + 1)
+                back, at = read_varint(body, at + 1)
                 if back < _ESCAPE:
                     raise _invalid(f"node {number} encodes the distance {back} of its parent as if it were 15 or more")
             else:
@@ -102,7 +105,7 @@ def decode_tree(body: bytes) -> TreeDraft:
                 token += (body[at + 1] << 7) - 128
                 at += 2
             else:
-                token, at = _varint(body, at)
+                token, at = read_varint(body, at)
             tokens.append(token)
             parents.append(number - back if back else ROOT)
             levels.append(head >> 4)
@@ -114,14 +117,15 @@ def decode_tree(body: bytes) -> TreeDraft:
     return TreeDraft(base, first, tokens, parents, levels)
 
 
-def _put_varint(body: bytearray, value: int) -> None:
+def put_varint(body: bytearray, value: int) -> None:
+    """Appends a number."""
     while value > 127:
         body.append(value & 127 | 128)
         value >>= 7
     body.append(value)
 
 
-def _varint(body: bytes, at: int) -> tuple[int, int]:
+def read_varint(body: bytes, at: int) -> tuple[int, int]:
     """A number, and where the next one begins; raises IndexError at the body's end."""
     value = shift = 0
     while True:

@@ -32,6 +32,8 @@ _PREFIX: Final[Codes] = {409: ("prefix_not_held",)}
 _SESSION: Final[Codes] = {404: ("unknown_session",)}
 _OPENAI: Final[Codes] = {400: ("unsupported_parameter",), 404: ("model_not_found",)}
 _TEMPLATE: Final[Codes] = {400: ("no_chat_template", "chat_template_refused")}
+_RULES: Final[Codes] = {400: ("unsupported_rule",), 403: ("tolerance_not_allowed",)}
+_EVIDENCE: Final[Codes] = {400: ("wrong_evidence",)}
 _DRAFTS: Final[Codes] = {400: ("draft_ahead", "token_out_of_range"), 409: ("stale_draft",), 429: ("rate_limited",)}
 _DOWNLOAD: Final[Codes] = {
     404: ("unknown_draft",),
@@ -42,10 +44,10 @@ _DOWNLOAD: Final[Codes] = {
 }
 
 _OWN: Final[dict[tuple[str, str], tuple[Codes, ...]]] = {
-    ("post", "/v1/sessions"): (_JSON, _RATE, _ENGINE, _TOKENIZER, _PREFIX),
-    ("post", "/v1/sessions/{session_id}/drafts"): (_JSON, _SESSION, _DRAFTS),
+    ("post", "/v1/sessions"): (_JSON, _RATE, _ENGINE, _RULES, _TOKENIZER, _PREFIX),
+    ("post", "/v1/sessions/{session_id}/drafts"): (_JSON, _SESSION, _DRAFTS, _EVIDENCE),
     ("delete", "/v1/sessions/{session_id}"): (_SESSION,),
-    ("post", "/v1/verify"): (_JSON, _RATE, _ENGINE, _FAULT, _TOKENIZER, _PREFIX),
+    ("post", "/v1/verify"): (_JSON, _RATE, _ENGINE, _RULES, _EVIDENCE, _FAULT, _TOKENIZER, _PREFIX),
     ("post", "/v1/completions"): (_JSON, _RATE, _ENGINE, _FAULT, _OPENAI),
     ("post", "/v1/chat/completions"): (_JSON, _RATE, _ENGINE, _FAULT, _OPENAI, _TEMPLATE),
     ("post", "/v1/render"): (_JSON, _RATE, _TOKENIZER, _TEMPLATE, {400: ("context_length_exceeded",)}),

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
+from outrider.cloud.api.rules import lossy_of, name_of, session_terms
 from outrider.cloud.api.session_text import SessionText
 from outrider.cloud.api.state import Core, Session
 from outrider.cloud.api.stream import SessionStream
@@ -41,9 +42,10 @@ def session_routes(core: Core) -> APIRouter:
         body = await core.bodies.parse(owner, SessionRequest, await read_body(request.receive))
         core.require_tokenizer(body.tokenizer)
         grammar = await core.grammars.compiled(GrammarSpec.of_wire(body.grammar), owner)
+        terms = session_terms(body, core.settings)
         generate = GenerateRequest(
             prompt=tuple(body.prompt),
-            params=sampling_of(body.sampling),
+            params=body.rule.apply(sampling_of(body.sampling)),
             max_tokens=body.max_tokens,
             stop_ids=core.stop_set(body.stop_ids, body.ignore_eos, grammar),
             draft_lag_ms=body.draft_lag_ms,
@@ -57,10 +59,14 @@ def session_routes(core: Core) -> APIRouter:
             provisional=body.provisional,
             salt=(body.cache_salt or "").encode(),
             num_logprobs=body.logprobs,
+            terms=terms,
         )
         mailbox = core.bridge.mailbox()
         generate = await core.admission.sought(generate)
-        recalled = (await core.recall(generate, is_allowed=not is_no_store(request))).predicted(body.prediction)
+        if terms.rule.needs_evidence:  # what is recalled or predicted is no sample
+            recalled = await core.recall(generate, is_allowed=False)
+        else:
+            recalled = (await core.recall(generate, is_allowed=not is_no_store(request))).predicted(body.prediction)
         asked = Asked(arrived_s, body.priority, body.deadline_ms, request.scope.get(AUDIT))
         core.slots.take(owner)
         try:
@@ -94,6 +100,8 @@ def session_routes(core: Core) -> APIRouter:
                 target=core.model.target,
                 keep_alive_s=core.settings.keep_alive_s,
                 mid=core.model.mid,
+                rule=name_of(terms),
+                lossy=lossy_of(terms),
             )
             watched = watch(core.metrics, request.scope, arrived_s)
             text: SessionText | None = None
@@ -104,6 +112,7 @@ def session_routes(core: Core) -> APIRouter:
                 mailbox,
                 watched,
                 close,
+                terms,
                 keep_alive_s=core.settings.keep_alive_s,
                 text=text,
                 on_stop=lambda: core.engine.cancel(session.sequence_id),

@@ -41,8 +41,8 @@ class ServerSettings:
     session's patience. keep_alive_s: silence on a stream after which a comment is sent; `open` reports it. pages: which
     names and pages may call; None: PagePolicy's defaults. draft_limits: budgets of draft messages.
     download_limits: bounds on downloads of drafts. audit: the audit log. reloads: files that were read again, by name
-    and result. traces: what records spans; None: nothing does. session_prefix: how the
-    ids of its sessions begin, where several replicas stand behind one address.
+    and result. traces: what records spans; None: nothing does. session_prefix: how the ids of its sessions begin, where
+    several replicas stand behind one address. allow_tolerance: requests may ask for the lossy acceptance rule.
     """
 
     keys: KeyRing = field(default_factory=KeyRing)
@@ -59,6 +59,7 @@ class ServerSettings:
     reloads: Mapping[tuple[str, str], int] = field(default_factory=dict)
     traces: Traces | None = None
     session_prefix: str = ""
+    allow_tolerance: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from outrider.cloud.api.admission import Asked
 from outrider.cloud.api.audit import AUDIT
 from outrider.cloud.api.bridge import Delivery, Mailbox
+from outrider.cloud.api.rules import evidence_of, item_terms, lossy_of, name_of
 from outrider.cloud.api.state import Core
 from outrider.cloud.api.traces import RequestTrace, trace_of
 from outrider.cloud.api.watch import log_failure
@@ -148,6 +149,7 @@ class _Batch:
         try:
             request = await self._core.admission.sought(await self._request(raw))
             self._running[index] = self._core.admission.submit(request, self.mailbox.sink(index), self._asked)
+            self._results[index] = VerifyResult(rule=name_of(request.terms), lossy=lossy_of(request.terms))
             return True
         except ValidationError as error:
             self._fail(index, from_validation(faults_of(error), prefix=f"items.{index}"))
@@ -180,6 +182,7 @@ class _Batch:
         item = VerifyItem.model_validate(raw)
         params = item.rule.apply(sampling_of(item.sampling))
         grammar = await self._core.grammars.compiled(GrammarSpec.of_wire(item.grammar), self._owner)
+        terms = item_terms(item, self._core.settings)
         return GenerateRequest(
             prompt=tuple(item.prefix),
             params=params,
@@ -195,6 +198,8 @@ class _Batch:
             owner=self._owner,
             grammar=grammar,
             salt=self._salt,
+            terms=terms,
+            evidence=evidence_of(item.draft_q, item.draft_log_q),
         )
 
     def _note(self, delivery: Delivery) -> None:
@@ -206,6 +211,7 @@ class _Batch:
             update: dict[str, Any] = {
                 "accepted": so_far.accepted + event.accepted,
                 "tokens": [*so_far.tokens, *event.tokens],
+                "tested": event.tested,
             }
         elif isinstance(event, EndEvent):
             del self._running[index]

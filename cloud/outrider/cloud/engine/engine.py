@@ -28,6 +28,7 @@ from outrider.cloud.engine.health import Health
 from outrider.cloud.engine.parked import ParkedPrefix
 from outrider.cloud.engine.requests import (
     check_draft,
+    check_evidence,
     check_request,
     check_tree,
     deadline_exceeded,
@@ -46,11 +47,15 @@ from outrider.cloud.pending.drafts import PendingDrafts
 from outrider.cloud.pending.earlier import EarlierText
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag, StepSize
 from outrider.cloud.pending.node_chances import NodeChances
+from outrider.cloud.pending.samples import SampleTrie
 from outrider.cloud.pending.selection import Selection
+from outrider.cloud.pending.trie import DraftTrie
 from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, GenerateRequest, SequenceEndReason, Sink, Totals
+from outrider.models.acceptance import Rule
 from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.faults import log_fault
 from outrider.models.runtimes.base import BatchRuntime, BlockRuntime, ModelLimits, TreeRuntime
+from outrider.models.transforms.by_rule import RuleChooser
 from outrider.models.tree_draft import TreeDraft
 
 _LOAD_S: Final = 5.0
@@ -176,6 +181,7 @@ class Engine:
         before = held.tokens if held else spilled
         check_request(request, len(before), self._limits)
         tokens = [*before, *request.prompt]
+        is_sampled = request.terms.rule.needs_evidence
         drafts = PendingDrafts(
             committed=[],
             max_new=min(request.max_tokens, self._limits.max_positions - len(tokens)),
@@ -185,15 +191,21 @@ class Engine:
             lag=DraftLag(request.draft_lag_ms),
             patience_ms=request.patience_ms,
             num_own=len(request.draft) if request.once else None,
+            trie=SampleTrie() if is_sampled else DraftTrie(),
         )
-        if not request.once:
+        if not request.once and not is_sampled:
             for source in own_sources(self._config, tokens, request.params):
                 drafts.selection.add(source)
         if earlier := usable_earlier(request, self._limits):
             drafts.selection.add(EarlierText(earlier, drafts.committed, is_repeat=request.is_repeat))
-        drafts.trie.merge(request.draft, prefer=True)
+        if isinstance(drafts.trie, SampleTrie):
+            drafts.trie.merge_samples(request.draft, request.evidence)
+        else:
+            drafts.trie.merge(request.draft, prefer=True)
         sequence = SequenceState(next(self._ids), request, sink, tokens, drafts, submitted_s=self._clock())
         sequence.chooser = chooser_of(request, tokens, self._limits.vocab_size)
+        if request.terms.is_lossy:
+            sequence.usage.tolerated_tokens, sequence.usage.delta = 0, request.terms.delta
         if request.deadline_ms is not None:
             sequence.due_at = self._clock() + request.deadline_ms / 1e3
         sequence.usage.prompt_tokens = len(sequence.tokens)
@@ -227,6 +239,8 @@ class Engine:
         Raises RequestError: `unknown_session`, `draft_ahead`, `token_out_of_range`, `stale_draft`.
         """
         sequence, arrived = self._session(sequence_id), self._clock()
+        if (rule := sequence.request.terms.rule).needs_evidence:
+            check_evidence(rule, paths[0], (), self._limits)
         try:
             check_draft(base, paths, sequence.generated, self._limits)
         except RequestError as error:
@@ -242,6 +256,8 @@ class Engine:
         """
         sequence, arrived = self._session(sequence_id), self._clock()
         drafts = sequence.drafts
+        if (rule := sequence.request.terms.rule).needs_evidence or message.evidence:
+            check_evidence(rule, message.tokens, message.evidence, self._limits)
         try:
             check_tree(message, drafts.trie.position_of, sequence.generated, self._limits)
         except RequestError as error:
@@ -419,6 +435,8 @@ class Engine:
     def _enqueue(self, sequence: SequenceState) -> None:
         if sequence.id in self._sequences:
             self._scheduler.add(sequence)
+            self._totals.rejection_sequences += sequence.request.terms.rule is Rule.REJECTION
+            self._totals.tolerance_sequences += sequence.request.terms.is_lossy
 
     def _spill_prefix(self, prefix: ParkedPrefix) -> None:
         """Copies the full blocks of a parked prefix for the thread that writes them.
@@ -561,6 +579,10 @@ class Engine:
         sequence = share.sequence
         base, proposed, accepted = len(sequence.generated), share.num_drafted, len(tokens) - 1
         pending = sequence.drafts.trie.likeliest_of_device(self._config.max_draft)
+        chooser = sequence.chooser
+        by_rule = chooser if isinstance(chooser, RuleChooser) else None
+        if by_rule is not None:
+            pending = pending[:proposed]  # how often an unjudged token equals the target's says nothing here
         sequence.computed = len(sequence.tokens) + (accepted if is_held else 0)
         sequence.tokens += tokens
         sequence.generated.extend(tokens)
@@ -570,11 +592,21 @@ class Engine:
         sequence.usage.count_pass(len(tokens), proposed, accepted, looked_up)
         tested = 0
         if proposed:
-            tested = num_tested(accepted, tokens, share.drafted.after(accepted_nodes))
+            if by_rule is not None:
+                tested = by_rule.num_tested
+            else:
+                tested = num_tested(accepted, tokens, share.drafted.after(accepted_nodes))
             self._distributions.verified(accepted, tested)
         self._totals.count_pass(len(tokens), proposed, accepted, num_lookup_proposed, looked_up, tested=tested)
-        logprobs = tuple(sequence.chooser.logprobs) if sequence.chooser is not None else ()
-        sequence.sink(CommitEvent(base, tuple(tokens), accepted, proposed, looked_up, logprobs))
+        logprobs = tuple(chooser.logprobs) if chooser is not None else ()
+        judged = None
+        if by_rule is not None:
+            judged = by_rule.num_tested
+            if sequence.request.terms.is_lossy:
+                self._totals.tolerated += by_rule.num_tolerated
+                sequence.usage.tolerated_tokens = (sequence.usage.tolerated_tokens or 0) + by_rule.num_tolerated
+                sequence.usage.delta = by_rule.calibrator.delta
+        sequence.sink(CommitEvent(base, tuple(tokens), accepted, proposed, looked_up, logprobs, judged))
         reason = self._end_reason(sequence)
         if reason:
             self._finish(sequence, reason)

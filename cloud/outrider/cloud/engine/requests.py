@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from outrider.cloud.seam import GenerateRequest
+from outrider.models.acceptance import Rule
 from outrider.models.errors import RequestError
+from outrider.models.rejection import Evidence, SparseDistribution
 from outrider.models.runtimes.base import ModelLimits
 from outrider.models.transforms.rules import PLAIN, RowRules
 from outrider.models.tree_draft import ROOT, TreeDraft
@@ -71,6 +73,20 @@ def check_request(request: GenerateRequest, num_held: int, limits: ModelLimits) 
             f"generated is {request.num_generated}; expected at most {length}, the tokens before the first new one",
         )
     check_rules(request.rules, limits)
+    check_evidence(request.terms.rule, request.draft, request.evidence, limits)
+    check_terms(request)
+
+
+def check_terms(request: GenerateRequest) -> None:
+    """Raises RequestError `unsupported_parameter` for what does not go with a rule that judges by probabilities."""
+    terms, rules = request.terms, request.rules
+    if terms.rule.needs_evidence and (rules.typical_p < 1.0 or rules.xtc_probability > 0.0):
+        raise RequestError(
+            "unsupported_parameter", f"typical_p and XTC do not go with the rule {terms.rule}; leave one of them out"
+        )
+    if terms.is_block and request.grammar is not None:
+        # A block is judged as a whole, and its tail may be outside the grammar, where there is no distribution.
+        raise RequestError("unsupported_parameter", "block_verification does not go with a grammar; leave it out")
 
 
 def check_rules(rules: RowRules, limits: ModelLimits) -> None:
@@ -93,8 +109,38 @@ def deadline_exceeded() -> RequestError:
 def usable_earlier(request: GenerateRequest, limits: ModelLimits) -> tuple[int, ...]:
     """The earlier text, or nothing if it has an id that the model has not: it may come from anywhere."""
     earlier = request.earlier
-    is_fine = not request.once and bool(earlier) and min(earlier) >= 0 and max(earlier) < limits.vocab_size
+    is_fine = (
+        not request.once
+        and not request.terms.rule.needs_evidence
+        and bool(earlier)
+        and min(earlier) >= 0
+        and max(earlier) < limits.vocab_size
+    )
     return earlier if is_fine else ()
+
+
+def check_evidence(rule: Rule, tokens: Sequence[int], evidence: Sequence[Evidence], limits: ModelLimits) -> None:
+    """Raises RequestError `wrong_evidence` where the drafted tokens do not come with what the rule needs, and
+    `token_out_of_range`.
+    """
+    if len(evidence) != (len(tokens) if rule.needs_evidence else 0):
+        raise _wrong_evidence(rule, f"there are {len(tokens)} drafted tokens and {len(evidence)} probabilities")
+    kind = SparseDistribution if rule is Rule.REJECTION else float
+    for token, each in zip(tokens, evidence, strict=False):
+        if not isinstance(each, kind):
+            raise _wrong_evidence(rule, "the drafted tokens come with what another rule needs")
+        if isinstance(each, SparseDistribution):
+            if (fault := each.fault(token)) is not None:
+                raise _wrong_evidence(rule, f"the distribution of the drafted token {token}: {fault}")
+            _check_tokens(each.ids, "a distribution", limits)
+
+
+def _wrong_evidence(rule: Rule, found: str) -> RequestError:
+    needed = {
+        Rule.REJECTION: "the distribution that each was drawn from",
+        Rule.TOLERANCE: "log q of each",
+    }.get(rule, "token ids only")
+    return RequestError("wrong_evidence", f"{found}; the rule {rule.value} expects {needed}")
 
 
 def check_draft(base: int, paths: Sequence[Sequence[int]], generated: Sequence[int], limits: ModelLimits) -> None:

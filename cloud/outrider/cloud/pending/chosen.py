@@ -5,27 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.models.rejection import Evidence
+
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
     """Drafted tokens, parents before their children, the likeliest path first.
 
     parents: for each token the index of its parent in `tokens`; -1: it follows the last committed token. A line is
-    -1, 0, 1, ...
+    -1, 0, 1, ... evidence: of each token, where the rule needs it; then they are a line.
     """
 
     tokens: Sequence[int] = ()
     parents: Sequence[int] = ()
+    evidence: Sequence[Evidence] = ()
 
     @classmethod
-    def line(cls, tokens: Sequence[int]) -> Chosen:
+    def line(cls, tokens: Sequence[int], evidence: Sequence[Evidence] = ()) -> Chosen:
         """One path."""
-        return cls(tokens, range(-1, len(tokens) - 1))
+        return cls(tokens, range(-1, len(tokens) - 1), evidence)
 
     def first(self, count: int) -> Chosen:
         """The first `count` of them."""
         count = max(0, count)
-        return Chosen(self.tokens[:count], self.parents[:count])
+        return Chosen(self.tokens[:count], self.parents[:count], self.evidence[:count])
 
     def after(self, nodes: Sequence[int]) -> Sequence[int]:
         """The tokens that follow the last of `nodes`, a path of indices; without nodes, those at the root."""

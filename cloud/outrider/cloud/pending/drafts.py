@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from outrider.cloud.pending.chosen import Chosen
 from outrider.cloud.pending.estimators import AcceptanceEstimator, DraftLag
 from outrider.cloud.pending.node_chances import NodeChances, Test
 from outrider.cloud.pending.policy import NO_WAIT, Wait
+from outrider.cloud.pending.samples import SampleTrie
 from outrider.cloud.pending.selection import Selection
 from outrider.cloud.pending.sources import DraftSource
 from outrider.cloud.pending.trie import UNHINTED, DraftTrie, is_looked_up
@@ -51,6 +53,15 @@ class PendingDrafts:
     def likeliest(self, limit: int) -> list[int]:
         """The likeliest pending path, at most `limit` tokens; the last token to commit needs no draft."""
         return self.trie.likeliest(max(0, min(limit, self.num_left - 1)))
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the drafts are one path, with evidence: see `samples`."""
+        return isinstance(self.trie, SampleTrie)
+
+    def line(self, tokens: Sequence[int]) -> Chosen:
+        """The likeliest path's first tokens, which these are, with their evidence."""
+        return Chosen.line(tokens, self.trie.evidence(len(tokens)) if isinstance(self.trie, SampleTrie) else ())
 
     def own_draft(self, room: int) -> list[int]:
         """The drafted tokens of a /v1/verify item, as far as there is room for them beside its prompt."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Final
 
+from outrider.models.rejection import Evidence
 from outrider.models.tree_draft import CHANCES, ROOT, TreeDraft
 
 MAX_NODES: Final = 1024
@@ -54,9 +55,12 @@ def is_looked_up(kind: int) -> bool:
 
 
 class Node:
-    """A guess. position: tokens generated up to and including it; negative once it is dropped."""
+    """A guess. position: tokens generated up to and including it; negative once it is dropped.
 
-    __slots__ = ("best", "children", "kind", "position", "token")
+    evidence: what `samples` keeps of it.
+    """
+
+    __slots__ = ("best", "children", "evidence", "kind", "position", "token")
 
     def __init__(self, token: int, position: int, kind: int) -> None:
         self.token = token
@@ -64,9 +68,10 @@ class Node:
         self.kind = kind
         self.children: dict[int, Node] | None = None  # None: no children
         self.best: Node | None = None  # the likeliest child
+        self.evidence: Evidence | None = None
 
 
-_GONE: Final = Node(ROOT, _DROPPED, UNHINTED)
+GONE: Final = Node(ROOT, _DROPPED, UNHINTED)
 """Stands for every node that contradicts the commits, or for which there was no room."""
 
 
@@ -101,7 +106,7 @@ class DraftTrie:
         node = self.root
         for token in path:
             child = self._attach(node, token, kind)
-            if child is _GONE:
+            if child is GONE:
                 return
             if prefer:
                 node.best = child
@@ -112,7 +117,7 @@ class DraftTrie:
         node = self.root
         for token, kind in zip(path, kinds, strict=True):
             node = self._attach(node, token, kind)
-            if node is _GONE:
+            if node is GONE:
                 return
 
     def prefer(self, path: Sequence[int]) -> None:
@@ -146,7 +151,7 @@ class DraftTrie:
                 continue
             position = parent.position
             if position < num_committed:
-                child = self._compared(position, token, committed)
+                child = self.compared(position, token, committed)
             else:
                 if position == num_committed:
                     parent = root
@@ -156,7 +161,7 @@ class DraftTrie:
                     parent.children = children = {}
                 if token not in children:
                     if num_free == 0:
-                        numbers[number] = _GONE
+                        numbers[number] = GONE
                         continue
                     num_free -= 1
                     children[token] = child = Node(token, position + 1, kind)
@@ -190,14 +195,14 @@ class DraftTrie:
         return None if node is None else node.position
 
     def _attach(self, parent: Node, token: int, kind: int) -> Node:
-        """The child of a pending node or of the root, made if it is not there; _GONE if there is no room."""
+        """The child of a pending node or of the root, made if it is not there; GONE if there is no room."""
         children = parent.children
         if children is None:
             children = parent.children = {}
         child = children.get(token)
         if child is None:
             if self.num_nodes >= MAX_NODES:
-                return _GONE
+                return GONE
             child = children[token] = Node(token, parent.position + 1, kind)
             self.num_nodes += 1
             self.num_looked_up += is_looked_up(kind)
@@ -210,10 +215,10 @@ class DraftTrie:
         self._likeliest = (0, [])
         return child
 
-    def _compared(self, position: int, token: int, committed: Sequence[int]) -> Node:
+    def compared(self, position: int, token: int, committed: Sequence[int]) -> Node:
         """What stands for a child of a node on the committed text, or of a dropped one."""
         if position < 0 or committed[position] != token:
-            return _GONE
+            return GONE
         position += 1
         return self.root if position == self.root.position else Node(token, position, UNHINTED)
 
@@ -238,7 +243,7 @@ class DraftTrie:
                 if parent.position >= num_committed:
                     child = self._attach(parent, token, kind)
                 else:
-                    child = self._compared(parent.position, token, committed)
+                    child = self.compared(parent.position, token, committed)
                 self._numbers[own] = child
                 deepest = max(deepest, child.position)
                 arrived.append(own)

@@ -181,6 +181,13 @@ class ServeOptions(AccessOptions, ReplicaOptions):
             help="Reuse the KV cache of other keys' prompts too. A client can then find out what others have sent.",
         ),
     ] = False
+    allow_tolerance: Annotated[
+        bool,
+        typer.Option(
+            "--allow-tolerance",
+            help="Let requests choose the acceptance rule tolerance: faster, but the text is not the target's.",
+        ),
+    ] = False
     patience_ms: Annotated[
         float | None, typer.Option(min=0.0, help="Longest wait for a draft, whatever sessions ask; 0 never waits.")
     ] = None

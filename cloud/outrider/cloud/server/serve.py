@@ -133,6 +133,7 @@ def server_settings(options: ServeOptions, keys: KeyRing, pages: PagePolicy | No
         tokens_per_minute=options.tokens_per_minute,
         max_patience_ms=options.patience_ms,
         pages=pages,
+        allow_tolerance=options.allow_tolerance,
     )
 
 

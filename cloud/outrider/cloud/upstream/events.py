@@ -64,10 +64,20 @@ class EventReader:
             if self._num_tokens > self._max_tokens:
                 raise _broken("it committed more tokens than were asked for")
             check_ids(event.tokens, self._vocab_size)
+            self._check_logprobs(event)
             if not 0 <= event.accepted <= min(event.proposed, len(event.tokens)):
                 raise _broken("it accepted more drafted tokens than it committed")
         elif isinstance(event, SessionEnd) and not math.isfinite(event.usage.waited_ms):
             raise _broken("waited_ms is no number")
+
+    def _check_logprobs(self, commit: Commit) -> None:
+        found = commit.logprobs or []
+        if len(found) not in (0, len(commit.tokens)):
+            raise _broken(f"it sent {len(found)} logprobs of {len(commit.tokens)} tokens")
+        for each in found:
+            check_ids([token for token, _ in each.top], self._vocab_size)
+            if not all(map(math.isfinite, [each.logprob, *(logprob for _, logprob in each.top)])):
+                raise _broken("a logprob is no number")
 
 
 def check_result(item: VerifyItem, result: VerifyResult, vocab_size: int) -> None:

@@ -39,6 +39,7 @@ from outrider.models.protocol import (
     VerifyItem,
     VerifyRequest,
 )
+from outrider.models.transforms.chooser import TokenLogprobs
 from outrider.models.transforms.wire import fields_of
 from outrider.models.tree_draft import TreeDraft
 
@@ -221,7 +222,13 @@ class CascadedText:
         self._usage.count_pass(len(tokens), max(0, commit.proposed), commit.accepted)
         counts.passes += 1
         counts.confirmed += num_agreed
-        self._sink(CommitEvent(base, tuple(tokens), commit.accepted, commit.proposed))
+        if self.request.num_logprobs is not None and not commit.logprobs:
+            raise UpstreamLost("the upstream verifier sends no logprobs; update it")
+        logprobs = tuple(
+            TokenLogprobs(token, each.logprob, tuple(each.top))
+            for token, each in zip(tokens, commit.logprobs or (), strict=False)
+        )
+        self._sink(CommitEvent(base, tuple(tokens), commit.accepted, commit.proposed, logprobs=logprobs))
         if self._over() is not None:
             return  # upstream's end follows
         void = self._mid.on_confirmed()
@@ -336,6 +343,7 @@ def wire_request(request: GenerateRequest, confirmed: Sequence[int], cache_salt:
         cache_salt=cache_salt,
         **asdict(request.params),
         **_choice_fields(request, len(confirmed)),
+        logprobs=request.num_logprobs,
     )
 
 
@@ -356,8 +364,8 @@ def _choice_fields(request: GenerateRequest, num_confirmed: int) -> dict[str, An
     num_generated = request.num_generated + num_confirmed
     found = fields_of(request.rules, num_generated)
     if request.grammar is not None:
-        found |= {"grammar": request.grammar.spec.to_wire(), "generated": num_generated}
-    return found
+        found["grammar"] = request.grammar.spec.to_wire()
+    return found | {"generated": num_generated}
 
 
 def _lost() -> RequestError:

@@ -329,6 +329,10 @@ class VllmEngine(ServingEngine):
 
     def submit(self, request: GenerateRequest, sink: Sink) -> int:
         """Queues a sequence and returns its id; events go to `sink`, the last one an EndEvent. Raises RequestError."""
+        if request.terms.rule.needs_evidence:
+            raise RequestError(
+                "unsupported_rule", f"vLLM does not verify by the rule {request.terms.rule.value}; use coupled"
+            )
         self._require_room(request)
         held: Sequence[int] = ()
         if request.prefix_hash:

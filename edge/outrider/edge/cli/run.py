@@ -100,7 +100,7 @@ def run_once(options: RunOptions, out: Console, about: Console, keys: Keys | Non
             options.threads,
             steps.append,
             is_asked=options.choice.wanted_device is not None,
-            is_looked_up=options.is_looked_up,
+            is_looked_up=options.is_looked_up and not options.rule.needs_evidence,
         )
     printer = None if options.as_json else _printer(out, options, tokenizer.detokenizer(context=request.prompt))
     eased_by = PowerWatch(options.on_battery).reason if is_drafted else None
@@ -196,7 +196,7 @@ async def _generate(
         tree = make_options(options.width, options.effort, options.draft_bytes, options.is_looked_up)
         quoted = grounding.quoted if grounding is not None else ()
         tree = tree if eased_by is None else eased(tree)
-        agent = make_agent(options.mode, endpoints, drafter, options.depth, tree, quoted=quoted)
+        agent = make_agent(options.mode, endpoints, drafter, options.depth, tree, quoted=quoted, terms=options.terms)
         offline: OfflineText | None = None
         if options.offline_ok and isinstance(agent, StreamAgent) and draft is not None and tokenizer is not None:
             offline = await _generate_offline_ok(agent, draft, request, fleet, printer, tokenizer, warn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 import typer
@@ -14,6 +14,7 @@ from outrider.edge.cli.rule_options import RuleOptions
 from outrider.edge.devices.placement import AS_BUNDLED
 from outrider.edge.results import Mode
 from outrider.edge.retrieval.documents import DOCS_TOKENS
+from outrider.models.acceptance import DEFAULT_DELTA, MAX_DELTA, Rule, RuleTerms
 from outrider.models.errors import ConfigError
 
 
@@ -27,6 +28,23 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, RuleOptions, K
             help="The text to continue; read from standard input where it is - or missing.", show_default=False
         ),
     ] = None
+    rule: Annotated[
+        Rule,
+        typer.Option(
+            help="How the target accepts drafted tokens. rejection: distributed as its text; tolerance: LOSSY, faster; "
+            "the server must allow it."
+        ),
+    ] = Rule.COUPLED
+    delta: Annotated[
+        float, typer.Option(min=0.0, max=MAX_DELTA, help="tolerance: accept while log p >= log q - delta.")
+    ] = DEFAULT_DELTA
+    acceptance: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=0.99, help="tolerance: calibrate delta to this share of drafted tokens."),
+    ] = None
+    block_verification: Annotated[
+        bool, typer.Option("--block-verification", help="rejection with stop-and-wait: judge blocks as a whole.")
+    ] = False
     mode: Annotated[Mode, typer.Option(help="How device and cloud share the work.")] = Mode.STREAM
     _drafting: ClassVar = DraftingOptions
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest text, in tokens.")] = 128
@@ -49,12 +67,15 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, RuleOptions, K
     )
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False
     _keys: ClassVar = KeyOptions
+    terms: RuleTerms = field(init=False)
 
     def __post_init__(self) -> None:
         self._choose()
         self._set_params(self.seed)
         self._set_rules()
         self._refuse_idle()
+        terms = RuleTerms(self.rule, self.block_verification, self.delta, self.acceptance)
+        object.__setattr__(self, "terms", terms)
         if self.mode is Mode.CLOUD_ONLY:
             if self.compare and is_typed("compare"):
                 raise ConfigError("--compare measures cloud-only beside another --mode; leave one of them out")
@@ -71,8 +92,16 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, RuleOptions, K
             raise ConfigError("--compare measures the cloud, and --offline-ok does without; leave one of them out")
         if self.docs is None:
             refuse_idle("without --docs there are no passages", given(self, "docs_tokens", "verbose"))
+        if self.rule is not Rule.TOLERANCE:
+            refuse_idle(f"the rule is {self.rule.value}", given(self, "delta", "acceptance"))
+        if self.rule is not Rule.REJECTION or self.mode is not Mode.STOP_AND_WAIT:
+            refuse_idle("it needs --rule rejection and --mode stop-and-wait", given(self, "block_verification"))
+        if self.rule.needs_evidence:
+            refuse_idle(f"--rule {self.rule.value} sends one path", given(self, "width", "lookup"))
+            if self.offline_ok and is_typed("offline_ok"):
+                raise ConfigError("--offline-ok needs --rule coupled or greedy; leave one of them out")
         if self.mode is Mode.CLOUD_ONLY:
-            refuse_idle("nothing drafts with --mode cloud-only", given(self, *DRAFTS))
+            refuse_idle("nothing drafts with --mode cloud-only", given(self, "rule", *DRAFTS))
         if self.mode is Mode.STOP_AND_WAIT:
             refuse_idle("--mode stop-and-wait sends one path and waits for its answer", given(self, *TREE))
         self._refuse_idle_drafting()

@@ -42,6 +42,9 @@ def result_as_json(result: GenerationResult, text: str) -> dict[str, object]:
         "tokens": list(result.tokens),
         "sources": [source.value for source in result.sources],
         "finish_reason": result.finish_reason,
+        "rule": result.rule.value,
+        "lossy": result.is_lossy,
+        "num_tolerated": result.num_tolerated,
         **mode_numbers(result),
         "header_bytes_up_per_token": _number(result.wire.headers_up / num_tokens),
         "header_bytes_down_per_token": _number(result.wire.headers_down / num_tokens),
@@ -60,9 +63,10 @@ def result_as_json(result: GenerationResult, text: str) -> dict[str, object]:
 def summary_lines(result: GenerationResult) -> list[str]:
     """Two lines for a terminal, one of what was drafted, and one for each thing that went wrong."""
     num_tokens = max(1, len(result.tokens))
+    label = "LOSSY, not the target's text: " if result.is_lossy else ""
     first = (
-        f"{result.mode.value}: {counted(len(result.tokens), 'token')} ({result.finish_reason}), {_speed(result)}, "
-        f"first token after {result.ttft_ms:.0f} ms"
+        f"{label}{result.mode.value}: {counted(len(result.tokens), 'token')} ({result.finish_reason}), "
+        f"{_speed(result)}, first token after {result.ttft_ms:.0f} ms"
     )
     if result.mode is not Mode.CLOUD_ONLY:
         first += f", {_acceptance(result)}, {result.tokens_per_pass:.2f} tokens per target pass"

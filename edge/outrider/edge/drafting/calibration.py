@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from outrider.models.rejection import Evidence
 from outrider.models.sampling import Candidates
 
 MAX_WIDTH: Final = 8
@@ -47,6 +48,10 @@ _FORCED: Final = _FIRST_QUOTE + len(_QUOTE_SIZES)
 _FORCED_PRIOR: Final = 0.95
 """A forced text may be made of other tokens than the draft's."""
 
+_SHARES: Final = (0.3, 0.5, 0.7, 0.9)
+_SAMPLED_PRIOR: Final = (0.5, 0.55, 0.65, 0.8, 0.95)
+_FIRST_SAMPLED: Final = _FORCED + 1
+
 _PRIOR_WEIGHT: Final = 16.0  # tests that a cell's prior counts as
 _SCALE_WEIGHT: Final = 3.0  # promised hits that the prior's own scale starts with
 _MOST_SCALE: Final = 1.2
@@ -55,11 +60,14 @@ _SURE: Final = 0.995
 
 
 class Guess(NamedTuple):
-    """A guess of the next token. rank: 0 is the draft's own pick. cell: of `Calibration`."""
+    """A guess of the next token. rank: 0 is the draft's own pick. cell: of `Calibration`. evidence: what the acceptance
+    rule needs with it.
+    """
 
     token: int
     rank: int
     cell: int
+    evidence: Evidence | None = None
 
 
 def model_guesses(found: Candidates, width: int) -> list[Guess]:
@@ -91,10 +99,17 @@ def shared_guess(model: Guess) -> Guess:
     return Guess(model.token, model.rank, _NUM_MODEL + len(_LOOKUP_SIZES) + model.cell)
 
 
+def sampled_guess(token: int, most: float, evidence: Evidence) -> Guess:
+    """A token that goes with evidence. most: the draft's chance of its likeliest token; not of this one, because what
+    is sent must not depend on the drawn token (`outrider.models.rejection`).
+    """
+    return Guess(token, 0, _FIRST_SAMPLED + bisect_right(_SHARES, most), evidence)
+
+
 def _priors() -> list[float]:
     model = [chance for rank in range(MAX_WIDTH) for chance in _MODEL_PRIOR[min(rank, len(_MODEL_PRIOR) - 1)]]
     both = (1.0 - _BOTH_LIFT * (1.0 - max(chance, 0.3)) for chance in model)
-    return [*model, *_LOOKUP_PRIOR, *both, *_QUOTE_PRIOR, _FORCED_PRIOR]
+    return [*model, *_LOOKUP_PRIOR, *both, *_QUOTE_PRIOR, _FORCED_PRIOR, *_SAMPLED_PRIOR]
 
 
 class Calibration:

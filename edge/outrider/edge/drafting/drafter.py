@@ -43,6 +43,10 @@ _PIECE_S: Final = 0.1
 """A long text is read in pieces of about this time: between two of them it can be left."""
 
 
+Propose = Callable[[Logits, SamplingParams, int, int], list[Guess]]
+"""Makes the guesses of one row: of the token at a position, in a text of so many tokens."""
+
+
 class Drafter(Protocol):
     """One text, and guesses of what follows its continuations."""
 
@@ -86,6 +90,15 @@ class Drafter(Protocol):
 
     def close(self) -> None:
         """Releases the model; safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class ProposingDrafter(Drafter, Protocol):
+    """A Drafter whose rows can be had: with a model."""
+
+    def guess_by(self, branches: Sequence[Sequence[int]], propose: Propose) -> list[list[Guess]]:
+        """As `guess`, with guesses that `propose` makes of each row."""
         ...
 
 
@@ -197,6 +210,17 @@ class ModelDrafter:
         if self._prompts is not None and agreed < len(self._text):
             return self._prompts.cheapest_reading(agreed, len(self._text))
         return Reading(agreed, self._piece)
+
+    def guess_by(self, branches: Sequence[Sequence[int]], propose: Propose) -> list[list[Guess]]:
+        """As `guess`, with guesses that `propose` makes."""
+        found: list[list[Guess]] = [[] for _ in branches]
+        with self._lock:
+            for index in self._able(branches):
+                branch, length = branches[index], len(self._text)
+                row = self._changed(self._run(branch)[: self._num_ids], branch)
+                if row is not None:
+                    found[index] = propose(row, self._params, length + len(branch), length)
+        return found
 
     def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         """The best scores after each branch, with their gaps.

@@ -13,7 +13,15 @@ from typing import TypeVar
 
 from outrider.edge.breaker import Breaker
 from outrider.edge.drafting.calibration import Guess
-from outrider.edge.drafting.drafter import Drafter, JoiningDrafter, MixedDrafter, ModelDrafter, NgramDrafter
+from outrider.edge.drafting.drafter import (
+    Drafter,
+    JoiningDrafter,
+    MixedDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    Propose,
+    ProposingDrafter,
+)
 from outrider.models.runtimes.ngram import QuotedText
 from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.plan import NO_PLAN, RowPlan
@@ -109,6 +117,18 @@ class LadderDrafter:
     def guess(self, branches: Sequence[Sequence[int]], width: int) -> list[list[Guess]]:
         """The present drafter's guesses."""
         found = self._do(lambda drafter: drafter.guess(branches, width))
+        self._note_success()
+        return found
+
+    def guess_by(self, branches: Sequence[Sequence[int]], propose: Propose) -> list[list[Guess]]:
+        """The present drafter's; none of one without a model."""
+
+        def ask(drafter: Drafter) -> list[list[Guess]]:
+            return (
+                drafter.guess_by(branches, propose) if isinstance(drafter, ProposingDrafter) else [[]] * len(branches)
+            )
+
+        found = self._do(ask)
         self._note_success()
         return found
 

@@ -44,6 +44,7 @@ from outrider.models.protocol import (
     VerifyAnswer,
     VerifyRequest,
 )
+from outrider.models.rule_draft import RULE_MEDIA_TYPE
 from outrider.models.tree_draft import TREE_MEDIA_TYPE
 
 Answer = TypeVar("Answer", bound=BaseModel)
@@ -58,7 +59,9 @@ _NO_STORE = ("Cache-Control", "no-store")
 # A stale draft is answered 409, and the status alone is enough (RFC 7240): words would outweigh the tokens.
 _MINIMAL = ("Prefer", "return=minimal")
 _DRAFT_HEADERS: Headers = [*_JSON, _MINIMAL]
-_TREE_HEADERS: Headers = [("Content-Type", TREE_MEDIA_TYPE), _MINIMAL]
+_BINARY_HEADERS: Final[dict[str, Headers]] = {
+    each: [("Content-Type", each), _MINIMAL] for each in (TREE_MEDIA_TYPE, RULE_MEDIA_TYPE)
+}
 
 MAX_ANSWER_BYTES: Final = 1 << 18
 """An answer with 256 results has half of it."""
@@ -209,7 +212,7 @@ class CloudClient:
 
     async def post_drafts(self, session: str, message: DraftMessage) -> None:
         """POST /v1/sessions/{id}/drafts. A stale draft is no error: newer commits are already on their way."""
-        headers = _TREE_HEADERS if message.media_type == TREE_MEDIA_TYPE else _DRAFT_HEADERS
+        headers = _BINARY_HEADERS.get(message.media_type, _DRAFT_HEADERS)
         await self._exchange("POST", f"/v1/sessions/{session}/drafts", message.body, headers=headers)
 
     async def end_session(self, session: str) -> None:
@@ -317,7 +320,7 @@ class CloudClient:
             response = await self._http.send(request, stream=True)
             try:
                 self._count(response)
-                if headers not in (_DRAFT_HEADERS, _TREE_HEADERS) or response.status_code != 409:
+                if headers not in (_DRAFT_HEADERS, *_BINARY_HEADERS.values()) or response.status_code != 409:
                     await self._require_success(response)
                 return await self._read(response, max_bytes)
             finally:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from outrider.edge.devices.placement import AS_BUNDLED, DraftChoice, Placement, opened_as, place_draft
+from outrider.edge.drafting.by_rule import RuleDrafter
 from outrider.edge.drafting.calibration import MAX_WIDTH
 from outrider.edge.drafting.depth import (
     MAX_DEPTH,
@@ -18,7 +19,7 @@ from outrider.edge.drafting.depth import (
     FixedDepth,
     ThresholdDepth,
 )
-from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter
+from outrider.edge.drafting.drafter import Drafter, MixedDrafter, ModelDrafter, NgramDrafter, ProposingDrafter
 from outrider.edge.drafting.estimates import Estimates
 from outrider.edge.drafting.ladder import LadderDrafter
 from outrider.edge.drafting.price import BYTES_PER_TOKEN
@@ -28,6 +29,7 @@ from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.modes.stop_and_wait import StopAndWaitAgent
 from outrider.edge.modes.stream import AgentOptions, StreamAgent
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
+from outrider.models.acceptance import PLAIN_TERMS, RuleTerms
 from outrider.models.bundle import Bundle
 from outrider.models.errors import BundleError, ConfigError
 from outrider.models.places import default_cache_dir
@@ -84,17 +86,28 @@ def make_agent(
     scheduler: DraftScheduler | None = None,
     estimates: Estimates | None = None,
     quoted: Sequence[QuotedText] = (),
+    terms: RuleTerms = PLAIN_TERMS,
 ) -> Agent:
     """An agent, which keeps its estimates from one text to the next.
 
     Stop-and-wait sends paths, so of the options only the effort concerns it. scheduler: its thread drafts, for stream
-    mode; None: one of its own. quoted: texts that its text may quote; lookup copies from them.
+    mode; None: one of its own. quoted: texts that its text may quote; lookup copies from them. terms: how the target
+    accepts: rejection and tolerance take one path, without lookup. Raises ConfigError there for a draft without a
+    model, and for block verification in stream mode.
     """
     estimates, options = estimates or Estimates(), options or AgentOptions()
     if mode is Mode.CLOUD_ONLY or drafter is None:
         return StreamAgent(endpoints)
+    if terms.rule.needs_evidence:
+        if not isinstance(drafter, ProposingDrafter):
+            raise ConfigError(f"the rule {terms.rule.value} needs a draft with a model; lookup has no probabilities")
+        if terms.is_block and mode is not Mode.STOP_AND_WAIT:
+            raise ConfigError("blocks are verified as a whole in stop-and-wait mode only; add --mode stop-and-wait")
+        drafter = RuleDrafter(drafter, terms)
+        options = replace(options, tree=replace(options.tree, width=1), is_looked_up=False)
     if mode is Mode.STOP_AND_WAIT:
-        return StopAndWaitAgent(endpoints, drafter, make_depth(depth, estimates, options.effort), estimates)
+        controller = make_depth(depth, estimates, options.effort)
+        return StopAndWaitAgent(endpoints, drafter, controller, estimates, terms=terms)
     if options.is_looked_up and options.tree.width > 1 and isinstance(drafter, ModelDrafter):
         drafter = MixedDrafter(drafter, quoted)
     elif quoted and options.is_looked_up and isinstance(drafter, NgramDrafter):
@@ -102,7 +115,7 @@ def make_agent(
     elif options.is_looked_up and options.tree.width > 1 and isinstance(drafter, LadderDrafter):
         drafter.look_up_too(quoted)
     controller = make_depth(depth, estimates, options.effort)
-    return StreamAgent(endpoints, drafter, controller, estimates, options, scheduler=scheduler)
+    return StreamAgent(endpoints, drafter, controller, estimates, options, scheduler=scheduler, terms=terms)
 
 
 def open_draft_bundle(path: str | Path) -> Bundle:

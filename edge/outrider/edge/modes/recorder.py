@@ -16,6 +16,7 @@ from outrider.edge.results import (
     Source,
     TokenBatch,
 )
+from outrider.models.acceptance import Rule
 from outrider.models.protocol import TextCut
 from outrider.models.transforms.chooser import TokenLogprobs
 
@@ -50,6 +51,8 @@ class Recorder:
         self.num_prompt_sent = 0
         self.held: HeldPrefix | None = None
         self.cut: TextCut | None = None
+        self.rule = Rule.COUPLED
+        self.num_tolerated = 0
 
     def commit(
         self,
@@ -115,6 +118,8 @@ class Recorder:
             draft_error=self.draft_error,
             depths=tuple(self._depths),
             cut=self.cut,
+            rule=self.rule,
+            num_tolerated=self.num_tolerated,
         )
 
 

@@ -11,8 +11,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from outrider.edge import tracing
 from outrider.edge.drafting.belief import Belief
@@ -26,8 +27,11 @@ from outrider.edge.link.errors import refusal_error
 from outrider.edge.link.origin import Served, TextOrigin
 from outrider.edge.modes.recorder import Recorder, trace_result
 from outrider.edge.results import GenerationRequest, GenerationResult, Mode, OnTokens
+from outrider.models.acceptance import PLAIN_TERMS, Rule, RuleTerms
 from outrider.models.errors import RequestError
 from outrider.models.protocol import VerifyItem, VerifyRequest, VerifyResult
+from outrider.models.rejection import SparseDistribution
+from outrider.models.tolerance import DeltaCalibrator
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +40,21 @@ _NOT_HELD = "prefix_not_held"
 
 @dataclass(frozen=True, slots=True)
 class StopAndWaitAgent:
-    """Generates over /v1/verify, one text at a time. drafter: None verifies empty blocks (one token per round trip)."""
+    """Generates over /v1/verify, one text at a time. drafter: None verifies empty blocks (one token per round trip).
+
+    terms: how the target accepts; a rule that needs evidence needs a `RuleDrafter`.
+    """
 
     endpoints: Endpoints
     drafter: Drafter | None
     depth: DepthController
     estimates: Estimates
     clock: Callable[[], float] = time.perf_counter
+    terms: RuleTerms = PLAIN_TERMS
+    calibrator: DeltaCalibrator = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "calibrator", DeltaCalibrator(self.terms.delta, self.terms.acceptance))
 
     async def generate(self, request: GenerationRequest, on_tokens: OnTokens | None = None) -> GenerationResult:
         """Generates one text; raises as `StreamAgent.generate`. A drafter that fails only ends the drafting."""
@@ -53,6 +65,7 @@ class StopAndWaitAgent:
 
     async def _generate(self, request: GenerationRequest, on_tokens: OnTokens | None) -> GenerationResult:
         recorder = Recorder(Mode.STOP_AND_WAIT, on_tokens, self.clock)
+        recorder.rule = self.terms.rule
         wire_before = self.endpoints.wire
         belief, text, prefix_hash, reason = Belief(self.estimates.calibration.chance), TextOrigin(), None, None
         hits: Counter[int] = Counter()
@@ -68,7 +81,9 @@ class StopAndWaitAgent:
                     recorder.draft_error, drafter = f"{type(error).__name__}: {error}", None
             recorder.num_drafted += len(block)
             recorder.num_sent += len(block)
-            result = await self._verify(request, belief, [guess.token for guess in block], text, prefix_hash)
+            result = await self._verify(request, belief, block, text, prefix_hash)
+            for index in range(result.tested or 0):
+                self.calibrator.observe(index < result.accepted)
             belief.tree.add_path(block)
             outcome = belief.on_commit(belief.num_known, result.tokens)
             # The server may run fewer drafted tokens than were sent: the rest is drafted again, not kept.
@@ -81,6 +96,8 @@ class StopAndWaitAgent:
             recorder.depth(len(block))
             # An equal token beyond the accepted ones is the target's own: it ran no more drafts, or the text ends.
             num_run = result.accepted if outcome.num_matched > result.accepted else len(block)
+            if result.tested is not None:
+                num_run = result.tested
             recorder.commit(outcome.tokens, result.accepted, num_run)
             prefix_hash, reason = result.prefix_hash, result.finish_reason
             if reason is None and belief.num_known >= request.max_tokens:
@@ -109,16 +126,17 @@ class StopAndWaitAgent:
         self,
         request: GenerationRequest,
         belief: Belief,
-        draft: list[int],
+        block: Sequence[Guess],
         text: TextOrigin,
         prefix_hash: str | None,
     ) -> VerifyResult:
         """Verifies a block, with the hash of the prefix, or with all tokens if the server no longer holds it."""
         whole = VerifyItem(
             prefix=[*request.prompt, *belief.known],
-            draft=draft,
+            draft=[guess.token for guess in block],
             max_tokens=request.max_tokens - belief.num_known,
             **request.wire_fields(belief.num_known),
+            **self._rule_fields(block),
         )
         if prefix_hash is not None:
             try:
@@ -128,6 +146,17 @@ class StopAndWaitAgent:
                 if e.code != _NOT_HELD:
                     raise
         return await self._ask(request, whole, text)
+
+    def _rule_fields(self, block: Sequence[Guess]) -> dict[str, Any]:
+        terms = self.terms
+        if terms.rule is Rule.REJECTION:
+            qs = [guess.evidence for guess in block if isinstance(guess.evidence, SparseDistribution)]
+            pairs = [[number for pair in zip(q.ids, q.weights, strict=True) for number in pair] for q in qs]
+            return {"rule": terms.rule, "draft_q": pairs, "block_verification": terms.is_block}
+        if terms.rule is Rule.TOLERANCE:
+            log_qs = [round(guess.evidence, 3) for guess in block if isinstance(guess.evidence, float)]
+            return {"rule": terms.rule, "draft_log_q": log_qs, "delta": self.calibrator.delta}
+        return {} if terms.rule is Rule.COUPLED else {"rule": terms.rule}
 
     async def _ask(self, request: GenerationRequest, item: VerifyItem, text: TextOrigin) -> VerifyResult:
         async def ask(client: CloudClient) -> VerifyResult:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outrider.edge import tracing
@@ -29,6 +29,7 @@ from outrider.edge.link.origin import TextOrigin
 from outrider.edge.link.sender import DraftMessage, DraftSender, Posts
 from outrider.edge.modes.recorder import Recorder, trace_result
 from outrider.edge.results import GenerationRequest, GenerationResult, HeldPrefix, Mode, OnTokens
+from outrider.models.acceptance import PLAIN_TERMS, Rule, RuleTerms
 from outrider.models.errors import RequestError
 from outrider.models.predicted import PredictionFollower
 from outrider.models.protocol import (
@@ -40,6 +41,7 @@ from outrider.models.protocol import (
     SessionOpen,
     SessionRequest,
 )
+from outrider.models.rule_draft import RULE_MEDIA_TYPE, encode_rule_draft
 from outrider.models.transforms.chooser import TokenLogprobs
 from outrider.models.tree_draft import ROOT, TREE_MEDIA_TYPE, TreeDraft, level_of
 
@@ -64,8 +66,9 @@ class StreamAgent:
 
     drafter: None is cloud-only streaming. depth: shares `estimates` if it uses any. wrap_posts: wraps the client that
     drafts are posted to, to inject faults. scheduler: its thread drafts; agents of one draft model share it. on_begin,
-    on_call: set them to watch a text; the first is called when it begins, the other as `DraftWorker` does. Belongs to
-    one event loop at a time.
+    on_call: set them to watch a text; the first is called when it begins, the other as `DraftWorker` does. terms: how
+    the target accepts; a rule that needs evidence needs a `RuleDrafter`, and width 1. Belongs to one event loop at a
+    time.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class StreamAgent:
         wrap_posts: Callable[[CloudClient], Posts] | None = None,
         clock: Callable[[], float] = time.perf_counter,
         scheduler: DraftScheduler | None = None,
+        terms: RuleTerms = PLAIN_TERMS,
     ) -> None:
         self.endpoints = endpoints
         self.drafter = drafter
@@ -88,6 +92,8 @@ class StreamAgent:
         self.clock = clock
         self.scheduler = scheduler or DraftScheduler(clock)
         self.with_mid: set[str] = set()  # servers that are cascades: they are asked for provisional tokens
+        self.terms = terms
+        self.delta = terms.delta  # of tolerance: where the text before ended
         self.without_prefixes: set[str] = set()  # servers that refuse the fields of held prefixes: older ones
         self.without_texts: set[str] = set()  # servers that refuse stop strings and predictions: older ones
         self.on_begin: Callable[[DraftAhead], None] = lambda ahead: None
@@ -120,6 +126,7 @@ class _Generation:
         self._origin = origin
         self._request = request
         self._recorder = Recorder(Mode.STREAM if agent.drafter else Mode.CLOUD_ONLY, on_tokens, agent.clock)
+        self._recorder.rule = agent.terms.rule
         options, estimates = agent.options, agent.estimates
         self._sender = DraftSender(estimates.on_posted, options.max_posts, agent.clock, self._on_free)
         self._ahead = DraftAhead(
@@ -200,6 +207,7 @@ class _Generation:
             keep_prefix=request.keeps_prefix and url not in self._agent.without_prefixes,
             provisional=self._agent.drafter is not None and url in self._agent.with_mid,
             **(request.wire_fields(len(known)) | self._text_fields(url)),
+            **_rule_fields(self._agent.terms, self._agent.delta),
         )
         return self._asked
 
@@ -276,7 +284,8 @@ class _Generation:
         self._last_commit_at = now
         if outcome.tokens:
             self._recorder.depth(self._ahead.plan.depth)
-            may_reject = outcome.contradicts_at(commit.accepted)
+            # Tolerance may reject what the target picks by itself.
+            may_reject = self._agent.terms.is_lossy or outcome.contradicts_at(commit.accepted)
             ranks = tuple(node.rank for node in outcome.hits)
             others = frozenset(index for index, rank in enumerate(ranks) if 0 < rank < LOOKUP_RANK)
             self._recorder.commit(
@@ -292,6 +301,9 @@ class _Generation:
     def _on_end(self, end: SessionEnd, client: CloudClient) -> str:
         self._recorder.waited_ms += end.usage.waited_ms
         self._recorder.cut = end.cut
+        self._recorder.num_tolerated += end.usage.tolerated_tokens or 0
+        if end.delta is not None and self._agent.terms.acceptance is not None:
+            self._agent.delta = end.delta
         if self._recorder.num_sessions == 1:
             self._recorder.cached_prompt_tokens = end.usage.cached_prompt_tokens
         if end.prefix_hash is not None and self._request.keeps_prefix:
@@ -305,7 +317,9 @@ class _Generation:
     def _send(self, num_known: int, nodes: Sequence[Node]) -> int:
         assert self._posts is not None
         base = num_known - self._session_start
-        if self._takes_trees:
+        if self._agent.terms.rule.needs_evidence:
+            message = rule_message(base, nodes)
+        elif self._takes_trees:
             message = tree_message(base, nodes)
         else:
             path = self._ahead.path()[:MAX_PATH_TOKENS]
@@ -334,13 +348,29 @@ def _logprobs(commit: Commit, num_new: int) -> tuple[TokenLogprobs, ...]:
 
 def tree_message(base: int, nodes: Sequence[Node]) -> DraftMessage:
     """The message with these nodes, which are numbered one after the other; `base` tokens are known in the session."""
+    return DraftMessage(TREE_MEDIA_TYPE, _tree_draft(base, nodes).encode())
+
+
+def _tree_draft(base: int, nodes: Sequence[Node]) -> TreeDraft:
     first = nodes[0].number
     assert first is not None
     # Only the root has no parent: what follows it follows the last known token, whatever the server has forgotten.
     ups = [node.parent for node in nodes]
     parents = [ROOT if up is None or up.parent is None or up.number is None else up.number for up in ups]
-    draft = TreeDraft(base, first, [node.token for node in nodes], parents, [level_of(node.chance) for node in nodes])
-    return DraftMessage(TREE_MEDIA_TYPE, draft.encode())
+    return TreeDraft(base, first, [node.token for node in nodes], parents, [level_of(node.chance) for node in nodes])
+
+
+def rule_message(base: int, nodes: Sequence[Node]) -> DraftMessage:
+    """As `tree_message`, for a path whose nodes have evidence."""
+    evidence = [node.evidence for node in nodes if node.evidence is not None]
+    assert len(evidence) == len(nodes), "a RuleDrafter's guesses have evidence"
+    draft = replace(_tree_draft(base, nodes), evidence=evidence)
+    return DraftMessage(RULE_MEDIA_TYPE, encode_rule_draft(draft))
+
+
+def _rule_fields(terms: RuleTerms, delta: float) -> dict[str, Any]:
+    fields: dict[str, Any] = {} if terms.rule is Rule.COUPLED else {"rule": terms.rule}
+    return fields | ({"delta": delta, "acceptance": terms.acceptance} if terms.is_lossy else {})
 
 
 def path_message(base: int, path: Sequence[int]) -> DraftMessage:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,8 +87,12 @@ class RowChooser:
         *,
         stop_ids: Collection[int] = (),
         max_tokens: int | None = None,
+        evidence: Sequence[Any] = (),
     ) -> AcceptedBranch:
-        """As `acceptance.accept_tree`. Where it raises ModelFault, the states are where they were."""
+        """As `acceptance.accept_tree`. Where it raises ModelFault, the states are where they were.
+
+        evidence: of the drafted tokens, for rules that need more than equality (`by_rule`); not used here.
+        """
         lengths = [state.length for state in self.states]
         self.logprobs = []
 

@@ -1,0 +1,246 @@
+"""Compares the acceptance rules by round trip: coupled noise beside rejection beside tolerance.
+
+Cloud and agent have a core and a thread each; the target is widened, which changes no logit. Every rule writes the same
+prompts with the same seeds in stream mode; the order is reversed from one prompt to the next.
+
+  cloud-only         no drafts: the target's text, and the yardstick of speed
+  tree               coupled noise, a tree of guesses: the default
+  path               coupled noise, one path: what the other rules send
+  rejection          one path, each token drawn from its distribution of 8 ids, which is sent
+  tolerance          one path with log q; accepts while log p >= log q - delta (--delta)
+  tolerance at 0.70  delta calibrated to that acceptance (--acceptance)
+
+Tables: tokens/s over cloud-only's, medians of the runs; acceptance (accepted over tested drafted tokens); bytes of
+bodies per token, less what cloud-only takes to open the session. Quality, over all texts of a rule: perplexity under
+the target at temperature 1 (of cloud-only's own texts first), the share of texts equal to the target's, and the share
+of each text before its first other token. Rejection writes other texts than coupled noise does, as likely ones: its
+perplexity is the target's, its texts are not.
+
+Exits 1 when a text by coupled noise differs from cloud-only's.
+
+    python -m bench.rules [--widen 1450] [--rtt-ms 0 25 50] [--prompts 3] [--runs 3] [--json PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from bench.report import write_json
+from rich.console import Console
+from rich.table import Table
+
+from outrider.edge.lab.laboratory import ALIKE, Lab, connected, interleave, open_lab
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.assemble import Agent, make_agent, make_options
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode
+from outrider.models.acceptance import PLAIN_TERMS, Rule, RuleTerms
+from outrider.models.bundle import Bundle
+from outrider.models.reference_export import export_reference_pair
+from outrider.models.runtimes import open_batch_runtime
+from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceSlice
+from outrider.models.sampling import SamplingParams
+from outrider.models.tolerance import log_probability
+from outrider.reference import load_prompts
+
+CLOUD_ONLY: Final = "cloud-only"
+COUPLED: Final = ("tree", "path")
+SERVER: Final = (*ALIKE, "--no-lookup", "--allow-tolerance")
+
+
+@dataclass(slots=True)
+class Cell:
+    """A rule at one round trip. ratios: tokens/s over cloud-only's, by run."""
+
+    ratios: list[float] = field(default_factory=list)
+    texts: list[GenerationResult] = field(default_factory=list)
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted over tested drafted tokens; NaN where nothing was drafted."""
+        tested = sum(text.num_tested for text in self.texts)
+        return sum(text.num_accepted for text in self.texts) / tested if tested else math.nan
+
+    def bytes_up(self, alone: Cell) -> float:
+        """Of drafts, per token."""
+        sent = sum(text.wire.body_up for text in self.texts) - sum(text.wire.body_up for text in alone.texts)
+        return max(0.0, sent) / sum(len(text.tokens) for text in self.texts)
+
+    @property
+    def passes(self) -> float:
+        """Target passes per token."""
+        return sum(text.num_passes for text in self.texts) / sum(len(text.tokens) for text in self.texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """How far the texts of a rule are from the target's."""
+
+    perplexity: float
+    num_equal: int
+    num_texts: int
+    shared: float
+
+
+def terms_of(options: argparse.Namespace) -> dict[str, RuleTerms]:
+    """The rules that need evidence, by the table's names."""
+    return {
+        "rejection": RuleTerms(Rule.REJECTION),
+        f"tolerance {options.delta:g}": RuleTerms(Rule.TOLERANCE, delta=options.delta),
+        f"tolerance at {options.acceptance:.2f}": RuleTerms(Rule.TOLERANCE, acceptance=options.acceptance),
+    }
+
+
+def agents_of(options: argparse.Namespace, endpoints: Endpoints, lab: Lab) -> dict[str, Agent]:
+    """An agent for each row, with estimates of its own."""
+    tree, path = make_options(is_looked_up=False), make_options("1", is_looked_up=False)
+    drafted = {"tree": (tree, PLAIN_TERMS), "path": (path, PLAIN_TERMS)}
+    drafted |= {name: (path, terms) for name, terms in terms_of(options).items()}
+    return {CLOUD_ONLY: make_agent(Mode.CLOUD_ONLY, endpoints, None)} | {
+        name: make_agent(Mode.STREAM, endpoints, lab.drafter, options=each, terms=terms)
+        for name, (each, terms) in drafted.items()
+    }
+
+
+async def measure(options: argparse.Namespace, lab: Lab, requests: Sequence[GenerationRequest]) -> dict[float, Any]:
+    """Cells by round trip and rule. The first run warms up and calibrates."""
+    found: dict[float, dict[str, Cell]] = {}
+    for rtt_ms in options.rtt_ms:
+        async with AsyncExitStack() as stack:
+            endpoints = await stack.enter_async_context(connected(lab.url, lab.cores, rtt_ms))
+            agents = agents_of(options, endpoints, lab)
+            cells = found.setdefault(rtt_ms, {name: Cell() for name in agents})
+            await interleave(agents, requests)
+            for _ in range(options.runs):
+                results = await interleave(agents, requests)
+                alone = median(text.tokens_per_s for text in results[CLOUD_ONLY])
+                for name, texts in results.items():
+                    cells[name].texts += texts
+                    cells[name].ratios.append(median(text.tokens_per_s for text in texts) / alone)
+    return found
+
+
+def perplexity_of(target: BatchRuntime, prompt: Sequence[int], text: Sequence[int]) -> tuple[float, int]:
+    """Sum of -log p of the text's tokens under the target, temperature 1, and their number."""
+    tokens = [*prompt, *text[:-1]]
+    blocks = range(-(-len(tokens) // target.block_size))
+    rows = target.forward([SequenceSlice(tokens, 0, list(blocks), len(text))])
+    params = SamplingParams(temperature=1.0)
+    return -sum(log_probability(row, params, token) for row, token in zip(rows, text, strict=True)), len(text)
+
+
+def judge(target: BatchRuntime, requests: Sequence[GenerationRequest], cells: Sequence[Mapping[str, Cell]]) -> Any:
+    """The quality of each rule's texts, over all round trips."""
+    found: dict[str, Quality] = {}
+    truth = [text.tokens for text in cells[0][CLOUD_ONLY].texts[: len(requests)]]
+    for name in cells[0]:
+        nats, num_tokens, num_equal, shared, num_texts = 0.0, 0, 0, 0.0, 0
+        for text_index, text in ((i, text) for each in cells for i, text in enumerate(each[name].texts)):
+            index = text_index % len(requests)
+            own, count = perplexity_of(target, requests[index].prompt, text.tokens)
+            nats, num_tokens, num_texts = nats + own, num_tokens + count, num_texts + 1
+            same = next((i for i, (a, b) in enumerate(zip(text.tokens, truth[index], strict=False)) if a != b), None)
+            num_equal += same is None
+            shared += 1.0 if same is None else same / len(truth[index])
+        found[name] = Quality(math.exp(nats / num_tokens), num_equal, num_texts, shared / num_texts)
+    return found
+
+
+def show(console: Console, found: Mapping[float, Mapping[str, Cell]], quality: Mapping[str, Quality]) -> None:
+    """Prints the tables."""
+    table = Table(title="tokens/s over cloud-only's, by round trip", title_justify="left", box=None)
+    for name in ("RTT ms", "rule", "speed (lowest run)", "acceptance", "passes/token", "B up/token", "tolerated"):
+        table.add_column(name, justify="left" if name == "rule" else "right")
+    for rtt_ms, cells in found.items():
+        for name, cell in cells.items():
+            tolerated = sum(text.num_tolerated for text in cell.texts) / sum(len(text.tokens) for text in cell.texts)
+            table.add_row(
+                f"{rtt_ms:g}",
+                name,
+                f"{median(cell.ratios):.2f}x ({min(cell.ratios):.2f})",
+                "-" if math.isnan(cell.acceptance) else f"{cell.acceptance:.3f}",
+                f"{cell.passes:.3f}",
+                f"{cell.bytes_up(cells[CLOUD_ONLY]):.0f}",
+                f"{tolerated:.3f}",
+            )
+    console.print(table)
+    table = Table(title="quality", title_justify="left", box=None)
+    for name in ("rule", "perplexity", "texts equal", "shared beginning"):
+        table.add_column(name, justify="left" if name == "rule" else "right")
+    for name, each in quality.items():
+        table.add_row(name, f"{each.perplexity:.3f}", f"{each.num_equal}/{each.num_texts}", f"{each.shared:.2f}")
+    console.print(table)
+
+
+def main() -> int:
+    """Runs the comparison."""
+    cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--widen", type=float, default=1450.0, help="MB of the widened FP32 target; 0: as it is")
+    cli.add_argument("--rtt-ms", type=float, nargs="+", default=[0.0, 25.0, 50.0])
+    cli.add_argument("--prompts", type=int, default=3, help="texts of a run")
+    cli.add_argument("--max-tokens", type=int, default=100)
+    cli.add_argument("--temperature", type=float, default=0.8)
+    cli.add_argument("--runs", type=int, default=3, help="after one that warms up")
+    cli.add_argument("--delta", type=float, default=0.5)
+    cli.add_argument("--acceptance", type=float, default=0.7)
+    cli.add_argument("--json", type=Path)
+    options = cli.parse_args()
+    console = Console()
+    pair = export_reference_pair(widen_mb=options.widen)
+    same = Bundle.open(export_reference_pair(widen_mb=0.0).target)  # the same function, sooner
+    with open_lab(pair.target, pair.draft, cloud_options=SERVER) as lab:
+        requests = [
+            GenerationRequest(
+                prompt=lab.encode(prompt.text),
+                params=SamplingParams(temperature=options.temperature, seed=seed),
+                max_tokens=options.max_tokens,
+                stop_ids=frozenset(),
+                ignore_eos=True,
+            )
+            for seed, prompt in enumerate(load_prompts(options.prompts))
+        ]
+        found = asyncio.run(measure(options, lab, requests))
+    target = open_batch_runtime(same.manifest.runtime, same.model_file, RuntimeOptions(num_threads=1))
+    try:
+        quality = judge(target, requests, list(found.values()))
+    finally:
+        target.close()
+    show(console, found, quality)
+    if options.json:
+        report = {
+            "rules": {
+                f"{rtt_ms:g}": {
+                    name: {
+                        "speed": median(cell.ratios),
+                        "ratios": cell.ratios,
+                        "acceptance": None if math.isnan(cell.acceptance) else cell.acceptance,
+                        "passes_per_token": cell.passes,
+                        "bytes_up_per_token": cell.bytes_up(cells[CLOUD_ONLY]),
+                    }
+                    for name, cell in cells.items()
+                }
+                for rtt_ms, cells in found.items()
+            },
+            "quality": {
+                name: {"perplexity": each.perplexity, "equal": each.num_equal, "texts": each.num_texts}
+                | {"shared": each.shared}
+                for name, each in quality.items()
+            },
+        }
+        write_json(options.json, report)
+    different = [name for name in COUPLED if quality[name].num_equal < quality[name].num_texts]
+    for name in different:
+        console.print(f"texts by coupled noise ({name}) differ from cloud-only's; run bench.invariant", style="red")
+    return 1 if different else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

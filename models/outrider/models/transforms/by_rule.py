@@ -1,0 +1,138 @@
+"""Chooses the target's tokens under the rules that judge a draft by probabilities: rejection and tolerance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from outrider.models.acceptance import AcceptedBranch, Rule, RuleTerms
+from outrider.models.errors import ModelFault
+from outrider.models.rejection import Evidence, Probabilities, SparseDistribution, judge, judge_block, probabilities
+from outrider.models.sampling import pick
+from outrider.models.tolerance import DeltaCalibrator, is_tolerated, log_probability
+from outrider.models.transforms.base import apply_all
+from outrider.models.transforms.chooser import Row, RowChooser, logprobs_of
+
+
+@dataclass(slots=True)
+class RuleChooser(RowChooser):
+    """As `RowChooser`, for drafts that are a line, with evidence. A rule of equality has no use for it.
+
+    num_tested, num_tolerated: of the last `choose`: drafted tokens judged, and of those accepted the ones that the
+    target would not have picked.
+    """
+
+    terms: RuleTerms = field(default_factory=RuleTerms)
+    num_tested: int = 0
+    num_tolerated: int = 0
+    calibrator: DeltaCalibrator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.calibrator = DeltaCalibrator(self.terms.delta, self.terms.acceptance)
+
+    def choose(
+        self,
+        rows: Sequence[Row] | Row,
+        drafted: Sequence[int],
+        parents: Sequence[int],
+        position: int,
+        *,
+        stop_ids: Collection[int] = (),
+        max_tokens: int | None = None,
+        evidence: Sequence[Evidence] = (),
+    ) -> AcceptedBranch:
+        """As `RowChooser.choose`; `parents` is a line's."""
+        assert len(evidence) == len(drafted), "each drafted token has its evidence"
+        lengths, before = [state.length for state in self.states], replace(self.calibrator)
+        self.logprobs, self.num_tested, self.num_tolerated = [], 0, 0
+        by = self._by_block if self.terms.is_block and drafted else self._by_line
+        try:
+            tokens = by(rows, drafted, evidence, position, stop_ids, max_tokens)
+        except BaseException:
+            self.calibrator = before
+            for state, length in zip(self.states, lengths, strict=True):
+                state.truncate(length)
+            raise
+        return AcceptedBranch(tokens, list(range(len(tokens) - 1)))
+
+    def _by_line(
+        self,
+        rows: Sequence[Row] | Row,
+        drafted: Sequence[int],
+        evidence: Sequence[Evidence],
+        position: int,
+        stop_ids: Collection[int],
+        max_tokens: int | None,
+    ) -> list[int]:
+        tokens: list[int] = []
+        for index in range(len(drafted) + 1):
+            if index == len(drafted):
+                token, goes_on = self._choose_one(rows[index], position + index), False
+            else:
+                token, goes_on = self._judge(rows[index], drafted[index], evidence[index], position + index)
+                self.num_tested += 1
+                self._take(rows[index], token)
+            tokens.append(token)
+            if not goes_on or token in stop_ids or len(tokens) == max_tokens:
+                break
+        return tokens
+
+    def _judge(self, row: Row, token: int, evidence: Evidence, position: int) -> tuple[int, bool]:
+        changed = self._changed(row, position)
+        if isinstance(evidence, SparseDistribution):
+            return judge(probabilities(changed, self.params), token, evidence, self.params.seed, position)
+        is_accepted = is_tolerated(log_probability(changed, self.params, token), evidence, self.calibrator.delta)
+        self.calibrator.observe(is_accepted)
+        picked = pick(changed, self.params, position)
+        self.num_tolerated += is_accepted and picked != token
+        return (token, True) if is_accepted else (picked, False)
+
+    def _by_block(
+        self,
+        rows: Sequence[Row] | Row,
+        drafted: Sequence[int],
+        evidence: Sequence[Evidence],
+        position: int,
+        stop_ids: Collection[int],
+        max_tokens: int | None,
+    ) -> list[int]:
+        assert self.terms.rule is Rule.REJECTION
+        lengths = [state.length for state in self.states]
+
+        def row_after(index: int) -> Probabilities:
+            if index:
+                for state in self.states:
+                    state.advance(drafted[index - 1])
+            return probabilities(self._changed(rows[index], position + index), self.params)
+
+        def pick_last() -> int:
+            for state in self.states:
+                state.advance(drafted[-1])
+            return pick(
+                self._changed(rows[len(drafted)], position + len(drafted)), self.params, position + len(drafted)
+            )
+
+        qs = [each for each in evidence if isinstance(each, SparseDistribution)]
+        num_accepted, last = judge_block(row_after, drafted, qs, pick_last, self.params.seed, position)
+        self.num_tested = min(num_accepted + 1, len(drafted))
+        for state, length in zip(self.states, lengths, strict=True):
+            state.truncate(length)
+        tokens: list[int] = []
+        for index, token in enumerate([*drafted[:num_accepted], last]):
+            tokens.append(token)
+            self._take(rows[index], token)
+            if token in stop_ids or len(tokens) == max_tokens:
+                break
+        return tokens
+
+    def _changed(self, row: Row, position: int) -> Row:
+        if not math.isfinite(row.max()):
+            raise ModelFault(f"the model's logits at position {position} are not finite")
+        return apply_all(self.states, row)
+
+    def _take(self, row: Row, token: int) -> None:
+        for state in self.states:
+            state.advance(token)
+        if self.num_logprobs is not None:
+            self.logprobs.append(logprobs_of(row, token, self.num_logprobs))

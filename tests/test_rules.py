@@ -1,0 +1,286 @@
+"""The acceptance rules that judge drafts by probabilities, as pure functions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.chi_square import CHANCE, PROMPT, Languages
+from tests.test_choosers import NoneTwice
+
+from outrider.models.acceptance import Rule, RuleTerms
+from outrider.models.errors import ModelFault, RequestError
+from outrider.models.rejection import WHOLE, SparseDistribution, draw, judge, probabilities, sparse
+from outrider.models.rule_draft import decode_rule_draft, encode_rule_draft
+from outrider.models.sampling import SamplingParams, pick
+from outrider.models.tolerance import WARM_UP, DeltaCalibrator, is_tolerated, log_probability
+from outrider.models.transforms.by_rule import RuleChooser
+from outrider.models.tree_draft import ROOT, TreeDraft
+
+REJECTION, BLOCK = RuleTerms(Rule.REJECTION), RuleTerms(Rule.REJECTION, is_block=True)
+
+
+def write(
+    languages: Languages, seed: int, terms: RuleTerms, num_verified: Callable[[list[int], list[float]], int]
+) -> list[int]:
+    """A text by rejection. num_verified: how many of the drafted tokens a pass looks at, given them and their q."""
+    chooser = RuleChooser(languages.with_seed(seed), terms=terms)
+    text: list[int] = []
+    lengths = random.Random(seed)
+    while len(text) < languages.length:
+        at = len(PROMPT) + len(text)
+        count = min(lengths.randrange(4), languages.length - len(text) - 1)
+        tokens, qs = languages.block(text, count, seed, at if terms.is_block else None)
+        count = num_verified(tokens, [q.of(token) for q, token in zip(qs, tokens, strict=True)])
+        tokens, qs = tokens[:count], qs[:count]
+        rows = [languages.target_row((*text, *tokens[:index])) for index in range(count + 1)]
+        text += chooser.choose(rows, tokens, range(-1, count - 1), at, evidence=qs).tokens
+    return text[: languages.length]
+
+
+def whole(tokens: list[int], chances: list[float]) -> int:
+    return len(tokens)
+
+
+@pytest.mark.parametrize("terms", [REJECTION, BLOCK], ids=["token by token", "block"])
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+def test_rejection_writes_every_text_as_often_as_the_target(terms: RuleTerms, top_p: float) -> None:
+    """Chi-square over all texts of three tokens, with drafts of 0 to 2 tokens per pass."""
+    languages = Languages(top_p=top_p)
+    assert languages.excess([write(languages, seed, terms, whole) for seed in range(4000)]) < CHANCE
+
+
+def test_a_policy_that_looks_at_the_drawn_token_is_biased_and_the_test_shows_it() -> None:
+    """The same test fails where only tokens that the draft finds likely are verified, and where noise is shared."""
+    languages = Languages()
+
+    def only_likely(tokens: list[int], chances: list[float]) -> int:
+        return next((index for index, chance in enumerate(chances) if chance < 0.5), len(tokens))
+
+    assert languages.excess([write(languages, seed, REJECTION, only_likely) for seed in range(2000)]) > 2 * CHANCE
+
+    def shared(seed: int) -> list[int]:
+        params, text = languages.with_seed(seed), list[int]()
+        while len(text) < languages.length:
+            q, at = languages.q(text), len(PROMPT) + len(text)
+            row = np.full(languages.size, -np.inf, dtype=np.float32)
+            row[list(q.ids)] = np.log(np.maximum(q.weights, 1e-9))
+            drafted = pick(row, SamplingParams(temperature=1.0, seed=seed), at)  # the target's Gumbel noise
+            p = probabilities(languages.target_row(tuple(text)), params)
+            coin_is_shared = judge(p, drafted, q, seed, at)[1]
+            text.append(drafted if coin_is_shared else pick(languages.target_row(tuple(text)), params, at))
+        return text
+
+    assert languages.excess([shared(seed) for seed in range(2000)]) > 2 * CHANCE
+
+
+def test_a_block_accepts_no_less_than_token_by_token() -> None:
+    """Sun et al., theorem 2: on average more."""
+    languages = Languages(length=4)
+    accepted = {}
+    for terms in (REJECTION, BLOCK):
+        accepted[terms.is_block] = 0
+        for seed in range(1500):
+            chooser = RuleChooser(languages.with_seed(seed), terms=terms)
+            tokens, qs = languages.block([], 3, seed, 2)
+            rows = [languages.target_row(tuple(tokens[:index])) for index in range(4)]
+            accepted[terms.is_block] += len(chooser.choose(rows, tokens, range(-1, 2), 2, evidence=qs).nodes)
+    assert accepted[True] > 1.02 * accepted[False]
+
+
+def test_the_target_s_distribution_is_what_pick_draws_from() -> None:
+    row = np.array([1.0, 3.0, 2.0, -4.0, 2.5], dtype=np.float32)
+    params = SamplingParams(temperature=0.7, top_k=4, top_p=0.95)
+    p = probabilities(row, params)
+    picks = [pick(row, SamplingParams(temperature=0.7, top_k=4, top_p=0.95, seed=seed), 3) for seed in range(4000)]
+    assert p.sum() == pytest.approx(1.0)
+    assert np.bincount(picks, minlength=5) / 4000 == pytest.approx(p, abs=0.03)
+    assert probabilities(row, SamplingParams()).tolist() == [0, 1, 0, 0, 0]
+    with pytest.raises(ModelFault):
+        probabilities(np.array([np.nan, 1.0], dtype=np.float32), params)
+
+
+@given(
+    logits=st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40),
+    count=st.integers(1, 16),
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
+    top_p=st.sampled_from([1.0, 0.5]),
+    seed=st.integers(0, 2**63 - 1),
+)
+def test_a_sparse_distribution_sums_to_one_exactly_and_has_what_is_drawn(
+    logits: list[float], count: int, temperature: float, top_p: float, seed: int
+) -> None:
+    """Its length depends on the parameters and the vocabulary only."""
+    row = np.array(logits, dtype=np.float32)
+    q = sparse(row, SamplingParams(temperature=temperature, top_p=top_p), count)
+    assert sum(q.weights) == WHOLE and min(q.weights) >= 0
+    assert len(q.ids) == (1 if temperature == 0.0 else min(count, len(logits)))
+    assert q.fault(draw(q, seed, 7)) is None
+    assert q.weights[0] == max(q.weights)
+
+
+def test_masked_ids_get_no_weight_and_the_length_stays() -> None:
+    row = np.array([-np.inf, 2.0, -np.inf, 1.0, -np.inf], dtype=np.float32)
+    q = sparse(row, SamplingParams(temperature=1.0), 4)
+    assert q.ids[:2] == (1, 3) and len(set(q.ids)) == 4 and q.weights[2:] == (0, 0) and sum(q.weights) == WHOLE
+
+
+def test_draws_follow_the_weights_and_blocks_have_noise_of_their_own() -> None:
+    q = SparseDistribution((7, 3, 9), (WHOLE // 2, WHOLE // 4, WHOLE // 4))
+    drawn = [draw(q, seed, 11) for seed in range(4000)]
+    assert [drawn.count(token) / 4000 for token in q.ids] == pytest.approx([0.5, 0.25, 0.25], abs=0.03)
+    again = [draw(q, seed, 11, block=10) for seed in range(4000)]
+    same = sum(a == b for a, b in zip(drawn, again, strict=True)) / 4000
+    assert same == pytest.approx(0.25 + 2 / 16, abs=0.03), "the two are independent"
+
+
+BAD = {
+    "negative": ((1, 2), (WHOLE + 5, -5)),
+    "sum": ((1, 2), (WHOLE, 1)),
+    "twice": ((1, 1), (WHOLE // 2, WHOLE // 2)),
+    "empty": ((), ()),
+    "too many": (tuple(range(17)), (WHOLE, *[0] * 16)),
+    "lengths": ((1, 2), (WHOLE,)),
+    "not in it": ((2, 3), (WHOLE // 2, WHOLE // 2)),
+    "no weight": ((1, 2), (0, WHOLE)),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_distribution_that_is_none_is_refused_by_name(name: str) -> None:
+    ids, weights = BAD[name]
+    assert SparseDistribution(ids, weights).fault(1) is not None
+
+
+def test_states_change_both_rules_rows_and_follow_the_tokens() -> None:
+    """p is the distribution after the row's states: a token that they forbid is never accepted, nor written twice."""
+    rows = np.zeros((4, 3), dtype=np.float32)
+    q = SparseDistribution((0, 1, 2), (WHOLE - 2, 1, 1))
+    for terms in (REJECTION, BLOCK):
+        for seed in range(50):
+            state = NoneTwice()
+            chooser = RuleChooser(SamplingParams(temperature=1.0, seed=seed), [state], terms=terms)
+            branch = chooser.choose(rows, [0, 0], [-1, 0], 5, evidence=[q, q], max_tokens=3)
+            assert branch.tokens == state.seen and len(set(branch.tokens)) == len(branch.tokens)
+    state = NoneTwice()
+    chooser = RuleChooser(SamplingParams(temperature=1.0), [state], 1, terms=RuleTerms(Rule.TOLERANCE, delta=9.0))
+    branch = chooser.choose(rows, [1, 1], [-1, 0], 5, evidence=[-0.1, -0.1])
+    assert branch.tokens[0] == 1 and branch.nodes == [0] and 1 not in branch.tokens[1:]
+    assert [each.token for each in chooser.logprobs] == branch.tokens
+
+
+def test_a_fault_in_a_row_leaves_states_and_delta_where_they_were() -> None:
+    rows = np.zeros((2, 3), dtype=np.float32)
+    rows[1] = np.nan
+    for terms in (REJECTION, BLOCK, RuleTerms(Rule.TOLERANCE, delta=5.0, acceptance=0.5)):
+        q = -1.0 if terms.is_lossy else SparseDistribution((0,), (WHOLE,))
+        state = NoneTwice()
+        chooser = RuleChooser(SamplingParams(temperature=1.0, seed=2), [state], terms=terms)
+        rows[0] = [9.0, -9.0, -9.0]
+        with pytest.raises(ModelFault):
+            chooser.choose(rows, [0], [-1], 5, evidence=[q])
+        assert state.seen == [] and chooser.calibrator.delta == terms.delta
+
+
+# -- tolerance ---------------------------------------------------------------------------------------------------------
+
+
+def test_tolerance_accepts_while_the_target_is_not_much_less_sure() -> None:
+    rows = np.log(np.array([[0.2, 0.7, 0.1], [0.2, 0.7, 0.1], [0.2, 0.7, 0.1]], dtype=np.float32))
+    params = SamplingParams(temperature=1.0, seed=3)
+    assert log_probability(rows[0], params, 0) == pytest.approx(np.log(0.2))
+    assert log_probability(rows[0], SamplingParams(), 0) == pytest.approx(np.log(0.2)), "at 0: those of temperature 1"
+    assert log_probability(rows[0], SamplingParams(temperature=1.0, top_k=1), 0) == -np.inf
+    assert is_tolerated(-1.0, -0.5, 0.5) and not is_tolerated(-1.01, -0.5, 0.5)
+
+    def accepted(delta: float) -> int:
+        chooser = RuleChooser(params, terms=RuleTerms(Rule.TOLERANCE, delta=delta))
+        log_q = float(np.log(0.5))
+        return len(chooser.choose(rows, [0, 2], [-1, 0], 4, evidence=[log_q, log_q]).nodes)
+
+    # log q - log p is 0.92 of the first, 1.61 of the second.
+    assert [accepted(delta) for delta in (0.9, 1.0, 1.7)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("goal", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("spread", [0.3, 1.0, 3.0])
+def test_tolerance_is_calibrated_to_the_acceptance_that_is_asked_for(goal: float, spread: float) -> None:
+    """Within 0.03 after the warm-up, whatever the scale of log q - log p, and where it drifts."""
+    chance = random.Random(7)
+    calibrator, num_accepted, num = DeltaCalibrator(0.5, goal), 0, 1000
+    for index in range(WARM_UP + num):
+        gap = chance.gauss(spread / 2 + index / 1000, spread)
+        is_accepted = is_tolerated(-gap, 0.0, calibrator.delta)
+        calibrator.observe(is_accepted)
+        num_accepted += is_accepted and index >= WARM_UP
+    assert num_accepted / num == pytest.approx(goal, abs=0.03 if spread < 3.0 else 0.05)
+    fixed = DeltaCalibrator(0.5)
+    fixed.observe(True)
+    assert fixed.delta == 0.5
+
+
+# -- the wire ----------------------------------------------------------------------------------------------------------
+
+
+def message(log_q: bool = False) -> TreeDraft:
+    qs = [SparseDistribution((900, 12, 70_000), (WHOLE, 0, 0)), SparseDistribution((1, 2, 3), (WHOLE - 9, 7, 2))]
+    evidence = [-0.25, -31.9990234375] if log_q else qs
+    return TreeDraft(5, 40, [900, 2], [ROOT, 40], [0, 0], evidence)
+
+
+@pytest.mark.parametrize("log_q", [False, True])
+def test_a_message_with_probabilities_comes_back(log_q: bool) -> None:
+    assert decode_rule_draft(encode_rule_draft(message(log_q))) == message(log_q)
+
+
+def test_a_message_is_as_long_whatever_was_drawn() -> None:
+    """So it arrives when it would have arrived with other tokens."""
+    rng = random.Random(3)
+
+    def length() -> int:
+        ids = tuple(rng.sample(range(100_000), 8))
+        weights = (WHOLE - 70, *[10] * 7)
+        q = SparseDistribution(ids, weights)
+        return len(encode_rule_draft(TreeDraft(5, 40, [rng.choice(ids)] * 1, [ROOT], [0], [q])))
+
+    assert {length() for _ in range(100)} == {3 + 40}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x00\x00",
+        b"\x00\x00\x01",
+        b"\x00\x00\x11\x00",
+        b"\x00\x00\x01\x01\x00\x05\x00\x00",
+        b"\x00\x00\x01\x00\x01\x05\x00\x00",
+        b"\x00\x00\x02\x00\x00\x05\x00\x00\x05\x00\x00\x01\x00",
+        b"\x00\x00\x03\x00\x00" + b"\x05\x00\x00\x06\x00\x00\x07\x00\x00" + b"\xff\xff\xff\xff",
+        b"\x00\x00\x02\x00\x01\x05\x00\x00\x06\x00\x00\x00\x00",
+        b"\x00\x00\x00\x00\x05\x00",
+        b"\x00\x00\x01" + b"\x00\x00\x05\x00\x00" * 65,
+    ],
+)
+def test_bytes_that_are_no_draft_are_refused(body: bytes) -> None:
+    with pytest.raises(RequestError, match=r"docs/protocol\.md") as refused:
+        decode_rule_draft(body)
+    assert refused.value.code == "invalid_request"
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_draft_or_refused(body: bytes) -> None:
+    try:
+        found = decode_rule_draft(body)
+    except RequestError:
+        return
+    assert decode_rule_draft(encode_rule_draft(found)) == found
+
+
+def test_rows_are_not_changed_in_place() -> None:
+    row = np.zeros((1, 3), dtype=np.float32)
+    RuleChooser(SamplingParams(temperature=1.0), [NoneTwice((1,))], terms=REJECTION).choose(row, [], [], 4)
+    assert (row == 0.0).all()

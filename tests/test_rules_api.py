@@ -1,0 +1,391 @@
+"""The acceptance rules over HTTP: sessions and /v1/verify, the device's agents, labels and refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.chi_square import CHANCE, PROMPT, Languages
+from tests.serving import FakeServer, StepGate, fake_tokenizer, run_session, serve_fake, target_tokens
+
+from outrider.cloud.api.state import ServerSettings
+from outrider.cloud.engine import EngineConfig, Policy
+from outrider.edge.cli.run_options import RunOptions
+from outrider.edge.cli.summary import result_as_json, summary_lines
+from outrider.edge.drafting.by_rule import RuleDrafter
+from outrider.edge.drafting.drafter import Drafter, ModelDrafter, NgramDrafter
+from outrider.edge.lab.faults import FaultRates, FaultyPosts
+from outrider.edge.link.client import CloudClient
+from outrider.edge.link.endpoints import Endpoints
+from outrider.edge.modes.assemble import make_agent
+from outrider.edge.modes.stream import StreamAgent
+from outrider.edge.results import GenerationRequest, GenerationResult, Mode, Source
+from outrider.models.acceptance import Rule, RuleTerms
+from outrider.models.errors import ConfigError, OutriderError
+from outrider.models.rejection import WHOLE, SparseDistribution
+from outrider.models.rule_draft import RULE_MEDIA_TYPE, encode_rule_draft
+from outrider.models.runtimes.base import ModelLimits
+from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
+from outrider.models.sampling import SamplingParams
+from outrider.models.tolerance import WARM_UP
+from outrider.models.tree_draft import ROOT, TreeDraft
+
+REJECTION, BLOCK = RuleTerms(Rule.REJECTION), RuleTerms(Rule.REJECTION, is_block=True)
+LOSSY = RuleTerms(Rule.TOLERANCE, delta=1.0)
+TOLERANT = ServerSettings(allow_tolerance=True)
+
+
+def small(languages: Languages) -> FakeBatchRuntime:
+    """The target of these languages."""
+    return FakeBatchRuntime(vocab_size=languages.size, num_blocks=1024)
+
+
+class DraftRuntime:
+    """The draft of these languages as a `SequenceRuntime`."""
+
+    def __init__(self, languages: Languages) -> None:
+        self._languages = languages
+        self._tokens: list[int] = []
+        self.limits = ModelLimits(languages.size, 4096)
+
+    @property
+    def length(self) -> int:
+        return len(self._tokens)
+
+    def extend(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        self._tokens.extend(tokens)
+        return self._languages.draft_row(tuple(self._tokens[len(PROMPT) :]))
+
+    def truncate(self, length: int) -> None:
+        del self._tokens[length:]
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+async def generate(
+    url: str,
+    mode: Mode,
+    drafter: Drafter,
+    terms: RuleTerms,
+    requests: Sequence[GenerationRequest],
+    faults: FaultRates | None = None,
+) -> list[GenerationResult]:
+    async with CloudClient(url) as client:
+        agent = make_agent(mode, Endpoints([client]), drafter, "3", terms=terms)
+        if faults is not None:
+            assert isinstance(agent, StreamAgent)
+            agent.wrap_posts = lambda posts: FaultyPosts(posts, faults, seed=1)
+        return [await agent.generate(request) for request in requests]
+
+
+def numbers(q: SparseDistribution) -> list[int]:
+    return [number for pair in zip(q.ids, q.weights, strict=True) for number in pair]
+
+
+@pytest.mark.parametrize("is_block", [False, True])
+def test_verify_by_rejection_writes_every_text_as_often_as_the_target(is_block: bool) -> None:
+    """Chi-square over whole texts; 250 items a call, blocks of no, one or two tokens."""
+    languages, num = Languages(), 600
+    texts: list[list[int]] = [[] for _ in range(num)]
+    with serve_fake(runtime=small(languages)) as server, httpx.Client(base_url=server.url, timeout=30.0) as client:
+        while open_texts := [index for index, text in enumerate(texts) if len(text) < languages.length][:250]:
+            items = []
+            for seed in open_texts:
+                text = texts[seed]
+                count = min((seed + len(text)) % 3, languages.length - len(text) - 1)
+                tokens, qs = languages.block(text, count, seed, len(PROMPT) + len(text) if is_block else None)
+                items.append(
+                    {
+                        "prefix": [*PROMPT, *text],
+                        "draft": tokens,
+                        "draft_q": [numbers(q) for q in qs],
+                        "rule": "rejection",
+                        "block_verification": is_block,
+                        "temperature": languages.params.temperature,
+                        "seed": seed,
+                        "max_tokens": languages.length - len(text),
+                        "ignore_eos": True,
+                    }
+                )
+            answer = client.post("/v1/verify", json={"items": items})
+            assert answer.status_code == 200, answer.text
+            for seed, result in zip(open_texts, answer.json()["results"], strict=True):
+                texts[seed] += result["tokens"]
+                assert result["rule"] == "rejection" and "lossy" not in result
+    assert languages.excess(texts) < CHANCE
+
+
+def requests_of(languages: Languages, seeds: range) -> list[GenerationRequest]:
+    return [GenerationRequest(PROMPT, languages.with_seed(seed), languages.length, ignore_eos=True) for seed in seeds]
+
+
+def test_a_device_s_sessions_by_rejection_write_every_text_as_often_as_the_target() -> None:
+    """The agent draws, sends and resends; drafts are lost, doubled and late."""
+    languages = Languages(size=3)
+    config = EngineConfig(policy=Policy.VERIFY)
+    faults = FaultRates(drop=0.2, duplicate=0.3, delay=0.3, max_delay_s=0.002)
+    with serve_fake(runtime=small(languages), config=config) as server:
+        drafter = ModelDrafter(DraftRuntime(languages))
+        results: list[GenerationResult] = []
+        for start in range(0, 120, 20):  # a client for so many: texts this short end while posts are under way
+            requests = requests_of(languages, range(start, start + 20))
+            results += asyncio.run(generate(server.url, Mode.STREAM, drafter, REJECTION, requests, faults))
+        totals = server.core.engine.stats().totals
+    assert all(result.draft_error is None for result in results)
+    assert languages.excess([result.tokens for result in results]) < CHANCE
+    assert totals.proposed >= totals.tested >= totals.accepted > 0
+
+
+@pytest.mark.parametrize("terms", [REJECTION, BLOCK], ids=["token by token", "block"])
+def test_stop_and_wait_by_rejection_is_a_function_of_the_seed(terms: RuleTerms) -> None:
+    """Every block waits for its answer, so nothing depends on time."""
+    languages = Languages(length=12)
+    with serve_fake(runtime=small(languages)) as server:
+        runs = [
+            asyncio.run(
+                generate(
+                    server.url,
+                    Mode.STOP_AND_WAIT,
+                    ModelDrafter(DraftRuntime(languages)),
+                    terms,
+                    requests_of(languages, range(5)),
+                )
+            )
+            for _ in range(2)
+        ]
+    assert [each.tokens for each in runs[0]] == [each.tokens for each in runs[1]]
+    assert sum(each.num_accepted for each in runs[0]) > 10
+    assert {each.rule for each in runs[0]} == {Rule.REJECTION} and not runs[0][0].is_lossy
+
+
+def long_requests(num: int, temperature: float = 0.8) -> list[GenerationRequest]:
+    return [
+        GenerationRequest((5, 6, seed), SamplingParams(temperature=temperature, seed=seed), 100, ignore_eos=True)
+        for seed in range(num)
+    ]
+
+
+def test_tolerance_is_calibrated_on_the_way() -> None:
+    """0.7 within 0.03 after the first text: the next begins with the delta where the last ended."""
+    vocab_size = fake_tokenizer().size
+    with serve_fake(TOLERANT, config=EngineConfig(policy=Policy.VERIFY)) as server:
+        drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=vocab_size, agreement=0.8))
+        terms = RuleTerms(Rule.TOLERANCE, acceptance=0.7)
+        results = asyncio.run(generate(server.url, Mode.STOP_AND_WAIT, drafter, terms, long_requests(5)))
+    assert results[0].num_tested >= WARM_UP
+    tested, accepted = (sum(getattr(each, name) for each in results[1:]) for name in ("num_tested", "num_accepted"))
+    assert tested > 300 and accepted / tested == pytest.approx(0.7, abs=0.03)
+    assert all(each.is_lossy for each in results)
+
+
+def test_a_device_begins_the_next_text_with_the_delta_of_the_last() -> None:
+    async def two_texts(url: str) -> tuple[float, float]:
+        async with CloudClient(url) as client:
+            drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=fake_tokenizer().size, agreement=0.8))
+            terms = RuleTerms(Rule.TOLERANCE, delta=9.0, acceptance=0.3)
+            agent = make_agent(Mode.STREAM, Endpoints([client]), drafter, "3", terms=terms)
+            assert isinstance(agent, StreamAgent)
+            deltas = []
+            for request in long_requests(2):
+                result = await agent.generate(request)
+                assert result.is_lossy and result.num_tested > 0
+                deltas.append(agent.delta)
+            return deltas[0], deltas[1]
+
+    with serve_fake(TOLERANT, config=EngineConfig(policy=Policy.VERIFY)) as server:
+        first, second = asyncio.run(two_texts(server.url))
+    assert second < first < 9.0
+
+
+def test_tolerance_is_refused_unless_the_server_allows_it() -> None:
+    session = {"prompt": [1, 2], "max_tokens": 4, "rule": "tolerance"}
+    item = {"prefix": [1, 2], "rule": "tolerance"}
+    with serve_fake() as server, httpx.Client(base_url=server.url) as client:
+        opened, verified = client.post("/v1/sessions", json=session), client.post("/v1/verify", json={"items": [item]})
+        assert (opened.status_code, verified.status_code) == (403, 403)
+        assert opened.json()["error"]["code"] == verified.json()["error"]["code"] == "tolerance_not_allowed"
+
+
+def test_every_answer_says_that_tolerance_is_lossy() -> None:
+    """Session open, end and usage, verify results, metrics; other rules' answers do not have the words at all."""
+    with serve_fake(TOLERANT) as server, httpx.Client(base_url=server.url) as client:
+        events = run_session(client, {"prompt": [1, 2], "max_tokens": 4, "rule": "tolerance", "delta": 2.0})
+        assert (events.open.rule, events.open.lossy) == ("tolerance", True)
+        assert (events.end.rule, events.end.lossy, events.end.delta) == ("tolerance", True, 2.0)
+        assert (events.end.usage.lossy, events.end.usage.tolerated_tokens) == (True, 0)
+        item = {"prefix": [1, 2], "draft": [7], "draft_log_q": [-0.1], "rule": "tolerance", "delta": 30.0}
+        (result,) = client.post("/v1/verify", json={"items": [item]}).json()["results"]
+        assert result["lossy"] is True and result["accepted"] == result["tested"] == 1 and result["tokens"][0] == 7
+        metrics = client.get("/metrics").text
+        assert "outrider_tolerance_sequences_total 2.0" in metrics and "outrider_tolerated_tokens_total 1.0" in metrics
+        plain = run_session(client, {"prompt": [1, 2], "max_tokens": 4})
+        assert plain.open.rule is None and plain.end.lossy is None
+        (bare,) = client.post("/v1/verify", json={"items": [{"prefix": [1, 2]}]}).json()["results"]
+        assert not {"rule", "lossy", "tested"} & set(bare)
+
+
+def test_a_session_may_be_greedy() -> None:
+    with serve_fake() as server, httpx.Client(base_url=server.url) as client:
+        events = run_session(
+            client, {"prompt": [1, 2], "max_tokens": 6, "rule": "greedy", "temperature": 0.9, "ignore_eos": True}
+        )
+    assert events.tokens == target_tokens([1, 2], 6)
+
+
+HALF = WHOLE // 2
+BAD_Q: dict[str, Any] = {
+    "negative": [[1, WHOLE + 4, 2, -4]],
+    "a float": [[1, HALF, 2, HALF + 0.5]],
+    "sum": [[1, HALF, 2, HALF - 1]],
+    "twice": [[1, HALF, 1, HALF]],
+    "too many": [[1, WHOLE, *(number for each in range(2, 18) for number in (each, 0))]],
+    "not drawn": [[2, HALF, 3, HALF]],
+    "odd": [[1, HALF, 2]],
+    "one too few": [],
+    "one too many": [[1, WHOLE], [1, WHOLE]],
+    "beyond the vocabulary": [[1, HALF, 100_000, HALF]],
+}
+CODES = {"invalid_parameter", "wrong_evidence", "token_out_of_range"}
+
+
+@pytest.mark.parametrize("name", BAD_Q)
+def test_a_distribution_that_is_none_is_refused_by_name(name: str) -> None:
+    """In an item, whose neighbour is verified, and in a session's draft, whose text goes on."""
+    item = {"prefix": [1, 2], "draft": [1], "rule": "rejection", "draft_q": BAD_Q[name], "temperature": 1.0}
+    gate = StepGate()
+    with serve_fake(gate=gate) as server, httpx.Client(base_url=server.url) as client:
+        gate.allow(1)
+        good, bad = client.post("/v1/verify", json={"items": [{"prefix": [1, 2]}, item]}).json()["results"]
+        assert "error" not in good and bad["error"]["code"] in CODES
+        body = {"prompt": [1, 2], "max_tokens": 400, "rule": "rejection", "ignore_eos": True, "temperature": 1.0}
+        with client.stream("POST", "/v1/sessions", json=body) as stream:
+            lines = (line for line in stream.iter_lines() if line)
+            session = json.loads(next(lines).removeprefix("data: "))["session"]
+            draft = {"base": 0, "paths": [[1]], "draft_q": BAD_Q[name]}
+            refused = client.post(f"/v1/sessions/{session}/drafts", json=draft)
+            assert refused.status_code == 400 and refused.json()["error"]["code"] in CODES
+
+
+def nan_bodies() -> list[str]:
+    item = '{"items": [{"prefix": [1, 2], "draft": [1], "rule": "tolerance", "draft_log_q": [%s], "delta": %s}]}'
+    return [item % values for values in (("NaN", "1"), ("-0.1", "NaN"), ("0.5", "1"), ("-Infinity", "1"), ("-1", "31"))]
+
+
+@pytest.mark.parametrize("body", nan_bodies())
+def test_a_log_probability_that_is_none_is_refused_by_name(body: str) -> None:
+    with serve_fake(TOLERANT) as server, httpx.Client(base_url=server.url) as client:
+        answer = client.post("/v1/verify", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] in ("invalid_parameter", "malformed_json")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"delta": 1.0},
+        {"acceptance": 0.7},
+        {"rule": "rejection", "delta": 1.0},
+        {"rule": "tolerance", "acceptance": 1.0},
+        {"rule": "lenient"},
+    ],
+)
+def test_parameters_of_another_rule_are_refused_by_name(fields: dict[str, Any]) -> None:
+    with serve_fake(TOLERANT) as server, httpx.Client(base_url=server.url) as client:
+        answer = client.post("/v1/sessions", json={"prompt": [1], "max_tokens": 2, **fields})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] in {*fields, "rule"}
+
+
+def sent_to_session(server: FakeServer, client: httpx.Client, body: bytes, rule: str) -> httpx.Response:
+    """The answer to a draft in bytes."""
+    opened = {"prompt": [1, 2], "max_tokens": 400, "rule": rule, "ignore_eos": True, "temperature": 1.0}
+    with client.stream("POST", "/v1/sessions", json=opened) as stream:
+        lines = stream.iter_lines()  # kept: the stream ends with it
+        session = json.loads(next(lines).removeprefix("data: "))["session"]
+        return client.post(f"/v1/sessions/{session}/drafts", content=body, headers={"content-type": RULE_MEDIA_TYPE})
+
+
+def test_a_draft_in_bytes_is_taken_or_refused_by_name() -> None:
+    draft = TreeDraft(0, 0, [1], [ROOT], [0], [SparseDistribution((1, 2), (WHOLE - 5, 5))])
+    with serve_fake(TOLERANT, gate=StepGate()) as server, httpx.Client(base_url=server.url) as client:
+        body = encode_rule_draft(draft)
+        assert sent_to_session(server, client, body, "rejection").status_code == 204
+        assert sent_to_session(server, client, body, "tolerance").json()["error"]["code"] == "wrong_evidence"
+        assert sent_to_session(server, client, body, "coupled").json()["error"]["code"] == "wrong_evidence"
+        assert sent_to_session(server, client, body[:-1], "rejection").json()["error"]["code"] == "invalid_request"
+        assert sent_to_session(server, client, body * 200, "rejection").status_code in (400, 413)
+
+
+def test_what_a_client_sends_changes_its_own_text_only() -> None:
+    """A coupled session beside one whose every draft is forced by delta 30."""
+    with serve_fake(TOLERANT) as server, httpx.Client(base_url=server.url, timeout=30.0) as client:
+        lossy = {
+            "prefix": [1, 2],
+            "draft": [9] * 32,
+            "draft_log_q": [-30.0] * 32,
+            "rule": "tolerance",
+            "delta": 30.0,
+            "temperature": 0.8,
+            "ignore_eos": True,
+        }
+        plain = {"prefix": [1, 2], "temperature": 0.8, "seed": 3, "ignore_eos": True}
+        results = client.post("/v1/verify", json={"items": [lossy, plain, lossy, plain]}).json()["results"]
+    params = SamplingParams(temperature=0.8, seed=3)
+    assert results[1]["tokens"] == results[3]["tokens"] == target_tokens([1, 2], 1, params)
+    assert results[0]["tokens"][:8] == [9] * 8
+
+
+def test_a_draft_without_probabilities_is_refused_on_the_device() -> None:
+    endpoints = Endpoints([CloudClient("http://nobody")])
+    with pytest.raises(ConfigError, match="lookup has no probabilities"):
+        make_agent(Mode.STREAM, endpoints, NgramDrafter(), terms=REJECTION)
+    with pytest.raises(ConfigError, match="stop-and-wait"):
+        make_agent(Mode.STREAM, endpoints, ModelDrafter(FakeSequenceRuntime()), terms=BLOCK)
+
+
+def test_a_device_that_asks_for_tolerance_hears_why_not() -> None:
+    with serve_fake() as server, pytest.raises(OutriderError, match="does not allow it"):
+        drafter = ModelDrafter(FakeSequenceRuntime(vocab_size=fake_tokenizer().size))
+        asyncio.run(generate(server.url, Mode.STREAM, drafter, LOSSY, long_requests(1)))
+
+
+def test_the_command_s_options_make_the_rule_and_idle_ones_are_refused() -> None:
+    found = RunOptions(prompt="a", rule=Rule.TOLERANCE, acceptance=0.7, seed=1)
+    assert found.terms == RuleTerms(Rule.TOLERANCE, acceptance=0.7)
+    block = RunOptions(prompt="a", rule=Rule.REJECTION, mode=Mode.STOP_AND_WAIT, block_verification=True, seed=1)
+    assert block.terms == BLOCK
+    idle: tuple[dict[str, Any], ...] = (
+        {"delta": 1.0},
+        {"rule": Rule.REJECTION, "acceptance": 0.7},
+        {"rule": Rule.REJECTION, "block_verification": True},
+        {"rule": Rule.REJECTION, "width": "4"},
+        {"rule": Rule.REJECTION, "offline_ok": True},
+        {"rule": Rule.REJECTION, "mode": Mode.CLOUD_ONLY},
+    )
+    for options in idle:
+        with pytest.raises(ConfigError):
+            RunOptions(prompt="a", seed=1, **options)
+
+
+def test_what_a_rule_wrote_is_labelled_in_the_summary() -> None:
+    result = GenerationResult(Mode.STREAM, (1,), (Source.DRAFT,), (0.1,), "length", 1, 1, 1, 1, rule=Rule.TOLERANCE)
+    assert summary_lines(result)[0].startswith("LOSSY")
+    assert result_as_json(result, "a")["lossy"] is True
+    plain = GenerationResult(Mode.STREAM, (1,), (Source.DRAFT,), (0.1,), "length", 1, 1, 1, 1)
+    assert not summary_lines(plain)[0].startswith("LOSSY") and result_as_json(plain, "a")["lossy"] is False
+
+
+def test_a_rule_drafter_draws_one_guess_that_depends_on_the_position_and_the_seed() -> None:
+    languages = Languages()
+    drafter = RuleDrafter(ModelDrafter(DraftRuntime(languages)), REJECTION, languages.size - 1)
+    for seed in range(20):
+        drafter.begin(PROMPT, languages.with_seed(seed))
+        ((guess,),) = drafter.guess([[1]], 4)
+        tokens, qs = languages.block([1], 1, seed)
+        assert (guess.token, guess.evidence) == (tokens[0], qs[0])
+    assert drafter.continuation(5) == [] and drafter.length == len(PROMPT)
