@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import sys
 import threading
@@ -497,6 +498,19 @@ def test_the_least_loaded_replica_of_the_right_target_is_chosen() -> None:
     assert all(idle.choose(owner) is member for owner, member in chosen.items())
     assert len({member.report.tag for member in chosen.values() if isinstance(member, Member)}) > 1
     assert Members().choose(b"o") is None and Members().ready(is_draining=False) is None
+
+
+def test_the_log_names_the_file_of_each_replicas_log(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, when it comes; replicas' own lines are not in the front's log."""
+    caplog.set_level(logging.INFO, "outrider.replicas")
+    known = Members()
+    for number in (1, 2):
+        known.update([Report("00fa4e", "u", "s", "m", "t", number=number, pid=4321)])
+    known.update([])
+    assert [record.getMessage() for record in caplog.records] == [
+        "replica 00fa4e has come; its log is in worker-*-4321.err",
+        "replica 00fa4e has gone",
+    ]
 
 
 def test_the_registry_forgets_the_silent_and_learns_after_a_restart() -> None:
