@@ -13,7 +13,7 @@ from bench.beside import Written
 from bench.capacity import Costs, Found, Text, saturated_rate
 from bench.load import CLOUD_ONLY, VERIFY, Cell, Figures, crossover, misses, quantile
 from bench.load_devices import Session
-from bench.open_and_drop import State, leaks
+from bench.open_and_drop import BOUNDED, State, leaks
 from bench.peer_engines import READY, Batch, Done, done_of, serve
 from bench.peer_servers import Streamed, StreamedText, read_stream
 from bench.peers import Comparison, compare
@@ -166,3 +166,7 @@ def test_what_a_verifier_keeps_is_named() -> None:
     assert len(told) == len(words) and all(word in line for word, line in zip(words, told, strict=True))
     # A parked prefix is an object, and may stay.
     assert leaks(clean, replace(clean, parked=23, objects={"outrider.X": 22})) == []
+    # Digests of kept prefixes stay up to their bound, and no further.
+    ((name, bound),) = BOUNDED.items()
+    assert leaks(clean, replace(clean, objects={name: bound})) == []
+    assert len(leaks(clean, replace(clean, objects={name: bound + 1}))) == 1
