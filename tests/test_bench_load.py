@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import pytest
+from bench.attacks.exchange import values_of
 from bench.beside import Written
 from bench.capacity import Costs, Found, Text, saturated_rate
 from bench.load import CLOUD_ONLY, VERIFY, Cell, Figures, crossover, misses, quantile
@@ -170,3 +171,11 @@ def test_what_a_verifier_keeps_is_named() -> None:
     ((name, bound),) = BOUNDED.items()
     assert leaks(clean, replace(clean, objects={name: bound})) == []
     assert len(leaks(clean, replace(clean, objects={name: bound + 1}))) == 1
+
+
+def test_values_of_one_server_and_of_replicas() -> None:
+    """A metric's values come with and without labels; other metrics that begin alike do not count."""
+    one = "# TYPE held gauge\nheld 3\nheld_bytes 70\n"
+    two = 'held{outcome="kept",replica="a"} 3\nheld{outcome="kept",replica="b"} 4.5\nheld{outcome="lost"} 9\n'
+    assert values_of(one, "held") == [3.0]
+    assert values_of(two, "held", 'outcome="kept"') == [3.0, 4.5]
