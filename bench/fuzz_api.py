@@ -61,9 +61,9 @@ class Explained:
 EXPLAINED: Final = (
     Explained(
         "positive_data_acceptance",
-        "token_out_of_range|context_length_exceeded|empty_prompt",
+        "token_out_of_range|context_length_exceeded|empty_prompt|no_chat_template",
         "",
-        "the document holds for every model: it knows no vocabulary, no context length, no tokenizer",
+        "the document holds for every model: it knows no vocabulary, context length, tokenizer or chat template",
     ),
     Explained(
         "positive_data_acceptance",
@@ -76,6 +76,12 @@ EXPLAINED: Final = (
         "invalid_parameter",
         "Input should be a valid integer$",
         "JSON Schema takes 1.0 for an integer; the server does not, and neither does OpenAI's",
+    ),
+    Explained(
+        "negative_data_rejection",
+        "items",
+        "",
+        "a call of /v1/verify whose items fail with different statuses is answered; each item has its error",
     ),
     Explained(
         SERVER_ERROR,
@@ -98,7 +104,11 @@ class Finding:
     def explanation(self) -> Explained | None:
         """The entry of EXPLAINED that fits."""
         try:
-            error = json.loads(self.answer)["error"]
+            answer = json.loads(self.answer)
+            if "error" not in answer and len({each["error"]["code"] for each in answer["results"]}) > 1:
+                error = {"code": "items", "message": ""}
+            else:
+                error = answer["error"]
         except (ValueError, KeyError, TypeError):
             return None
         for entry in EXPLAINED:
