@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import pytest
+from bench.attacks.exchange import values_of
+from bench.attacks.identity import other_model
 from bench.beside import Written
 from bench.capacity import Costs, Found, Text, saturated_rate
+from bench.fuzz_api import Finding
 from bench.load import CLOUD_ONLY, VERIFY, Cell, Figures, crossover, misses, quantile
 from bench.load_devices import Session
-from bench.open_and_drop import State, leaks
+from bench.open_and_drop import BOUNDED, State, leaks
 from bench.peer_engines import READY, Batch, Done, done_of, serve
 from bench.peer_servers import Streamed, StreamedText, read_stream
 from bench.peers import Comparison, compare
@@ -166,3 +172,45 @@ def test_what_a_verifier_keeps_is_named() -> None:
     assert len(told) == len(words) and all(word in line for word, line in zip(words, told, strict=True))
     # A parked prefix is an object, and may stay.
     assert leaks(clean, replace(clean, parked=23, objects={"outrider.X": 22})) == []
+    # Digests of kept prefixes stay up to their bound, and no further.
+    ((name, bound),) = BOUNDED.items()
+    assert leaks(clean, replace(clean, objects={name: bound})) == []
+    assert len(leaks(clean, replace(clean, objects={name: bound + 1}))) == 1
+
+
+def test_values_of_one_server_and_of_replicas() -> None:
+    """A metric's values come with and without labels; other metrics that begin alike do not count."""
+    one = "# TYPE held gauge\nheld 3\nheld_bytes 70\n"
+    two = 'held{outcome="kept",replica="a"} 3\nheld{outcome="kept",replica="b"} 4.5\nheld{outcome="lost"} 9\n'
+    assert values_of(one, "held") == [3.0]
+    assert values_of(two, "held", 'outcome="kept"') == [3.0, 4.5]
+
+
+@pytest.mark.parametrize("name", ["openvino_model.bin", "model.safetensors"])
+def test_another_model_for_either_engine(tmp_path: Path, name: str) -> None:
+    """Its weights differ, its manifest fits."""
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    (bundle / name).write_bytes(np.full(600, 0.5, "<f4").tobytes())
+    (bundle / "manifest.json").write_text(json.dumps({"files": [{"path": name, "sha256": "0"}]}), encoding="utf-8")
+    other = other_model(bundle, tmp_path)
+    data = (other / name).read_bytes()
+    assert data != (bundle / name).read_bytes()
+    (entry,) = json.loads((other / "manifest.json").read_text(encoding="utf-8"))["files"]
+    assert entry["sha256"] == hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("check", "answer", "is_explained"),
+    [
+        ("not_a_server_error", {"error": {"code": "deadline_exceeded", "message": ""}}, True),
+        ("not_a_server_error", {"error": {"code": "internal_error", "message": ""}}, False),
+        ("positive_data_acceptance", {"error": {"code": "no_chat_template", "message": ""}}, True),
+        ("negative_data_rejection", {"results": [{"error": {"code": code}} for code in ("a", "b")]}, True),
+        ("negative_data_rejection", {"results": [{"error": {"code": "a"}}, {"error": None}]}, False),
+    ],
+)
+def test_what_a_fuzzer_finds(check: str, answer: object, *, is_explained: bool) -> None:
+    """A deadline of the request's own, a target without a chat template and items that all fail are no faults."""
+    found = Finding("POST /v1/verify", check, 504, json.dumps(answer))
+    assert (found.explanation() is not None) == is_explained

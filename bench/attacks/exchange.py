@@ -94,6 +94,12 @@ def read_answer(connection: socket.socket) -> int:
     return int(status.split(b" ")[1])
 
 
+def values_of(metrics: str, name: str, label: str = "") -> list[float]:
+    """The values of a metric, by its text form, that have `label`: several where replicas are behind a front."""
+    lines = (line for line in metrics.splitlines() if line.startswith((f"{name} ", f"{name}{{")) and label in line)
+    return [float(line.rsplit(" ", 1)[1]) for line in lines]
+
+
 def _received(connection: socket.socket) -> bytes:
     data = connection.recv(65536)
     if not data:

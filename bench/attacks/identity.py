@@ -137,7 +137,7 @@ def other_model(bundle: Path, place: Path) -> Path:
     """A copy of the bundle with the sign of some weights turned, and a manifest that fits: a different model."""
     other = place / "other"
     shutil.copytree(bundle, other)
-    weights = next(other.glob("*.bin"))
+    weights = next(path for path in sorted(other.iterdir()) if path.suffix in (".bin", ".safetensors"))
     data = bytearray(weights.read_bytes())
     values = np.frombuffer(data, "<f4", count=len(data) // 4)
     middle = values[values.size // 3 : values.size // 2]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.attacks.crowd import prompt_of
-from bench.attacks.exchange import ask
+from bench.attacks.exchange import ask, values_of
 from bench.attacks.rows import Row
 from bench.attacks.subject import KEYS, NotMeasured, Server, Subject
 
@@ -21,7 +21,8 @@ def recent_texts(subject: Subject) -> Iterator[Row]:
     with subject.serve("--no-lookup", "--policy", "verify", keys=KEYS) as server:
         prompt = prompt_of(1, 40)
         _complete(server, SECOND, [prompt], 64)
-        if _gauge(server, "texts") is None:
+        num_stores = len(_gauge(server, "texts"))  # each replica has its own
+        if not num_stores:
             raise NotMeasured("/metrics shows no recent texts: this version keeps none")
         other, own = (_accepted(_complete(server, key, [prompt], 64)) for key in (FIRST, SECOND))
         yield Row(
@@ -34,14 +35,14 @@ def recent_texts(subject: Subject) -> Iterator[Row]:
         )
         for first in range(0, NUM_PROMPTS, 20):
             _complete(server, FIRST, [prompt_of(1000 + first + i, 40) for i in range(20)], 32)
-        held, held_mb = _gauge(server, "texts") or 0.0, (_gauge(server, "bytes") or 0.0) / 1e6
+        held, held_mb = sum(_gauge(server, "texts")), sum(_gauge(server, "bytes")) / 1e6
         own = _accepted(_complete(server, SECOND, [prompt], 64))
     yield Row(
         "36",
         f"{NUM_PROMPTS} texts of one key: what another key's repeated prompt is drafted from, and what is held",
         f"{own} of 64 tokens drafted; {held:.0f} texts, {held_mb:.1f} MB",
-        f"over 40 tokens; {MAX_TEXTS} texts of a key, {MAX_MB:g} MB",
-        own > 40 and held <= MAX_TEXTS + 1 and held_mb <= MAX_MB,
+        f"over 40 tokens; {num_stores * MAX_TEXTS} texts of a key, {num_stores * MAX_MB:g} MB",
+        own > 40 and held <= num_stores * MAX_TEXTS + 1 and held_mb <= num_stores * MAX_MB,
         {"own": own, "held": held, "held_mb": held_mb},
     )
 
@@ -59,7 +60,6 @@ def _accepted(answer: dict[str, Any]) -> int:
     return int(details.get("accepted_prediction_tokens") or 0)
 
 
-def _gauge(server: Server, name: str) -> float | None:
-    lines = ask(server.port, "GET", "/metrics", key=FIRST).body.decode().splitlines()
-    found = [float(line.split()[1]) for line in lines if line.startswith(f"outrider_recent_{name} ")]
-    return found[0] if found else None
+def _gauge(server: Server, name: str) -> list[float]:
+    """The values of a gauge: one, or one of each replica."""
+    return values_of(ask(server.port, "GET", "/metrics", key=FIRST).body.decode(), f"outrider_recent_{name}")

@@ -12,7 +12,7 @@ from typing import Final
 
 from bench.attacks.attackers import attacking, repeat
 from bench.attacks.crowd import crowd_of, prompt_of
-from bench.attacks.exchange import HOST, OTHER_ADDRESS, ask, request_bytes
+from bench.attacks.exchange import HOST, OTHER_ADDRESS, ask, request_bytes, values_of
 from bench.attacks.probes import memory_of
 from bench.attacks.rows import Row
 from bench.attacks.subject import NotMeasured, Server, Subject
@@ -23,7 +23,6 @@ BURST, PER_S = 20, 5
 """Spans of one owner that docs/metrics.md allows."""
 NUM_OWNERS: Final = 2
 """The attacker and the four others: requests without a context may be recorded, too."""
-_SPANS: Final = "outrider_trace_spans_total{"
 
 
 def hostile_contexts(subject: Subject) -> Iterator[Row]:
@@ -53,8 +52,8 @@ def _measured(server: Server) -> Iterator[Row]:
             while reports.poll():
                 statuses.add(reports.recv())
         growth_mb[is_traced] = max(growth_mb[is_traced], memory.growth_mb)
-    recorded = _spans(server)
-    allowed = NUM_OWNERS * (BURST + PER_S * (time.monotonic() - began_s))
+    spans = _spans(server)
+    recorded, allowed = sum(spans), len(spans) * NUM_OWNERS * (BURST + PER_S * (time.monotonic() - began_s))
     without, during = median(rates[False]), median(rates[True])
     failures = sorted(status for status in statuses if status >= 500)
     yield Row(
@@ -91,12 +90,10 @@ def _request(port: int, index: int, *, is_traced: bool) -> bytes:
     return b"\r\n".join([*lines, rest])
 
 
-def _spans(server: Server) -> float:
-    """Spans recorded so far."""
-    lines = ask(server.port, "GET", "/metrics").body.decode().splitlines()
-    found = [
-        float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(_SPANS) and 'outcome="recorded"' in line
-    ]
+def _spans(server: Server) -> list[float]:
+    """Spans recorded so far: one number, or one of each replica, which has budgets of its own."""
+    text = ask(server.port, "GET", "/metrics").body.decode()
+    found = values_of(text, "outrider_trace_spans_total", 'outcome="recorded"')
     if not found:
         raise NotMeasured("/metrics counts no spans: this version makes none")
-    return found[0]
+    return found

@@ -16,6 +16,7 @@ from tests.serving import TIMEOUT_S
 from tests.vllm.test_engine import Collector
 from vllm.v1.engine import core
 
+from outrider.cloud.distributions import Distributions
 from outrider.cloud.seam import GenerateRequest, Totals
 from outrider.cloud.vllm import engine as engine_module
 from outrider.cloud.vllm import scheduler, v2, wire
@@ -62,7 +63,7 @@ class Bare(VllmEngine):
 
     def report(self, *commits: wire.Commit, ends: tuple[wire.End, ...] = ()) -> None:
         """As the engine process does."""
-        gauges = wire.Gauges(wire.totals_list(Totals()), 0, 0, 1, 1, 16, 0.0, None, None)
+        gauges = wire.Gauges(wire.totals_list(Totals()), 0, 0, 1, 1, 16, 0.0, None, None, Distributions().numbers())
         socket = wire.open_socket(self._context, zmq.PUSH)
         socket.set(zmq.LINGER, -1)
         socket.connect(wire.reports_address(self._place))

@@ -131,20 +131,23 @@ class Places:
     # -- who gives way -----------------------------------------------------------------------------------------------
 
     def _givers_to(self, candidate: Served) -> list[Served]:
-        """Sequences that had their turn: those with a lower priority; of those with the same one, or of all in a step
-        that goes by age, those of owners with more running sequences and of the candidate's own owner.
+        """Sequences with a lower priority that have committed a token since they have blocks. Of those that had their
+        turn: those with the same priority, or of all in a step that goes by age, which are of owners with more running
+        sequences or of the candidate's own owner.
+
+        The embedded engine's places have no such limit as vLLM's `max_num_seqs`, so there who has priority seldom needs
+        another's blocks; here it would wait for the end of a turn.
         """
         own = self._owners.of(candidate)
         eligible = []
         for served in self._running:
-            if self._had_turn(served):
+            if not self._by_age and served.priority != candidate.priority:
+                is_eligible = served.priority < candidate.priority and served.turn_began is not None
+            else:
                 owner = self._owners.of(served)
-                if self._by_age or served.priority == candidate.priority:
-                    is_eligible = owner is own or len(owner.running) > len(own.running)
-                else:
-                    is_eligible = served.priority < candidate.priority
-                if is_eligible:
-                    eligible.append(served)
+                is_eligible = self._had_turn(served) and (owner is own or len(owner.running) > len(own.running))
+            if is_eligible:
+                eligible.append(served)
         eligible.sort(key=self._precedence, reverse=True)
         return eligible
 
