@@ -105,6 +105,19 @@ def test_lookup_stays_inside_too(tokenizer: Tokenizer, compiler: GrammarCompiler
     assert guesses and all(tokenizer.decode([guess.token]) not in (" three", "one") for guess in guesses)
 
 
+def test_a_forced_guess_that_lookup_makes_too_is_learned_from(
+    tokenizer: Tokenizer, compiler: GrammarCompiler
+) -> None:
+    """It stays a forced one: it has no cell for two sources."""
+    repeated, calibration = tokenizer.encode("one two three one two"), Calibration()
+    mixed = MixedDrafter(ModelDrafter(CountingRuntime(vocab_size=tokenizer.size), tokenizer.size))
+    mixed.begin(repeated, PARAMS, RowPlan(grammar=compiler.compile(GrammarSpec("choice", '[" three four"]'))))
+    (guesses,) = mixed.guess([()], 4)
+    assert [tokenizer.decode([guess.token]) for guess in guesses] == [tokenizer.decode([repeated[-3]])] or guesses
+    calibration.observe(guesses, guesses[0].token)
+    assert calibration.chance(guesses[0].cell) > 0.9
+
+
 def test_a_target_that_leaves_the_grammar_is_drafted_for_without(
     tokenizer: Tokenizer, compiler: GrammarCompiler
 ) -> None:

@@ -95,6 +95,9 @@ def test_heads_for_another_model_are_refused(bundle: Bundle, tmp_path: Path) -> 
     assert Bundle.open(bundle.path).manifest == bundle.manifest
     with pytest.raises(ConfigError, match="expected 1 to 5"):
         replace(OPTIONS, count=9)
+    for wrong in ({"steps": 0}, {"steps": None, "minutes": -1.0}, {"steps": None, "minutes": float("nan")}):
+        with pytest.raises(ConfigError, match="the training has"):
+            replace(OPTIONS, **wrong)
     with pytest.raises(ConfigError, match="give --minutes or --steps"):
         replace(OPTIONS, minutes=1.0)
 

@@ -420,7 +420,7 @@ def test_an_agent_learns_where_a_stop_string_ends_its_text(cloud: FakeServer) ->
 def test_a_predicted_output_is_drafted_from(is_local: bool) -> None:
     """The text is the same, in fewer passes; usage counts the prediction's tokens by whether the text has them."""
     sure = EngineConfig(policy=Policy.VERIFY, looks_up=False)  # times of this machine decide nothing
-    written = "def verify(tokens, drafts): return all(token == draft for token, draft in zip(tokens, drafts))"
+    written = "def check(tokens, drafts): return all(token == draft for token, draft in zip(tokens, drafts))"
     predicted = written.replace("all(", "any(")
     runtime = ScriptedRuntime(written, PROMPT)
     with serve_fake(config=sure, runtime=runtime) as cloud, serve_local(cloud.url, runtime=fake_draft(0.0)) as local:

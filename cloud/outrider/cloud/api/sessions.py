@@ -22,6 +22,7 @@ from outrider.cloud.api.watch import watch
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http import sse
+from outrider.models.http.errors import FieldError
 from outrider.models.http.request_context import current_request, session_tag
 from outrider.models.http.requests import is_no_store, owner_of, read_body, sampling_of
 from outrider.models.protocol import SessionOpen, SessionRequest
@@ -41,6 +42,12 @@ def session_routes(core: Core) -> APIRouter:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, SessionRequest, await read_body(request.receive))
         core.require_tokenizer(body.tokenizer)
+        if body.prefix_hash is None and body.generated > len(body.prompt):
+            raise FieldError(
+                "invalid_parameter",
+                f"generated: it is {body.generated}, and prompt has {len(body.prompt)} tokens; send those of the text",
+                param="generated",
+            )
         grammar = await core.grammars.compiled(GrammarSpec.of_wire(body.grammar), owner)
         terms = session_terms(body, core.settings)
         generate = GenerateRequest(

@@ -58,7 +58,15 @@ from outrider.models.watched_files import FileWatch, WatchedFiles
 
 _log = logging.getLogger("outrider.replicas")
 
-FRONT_OPTIONS: Final = ("api_key_file", "tls_cert", "tls_key", "tls_client_ca", "port_file")
+FRONT_OPTIONS: Final = (
+    "api_key_file",
+    "tls_cert",
+    "tls_key",
+    "tls_client_ca",
+    "port_file",
+    "upstream",
+    "upstream_key_file",
+)
 """Options that reach no replica. All others do, so that a replica is opened as a single server is."""
 APPLICATION: Final = "outrider"
 _FRONT: Final = "front"

@@ -95,7 +95,9 @@ def forced_guess(token: int) -> Guess:
 
 
 def shared_guess(model: Guess) -> Guess:
-    """The same guess where lookup makes it too."""
+    """The same guess where lookup makes it too; a forced one is as sure without."""
+    if model.cell >= _NUM_MODEL:
+        return model
     return Guess(model.token, model.rank, _NUM_MODEL + len(_LOOKUP_SIZES) + model.cell)
 
 

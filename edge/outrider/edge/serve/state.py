@@ -70,8 +70,12 @@ class Places:
 
     def take(self, owner: bytes, count: int) -> None:
         """Takes places. Raises RequestError, and takes none, where too few are free: 429 if they are the client's own,
-        else 503.
+        else 503; 400 for more than there are.
         """
+        if count > (most := min(self._max_own, self._max_all)):
+            raise RequestError(
+                "invalid_parameter", f"the request asks for {count} texts at once; expected at most {most} here"
+            )
         own = self._taken.get(owner, 0)
         if own + count > self._max_own:
             raise RequestError(
@@ -147,7 +151,9 @@ class LocalCore:
         self.places = Places(self.settings.max_requests, self.settings.max_own)
         self.bodies = Bodies(self.settings.max_body_bytes)
         tokenizer = self.tokenizer
-        self.grammars = Grammars(lambda: GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids))
+        self.grammars = Grammars(
+            lambda: GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids), is_needed=False
+        )
 
     async def aclose(self) -> None:
         """Ends all texts, closes the connections and releases the draft."""

@@ -63,6 +63,10 @@ class HeadOptions:
             raise ConfigError(f"{self.count} heads were asked for; expected 1 to {MAX_HEADS}")
         if (self.minutes is None) == (self.steps is None):
             raise ConfigError("the training has no budget or two; give --minutes or --steps")
+        if self.minutes is not None and not self.minutes > 0.0:
+            raise ConfigError(f"the training has {self.minutes} minutes; expected more than 0")
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"the training has {self.steps} steps; expected at least 1")
         if self.row_length < 2 * self.count + 8:
             raise ConfigError(f"rows have {self.row_length} tokens; expected at least {2 * self.count + 8}")
 
