@@ -105,9 +105,7 @@ def test_lookup_stays_inside_too(tokenizer: Tokenizer, compiler: GrammarCompiler
     assert guesses and all(tokenizer.decode([guess.token]) not in (" three", "one") for guess in guesses)
 
 
-def test_a_forced_guess_that_lookup_makes_too_is_learned_from(
-    tokenizer: Tokenizer, compiler: GrammarCompiler
-) -> None:
+def test_a_forced_guess_that_lookup_makes_too_is_learned_from(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     """It stays a forced one: it has no cell for two sources."""
     repeated, calibration = tokenizer.encode("one two three one two"), Calibration()
     mixed = MixedDrafter(ModelDrafter(CountingRuntime(vocab_size=tokenizer.size), tokenizer.size))

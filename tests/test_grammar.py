@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from outrider.models.errors import RequestError
-from outrider.models.grammar import masks
+from outrider.models.grammar import bounds, cost, masks
 from outrider.models.grammar.compiler import (
     MAX_CACHED_PER_OWNER,
+    MAX_STRIKES,
     MAX_WAITING_PER_OWNER,
     CompiledGrammar,
     GrammarCompiler,
 )
+from outrider.models.grammar.rows import GrammarRows
 from outrider.models.grammar.spec import GrammarSpec, with_whitespace
 from outrider.models.grammar.state import GrammarState
 from outrider.models.tokenizer import Tokenizer
@@ -384,3 +386,52 @@ def test_masks_of_few_and_of_many_tokens_are_applied_alike(density: float) -> No
         assert masks.apply(packed, row) == is_allowed.sum()
         assert np.array_equal(row, np.where(is_allowed, kept, -np.inf))
         assert np.array_equal(masks.unpack(packed, size), is_allowed)
+
+
+def test_a_text_whose_grammar_takes_too_long_ends(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In processor time; the third such text of an owner within a minute is the last for a while."""
+    spec = GrammarSpec("regex", "[0-9]+")
+    digit = tokenizer.encode("7")[0]
+    for strike in range(MAX_STRIKES):
+        state = asyncio.run(compiler.compile_for(spec, b"slow")).state()
+        with monkeypatch.context() as patch:
+            patch.setattr(cost, "FREE_S", -0.2)  # each call counts as 0.2 s more than it takes
+            state = asyncio.run(compiler.compile_for(spec, b"slow")).state()
+            assert state.advance(digit)
+            with pytest.raises(RequestError, match="takes too long") as refused:
+                state.advance(digit)
+        assert refused.value.code == "grammar_too_complex", strike
+    with pytest.raises(RequestError, match="try again later") as later:
+        asyncio.run(compiler.compile_for(spec, b"slow"))
+    assert (later.value.code, later.value.status) == ("too_many_grammars", 429) and later.value.retry_after_s
+    assert asyncio.run(compiler.compile_for(spec, b"other")).state().advance(digit)
+
+
+def test_a_text_that_is_resumed_is_read_more_strictly(
+    tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its tokens are read at once, while others wait."""
+    rows = GrammarRows(compiler.compile(GrammarSpec("regex", "[0-9]+")).state())
+    monkeypatch.setattr(cost, "FREE_REPLAY_S", -0.2)
+    with pytest.raises(RequestError, match="takes too long"):
+        rows.replay(tokenizer.encode("7777")[:1] * 3)
+    rows.truncate(0)
+    assert cost.FREE_S > 0.0 and rows.state.cost._free_s == cost.FREE_S
+
+
+def test_references_and_patterns_are_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of names that lead nowhere are looked at once; patterns take time with the cube of their number."""
+    walks: list[object] = []
+    depth = bounds._depth
+
+    def counted(value: object) -> int:
+        walks.append(value)
+        return depth(value)
+
+    monkeypatch.setattr(bounds, "_depth", counted)
+    GrammarSpec("json_schema", json.dumps({"anyOf": [{"$ref": f"#{index:x}"} for index in range(3000)]}))
+    assert len(walks) == 2
+    with pytest.raises(RequestError, match="patternProperties"):
+        GrammarSpec("json_schema", json.dumps({"patternProperties": {f"^a{index}b": {} for index in range(65)}}))

@@ -42,6 +42,12 @@ def session_routes(core: Core) -> APIRouter:
         owner = owner_of(request)
         body = await core.bodies.parse(owner, SessionRequest, await read_body(request.receive))
         core.require_tokenizer(body.tokenizer)
+        if body.stop and body.prefix_hash is not None and body.generated > len(body.prompt):
+            raise FieldError(
+                "invalid_parameter",
+                "stop: part of the text is in the hashed prefix, where no stop string is looked for; send its tokens",
+                param="stop",
+            )
         if body.prefix_hash is None and body.generated > len(body.prompt):
             raise FieldError(
                 "invalid_parameter",

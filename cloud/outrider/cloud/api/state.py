@@ -27,7 +27,7 @@ from outrider.models.http.limits import Slots
 from outrider.models.http.requests import Bodies
 from outrider.models.http.security import KeyRing, PagePolicy
 from outrider.models.manifest import Manifest
-from outrider.models.protocol import ModelFacts
+from outrider.models.protocol import MAX_STOP_IDS, ModelFacts
 from outrider.models.tokenizer import Tokenizer
 
 
@@ -200,7 +200,15 @@ class Core:
                 param="stop_ids",
             )
         if grammar is not None:
-            return chosen | self.model.eos_ids
+            chosen |= self.model.eos_ids
+            if len(chosen) > MAX_STOP_IDS:
+                raise FieldError(
+                    "invalid_parameter",
+                    f"stop_ids: with the model's own, which end a grammar's text, there are {len(chosen)}; expected at "
+                    f"most {MAX_STOP_IDS}",
+                    param="stop_ids",
+                )
+            return chosen
         return chosen - self.model.eos_ids if ignore_eos else chosen
 
     def require_tokenizer(self, fingerprint: str | None) -> None:

@@ -194,7 +194,8 @@ def _end(event: EndEvent, terms: RuleTerms, text: SessionText | None = None) -> 
         text.finish()
         if (cut := text.cut) is not None:
             usage = usage.model_copy(update={"completion_tokens": cut.tokens})
-            return SessionEnd(reason="stop", usage=usage, cut=cut, rule=name_of(terms), lossy=lossy_of(terms))
+            rule, lossy = name_of(terms), lossy_of(terms)
+            return SessionEnd(reason="stop", usage=usage, cut=cut, rule=rule, lossy=lossy, delta=_delta(event))
     error = error_body(event.error or internal_error()) if event.reason == "error" else None
     return SessionEnd(
         reason=event.reason,
@@ -203,8 +204,12 @@ def _end(event: EndEvent, terms: RuleTerms, text: SessionText | None = None) -> 
         prefix_hash=event.prefix_hash,
         rule=name_of(terms),
         lossy=lossy_of(terms),
-        delta=None if event.usage.delta is None else round(event.usage.delta, 4),
+        delta=_delta(event),
     )
+
+
+def _delta(event: EndEvent) -> float | None:
+    return None if event.usage.delta is None else round(event.usage.delta, 4)
 
 
 def session_usage(event: EndEvent, terms: RuleTerms = PLAIN_TERMS) -> Usage:

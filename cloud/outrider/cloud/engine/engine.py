@@ -300,6 +300,11 @@ class Engine:
                 sequence.chooser.go_back(sequence.tokens, kept - base - request.num_generated, kept)
             except RequestError as error:  # a grammar's limits
                 self._finish(sequence, "error", error, is_sound=True)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                log_fault(error)
+                self._finish(sequence, "error", _failed_text(), is_sound=True)
 
     def fault(self) -> str | None:
         """Why the engine cannot work now; None when it can."""
@@ -539,6 +544,14 @@ class Engine:
             except RequestError as error:  # a grammar's limits, or what it leaves together with other rules
                 refused.append((sequence, error))
                 continue
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # a library's bug, also past Exception, costs the text that met it
+                if sequence.chooser is None:
+                    raise
+                log_fault(error)
+                refused.append((sequence, _failed_text()))
+                continue
             teach(share, branch, own, states)
             is_held = self._move_into_place(sequence, branch.nodes)
             self._take_tokens(share, branch.tokens, branch.nodes, now, is_held=is_held)
@@ -688,9 +701,7 @@ class Engine:
                 self._loading.clear()
                 self._start_afresh()
         finally:
-            fault = RequestError(
-                "internal_error", "the server failed on this request; its log has the details", status=500
-            )
+            fault = _failed_text()
             for sequence in ended:
                 self._totals.finished += 1
                 self._distributions.ended("error")
@@ -733,6 +744,10 @@ class Engine:
                 self._drafting.stepped(StepSize.of(n, context), self._runner.time(n, context, blocks, n), False)
         finally:
             self._cache.pool.release(blocks)
+
+
+def _failed_text() -> RequestError:
+    return RequestError("internal_error", "the server failed on this request; its log has the details", status=500)
 
 
 def open_spill(runtime: BatchRuntime, config: SpillConfig | None) -> SpillStore | None:

@@ -28,6 +28,7 @@ from outrider.cloud.upstream.client import UpstreamClient
 from outrider.cloud.upstream.errors import UpstreamLost, UpstreamRefused
 from outrider.cloud.upstream.mid import MidRun
 from outrider.models.errors import RequestError
+from outrider.models.faults import log_fault
 from outrider.models.protocol import (
     MAX_PATH_TOKENS,
     Commit,
@@ -327,7 +328,7 @@ class CascadedText:
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a text of the cascade failed", exc_info=error, extra={"event": "cascade_failed"})
+            log_fault(error)  # not with its words, which may quote the request
             fault = RequestError(
                 "internal_error", "the server failed on this request; its log has the details", status=500
             )

@@ -7,6 +7,7 @@ states are brought to what vLLM has kept.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from outrider.cloud.engine.choosers import chooser_of
 from outrider.cloud.vllm.terms import request_of
 from outrider.models.errors import ModelFault, RequestError
+from outrider.models.faults import log_fault
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.tokenizer import Tokenizer
@@ -30,6 +32,9 @@ theirs.
 """
 REFUSALS: Final = "outrider_refusals"
 """The same: code and message of the error of a request whose rules leave no token, or whose grammar is too costly."""
+
+MAX_READY: Final = 64
+"""Grammars that a worker holds compiled; each takes 10 to 20 MB at most."""
 
 Logprobs = list[tuple[int, float, list[int], list[float]]]
 
@@ -60,35 +65,52 @@ class WorkerGrammars:
     """
 
     def __init__(self, model: str, vocab_size: int) -> None:
-        self._model = model
         self._vocab_size = vocab_size
         self._compilers: dict[tuple[int, ...], GrammarCompiler] = {}
-        self._working: dict[tuple[Any, ...], Future[CompiledGrammar]] = {}
+        self._working: OrderedDict[tuple[Any, ...], Future[CompiledGrammar]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "grammars")
+        self._tokenizer = Tokenizer.from_dir(Path(model)) if model else None
 
     def is_ready(self, terms: list[Any]) -> bool:
-        """Whether `compiled` answers at once; begins to compile where not. A fault is an answer, too."""
-        key = (*terms[:3], tuple(terms[3]), terms[4])
+        """Whether `compiled` answers at once; begins to compile where not. A fault is an answer, too.
+
+        What is ready stays so until `MAX_READY` others came after it: its request may wait in the queue.
+        """
+        key = _key(terms)
         work = self._working.get(key)
         if work is None:
-            if self._compiler(terms).find(_spec(terms), terms[4]) is not None:
-                return True
-            work = self._working[key] = self._thread.submit(self.compiled, terms)
-        if work.done():
-            del self._working[key]
-            return True
-        return False
+            while len(self._working) >= MAX_READY:
+                self._working.popitem(last=False)
+            work = self._working[key] = self._thread.submit(self._compile, terms)
+        self._working.move_to_end(key)
+        return work.done()
 
     def compiled(self, terms: list[Any]) -> CompiledGrammar:
-        """The grammar. Raises RequestError as `GrammarCompiler.compile`."""
+        """The grammar; compiles nothing, so that no step waits. Raises RequestError as `GrammarCompiler.compile`, and
+        `too_many_grammars` where the grammar has made room for others.
+        """
+        work = self._working.get(_key(terms))
+        if work is None or not work.done():
+            raise RequestError(
+                "too_many_grammars",
+                f"{MAX_READY} grammars came while this one waited; try again later",
+                status=429,
+            )
+        return work.result()
+
+    def _compile(self, terms: list[Any]) -> CompiledGrammar:
         return self._compiler(terms).compile(_spec(terms), terms[4])
 
     def _compiler(self, terms: list[Any]) -> GrammarCompiler:
         stop_ids = tuple(terms[3])
         if stop_ids not in self._compilers:
-            tokenizer = Tokenizer.from_dir(Path(self._model))
-            self._compilers[stop_ids] = GrammarCompiler(tokenizer, self._vocab_size, stop_ids)
+            assert self._tokenizer is not None, "a model has a directory"
+            self._compilers[stop_ids] = GrammarCompiler(self._tokenizer, self._vocab_size, stop_ids)
         return self._compilers[stop_ids]
+
+
+def _key(terms: list[Any]) -> tuple[Any, ...]:
+    return (*terms[:3], tuple(terms[3]), terms[4])
 
 
 def _spec(terms: list[Any]) -> GrammarSpec:
@@ -119,6 +141,10 @@ class Choosing:
             return None
         except RequestError as error:
             found.refusals[key] = error.code, str(error)
+            return None
+        except BaseException as error:  # a library's bug, also past Exception, costs the text that met it
+            log_fault(error)
+            found.refusals[key] = "internal_error", "the server failed on this request; its log has the details"
             return None
         logprobs = [
             (each.token, each.logprob, [token for token, _ in each.top], [value for _, value in each.top])

@@ -386,7 +386,8 @@ class VllmEngine(ServingEngine):
         config, gauges = self._config, self._gauges
         if len(self._sequences) >= config.max_running:
             here = [
-                (each.request.owner, len(each.prompt) + len(each.generated)) for each in list(self._sequences.values())
+                (each.request.owner, len(each.prompt) + len(each.generated) + each.request.rules.num_ids)
+                for each in list(self._sequences.values())
             ]
             cache_tokens = gauges.num_blocks * gauges.block_size if gauges else 0
             require_room(

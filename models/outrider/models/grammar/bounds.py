@@ -27,6 +27,8 @@ MAX_PATH: Final = 800
 """JSON levels of the schema and of all definitions that it refers to, together: no path through them is longer."""
 MAX_PROPERTIES: Final = 500
 MAX_ALL_PROPERTIES: Final = 2000
+MAX_PATTERNS: Final = 64
+"""Entries of `patternProperties`: those of one object take time that grows with their cube, 31 s for 400."""
 MAX_MULTIPLES: Final = 10_000
 MAX_RULES: Final = 256
 
@@ -52,7 +54,7 @@ def check_schema_value(schema: Any) -> None:
     if depth > MAX_NESTING:
         raise _refused(f"the schema is nested {depth} levels deep; expected at most {MAX_NESTING}")
     targets: set[str] = set()
-    properties = 0
+    properties = patterns = 0
     multiples = Decimal(0)
     for key, value in _pairs(schema):
         if key == "$ref" and isinstance(value, str):
@@ -60,6 +62,8 @@ def check_schema_value(schema: Any) -> None:
         elif key in ("properties", "patternProperties") and isinstance(value, dict):
             if len(value) > MAX_PROPERTIES:
                 raise _refused(f"an object has {len(value):,} properties; expected at most {MAX_PROPERTIES}")
+            if key == "patternProperties" and (patterns := patterns + len(value)) > MAX_PATTERNS:
+                raise _refused(f"the schema has over {MAX_PATTERNS} patternProperties; expected at most as many")
             properties += len(value)
         elif key == "multipleOf" and isinstance(value, int | float) and not isinstance(value, bool):
             multiples += _digits(value)
@@ -67,9 +71,12 @@ def check_schema_value(schema: Any) -> None:
         raise _refused(f"the schema has {properties:,} properties; expected at most {MAX_ALL_PROPERTIES:,}")
     if multiples > MAX_MULTIPLES:
         raise _refused(f"multipleOf is {multiples:f} without its decimal point; expected at most {MAX_MULTIPLES:,}")
-    path = depth + sum(min(_depth(_target(schema, name)), MAX_NESTING) for name in targets)
-    if path > MAX_PATH:
-        raise _refused(f"the schema and what it refers to are {path:,} levels deep; expected at most {MAX_PATH}")
+    path = depth
+    # Each part once, however it is called: a name that leads nowhere counts as the whole.
+    for part in {id(part): part for part in (_target(schema, name) for name in targets)}.values():
+        path += min(_depth(part), MAX_NESTING)
+        if path > MAX_PATH:
+            raise _refused(f"the schema and what it refers to are {path:,} levels deep; expected at most {MAX_PATH}")
 
 
 def check_lark(text: str) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final
 
 from outrider.models.errors import RequestError
+from outrider.models.grammar.cost import GrammarCost
 from outrider.models.grammar.spec import GrammarSpec, dump_schema, invalid_grammar
 from outrider.models.grammar.state import GrammarState
 from outrider.models.grammar.vocabulary import Vocabulary
@@ -32,15 +34,51 @@ MAX_FIRST_MASK_S: Final = 0.25
 MAX_CACHED: Final = 32
 MAX_CACHED_PER_OWNER: Final = 8
 MAX_WAITING_PER_OWNER: Final = 4
+MAX_STRIKES: Final = 3
+STRIKE_S: Final = 60.0
+"""After so many grammars that took too long, within this time, an owner's are refused."""
+SLOW_COMPILE_S: Final = 0.5
 STACK_BYTES: Final = 64 * 1024 * 1024
 """Of the thread that compiles: the library recurses; `bounds` keeps it far below."""
+
+
+class Strikes:
+    """Who has sent grammars that took too long, and until when nothing of theirs is compiled. Any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._of: dict[Hashable, list[float]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, owner: Hashable) -> None:
+        """One more."""
+        with self._lock:
+            now = self._clock()
+            for each in [each for each, times in self._of.items() if now - times[-1] >= STRIKE_S]:
+                del self._of[each]
+            self._of[owner] = [*self._of.get(owner, [])[1 - MAX_STRIKES :], now]
+
+    def seconds_left(self, owner: Hashable) -> float:
+        """Until an owner's grammars are compiled again; at most 0 where they are."""
+        with self._lock:
+            times = self._of.get(owner, [])
+            return times[0] + STRIKE_S - self._clock() if len(times) >= MAX_STRIKES else 0.0
 
 
 class CompiledGrammar:
     """A grammar for one vocabulary; texts begin with `state()`. Safe to share between threads."""
 
-    def __init__(self, spec: GrammarSpec, matcher: Any, vocabulary: Vocabulary, after: int | None) -> None:
+    def __init__(
+        self,
+        spec: GrammarSpec,
+        matcher: Any,
+        vocabulary: Vocabulary,
+        after: int | None,
+        on_excess: Callable[[], None] = lambda: None,
+    ) -> None:
+        """on_excess: called where a text's grammar takes too long."""
         self.spec = spec
+        self._on_excess = on_excess
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._after = after
@@ -52,7 +90,7 @@ class CompiledGrammar:
 
     def state(self) -> GrammarState:
         """A new state, before the first token of the answer."""
-        return GrammarState(self._vocabulary, self._matcher.deep_copy(), self._after)
+        return GrammarState(self._vocabulary, self._matcher.deep_copy(), self._after, GrammarCost(self._on_excess))
 
 
 class GrammarCompiler:
@@ -70,6 +108,7 @@ class GrammarCompiler:
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: Counter[Hashable] = Counter()
         self._turns: dict[Hashable, asyncio.Lock] = {}
+        self._strikes = Strikes()
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -96,6 +135,13 @@ class GrammarCompiler:
 
         Raises RequestError `too_many_grammars` (429) where too many of the owner's are waiting.
         """
+        if (wait_s := self._strikes.seconds_left(owner)) > 0:
+            raise RequestError(
+                "too_many_grammars",
+                f"{MAX_STRIKES} grammars of this client took too long within {STRIKE_S:.0f} s; try again later",
+                status=429,
+                retry_after_s=math.ceil(wait_s),
+            )
         if found := self.find(spec, owner):
             return found
         if self._waiting[owner] > MAX_WAITING_PER_OWNER:
@@ -142,7 +188,12 @@ class GrammarCompiler:
     def _compile(self, spec: GrammarSpec, owner: Hashable) -> CompiledGrammar:
         if found := self.find(spec, owner):
             return found
-        compiled = _compile(spec, self._vocabulary)
+        began_s = time.thread_time()
+        try:
+            compiled = _compile(spec, self._vocabulary, lambda: self._strikes.add(owner))
+        finally:
+            if time.thread_time() - began_s > SLOW_COMPILE_S:
+                self._strikes.add(owner)
         with self._lock:
             self._known[owner, spec.hash] = compiled
             own = [key for key in self._known if key[0] == owner]
@@ -153,7 +204,7 @@ class GrammarCompiler:
         return compiled
 
 
-def _compile(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
+def _compile(spec: GrammarSpec, vocabulary: Vocabulary, on_excess: Callable[[], None]) -> CompiledGrammar:
     after = vocabulary.tokenizer.token_id(spec.after) if spec.after else None
     if spec.after and after is None:
         raise invalid_grammar("`after` is no token of the model; expected the spelling of one, such as </think>")
@@ -180,7 +231,7 @@ def _compile(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
         fault = "the library cannot read it"
     if fault:
         raise invalid_grammar(f"the grammar is refused: {' '.join(fault.split())[:300]}")
-    return CompiledGrammar(spec, matcher, vocabulary, after)
+    return CompiledGrammar(spec, matcher, vocabulary, after, on_excess)
 
 
 def _grammar_of(spec: GrammarSpec) -> str:

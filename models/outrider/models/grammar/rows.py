@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,6 +40,12 @@ class GrammarRows:
     def truncate(self, length: int) -> None:
         """Goes back to its first `length` tokens."""
         self.state.truncate(length)
+
+    def replay(self, tokens: Sequence[int]) -> None:
+        """Goes on by the tokens of a text that is resumed; raises RequestError as `advance`."""
+        with self.state.cost.replaying():
+            for token in tokens:
+                self.advance(token)
 
     def fork(self) -> GrammarRows:
         """A second state at the same place."""

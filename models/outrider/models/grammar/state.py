@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from outrider.models.errors import RequestError
 from outrider.models.grammar import masks
+from outrider.models.grammar.cost import GrammarCost
 from outrider.models.grammar.vocabulary import Vocabulary
 
 MAX_FORCED: Final = 64
@@ -24,9 +26,20 @@ class GrammarState:
     after (`GrammarSpec.after`) every token is allowed. Not safe to share between threads; forks may go to others.
     """
 
-    __slots__ = ("_after", "_is_waiting", "_matcher", "_num_free", "_num_matched", "_num_stops", "_vocabulary")
+    __slots__ = (
+        "_after",
+        "_is_waiting",
+        "_matcher",
+        "_num_free",
+        "_num_matched",
+        "_num_stops",
+        "_vocabulary",
+        "cost",
+    )
 
-    def __init__(self, vocabulary: Vocabulary, matcher: Any, after: int | None) -> None:
+    def __init__(self, vocabulary: Vocabulary, matcher: Any, after: int | None, cost: GrammarCost) -> None:
+        """cost: of the text; forks share it."""
+        self.cost = cost
         self._vocabulary = vocabulary
         self._matcher = matcher
         self._after = after
@@ -87,7 +100,10 @@ class GrammarState:
             return False
         if not 0 <= token < self._vocabulary.num_tokens:
             return False
-        if self._matcher.try_consume_tokens([token]) != 1:
+        began_s = time.thread_time()
+        is_consumed = self._matcher.try_consume_tokens([token]) == 1
+        self.cost.add(began_s)
+        if not is_consumed:
             if self._matcher.is_error():
                 raise self._too_complex()
             return False
@@ -113,7 +129,7 @@ class GrammarState:
 
     def fork(self) -> GrammarState:
         """A state of its own at the same place. Cheap: the library copies on the first change."""
-        twin = GrammarState(self._vocabulary, self._matcher.deep_copy(), self._after)
+        twin = GrammarState(self._vocabulary, self._matcher.deep_copy(), self._after, self.cost)
         twin._is_waiting = self._is_waiting
         twin._num_free, twin._num_matched, twin._num_stops = self._num_free, self._num_matched, self._num_stops
         return twin
@@ -139,7 +155,9 @@ class GrammarState:
         """The mask of the next token, one bit an id."""
         if self._num_stops:
             return self._vocabulary.stop_bits
+        began_s = time.thread_time()
         bits: bytes = self._matcher.compute_bitmask()
+        self.cost.add(began_s)
         if self._matcher.is_error():
             raise self._too_complex()
         return self._vocabulary.only_own_stops(bits)

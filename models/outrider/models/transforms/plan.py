@@ -40,6 +40,9 @@ class RowPlan:
         if self.rules.changes_rows:
             states.append(RuleState(self.rules, tokens[:first], vocab_size, self.stop_ids))
         for state in states:
+            if isinstance(state, GrammarRows):
+                state.replay(tokens[first:])
+                continue
             for token in tokens[first:]:
                 state.advance(token)
         return states
