@@ -1,4 +1,4 @@
-"""States the options of rules on the target's choice, as a group: penalties, bias, bad words, minimum of tokens."""
+"""States the options of rules on rows, as a group: penalties, bias, bad words, least tokens, typical-p, XTC."""
 
 from __future__ import annotations
 
