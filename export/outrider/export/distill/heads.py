@@ -62,7 +62,7 @@ class HeadOptions:
         if not 1 <= self.count <= MAX_HEADS:
             raise ConfigError(f"{self.count} heads were asked for; expected 1 to {MAX_HEADS}")
         if (self.minutes is None) == (self.steps is None):
-            raise ConfigError("the training has no budget, or two; give one of --minutes and --steps")
+            raise ConfigError("the training has no budget, or two; give --minutes or --steps")
         if self.row_length < 2 * self.count + 8:
             raise ConfigError(f"rows have {self.row_length} tokens; expected at least {2 * self.count + 8}")
 
