@@ -3,7 +3,7 @@
     python -m bench.going_back [--rounds 60] [--context 200] [--back 6] [--json PATH]
 
 The reference target runs one sequence. A round: 8 steps, then the last `--back` tokens are void and another token
-follows what is left. Timed is from there to the next commit, in turns:
+follows what is left. The time from there to the next commit is measured, in turns:
 
   resume   the sequence is cancelled, another begins with the text as its prompt; the prefix cache has its full blocks
   rewind   the same sequence loses the tokens; it keeps its blocks but those known by hash that hold a void token

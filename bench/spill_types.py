@@ -1,4 +1,4 @@
-"""Measures files of parked prefixes by type: their size, the time to round, the errors, and what becomes of the text.
+"""Measures files of parked prefixes by type: their size, the time to round, the errors, and the text that follows.
 
 Each prompt of the reference pair is repeated to `--tokens` and run by the reference target. Its full blocks are rounded
 as `--spill-type` does it, written to a file, read, and put into other blocks, where the text goes on. Reported are the

@@ -1,4 +1,4 @@
-"""Lists grammars that are dear to compile or to follow: bodies for the attacks by bodies."""
+"""Lists grammars that are costly to compile or to follow: bodies for the attacks by bodies."""
 
 from __future__ import annotations
 

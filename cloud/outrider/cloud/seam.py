@@ -38,7 +38,7 @@ class GenerateRequest:
     deadline_ms: time from `submit` after which the sequence ends: with its text so far, or, where it has none, with the
     error `deadline_exceeded`. None: no such bound.
     stored: what `ServingEngine.seek` found of the parked prefix; None where it is in memory, or nowhere.
-    provisional: of a cascade, events of unconfirmed tokens are wanted too. salt: of the prompt cache; requests of one
+    provisional: of a cascade, asks for events of unconfirmed tokens, too. salt: of the prompt cache; requests of one
     owner with different salts share none.
     earlier: what followed the same prompt before; a hint, whose ids may be anything. is_repeat: it was picked with
     these `params`.

@@ -123,7 +123,7 @@ class Widening(_Part):
 class HeadAcceptance(_Part):
     """How often a head's likeliest token was the target's, on held-out text of the target.
 
-    rate: of its tokens; in_chain: where the heads before it were right too, counted over all places; top5: among its
+    rate: of its tokens; in_chain: where those of the heads before it were too, counted over all places; top5: among its
     five likeliest.
     """
 

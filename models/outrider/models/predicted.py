@@ -1,4 +1,4 @@
-"""Follows a predicted output (OpenAI's `prediction`) along the text: how much of it came true, and what is left of it.
+"""Follows a predicted output (OpenAI's `prediction`) along the text: how much of it the text has, and what is left.
 
 Depends on the text and the prediction only, so two calls with one text count the same.
 """

@@ -70,7 +70,7 @@ Number = Annotated[float, Strict(), AllowInfNan(False)]
 # Inline: one field needs no component of its own in the OpenAPI document.
 _RuleField = Annotated[Rule, WithJsonSchema({"title": "Rule", "type": "string", "enum": [rule.value for rule in Rule]})]
 _SALT: Final = "requests with another salt share no cached prompt with this one"
-_MID: Final = "a cascade: the model that verifies first; the text is the target's all the same"
+_MID: Final = "in a cascade: the model that verifies first; the text is the target's"
 Delta = Annotated[float, Strict(), AllowInfNan(False), Field(ge=-MAX_DELTA, le=MAX_DELTA)]
 DELTA: Final = f"tolerance: accept while log p >= log q - delta, in nats; unset: {DEFAULT_DELTA}"
 # Ids and their weights in turn: 12, 40000, 5, 25536.

@@ -29,7 +29,7 @@ So:
   residual weight is 0), so nothing that was looked at stays. Block verification has no such property: it looks at
   tokens and coins beyond the ones that it accepts. So there drafts and coins have new noise in each block (`block`),
   and only /v1/verify offers it.
-* A step that fails in the model runs again without drafts: the one exception, and the log has it.
+* A step that fails in the model runs again without drafts. It is the one exception, and it is logged.
 
 Block verification: Sun et al. 2024 (arXiv 2403.10444), algorithm 2. It accepts at least as many tokens on average.
 """
@@ -52,7 +52,7 @@ WHOLE: Final = 1 << 16
 """The sum of a distribution's weights: 1."""
 MAX_IDS: Final = 16
 NUM_IDS: Final = 8
-"""Ids that a device sends unless told otherwise."""
+"""Ids that a device sends by default."""
 
 _DRAFT: Final = 0x243F6A8885A308D3  # digits of pi: the streams differ, and none is the plain one
 _COIN: Final = 0x13198A2E03707344

@@ -74,16 +74,16 @@ Fraction = Annotated[_Number, Field(ge=0.0, le=1.0)]
 class RuleFields(BaseModel):
     """Rules on rows of logits, as sessions and /v1/verify have them; the defaults change nothing."""
 
-    repetition_penalty: RepetitionPenalty = Field(default=1.0, description="over prompt and text; 1: off")
-    presence_penalty: TextPenalty = Field(default=0.0, description="over the text")
-    frequency_penalty: TextPenalty = Field(default=0.0, description="over the text")
-    logit_bias: LogitBias = Field(default_factory=dict, description="by token id")
+    repetition_penalty: RepetitionPenalty = Field(default=1.0, description="of ids in prompt or text; 1: off")
+    presence_penalty: TextPenalty = Field(default=0.0, description="of ids in the text; 0: off")
+    frequency_penalty: TextPenalty = Field(default=0.0, description="for each time that an id is in the text; 0: off")
+    logit_bias: LogitBias = Field(default_factory=dict, description="added to logits, by token id")
     bad_words: BadWords = Field(default_factory=list, description="token sequences that the text never has")
-    min_tokens: MinTokens = Field(default=0, description="of text, before an id that ends it")
-    allowed_token_ids: AllowedIds | None = Field(default=None, description="no other id; unset: all")
+    min_tokens: MinTokens = Field(default=0, description="tokens of text before an id may end it")
+    allowed_token_ids: AllowedIds | None = Field(default=None, description="the only ids of the text; unset: all")
     typical_p: TypicalP = Field(default=1.0, description="locally typical sampling; 1: off")
-    xtc_probability: Fraction = Field(default=0.0, description="that top choices are excluded; 0: off")
-    xtc_threshold: Fraction = Field(default=0.1, description="least probability of a top choice")
+    xtc_probability: Fraction = Field(default=0.0, description="chance that XTC excludes top choices; 0: off")
+    xtc_threshold: Fraction = Field(default=0.1, description="of XTC: least probability of a top choice")
     generated: _Count = Field(
-        default=0, description="last tokens before the first new one that belong to the text, for rules: a resumed text"
+        default=0, description="of a resumed text: how many tokens before the first new one are text, not prompt"
     )

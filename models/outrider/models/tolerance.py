@@ -1,4 +1,4 @@
-"""Accepts drafted tokens by tolerance: while log p(x) >= log q(x) - delta. Lossy: the text is not the target's.
+"""Accepts drafted tokens by tolerance: if log p(x) >= log q(x) - delta. Lossy: the text is not the target's.
 
 p and q are those of target and draft after temperature and truncation; at temperature 0, those of temperature 1. The
 target's pick replaces a token that is not accepted. delta is fixed, or calibrated to an acceptance: after each tested

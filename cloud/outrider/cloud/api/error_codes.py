@@ -33,6 +33,11 @@ _SESSION: Final[Codes] = {404: ("unknown_session",)}
 _OPENAI: Final[Codes] = {400: ("unsupported_parameter",), 404: ("model_not_found",)}
 _TEMPLATE: Final[Codes] = {400: ("no_chat_template", "chat_template_refused")}
 _RULES: Final[Codes] = {400: ("unsupported_rule",), 403: ("tolerance_not_allowed",)}
+_GRAMMAR: Final[Codes] = {
+    400: ("invalid_grammar", "grammar_too_complex", "grammar_excluded"),
+    429: ("too_many_grammars",),
+}
+_CASCADE: Final[Codes] = {502: ("upstream_refused",), 503: ("upstream_lost",)}
 _EVIDENCE: Final[Codes] = {400: ("wrong_evidence",)}
 _DRAFTS: Final[Codes] = {400: ("draft_ahead", "token_out_of_range"), 409: ("stale_draft",), 429: ("rate_limited",)}
 _DOWNLOAD: Final[Codes] = {
@@ -44,12 +49,15 @@ _DOWNLOAD: Final[Codes] = {
 }
 
 _OWN: Final[dict[tuple[str, str], tuple[Codes, ...]]] = {
-    ("post", "/v1/sessions"): (_JSON, _RATE, _ENGINE, _RULES, _TOKENIZER, _PREFIX),
+    ("post", "/v1/sessions"): (_JSON, _RATE, _ENGINE, _RULES, _GRAMMAR, _CASCADE, _TOKENIZER, _PREFIX),
     ("post", "/v1/sessions/{session_id}/drafts"): (_JSON, _SESSION, _DRAFTS, _EVIDENCE),
     ("delete", "/v1/sessions/{session_id}"): (_SESSION,),
-    ("post", "/v1/verify"): (_JSON, _RATE, _ENGINE, _RULES, _EVIDENCE, _FAULT, _TOKENIZER, _PREFIX),
-    ("post", "/v1/completions"): (_JSON, _RATE, _ENGINE, _FAULT, _OPENAI),
-    ("post", "/v1/chat/completions"): (_JSON, _RATE, _ENGINE, _FAULT, _OPENAI, _TEMPLATE),
+    ("post", "/v1/verify"): (
+        *(_JSON, _RATE, _ENGINE, _RULES, _GRAMMAR, _CASCADE),
+        *(_EVIDENCE, _FAULT, _TOKENIZER, _PREFIX),
+    ),
+    ("post", "/v1/completions"): (_JSON, _RATE, _ENGINE, _GRAMMAR, _CASCADE, _FAULT, _OPENAI),
+    ("post", "/v1/chat/completions"): (_JSON, _RATE, _ENGINE, _GRAMMAR, _CASCADE, _FAULT, _OPENAI, _TEMPLATE),
     ("post", "/v1/render"): (_JSON, _RATE, _TOKENIZER, _TEMPLATE, {400: ("context_length_exceeded",)}),
     ("get", "/v1/models/{model}"): ({404: ("model_not_found",)},),
     ("get", "/v1/drafts/{name}/{path}"): (_DOWNLOAD,),

@@ -1,13 +1,13 @@
 """Chooses which source drafts, by measured worth: a bandit with forgetting, one for each request.
 
-The text does not depend on what is drafted. So a source that was asked learns from the commits that follow whether its
-guess was verified or not, and choosing among guesses needs no exploration: the guess with the highest expected tokens
+The text does not depend on what is drafted. So the commits that follow test the guess of every source that was asked,
+verified or not, and choosing among guesses needs no exploration: the guess with the highest expected tokens
 per second is verified. Its chances are those of its kinds, times the source's own ratio of hits to promised chances,
 which forgets.
 
 Asking takes time. So a source is asked when the tokens that it gains per question, drawn from their posterior (Thompson
 1933; a gamma distribution over discounted counts, as in Raj and Kalyani 2017, arXiv 1707.09727), are worth more than
-its measured time. What is not asked is forgotten, so it is tried again. The draws are seeded by the request.
+its measured time. A source that is not asked is forgotten, so it is tried again. The draws are seeded by the request.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Guess:
 class _Arm:
     """A source, and what it was worth so far, forgetting.
 
-    hits, promised: of tested nodes of its guesses. gained, asked: tokens that its guesses were right for, questions.
+    hits, promised: of tested nodes of its guesses. gained, asked: tokens of the text that it guessed, questions.
     tokens, chances: its last guess as far as it is not tested yet.
     """
 

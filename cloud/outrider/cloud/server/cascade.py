@@ -1,4 +1,4 @@
-"""Opens a cascade: `outrider-cloud serve MID --upstream URL`."""
+"""Opens a cascade, for `outrider-cloud serve MID --upstream URL`, and shows its counters at /metrics."""
 
 from __future__ import annotations
 

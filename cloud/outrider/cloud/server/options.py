@@ -87,8 +87,8 @@ class ServeOptions(AccessOptions, ReplicaOptions):
     upstream: Annotated[
         str | None,
         typer.Option(
-            help="The target's verifier: the model here verifies first, and what it commits is the draft for that one. "
-            "Its key: OUTRIDER_UPSTREAM_KEY.",
+            help="The target's verifier, for a cascade: the model here verifies first, and what it commits drafts "
+            "for the target. Its key: OUTRIDER_UPSTREAM_KEY.",
             metavar="URL",
         ),
     ] = None
@@ -144,12 +144,13 @@ class ServeOptions(AccessOptions, ReplicaOptions):
     lookahead: Annotated[
         bool,
         typer.Option(
-            "--lookahead", help="Guess by lookahead decoding, too: from the picks that rejected drafts left behind."
+            "--lookahead",
+            help="Also guess by lookahead decoding: by n-grams of the target's picks after drafted tokens.",
         ),
     ] = False
     heads: Annotated[
         bool,
-        typer.Option("--heads", help="Guess by the bundle's draft heads, too; `outrider-export heads` trains them."),
+        typer.Option("--heads", help="Also guess by the bundle's draft heads; `outrider-export heads` trains them."),
     ] = False
     recent: Annotated[
         bool,
@@ -185,7 +186,7 @@ class ServeOptions(AccessOptions, ReplicaOptions):
         bool,
         typer.Option(
             "--allow-tolerance",
-            help="Let requests choose the acceptance rule tolerance: faster, but the text is not the target's.",
+            help="Let requests choose the acceptance rule tolerance, which is LOSSY: the text is not the target's.",
         ),
     ] = False
     patience_ms: Annotated[

@@ -1,1 +1,1 @@
-"""The cascade: a mid-size verifier here, the target's own verifier upstream. docs/cascade.md has the whole."""
+"""Serves a cascade: a mid-size verifier here, the target's own verifier upstream. See docs/cascade.md."""

@@ -221,4 +221,4 @@ def _parsed(kind: type[Answer], body: bytes) -> Answer:
     try:
         return kind.model_validate_json(body)
     except ValidationError:
-        raise UpstreamLost(f"the upstream verifier's answer is not a {kind.__name__}; is it Outrider's?") from None
+        raise UpstreamLost(f"the upstream verifier's answer is not a {kind.__name__}; check the address") from None

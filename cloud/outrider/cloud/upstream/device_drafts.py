@@ -1,4 +1,4 @@
-"""Keeps what a device drafted for a text, and says it again to a sequence that begins later in the text.
+"""Keeps what a device drafted for a text, and sends it again to a sequence that begins later in the text.
 
 A device sends each node once. When the mid-size verifier goes back, its new sequence knows none of them: the nodes that
 still follow the text are sent to it again, under their numbers. Bases count from the session's start for the device,

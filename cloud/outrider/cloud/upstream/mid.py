@@ -1,7 +1,7 @@
 """Runs the mid-size verifier's sequence of one text: ahead of what is confirmed, and back where that contradicts it.
 
-It goes back by a rewind of the engine's. Where the engine has none (vLLM), or the sequence began after the place in
-question, the sequence ends and another one begins with the confirmed text as its prompt, whose full blocks the prefix
+It goes back by the engine's rewind. Where the engine has none (vLLM), or the sequence began after the place to go back
+to, the sequence ends and another one begins with the confirmed text as its prompt, whose full blocks the prefix
 cache has. On the loop, but for `begin`.
 """
 

@@ -1,4 +1,4 @@
-"""States the options of rules on the target's choice, as a group: penalties, bias, bad words, minimum of tokens."""
+"""States the options of rules on rows, as a group: penalties, bias, bad words, least tokens, typical-p, XTC."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ class RuleOptions:
 
     __slots__ = ()
 
-    repetition_penalty: Annotated[float, typer.Option(help="Of tokens in prompt and text; 1 is off.")] = 1.0
-    presence_penalty: Annotated[float, typer.Option(help="Of tokens in the text, -2 to 2.")] = 0.0
-    frequency_penalty: Annotated[float, typer.Option(help="The same for each time, -2 to 2.")] = 0.0
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Penalty of tokens that are in prompt or text; 1 is off.")
+    ] = 1.0
+    presence_penalty: Annotated[float, typer.Option(help="Penalty of tokens that are in the text, -2 to 2.")] = 0.0
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Penalty for each time that a token is in the text, -2 to 2.")
+    ] = 0.0
     logit_bias: Annotated[
         list[str], typer.Option(metavar="ID=NUMBER", help="Added to a token's logit, -100 to 100; repeatable.")
     ] = field(default_factory=list)
-    bad_word: Annotated[list[str], typer.Option(help="A text that is not written; repeatable.")] = field(
+    bad_word: Annotated[list[str], typer.Option(help="A word that the text never has; repeatable.")] = field(
         default_factory=list
     )
     min_tokens: Annotated[int, typer.Option(min=0, help="Shortest text, in tokens.")] = 0
     typical_p: Annotated[float, typer.Option(help="Locally typical sampling; 1 keeps all.")] = 1.0
-    xtc_probability: Annotated[float, typer.Option(help="That top choices are excluded; 0 is off.")] = 0.0
-    xtc_threshold: Annotated[float, typer.Option(help="Least probability of a top choice.")] = 0.1
+    xtc_probability: Annotated[float, typer.Option(help="Chance that XTC excludes top choices; 0 is off.")] = 0.0
+    xtc_threshold: Annotated[float, typer.Option(help="Of XTC: least probability of a top choice.")] = 0.1
     rules: RowRules = field(init=False)
 
     def _set_rules(self) -> None:

@@ -31,8 +31,8 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, RuleOptions, K
     rule: Annotated[
         Rule,
         typer.Option(
-            help="How the target accepts drafted tokens. rejection: distributed as its text; tolerance: LOSSY, faster; "
-            "the server must allow it."
+            help="How the target accepts drafted tokens. coupled, greedy: exactly its text; rejection: a text of the "
+            "same distribution; tolerance: LOSSY, and the server must allow it."
         ),
     ] = Rule.COUPLED
     delta: Annotated[
@@ -40,10 +40,10 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, RuleOptions, K
     ] = DEFAULT_DELTA
     acceptance: Annotated[
         float | None,
-        typer.Option(min=0.01, max=0.99, help="tolerance: calibrate delta to this share of drafted tokens."),
+        typer.Option(min=0.01, max=0.99, help="tolerance: calibrate delta until this share is accepted."),
     ] = None
     block_verification: Annotated[
-        bool, typer.Option("--block-verification", help="rejection with stop-and-wait: judge blocks as a whole.")
+        bool, typer.Option("--block-verification", help="rejection with --mode stop-and-wait: judge blocks as a whole.")
     ] = False
     mode: Annotated[Mode, typer.Option(help="How device and cloud share the work.")] = Mode.STREAM
     _drafting: ClassVar = DraftingOptions

@@ -25,7 +25,7 @@ def heads(
         Path, typer.Option(help="Prompts like those it will serve: JSON list, JSONL, or text with one prompt per line.")
     ],
     out: Annotated[Path | None, typer.Option(help="Write the bundle here instead of in its own place.")] = None,
-    count: Annotated[int, typer.Option(help="Heads: the first guesses the token after the next.")] = 3,
+    count: Annotated[int, typer.Option(help="Number of heads; the first guesses the token after the next.")] = 3,
     minutes: Annotated[float | None, typer.Option(help="Minutes of training; 5 without --steps.")] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps in place of minutes: reproducible.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens that the target writes to train on.")] = 200_000,
@@ -39,7 +39,7 @@ def heads(
     threads: Annotated[int, typer.Option(min=0, help="Threads; 0 leaves it to torch.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the measurement as JSON, without progress.")] = False,
 ) -> None:
-    """Train draft heads on a target and put them into its bundle; the text of the target does not change."""
+    """Train draft heads for a target and put them into its bundle; the target's texts do not change."""
     from outrider.export.distill.heads import HeadOptions, add_heads
     from outrider.export.distill.trainer.progress import Event
     from outrider.export.interruption import Interruption

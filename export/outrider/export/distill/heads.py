@@ -62,7 +62,7 @@ class HeadOptions:
         if not 1 <= self.count <= MAX_HEADS:
             raise ConfigError(f"{self.count} heads were asked for; expected 1 to {MAX_HEADS}")
         if (self.minutes is None) == (self.steps is None):
-            raise ConfigError("the training has no budget or two; give --minutes or --steps")
+            raise ConfigError("the training has no budget, or two; give --minutes or --steps")
         if self.minutes is not None and not self.minutes > 0.0:
             raise ConfigError(f"the training has {self.minutes} minutes; expected more than 0")
         if self.steps is not None and self.steps < 1:

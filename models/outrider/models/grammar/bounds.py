@@ -122,7 +122,7 @@ def _children(value: Any) -> Iterator[Any]:
 
 
 def _target(schema: Any, name: str) -> Any:
-    """What a `$ref` inside the schema points to; the whole schema where that cannot be told."""
+    """What a `$ref` inside the schema points to; the whole schema where that is not known."""
     at = schema
     for part in name.removeprefix("#").split("/")[1:] if name.startswith("#") else ():
         key = part.replace("~1", "/").replace("~0", "~")

@@ -33,8 +33,8 @@ class GrammarRows:
         if not self.state.advance(token):
             raise RequestError(
                 "grammar_excluded",
-                f"token {token} after {self.length} tokens of text is outside the grammar; begin a new text, or allow "
-                "more token ids",
+                f"token {token} after {self.length} tokens of text is outside the grammar; compare the "
+                "text and the request's rules with it",
             )
 
     def truncate(self, length: int) -> None:

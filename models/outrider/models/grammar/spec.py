@@ -1,4 +1,4 @@
-"""Says which texts a request allows, as data: what travels on the wire and is the key of every cache."""
+"""States which texts a request allows, as data that travels on the wire and is the key of every cache."""
 
 from __future__ import annotations
 

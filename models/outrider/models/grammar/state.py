@@ -1,4 +1,4 @@
-"""Follows a text through its grammar: which token may come next, which must, and back again."""
+"""Follows a text through its grammar: which tokens may come next and which must; goes back, too."""
 
 from __future__ import annotations
 
@@ -171,5 +171,5 @@ class GrammarState:
     def _dead_end(self) -> RequestError:
         return RequestError(
             "grammar_too_complex",
-            f"no token of the model's vocabulary goes on with the grammar after {self.length} tokens; make it simpler",
+            f"no token of the model's vocabulary continues the grammar after {self.length} tokens; make it simpler",
         )

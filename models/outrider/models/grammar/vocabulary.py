@@ -1,4 +1,4 @@
-"""Gives the library a tokenizer's vocabulary as bytes, without transformers, and says which ids end a text."""
+"""Passes a tokenizer's vocabulary to the library as bytes, without transformers, with the ids that end a text."""
 
 from __future__ import annotations
 

@@ -348,12 +348,12 @@ class CompletionRequest(GenerationRequest):
             )
         if self.stream and self.num_each > self.num_kept:
             raise FieldError(
-                "invalid_parameter", "best_of: a stream cannot choose; leave it out, or stream", param="best_of"
+                "invalid_parameter", "best_of: a stream cannot choose; leave one of them out", param="best_of"
             )
         if self.echo and self.logprobs is not None:
             raise FieldError(
                 "unsupported_parameter",
-                "echo is not supported with logprobs: this server has none of the prompt; leave one of both out",
+                "echo is not supported with logprobs: this server has none of the prompt; leave one of them out",
                 param="echo",
             )
         if self.echo and self.suffix:

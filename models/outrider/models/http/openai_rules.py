@@ -35,16 +35,18 @@ BadStrings = Annotated[
 class RuleParameters(BaseModel):
     """Rules of a completion, as `RuleFields`, but bad words are texts."""
 
-    repetition_penalty: RepetitionPenalty | None = Field(default=None, description="over prompt and text; 1: off")
+    repetition_penalty: RepetitionPenalty | None = Field(default=None, description="of ids in prompt or text; 1: off")
     presence_penalty: TextPenalty | None = None
     frequency_penalty: TextPenalty | None = None
-    logit_bias: LogitBias | None = Field(default=None, description="by token id")
-    bad_words: BadStrings | None = Field(default=None, description="texts that are not written")
-    min_tokens: MinTokens | None = Field(default=None, description="of text, before an id that ends it")
-    allowed_token_ids: AllowedIds | None = Field(default=None, description="no other id")
+    logit_bias: LogitBias | None = Field(default=None, description="added to logits, by token id")
+    bad_words: BadStrings | None = Field(default=None, description="words that the text never has")
+    min_tokens: MinTokens | None = Field(default=None, description="tokens of text before an id may end it")
+    allowed_token_ids: AllowedIds | None = Field(default=None, description="the only ids of the text")
     typical_p: TypicalP | None = None
-    xtc_probability: Fraction | None = Field(default=None, description="that top choices are excluded; 0: off")
-    xtc_threshold: Fraction | None = Field(default=None, description="least probability of a top choice; 0.1 if unset")
+    xtc_probability: Fraction | None = Field(default=None, description="chance that XTC excludes top choices; 0: off")
+    xtc_threshold: Fraction | None = Field(
+        default=None, description="of XTC: least probability of a top choice; 0.1 if unset"
+    )
 
     def rules(self, bad_ids: Sequence[Sequence[int]] = ()) -> RowRules:
         """The rules. bad_ids: `bad_words` as token ids. Raises SamplingError."""

@@ -1,4 +1,4 @@
-"""Says what changes the rows of one text, and makes the states that do: for the engine, and for devices that draft."""
+"""Lists what changes the rows of one text, and makes its states: for the engine, and for devices that draft."""
 
 from __future__ import annotations
 
