@@ -133,10 +133,8 @@ def test_a_device_s_sessions_by_rejection_write_every_text_as_often_as_the_targe
     faults = FaultRates(drop=0.2, duplicate=0.3, delay=0.3, max_delay_s=0.002)
     with serve_fake(runtime=small(languages), config=config) as server:
         drafter = ModelDrafter(DraftRuntime(languages))
-        results: list[GenerationResult] = []
-        for start in range(0, 120, 20):  # a client for so many: texts this short end while posts are under way
-            requests = requests_of(languages, range(start, start + 20))
-            results += asyncio.run(generate(server.url, Mode.STREAM, drafter, REJECTION, requests, faults))
+        requests = requests_of(languages, range(120))
+        results = asyncio.run(generate(server.url, Mode.STREAM, drafter, REJECTION, requests, faults))
         totals = server.core.engine.stats().totals
     assert all(result.draft_error is None for result in results)
     assert languages.excess([result.tokens for result in results]) < CHANCE
