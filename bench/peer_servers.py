@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import httpx
 from bench.peer_engines import HUGE_PAGES, STEP_TOKENS, Batch
-from bench.processes import source_path
+from bench.processes import pass_niceness, source_path
 
 from outrider.edge.lab.cores import Cores, running_on
 from outrider.models.errors import RuntimeUnavailable
@@ -83,6 +83,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        pass_niceness(self._process.pid)
         try:
             self._wait(log)
         except BaseException:

@@ -35,6 +35,7 @@ from typing import Any, Final, Protocol
 
 from bench.peer_engines import HUGE_PAGES, READY, STEP_TOKENS, Batch, Done, done_of
 from bench.peer_servers import Streamed, open_servers
+from bench.processes import pass_niceness
 from bench.report import write_json
 from rich.console import Console
 from rich.table import Table
@@ -105,6 +106,7 @@ class EngineProcess:
                 env=os.environ | HUGE_PAGES,
                 start_new_session=True,
             )
+        pass_niceness(self._process.pid)
         self._expect(READY)
 
     def run(self, batch: Batch) -> Done:

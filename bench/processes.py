@@ -23,8 +23,31 @@ from outrider.models.errors import RuntimeUnavailable
 from outrider.models.ingress.sockets import READY_PREFIX
 
 _START_S: Final = 600.0
+_NUM_TRIES: Final = 20
 _SILENCE_S: Final = 120.0
 """A stream that is silent for longer has failed: its keep-alives come every few seconds."""
+
+
+def pass_niceness(pid: int) -> None:
+    """Gives this process's nice level to the session that process `pid` leads.
+
+    Linux shares the processors between sessions first, and `nice` orders only the processes within one. Does nothing
+    where sessions have no level (`/proc/PID/autogroup`).
+    """
+    level, file = os.getpriority(os.PRIO_PROCESS, 0), Path(f"/proc/{pid}/autogroup")
+    if level == 0 or not os.access(file, os.W_OK):
+        return
+    for _ in range(_NUM_TRIES):
+        try:
+            file.write_text(str(level))
+            return
+        except BlockingIOError:  # one change in 0.1 s on the whole machine, unless root makes it
+            time.sleep(0.1)
+        except FileNotFoundError:  # it has ended
+            return
+        except PermissionError:
+            break
+    print(f"The session of process {pid} stays at its own nice level; run as root to raise it.", file=sys.stderr)
 
 
 def source_path() -> str:
@@ -79,6 +102,7 @@ class Program:
                 text=True,
                 start_new_session=True,
             )
+        pass_niceness(self._process.pid)
         assert self._process.stdout is not None
         # Ends the loop below; the whole group, because a child of it would keep the pipe open.
         watchdog = threading.Timer(_START_S, self.signal, (signal.SIGKILL,))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
 
+import httpx
 import pytest
+from tests.local_endpoint import serve_local
 from tests.test_cascade import VOCAB, cascade
 from tests.test_edge_agent import SETTINGS, asking, truth
 
@@ -19,7 +23,7 @@ from outrider.edge.link.endpoints import Endpoints
 from outrider.edge.link.errors import ProtocolBroken
 from outrider.edge.modes.stream import AgentOptions, StreamAgent
 from outrider.edge.results import GenerationResult, TokenBatch
-from outrider.models.protocol import Commit, SessionOpen
+from outrider.models.protocol import Commit, SessionEvent, SessionOpen, SessionRequest
 from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
 
@@ -52,6 +56,29 @@ def test_the_text_is_the_targets_and_only_confirmed_tokens_are_shown(width: int)
         ):
             assert result.tokens == truth(asking(params=params)) == tuple(shown)
             assert result.draft_error is None
+
+
+@pytest.mark.parametrize("is_cascade", [True, False])
+def test_the_first_text_of_an_endpoint_asks_for_provisional_tokens(
+    is_cascade: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its texts has an agent of its own, which knows from GET /v1/model what the server is."""
+    asked: list[bool] = []
+    open_session = CloudClient.open_session
+
+    def noted(
+        client: CloudClient, request: SessionRequest, target: str | None = None
+    ) -> AbstractAsyncContextManager[AsyncGenerator[SessionEvent, None]]:
+        asked.append(request.provisional)
+        return open_session(client, request, target)
+
+    monkeypatch.setattr(CloudClient, "open_session", noted)
+    draft = FakeSequenceRuntime(vocab_size=VOCAB)
+    with cascade() as running, serve_local((running.mid if is_cascade else running.big).url, runtime=draft) as local:
+        for _ in range(2):
+            answer = httpx.post(f"{local.url}/v1/completions", json={"prompt": "ab", "max_tokens": 3}, timeout=30.0)
+            assert answer.status_code == 200, answer.text
+    assert asked == [is_cascade] * 2
 
 
 def test_provisional_tokens_that_nobody_asked_for_break_the_protocol() -> None:

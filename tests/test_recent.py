@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -325,11 +326,12 @@ def test_what_waits_for_redis_is_bounded_for_each_owner(tmp_path: Path, monkeypa
     """Calls and bytes: another owner's are taken while one has its fill; late answers to one burst count once."""
     socket_file = tmp_path / "redis"
     written = len(encode(place(), text(1)))
-    monkeypatch.setattr(redis_store, "_SOCKET_S", 30.0)
+    monkeypatch.setattr(redis_store, "_SOCKET_S", 3000.0)
     monkeypatch.setattr(redis_store, "_MAX_FINDS_EACH", 8)
     monkeypatch.setattr(redis_store, "_MAX_WAITING_BYTES_EACH", 2 * written)
-    with redis_server(socket_file) as process, store_at(f"unix://{socket_file}", wait_s=1.0) as store:
+    with redis_server(socket_file) as process, store_at(f"unix://{socket_file}", wait_s=600.0) as store:
         process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
         asked = [store._ask(place()) for _ in range(10)]
         assert [each is None for each in asked] == [False] * 8 + [True] * 2
         others = store._ask(place(b"bob"))
@@ -340,6 +342,10 @@ def test_what_waits_for_redis_is_bounded_for_each_owner(tmp_path: Path, monkeypa
         assert 2 <= dropped <= 3  # one may be on its way
         store.put(place(b"bob", (9,)), text(1))
         assert store.stats().counts.dropped == dropped
+        asyncio.run_coroutine_threadsafe(asyncio.sleep(0), store._loop).result()  # all calls have begun
+        later_s = store._loop.time() + 1000.0  # the wait is over; without it, a busy machine could be late by itself
+        monkeypatch.setattr(store._loop, "time", lambda: later_s)
+        store._loop.call_soon_threadsafe(lambda: None)
         wait_until(lambda: store._num_late == 9)
         process.send_signal(signal.SIGCONT)
         for each in (*asked, others):

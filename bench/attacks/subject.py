@@ -18,6 +18,7 @@ from typing import Final, TextIO
 
 import psutil
 from bench.attacks.exchange import ask
+from bench.processes import pass_niceness
 
 EMBEDDED: Final = "embedded"
 VLLM: Final = "vllm"
@@ -186,6 +187,7 @@ class Subject:
                 text=True,
                 start_new_session=True,
             )
+            pass_niceness(process.pid)
             try:
                 url = _ready_url(process, self.start_s)
                 if url is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from outrider.edge.chat.ids import continued
@@ -237,6 +237,7 @@ class Conversation:
             served[:] = [Served(client.url, rendered.model, rendered.target)]
             if self._is_other(served[0]):
                 self.facts = await _facts_of(client)
+            served[:] = [replace(served[0], has_mid=self.facts.mid is not None)]
             return rendered
 
         try:

@@ -30,6 +30,7 @@ from outrider.edge.link.sse import EventParser
 from outrider.edge.link.tls import system_tls
 from outrider.edge.results import ByteCounts
 from outrider.models.errors import OutriderError, RequestError
+from outrider.models.exchange import Exchange, LeftSteps, chunks_of
 from outrider.models.hosts import is_loopback
 from outrider.models.protocol import (
     TARGET_HEADER,
@@ -141,6 +142,8 @@ class CloudClient:
         if self._has_key:
             self._http.headers["Authorization"] = f"Bearer {options.api_key}"
         self._owns_connections = True
+        self._left = LeftSteps()
+        self._is_traced = transport is None or isinstance(transport, httpx.AsyncHTTPTransport)
         self._body_up = self._body_down = self._headers_up = self._headers_down = 0
 
     def for_one_text(self, *, no_store: bool = False) -> Self:
@@ -163,6 +166,7 @@ class CloudClient:
     async def aclose(self) -> None:
         """Closes every connection; safe to call twice."""
         if self._owns_connections:
+            await self._left.aclose()
             await self._http.aclose()
 
     @property
@@ -237,47 +241,45 @@ class CloudClient:
         with tracing.call("POST /v1/sessions", self.url) as span:
             no_store = [_NO_STORE] if self._options.no_store else []
             headers = [*_ASK, *no_store, *_wish(target), *span.headers]
-            http_request = self._build("POST", "/v1/sessions", request, headers)
-            async with self._deadline(self._head_timeout_s):
-                response = await self._http.send(http_request, stream=True)
+            exchange = Exchange(self._left, is_traced=self._is_traced)
+            http_request = self._build("POST", "/v1/sessions", exchange, request, headers)
             try:
+                async with self._deadline(self._head_timeout_s):
+                    response = await exchange.send(self._http, http_request)
                 self._count(response)
                 async with self._deadline(self._head_timeout_s):
-                    await self._require_success(response)
+                    await exchange.run(self._require_success(response))
                 if response.status_code != 200:
                     raise ProtocolBroken(self.url, f"it answered HTTP {response.status_code}; expected an event stream")
                 check = SessionCheck(self.url, request.max_tokens, request.logprobs, provisional=request.provisional)
-                yield self._events(response, check)
+                yield self._events(exchange, check)
             finally:
-                await response.aclose()
+                await exchange.aclose()
 
-    async def _events(self, response: httpx.Response, check: SessionCheck) -> AsyncGenerator[SessionEvent, None]:
-        parser, silence_s, chunks = EventParser(self.url), self._silence_s, _chunks(response)
+    async def _events(self, exchange: Exchange, check: SessionCheck) -> AsyncGenerator[SessionEvent, None]:
+        parser, silence_s = EventParser(self.url), self._silence_s
         now = asyncio.get_running_loop().time
-        try:
-            line_until = now() + silence_s
-            while True:
-                try:
-                    async with asyncio.timeout_at(line_until):
-                        chunk = await anext(chunks, b"")
-                except TimeoutError:
-                    raise silent(self.url, silence_s) from None
-                except httpx.TransportError as e:
-                    raise lost(self.url, e, is_answering=True) from e
-                if not chunk:
-                    return
-                self._body_down += len(chunk)
-                for event in parser.feed(chunk):
-                    check(event)
-                    if isinstance(event, SessionOpen):
-                        silence_s = self._options.stream_timeout_s
-                        if event.keep_alive_s is not None:
-                            silence_s = longest_silence_s(event.keep_alive_s)
-                    yield event
-                if b"\n" in chunk:  # bytes of an endless line are no sign of life
-                    line_until = now() + silence_s
-        finally:
-            await chunks.aclose()
+        line_until = now() + silence_s
+        while True:
+            try:
+                async with asyncio.timeout_at(line_until):
+                    chunk = await exchange.next_chunk()
+            except TimeoutError:
+                raise silent(self.url, silence_s) from None
+            except httpx.TransportError as e:
+                raise lost(self.url, e, is_answering=True) from e
+            if not chunk:
+                return
+            self._body_down += len(chunk)
+            for event in parser.feed(chunk):
+                check(event)
+                if isinstance(event, SessionOpen):
+                    silence_s = self._options.stream_timeout_s
+                    if event.keep_alive_s is not None:
+                        silence_s = longest_silence_s(event.keep_alive_s)
+                yield event
+            if b"\n" in chunk:  # bytes of an endless line are no sign of life
+                line_until = now() + silence_s
 
     async def _watch(self, call: asyncio.Task[bytes]) -> None:
         """Returns when `call` is done; meanwhile asks now and then whether the server is alive.
@@ -315,16 +317,21 @@ class CloudClient:
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> bytes:
         """The answer's body. limit_s: for the whole exchange, and for silence in it; None: as every answer."""
-        request = self._build(method, path, message, headers, limit_s)
+        exchange = Exchange(self._left, is_traced=self._is_traced)
+        request = self._build(method, path, exchange, message, headers, limit_s)
+        is_draft = headers in (_DRAFT_HEADERS, *_BINARY_HEADERS.values())
         async with self._deadline(limit_s or self._head_timeout_s):
-            response = await self._http.send(request, stream=True)
-            try:
-                self._count(response)
-                if headers not in (_DRAFT_HEADERS, *_BINARY_HEADERS.values()) or response.status_code != 409:
-                    await self._require_success(response)
-                return await self._read(response, max_bytes)
-            finally:
-                await response.aclose()
+            return await exchange.run(self._answer(request, max_bytes, is_draft=is_draft))
+
+    async def _answer(self, request: httpx.Request, max_bytes: int, *, is_draft: bool) -> bytes:
+        response = await self._http.send(request, stream=True)
+        try:
+            self._count(response)
+            if not is_draft or response.status_code != 409:
+                await self._require_success(response)
+            return await self._read(response, max_bytes)
+        finally:
+            await response.aclose()
 
     @asynccontextmanager
     async def _deadline(self, limit_s: float) -> AsyncIterator[None]:
@@ -361,7 +368,7 @@ class CloudClient:
     async def _read(self, response: httpx.Response, max_bytes: int, *, is_cut: bool = False) -> bytes:
         """The body. is_cut: leaves out what is beyond `max_bytes`, which else raises ProtocolBroken."""
         body = bytearray()
-        chunks = _chunks(response)
+        chunks = chunks_of(response)
         try:
             async for chunk in chunks:
                 self._body_down += len(chunk)
@@ -382,12 +389,14 @@ class CloudClient:
         self,
         method: str,
         path: str,
+        exchange: Exchange,
         message: BaseModel | bytes | None = None,
         headers: Headers | None = None,
         silence_s: float | None = None,
     ) -> httpx.Request:
         content = message.model_dump_json(exclude_defaults=True).encode() if isinstance(message, BaseModel) else message
         extra: dict[str, Any] = {"timeout": self._timeouts(silence_s)} if silence_s is not None else {}
+        extra["extensions"] = {"trace": exchange.trace}
         request = self._http.build_request(method, self.url + path, content=content, headers=headers or (), **extra)
         self._body_up += len(content) if content else 0
         line = len(method) + len(request.url.raw_path) + len("  HTTP/1.1\r\n")
@@ -444,14 +453,6 @@ def longest_silence_s(keep_alive_s: float) -> float:
     """How long a server that says that it writes every `keep_alive_s` may be silent before it counts as stopped."""
     least_s, most_s = KEEP_ALIVE_RANGE_S
     return NUM_MISSED * min(most_s, max(least_s, keep_alive_s)) + MARGIN_S
-
-
-async def _chunks(response: httpx.Response) -> AsyncGenerator[bytes, None]:
-    """The body as it comes, never decoded."""
-    assert isinstance(response.stream, httpx.AsyncByteStream)
-    async for chunk in response.stream:
-        if chunk:
-            yield chunk
 
 
 async def _ended(task: asyncio.Task[Any]) -> None:

@@ -11,6 +11,7 @@ import httpx
 
 from outrider.edge.link.client import PLAIN, CloudClient, Headers
 from outrider.edge.link.errors import ProtocolBroken, short
+from outrider.models.exchange import Exchange
 from outrider.models.protocol import DraftList, OfferedFile
 
 
@@ -39,18 +40,19 @@ class DraftClient(CloudClient):
         if start:
             # Without If-Range the rest of another file could be appended.
             headers += [("Range", f"bytes={start}-"), ("If-Range", f'"{file.sha256}"')]
-        request = self._build("GET", f"/v1/drafts/{quote(draft)}/{quote(file.path)}", headers=headers)
-        async with self._deadline(self._head_timeout_s):
-            response = await self._http.send(request, stream=True)
+        exchange = Exchange(self._left, is_traced=self._is_traced)
+        request = self._build("GET", f"/v1/drafts/{quote(draft)}/{quote(file.path)}", exchange, headers=headers)
         try:
+            async with self._deadline(self._head_timeout_s):
+                response = await exchange.send(self._http, request)
             self._count(response)
             async with self._deadline(self._head_timeout_s):
-                await self._require_success(response)
+                await exchange.run(self._require_success(response))
             first = self._first_byte(response, file, start)
-            async with aclosing(self._pieces(response, file.size - first)) as pieces:
+            async with aclosing(self._pieces(exchange, file.size - first)) as pieces:
                 yield Arriving(first, pieces)
         finally:
-            await response.aclose()
+            await exchange.aclose()
 
     def _first_byte(self, response: httpx.Response, file: OfferedFile, start: int) -> int:
         if response.status_code == 200:
@@ -63,23 +65,14 @@ class DraftClient(CloudClient):
             )
         return start
 
-    async def _pieces(self, response: httpx.Response, left: int) -> AsyncGenerator[bytes, None]:
-        async with aclosing(_raw(response)) as chunks:
-            while True:
-                async with self._deadline(self._silence_s):
-                    chunk = await anext(chunks, b"")
-                if not chunk:
-                    return
-                left -= len(chunk)
-                if left < 0:
-                    raise ProtocolBroken(self.url, "a file has more bytes than it announced")
-                self._body_down += len(chunk)
-                yield chunk
-
-
-async def _raw(response: httpx.Response) -> AsyncGenerator[bytes, None]:
-    """The body as it comes, never decoded."""
-    assert isinstance(response.stream, httpx.AsyncByteStream)
-    async for chunk in response.stream:
-        if chunk:
+    async def _pieces(self, exchange: Exchange, left: int) -> AsyncGenerator[bytes, None]:
+        while True:
+            async with self._deadline(self._silence_s):
+                chunk = await exchange.next_chunk()
+            if not chunk:
+                return
+            left -= len(chunk)
+            if left < 0:
+                raise ProtocolBroken(self.url, "a file has more bytes than it announced")
+            self._body_down += len(chunk)
             yield chunk

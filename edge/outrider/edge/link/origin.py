@@ -12,11 +12,15 @@ from outrider.edge.link.errors import EndpointUnfit, TargetMismatch, short
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """The target behind an endpoint. target: its identity; None: the server sends none (it is older)."""
+    """The target behind an endpoint. target: its identity; None: the server sends none (it is older).
+
+    has_mid: whether the server is known to be a cascade.
+    """
 
     url: str
     model: str
     target: str | None
+    has_mid: bool = False
 
     def __str__(self) -> str:
         identity = f"target {short(self.target)}" if self.target is not None else "no target identity"

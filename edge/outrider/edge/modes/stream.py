@@ -91,7 +91,8 @@ class StreamAgent:
         self.wrap_posts = wrap_posts or (lambda client: client)
         self.clock = clock
         self.scheduler = scheduler or DraftScheduler(clock)
-        self.with_mid: set[str] = set()  # servers that are cascades: they are asked for provisional tokens
+        # Servers that are cascades, as a text's origin or their `open` says: they are asked for provisional tokens.
+        self.with_mid: set[str] = set()
         self.terms = terms
         self.delta = terms.delta  # of tolerance: where the text before ended
         self.without_prefixes: set[str] = set()  # servers that refuse the fields of held prefixes: older ones
@@ -143,6 +144,8 @@ class _Generation:
             agent.on_call,
         )
         agent.on_begin(self._ahead)
+        if origin is not None and origin.began is not None and origin.began.has_mid:
+            agent.with_mid.add(origin.began.url)
         self._posts: Posts | None = None  # None until the first session is open
         self._session = ""
         self._session_start = 0  # tokens known when the session was opened

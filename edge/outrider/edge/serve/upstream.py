@@ -121,7 +121,7 @@ class Upstream:
     def origin(self, facts: ModelFacts) -> TextOrigin:
         """For a text that this target must write: the answer names it, and its template made the prompt."""
         text = TextOrigin()
-        text.took_tokens(Served(self._facts_url, facts.name, facts.target))
+        text.took_tokens(Served(self._facts_url, facts.name, facts.target, has_mid=facts.mid is not None))
         return text
 
     async def render(self, conversation: bytes, facts: ModelFacts) -> RenderAnswer:

@@ -1,0 +1,106 @@
+"""Cancelled requests give their connections back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+from tests.serving import serve_fake
+
+from outrider.edge.link.client import ClientOptions, CloudClient
+from outrider.edge.link.sender import DraftMessage
+from outrider.models.errors import OutriderError
+from outrider.models.protocol import SessionRequest
+
+ONE = ClientOptions(max_connections=1, keep_alive_s=1.0)
+"""A connection that is not given back shows at the next request: PoolTimeout."""
+Ask = Callable[[CloudClient], Coroutine[Any, Any, object]]
+
+
+async def post(client: CloudClient) -> None:
+    with suppress(OutriderError):  # no such session
+        await client.post_drafts("none", DraftMessage("application/json", b"{}"))
+
+
+async def read_text(client: CloudClient) -> None:
+    async with client.open_session(SessionRequest(prompt=[5, 6], max_tokens=3, ignore_eos=True)) as events:
+        async for _ in events:
+            pass
+
+
+async def cut_after(num_turns: int, num_cuts: int, ask: Coroutine[Any, Any, object]) -> None:
+    """Cancels the task after so many turns of the loop, then once more each turn."""
+    task = asyncio.create_task(ask)
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    for _ in range(num_cuts):
+        task.cancel()
+        await asyncio.sleep(0)
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("num_cuts", [1, 3])
+@pytest.mark.parametrize("ask", [post, read_text])
+def test_a_cancelled_request_gives_its_connection_back_wherever_it_was(ask: Ask, num_cuts: int) -> None:
+    """httpcore loses it at the turns at which it takes the connection, and at those at which it gives it back."""
+
+    async def check(url: str) -> None:
+        for num_turns in range(40):
+            async with CloudClient(url, ONE) as client:
+                for _ in range(2):  # without a connection, then with one
+                    await cut_after(num_turns, num_cuts, ask(client))
+                    assert (await client.ready()).status == "ready", num_turns
+
+    with serve_fake() as server:
+        asyncio.run(check(server.url))
+        server.wait_until(server.is_empty)
+
+
+def test_a_caller_does_not_wait_for_what_it_left() -> None:
+    """A server that does not answer holds back neither the cancelled caller nor the end of the client."""
+
+    async def check() -> None:
+        asked, over = asyncio.Event(), asyncio.Event()
+
+        async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            asked.set()
+            await reader.read()  # until the client closes
+            over.set()
+            writer.close()
+
+        server = await asyncio.start_server(hang, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with server, CloudClient(url, ONE) as client:
+            task = asyncio.create_task(post(client))
+            await asked.wait()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await over.wait()  # the connection is closed at once, not after a time-out
+
+    asyncio.run(check())
+
+
+def test_over_another_transport_a_cancellation_reaches_the_request() -> None:
+    async def check() -> None:
+        asked, cut = asyncio.Event(), asyncio.Event()
+
+        async def hang(request: httpx.Request) -> httpx.Response:
+            asked.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cut.set()
+            raise AssertionError
+
+        async with CloudClient("http://127.0.0.1:1", transport=httpx.MockTransport(hang)) as client:
+            task = asyncio.create_task(post(client))
+            await asked.wait()
+            task.cancel()
+            await cut.wait()
+
+    asyncio.run(check())
