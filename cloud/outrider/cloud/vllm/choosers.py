@@ -68,10 +68,10 @@ class WorkerGrammars:
 
     def is_ready(self, terms: list[Any]) -> bool:
         """Whether `compiled` answers at once; begins to compile where not. A fault is an answer, too."""
-        key = (*terms[:3], tuple(terms[3]), terms[4])
+        key = (*terms[0], tuple(terms[1]), terms[2])
         work = self._working.get(key)
         if work is None:
-            if self._compiler(terms).find(_spec(terms), terms[4]) is not None:
+            if self._compiler(terms).find(_spec(terms), terms[2]) is not None:
                 return True
             work = self._working[key] = self._thread.submit(self.compiled, terms)
         if work.done():
@@ -81,10 +81,10 @@ class WorkerGrammars:
 
     def compiled(self, terms: list[Any]) -> CompiledGrammar:
         """The grammar. Raises RequestError as `GrammarCompiler.compile`."""
-        return self._compiler(terms).compile(_spec(terms), terms[4])
+        return self._compiler(terms).compile(_spec(terms), terms[2])
 
     def _compiler(self, terms: list[Any]) -> GrammarCompiler:
-        stop_ids = tuple(terms[3])
+        stop_ids = tuple(terms[1])
         if stop_ids not in self._compilers:
             tokenizer = Tokenizer.from_dir(Path(self._model))
             self._compilers[stop_ids] = GrammarCompiler(tokenizer, self._vocab_size, stop_ids)
@@ -92,8 +92,7 @@ class WorkerGrammars:
 
 
 def _spec(terms: list[Any]) -> GrammarSpec:
-    kind, text, after = terms[:3]
-    return GrammarSpec(kind, text, after)
+    return GrammarSpec(*terms[0])
 
 
 class Choosing:

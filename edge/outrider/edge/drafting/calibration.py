@@ -95,7 +95,9 @@ def forced_guess(token: int) -> Guess:
 
 
 def shared_guess(model: Guess) -> Guess:
-    """The same guess where lookup makes it too."""
+    """The same guess where lookup makes it too. A forced one stays: lookup adds nothing to it."""
+    if model.cell == _FORCED:
+        return model
     return Guess(model.token, model.rank, _NUM_MODEL + len(_LOOKUP_SIZES) + model.cell)
 
 

@@ -39,11 +39,14 @@ STACK_BYTES: Final = 64 * 1024 * 1024
 class CompiledGrammar:
     """A grammar for one vocabulary; texts begin with `state()`. Safe to share between threads."""
 
-    def __init__(self, spec: GrammarSpec, matcher: Any, vocabulary: Vocabulary, after: int | None) -> None:
+    def __init__(
+        self, spec: GrammarSpec, matcher: Any, vocabulary: Vocabulary, after: int | None, opener: int | None
+    ) -> None:
         self.spec = spec
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._after = after
+        self._opener = opener
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -52,7 +55,7 @@ class CompiledGrammar:
 
     def state(self) -> GrammarState:
         """A new state, before the first token of the answer."""
-        return GrammarState(self._vocabulary, self._matcher.deep_copy(), self._after)
+        return GrammarState(self._vocabulary, self._matcher.deep_copy(), self._after, self._opener)
 
 
 class GrammarCompiler:
@@ -154,9 +157,7 @@ class GrammarCompiler:
 
 
 def _compile(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
-    after = vocabulary.tokenizer.token_id(spec.after) if spec.after else None
-    if spec.after and after is None:
-        raise invalid_grammar("`after` is no token of the model; expected the spelling of one, such as </think>")
+    after, opener = (_token(name, getattr(spec, name), vocabulary) for name in ("after", "opener"))
     backend = vocabulary.backend
     from llguidance import LLMatcher, LLParserLimits
 
@@ -180,7 +181,16 @@ def _compile(spec: GrammarSpec, vocabulary: Vocabulary) -> CompiledGrammar:
         fault = "the library cannot read it"
     if fault:
         raise invalid_grammar(f"the grammar is refused: {' '.join(fault.split())[:300]}")
-    return CompiledGrammar(spec, matcher, vocabulary, after)
+    return CompiledGrammar(spec, matcher, vocabulary, after, opener)
+
+
+def _token(name: str, spelling: str, vocabulary: Vocabulary) -> int | None:
+    if not spelling:
+        return None
+    token = vocabulary.tokenizer.token_id(spelling)
+    if token is None:
+        raise invalid_grammar(f"`{name}` is no token of the model; expected the spelling of one, such as </think>")
+    return token
 
 
 def _grammar_of(spec: GrammarSpec) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,7 +50,11 @@ def shown_ids(tokenizer: Tokenizer, *, has_tools: bool, has_reasoning: bool) -> 
     return frozenset(index for name in names if (index := tokenizer.token_id(name)) is not None) & tokenizer.special_ids
 
 
-def opens_reasoning(tokenizer: Tokenizer, prompt: list[int] | tuple[int, ...]) -> bool:
+def opens_reasoning(tokenizer: Tokenizer, prompt: Sequence[int]) -> bool:
     """Whether the prompt ends inside reasoning: its template opens it for the model."""
-    tail = tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
-    return tail.rstrip().endswith(reasoning.BEGIN)
+    return ends_with(tokenizer, prompt, reasoning.BEGIN)
+
+
+def ends_with(tokenizer: Tokenizer, prompt: Sequence[int], marker: str) -> bool:
+    """Whether the prompt's text ends with `marker`, but for spaces."""
+    return tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip().endswith(marker)

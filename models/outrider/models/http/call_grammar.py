@@ -1,0 +1,94 @@
+"""Says which texts a completion call allows: by its own grammar, by its tools, after the model's reasoning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from outrider.models.errors import RequestError
+from outrider.models.grammar.spec import GrammarSpec, dump_schema, with_whitespace
+from outrider.models.http import reasoning
+from outrider.models.http.chat_reader import ChatStyle
+from outrider.models.http.dialects import ends_with, opens_reasoning
+from outrider.models.http.errors import FieldError
+from outrider.models.http.openai import ChatRequest, GenerationRequest
+from outrider.models.http.tool_grammar import FREE_TEXT, tool_grammar
+from outrider.models.tokenizer import Tokenizer
+
+_JSON_OBJECT: Final = GrammarSpec("json_schema", '{"type":"object"}')
+
+
+def grammar_of_call(
+    body: GenerationRequest, style: ChatStyle, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]
+) -> GrammarSpec | None:
+    """The grammar of the texts of a call; None for free text.
+
+    style: by `plan.chat_style`. prompts: token ids of each; a chat has one. Raises FieldError `invalid_grammar` or
+    `unsupported_parameter`.
+    """
+    spec = body.grammar()
+    if not isinstance(body, ChatRequest):
+        return spec
+    if style.tools is not None:
+        spec = _with_tools(body, style, style.tools, tokenizer, spec)
+    if spec is None or not style.has_reasoning:
+        return spec
+    return _after_reasoning(spec, tokenizer, prompts[0])
+
+
+def _with_tools(
+    body: ChatRequest, style: ChatStyle, form: str, tokenizer: Tokenizer, asked: GrammarSpec | None
+) -> GrammarSpec | None:
+    """The grammar where tools may be called. asked: that of the content."""
+    is_one = style.is_one_call or style.is_forced
+    content: str | None = None
+    tools = body.tools_of_grammar
+    if not tools:
+        if asked is None and not body.has_strict_tools:
+            return None
+        tools = body.tools or []
+        content = FREE_TEXT if asked is None else _content(asked)
+    try:
+        return GrammarSpec("grammar", tool_grammar(form, tools, tokenizer, is_one=is_one, content=content))
+    except RequestError as error:
+        raise FieldError(error.code, f"tools: {error}", param="tools", status=error.status) from None
+
+
+def _content(asked: GrammarSpec) -> str:
+    """A rule's right side for the content beside calls."""
+    match asked.kind:
+        case "json_schema" | "json_object":
+            text = asked.text if asked.kind == "json_schema" else _JSON_OBJECT.text
+            schema: Any = with_whitespace(json.loads(text), flexible=False)
+            return f"%json {dump_schema(schema)}"
+        case "choice":
+            texts = dict.fromkeys(json.loads(asked.text))
+            return " | ".join(json.dumps(each, ensure_ascii=False) for each in texts)
+        case kind:
+            raise FieldError(
+                "unsupported_parameter",
+                f'tools is not supported beside a grammar of kind {kind}; leave it out, or set tool_choice to "none"',
+                param="tools",
+            )
+
+
+def _after_reasoning(spec: GrammarSpec, tokenizer: Tokenizer, prompt: Sequence[int]) -> GrammarSpec:
+    """The grammar for what follows the reasoning, if there is any."""
+    is_open = opens_reasoning(tokenizer, tuple(prompt))
+    if tokenizer.token_id(reasoning.END) is None:
+        if is_open:
+            raise FieldError(
+                "unsupported_parameter",
+                f"response_format is not supported here: {reasoning.END}, which ends this model's reasoning, is no "
+                "single token; leave it out",
+                param="response_format",
+            )
+        return spec  # the text has no reasoning
+    if is_open:
+        return replace(spec, after=reasoning.END)
+    # A prompt that has closed the reasoning, as Qwen's without thinking, gets none.
+    if ends_with(tokenizer, prompt, reasoning.END) or tokenizer.token_id(reasoning.BEGIN) is None:
+        return spec
+    return replace(spec, after=reasoning.END, opener=reasoning.BEGIN)
