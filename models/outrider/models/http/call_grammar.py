@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 from outrider.models.errors import RequestError
+from outrider.models.grammar.reasoning import after_reasoning
 from outrider.models.grammar.spec import GrammarSpec, dump_schema, with_whitespace
-from outrider.models.http import reasoning
 from outrider.models.http.chat_reader import ChatStyle
-from outrider.models.http.dialects import ends_with, opens_reasoning
 from outrider.models.http.errors import FieldError
 from outrider.models.http.openai import ChatRequest, GenerationRequest
 from outrider.models.http.tool_grammar import FREE_TEXT, tool_grammar
@@ -35,7 +33,10 @@ def grammar_of_call(
         spec = _with_tools(body, style, style.tools, tokenizer, spec)
     if spec is None or not style.has_reasoning:
         return spec
-    return _after_reasoning(spec, tokenizer, prompts[0])
+    try:
+        return after_reasoning(spec, tokenizer, prompts[0])
+    except RequestError as error:
+        raise FieldError(error.code, str(error), param="response_format") from None
 
 
 def _with_tools(
@@ -72,23 +73,3 @@ def _content(asked: GrammarSpec) -> str:
                 f'tools is not supported beside a grammar of kind {kind}; leave it out, or set tool_choice to "none"',
                 param="tools",
             )
-
-
-def _after_reasoning(spec: GrammarSpec, tokenizer: Tokenizer, prompt: Sequence[int]) -> GrammarSpec:
-    """The grammar for what follows the reasoning, if there is any."""
-    is_open = opens_reasoning(tokenizer, tuple(prompt))
-    if tokenizer.token_id(reasoning.END) is None:
-        if is_open:
-            raise FieldError(
-                "unsupported_parameter",
-                f"response_format is not supported here: {reasoning.END}, which ends this model's reasoning, is no "
-                "single token; leave it out",
-                param="response_format",
-            )
-        return spec  # the text has no reasoning
-    if is_open:
-        return replace(spec, after=reasoning.END)
-    # A prompt that has closed the reasoning, as Qwen's without thinking, gets none.
-    if ends_with(tokenizer, prompt, reasoning.END) or tokenizer.token_id(reasoning.BEGIN) is None:
-        return spec
-    return replace(spec, after=reasoning.END, opener=reasoning.BEGIN)

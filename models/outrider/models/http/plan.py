@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.models.grammar.reasoning import opens_reasoning
 from outrider.models.http.chat_reader import ChatStyle
-from outrider.models.http.dialects import Dialect, opens_reasoning, shown_ids
+from outrider.models.http.dialects import Dialect, shown_ids
 from outrider.models.http.errors import FieldError
 from outrider.models.http.logprobs import LogprobWriter
 from outrider.models.http.openai import ChatRequest, CompletionRequest, GenerationRequest
