@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,13 @@ def test_the_grammar_goes_to_the_session_and_to_the_draft(schema: Path) -> None:
             assert drafted.tokens == asyncio.run(write(Mode.CLOUD_ONLY, **fields)).tokens
             if "regex" not in fields:
                 assert drafted.num_passes < len(drafted.tokens) // 2
+
+
+def test_a_device_without_the_library_drafts_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has the grammar all the same."""
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    request = make_request(RunOptions("x", regex="a"), fake_tokenizer(), "f")
+    assert request.grammar == GrammarSpec("regex", "a") and request.draft_grammar is None
 
 
 def test_options_of_grammars_are_checked(schema: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.models.errors import ConfigError
+from outrider.models.errors import ConfigError, RuntimeUnavailable
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.reasoning import after_reasoning, marks_reasoning
 from outrider.models.grammar.spec import GrammarSpec, dump_schema
@@ -59,11 +59,16 @@ class GrammarOptions:
 
 
 def compiled_for_draft(spec: GrammarSpec | None, tokenizer: Tokenizer) -> CompiledGrammar | None:
-    """The grammar for a draft of this vocabulary. Raises RequestError, TokenizerError, RuntimeUnavailable."""
+    """The grammar for a draft of this vocabulary; None where the library is not installed: it drafts without.
+
+    Raises RequestError, TokenizerError.
+    """
     if spec is None:
         return None
     compiler = GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids)
     try:
         return compiler.compile(spec)
+    except RuntimeUnavailable:
+        return None
     finally:
         compiler.close()

@@ -95,8 +95,8 @@ def forced_guess(token: int) -> Guess:
 
 
 def shared_guess(model: Guess) -> Guess:
-    """The same guess where lookup makes it too. A forced one stays: lookup adds nothing to it."""
-    if model.cell == _FORCED:
+    """The same guess where lookup makes it too; a forced one is as sure without."""
+    if model.cell >= _NUM_MODEL:
         return model
     return Guess(model.token, model.rank, _NUM_MODEL + len(_LOOKUP_SIZES) + model.cell)
 
