@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -48,6 +50,26 @@ def test_logprobs_are_those_of_the_model() -> None:
     assert [token for token, _ in found.top] == [1, 3, 0]
     assert found.top[0][1] == pytest.approx(np.log(0.4))
     assert logprobs_of(row, 1, 0).top == ()
+
+
+@pytest.mark.parametrize("scale", [0.01, 3.0, 1000.0])
+def test_logprobs_of_a_large_vocabulary_are_exact_and_cheap(scale: float) -> None:
+    """The error of float32 stays under 1e-5, and no row becomes float64: that took 6.9 ms a token."""
+    row = ((np.random.default_rng(0).standard_normal(151_936) + 1.0) * scale).astype(np.float32)
+    before = row.copy()
+    tracemalloc.start()
+    try:
+        found = logprobs_of(row, 5, 0)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 1.5 * row.nbytes and np.array_equal(row, before)
+    wide = row.astype(np.float64) - row.max()
+    wide -= np.log(np.exp(wide).sum())
+    assert found.logprob == pytest.approx(wide[5], abs=1e-5)
+    top = logprobs_of(row, 5, 20).top
+    assert [token for token, _ in top] == np.argsort(-wide, kind="stable")[:20].tolist()
+    assert all(value == pytest.approx(wide[token], abs=1e-5) for token, value in top)
 
 
 class NoneTwice:

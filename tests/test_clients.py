@@ -18,8 +18,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import httpx
 import llm
@@ -504,6 +505,94 @@ def test_openais_example_of_tools() -> None:
                 messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "14"}]
                 final = client.chat.completions.create(messages=messages, tool_choice="none", **asked)
                 assert final.choices[0].message.tool_calls is None and final.choices[0].finish_reason == "stop"
+
+
+class CalendarEvent(BaseModel):
+    """Of OpenAI's guide to structured outputs."""
+
+    name: str
+    date: str
+    participants: list[str]
+
+
+class GetWeather(BaseModel):
+    """Of OpenAI's guide to function calling."""
+
+    location: str
+    unit: Literal["celsius", "fahrenheit"]
+
+
+@contextmanager
+def clients_of(written: str) -> Iterator[list[Any]]:
+    """OpenAI's clients of a verifier whose target would write this, and of an endpoint before it."""
+    with (
+        serve_fake(runtime=ScriptedRuntime(written, "assistant: "), chat_template=TOOL_TEMPLATE) as server,
+        serve_local(server.url) as endpoint,
+        ExitStack() as stack,
+    ):
+        options: Any = {"api_key": "unused", "max_retries": 0, "_strict_response_validation": True}
+        yield [
+            stack.enter_context(openai.OpenAI(base_url=f"{address}/v1", **options))
+            for address in (server.url, endpoint.url)
+        ]
+
+
+def test_openais_example_of_a_json_schema() -> None:
+    """From the guide: `parse` with a class; whole, and as the client's own stream gathers it."""
+    event = CalendarEvent(name="Science Fair", date="Friday", participants=["Alice", "Bob"])
+    asked: dict[str, Any] = {
+        "model": "fake",
+        "messages": [
+            {"role": "system", "content": "Extract the event information."},
+            {"role": "user", "content": "Alice and Bob are going to a science fair on Friday."},
+        ],
+        "response_format": CalendarEvent,
+    }
+    # What is outside the schema is not written: the text ends where the object does.
+    with clients_of(event.model_dump_json() + " I hope this helps!") as clients:
+        for client in clients:
+            completion = client.chat.completions.parse(temperature=0, **asked)
+            (choice,) = completion.choices
+            assert choice.message.parsed == event and choice.finish_reason == "stop"
+            with client.chat.completions.stream(temperature=0, **asked) as stream:
+                kinds = [each.type for each in stream]
+                gathered = stream.get_final_completion().choices[0].message
+            assert gathered.parsed == event and gathered.content == choice.message.content
+            assert kinds[-1] == "content.done"
+            with pytest.raises(openai.LengthFinishReasonError):
+                client.chat.completions.parse(temperature=0, max_tokens=3, **asked)
+
+
+def test_openais_example_of_strict_tools() -> None:
+    """From the guide: `pydantic_function_tool`, which is strict; chosen by the model, required, and by its name."""
+    weather = GetWeather(location="Paris, France", unit="celsius")
+    call = json.dumps({"name": "GetWeather", "arguments": weather.model_dump() | {"unit": "kelvin"}})
+    tools: Any = [openai.pydantic_function_tool(GetWeather)]
+    named = {"type": "function", "function": {"name": "GetWeather"}}
+    choices: list[dict[str, Any]] = [{}, {"tool_choice": "required"}, {"tool_choice": named}]
+    messages: Any = [{"role": "user", "content": "What is the weather like in Paris today?"}]
+    with clients_of(f"<tool_call>\n{call}\n</tool_call>") as clients:
+        for client in clients:
+            for fields in choices:
+                asked: dict[str, Any] = {
+                    "model": "fake",
+                    "messages": messages,
+                    "tools": tools,
+                    "temperature": 0,
+                    **fields,
+                }
+                asked |= {"parallel_tool_calls": False}
+                (choice,) = client.chat.completions.parse(**asked).choices
+                (found,) = choice.message.tool_calls
+                assert isinstance(found.function.parsed_arguments, GetWeather)
+                assert found.function.parsed_arguments.location == weather.location
+                if fields:
+                    continue
+                with client.chat.completions.stream(**asked) as stream:
+                    for _ in stream:
+                        pass
+                    (gathered,) = stream.get_final_completion().choices[0].message.tool_calls
+                assert gathered.function.parsed_arguments == found.function.parsed_arguments
 
 
 # LangChain

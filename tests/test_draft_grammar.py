@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from outrider.edge.drafting.calibration import Calibration, forced_guess
+from outrider.edge.drafting.calibration import Calibration, forced_guess, shared_guess
 from outrider.edge.drafting.drafter import MixedDrafter, ModelDrafter
 from outrider.edge.results import GenerationRequest
 from outrider.models.grammar.compiler import GrammarCompiler
@@ -133,6 +133,7 @@ def test_a_target_that_leaves_the_grammar_is_drafted_for_without(
 def test_forced_guesses_are_likely_and_learned() -> None:
     calibration, guess = Calibration(), forced_guess(5)
     assert calibration.chance(guess.cell) > 0.9
+    assert shared_guess(guess) == guess  # made by lookup too
     for _ in range(40):
         calibration.observe([guess], 6)
     assert calibration.chance(guess.cell) < 0.5

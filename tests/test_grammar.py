@@ -228,6 +228,31 @@ def test_a_grammar_begins_inside_drafted_tokens(tokenizer: Tokenizer, compiler: 
         compiler.compile(GrammarSpec("regex", "a", after="</think never heard of>"))
 
 
+def test_a_grammar_waits_only_where_its_opener_comes_first(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """A model that may reason: a text without the opener is held to the grammar from its first token on."""
+    (opener,), (marker,) = tokenizer.encode("def"), tokenizer.encode("class")
+    digit, letter = tokenizer.encode("1")[0], tokenizer.encode("x")[0]
+    names = {"after": tokenizer.token(marker) or "", "opener": tokenizer.token(opener) or ""}
+    state = compiler.compile(GrammarSpec("regex", "[0-9]+", **names)).state()
+    first = allowed(state, tokenizer.size + PADDING)
+    assert opener in first and digit in first and letter not in first and not state.forced()
+    assert state.validate([opener, letter, opener, marker, digit, letter]) == 5
+    assert state.validate([digit, opener]) == 1
+    advance_all(state.fork(), [opener, letter, marker, digit])
+    advance_all(state, [opener, letter])
+    state.truncate(1)
+    assert state.advance(letter)
+    state.truncate(0)
+    assert allowed(state, tokenizer.size + PADDING) == first and not state.advance(letter)
+    advance_all(state, [digit])
+    assert opener not in allowed(state, tokenizer.size + PADDING)
+    wire = GrammarSpec("regex", "a", **names).to_wire()
+    assert GrammarSpec.of_wire(wire) == GrammarSpec("regex", "a", **names)
+    assert GrammarSpec("regex", "a", **names).hash != GrammarSpec("regex", "a", after=names["after"]).hash
+    with pytest.raises(RequestError, match="`opener` without `after`"):
+        GrammarSpec("regex", "a", opener="def")
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -282,6 +307,13 @@ def chain(length: int) -> Any:
         ("json_schema", '{"multipleOf":1,"multipleOf":1e300}', "multipleOf"),
         ("grammar", "start: A0\n" + "".join(f"A{i}: ~A{i + 1}\n" for i in range(300)) + 'A300: "x"', "301|302 rules"),
         ("grammar", 'start: %json {"type":"integer","multipl\\u0065Of":999983}', "multipleOf is 999983"),
+        (
+            "grammar",
+            "start: "
+            + "".join(f"%json {json.dumps({'properties': {f'p{i}': {} for i in range(500)}})} " for _ in "abcde"),
+            "2,500 properties",
+        ),
+        ("grammar", 'start: "' + "x" * 17_000 + '"', "bytes besides its schemas"),
         ("choice", json.dumps([str(i) for i in range(3000)]), "3,000 choices"),
     ],
 )

@@ -178,7 +178,7 @@ def test_the_grammar_of_calls_allows_what_the_parser_reads(form: str, is_one: bo
     key = "parameters" if form == "llama" else "arguments"
 
     def written(*calls: tuple[str, Any]) -> str:
-        texts = [json.dumps({"name": name, key: arguments}, separators=(",", ":")) for name, arguments in calls]
+        texts = [json.dumps({"name": name, key: arguments}) for name, arguments in calls]
         if form == "hermes":
             return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
         return f"[TOOL_CALLS][{', '.join(texts)}]" if form == "mistral" else "; ".join(texts)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 from bench.attacks.attackers import attacking, repeat
 from bench.attacks.exchange import request_bytes
-from bench.attacks.grammars import hostile_grammars
+from bench.attacks.grammars import TEMPLATE, hostile_grammars
 from bench.attacks.probes import health_of, memory_of
 from bench.attacks.rows import Row
 from bench.attacks.subject import Subject
+from bench.changed_bundle import change_bundle
 
 SIZE: Final = (1 << 20) - 512
 """Bytes of a body: what a server takes by default, less a little."""
@@ -61,7 +64,11 @@ def hostile_bodies() -> dict[str, tuple[str, bytes]]:
 
 def wrong_elements(subject: Subject) -> Iterator[Row]:
     """Keeps four bodies in flight, for each kind; asks the server, and an idle one beside it, for their health."""
-    with subject.serve() as server, subject.serve() as idle:
+    with (
+        tempfile.TemporaryDirectory() as place,
+        subject.serve(bundle=_with_template(subject, Path(place))) as server,
+        subject.serve() as idle,
+    ):
         raw: dict[str, dict[str, float]] = {}
         statuses: set[int] = set()
         for path, body in (("/v1/completions", b'{"prompt":"a","max_tokens":1}'), ("/v1/sessions", b"{}")):
@@ -119,6 +126,12 @@ def wrong_elements(subject: Subject) -> Iterator[Row]:
         growth <= MAX_GROWTH_MB,
         {"before_mb": before_mb, "growth_mb": growth},
     )
+
+
+def _with_template(subject: Subject, place: Path) -> Path:
+    """The target with a template, so that chats get as far as their grammars."""
+    change_bundle(subject.bundles[0], place / "target", template=TEMPLATE)
+    return place / "target"
 
 
 def filled(head: str, element: str, tail: str, separator: str = ",") -> bytes:

@@ -136,6 +136,11 @@ class GrammarField(_Request):
     after: str = Field(
         default="", max_length=128, description="the token that the grammar begins after; unset: at once"
     )
+    opener: str = Field(
+        default="",
+        max_length=128,
+        description="with `after`: a text that does not begin with this token has none of it",
+    )
 
 
 class SessionRequest(SamplingFields, RuleFields):

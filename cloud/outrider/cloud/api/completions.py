@@ -18,6 +18,7 @@ from outrider.cloud.api.traces import trace_of
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
+from outrider.models.http.call_grammar import grammar_of_call
 from outrider.models.http.encoding import (
     Workers,
     check_prediction,
@@ -117,13 +118,13 @@ async def _answer(
     check_prediction(core.model.tokenizer, body)
     params = sampling_of(body.sampling)
     owner, tokenizer = owner_of(request), core.model.tokenizer
-    grammar = await core.grammars.compiled(body.grammar(), owner)
-    stop_ids = core.stop_set(body.stop_token_ids, bool(body.ignore_eos), grammar)
     style = chat_style(body, core.model.dialect, core.model.name)
     # Slots first: they also bound how many texts wait to be tokenized.
     generation = Generation.reserve(core, owner, num_prompts * body.num_each)
     try:
         prompts = await encode()
+        grammar = await core.grammars.compiled(grammar_of_call(body, style, tokenizer, prompts), owner)
+        stop_ids = core.stop_set(body.stop_token_ids, bool(body.ignore_eos), grammar)
         rules = await rules_of(workers, owner, tokenizer, body)
         prediction = await workers.run(owner, encode_prediction, tokenizer, body) if body.prediction else ()
         num_logprobs = engine_logprobs(body)

@@ -99,10 +99,10 @@ class WorkerGrammars:
         return work.result()
 
     def _compile(self, terms: list[Any]) -> CompiledGrammar:
-        return self._compiler(terms).compile(_spec(terms), terms[4])
+        return self._compiler(terms).compile(_spec(terms), terms[2])
 
     def _compiler(self, terms: list[Any]) -> GrammarCompiler:
-        stop_ids = tuple(terms[3])
+        stop_ids = tuple(terms[1])
         if stop_ids not in self._compilers:
             assert self._tokenizer is not None, "a model has a directory"
             self._compilers[stop_ids] = GrammarCompiler(self._tokenizer, self._vocab_size, stop_ids)
@@ -110,12 +110,11 @@ class WorkerGrammars:
 
 
 def _key(terms: list[Any]) -> tuple[Any, ...]:
-    return (*terms[:3], tuple(terms[3]), terms[4])
+    return (*terms[0], tuple(terms[1]), terms[2])
 
 
 def _spec(terms: list[Any]) -> GrammarSpec:
-    kind, text, after = terms[:3]
-    return GrammarSpec(kind, text, after)
+    return GrammarSpec(*terms[0])
 
 
 class Choosing:

@@ -138,7 +138,7 @@ def needs_chooser(extra_args: Mapping[str, Any] | None) -> bool:
 def grammar_terms(grammar: CompiledGrammar, owner: bytes) -> list[Any]:
     """What a worker compiles a grammar from: plain types. owner: whose place among the compiled ones it takes."""
     spec = grammar.spec
-    return [spec.kind, spec.text, spec.after, list(grammar.stop_ids), owner.hex()]
+    return [[spec.kind, spec.text, spec.after, spec.opener], list(grammar.stop_ids), owner.hex()]
 
 
 def _frozen(value: Any) -> Any:

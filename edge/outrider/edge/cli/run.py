@@ -17,6 +17,7 @@ from rich.console import Console
 from outrider.edge.cli.compare import CLOUD_ONLY, DRAFTED, Comparison, compare_modes
 from outrider.edge.cli.docs import open_library
 from outrider.edge.cli.draft_source import Clouds, clouds_of, find_drafts, place_drafts, show_notes
+from outrider.edge.cli.grammar_options import compiled_for_draft
 from outrider.edge.cli.run_options import RunOptions
 from outrider.edge.cli.said import SaidOnce
 from outrider.edge.cli.summary import draft_lines, result_as_json, summary_lines
@@ -154,8 +155,10 @@ def make_request(
     text = options.prompt if grounding is None else grounding.before + options.prompt
     if options.chat:
         text = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+    prompt = tokenizer.encode(text, add_special_tokens=not options.chat)
+    grammar = options.grammar_after(prompt, tokenizer, is_chat=options.chat)
     return GenerationRequest(
-        prompt=tuple(tokenizer.encode(text, add_special_tokens=not options.chat)),
+        prompt=tuple(prompt),
         params=options.params,
         max_tokens=options.max_tokens,
         ignore_eos=options.ignore_eos,
@@ -163,6 +166,8 @@ def make_request(
         tokenizer=fingerprint,
         rules=options.with_bad_words(partial(tokenizer.encode, add_special_tokens=False)),
         end_ids=frozenset(tokenizer.eos_token_ids),
+        grammar=grammar,
+        draft_grammar=None if options.mode is Mode.CLOUD_ONLY else compiled_for_draft(grammar, tokenizer),
     )
 
 

@@ -9,6 +9,7 @@ import typer
 
 from outrider.edge.cli.docs_flags import Docs, DocsTokens
 from outrider.edge.cli.draft_flags import DRAFTS, TREE, OfflineOk, Patience, Threads, given, is_typed, refuse_idle
+from outrider.edge.cli.grammar_options import GrammarOptions
 from outrider.edge.cli.option_groups import DraftingOptions, KeyOptions, SamplingOptions, SourceOptions
 from outrider.edge.cli.rule_options import RuleOptions
 from outrider.edge.devices.placement import AS_BUNDLED
@@ -19,7 +20,7 @@ from outrider.models.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, RuleOptions, KeyOptions):
+class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, RuleOptions, GrammarOptions, KeyOptions):
     """The command line. Raises ConfigError for options that contradict each other, SamplingError for their values."""
 
     prompt: Annotated[
@@ -52,6 +53,7 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, RuleOptions, K
     seed: Annotated[int | None, typer.Option(help="Same seed, same text; default: drawn, and printed.")] = None
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end token.")] = False
     _rules: ClassVar = RuleOptions
+    _grammar: ClassVar = GrammarOptions
     patience_ms: Patience = None
     docs: Docs = None
     docs_tokens: DocsTokens = DOCS_TOKENS
@@ -73,6 +75,7 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, RuleOptions, K
         self._choose()
         self._set_params(self.seed)
         self._set_rules()
+        self._set_grammar()
         self._refuse_idle()
         terms = RuleTerms(self.rule, self.block_verification, self.delta, self.acceptance)
         object.__setattr__(self, "terms", terms)
@@ -90,6 +93,8 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, RuleOptions, K
             raise ConfigError("--offline-ok needs a draft that streams; leave out --mode, or --offline-ok")
         if self.offline_ok and self.compare and is_typed("compare"):
             raise ConfigError("--compare measures the cloud, and --offline-ok does without; leave one of them out")
+        if self.grammar is not None:
+            refuse_idle("the grammar says where the text ends", given(self, "ignore_eos"))
         if self.docs is None:
             refuse_idle("without --docs there are no passages", given(self, "docs_tokens", "verbose"))
         if self.rule is not Rule.TOLERANCE:

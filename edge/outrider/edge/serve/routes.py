@@ -38,6 +38,7 @@ from outrider.edge.serve.verify import verify_answer
 from outrider.models.errors import CloudError, OutriderError, RequestError
 from outrider.models.http import openai, openai_answers
 from outrider.models.http.answers import answer, require_model
+from outrider.models.http.call_grammar import grammar_of_call
 from outrider.models.http.dialects import Dialect
 from outrider.models.http.encoding import (
     check_prediction,
@@ -254,15 +255,16 @@ async def _answer(
     style = chat_style(body, Dialect(facts.tool_calls, facts.has_reasoning), facts.name)
     own_stops = frozenset(facts.eos_token_ids)
     stop_ids = own_stops if body.stop_token_ids is None else frozenset(body.stop_token_ids)
-    if (grammar := body.grammar()) is not None:
-        stop_ids |= own_stops
     owner = owner_of(request)
-    ends = stop_ids - own_stops if body.ignore_eos and grammar is None else stop_ids
-    cut = text_style(body, style, core.tokenizer, ends)
     # Places first: they also bound how many texts wait to be tokenized.
     texts = LocalTexts.reserve(core, owner, num_prompts * body.num_each)
     try:
         prompts, groundings = await _while_connected(request, encode())
+        grammar = grammar_of_call(body, style, core.tokenizer, prompts)
+        if grammar is not None:
+            stop_ids |= own_stops
+        ends = stop_ids - own_stops if body.ignore_eos and grammar is None else stop_ids
+        cut = text_style(body, style, core.tokenizer, ends)
         draft_grammar = await core.grammars.compiled(grammar, owner)
         rules = await rules_of(core.workers, owner, core.tokenizer, body)
         prediction: tuple[int, ...] = ()

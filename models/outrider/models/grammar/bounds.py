@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from outrider.models.errors import RequestError
 
 MAX_JSON_BYTES: Final = 64 * 1024
 MAX_TEXT_BYTES: Final = 16 * 1024
-"""Of a regular expression or a grammar: people write them, programs write schemas."""
+"""Of a regular expression, or of a grammar without the schemas in it: people write them, programs write schemas."""
 MAX_NESTING: Final = 96
 MAX_PATH: Final = 800
 """JSON levels of the schema and of all definitions that it refers to, together: no path through them is longer."""
@@ -48,6 +48,23 @@ def check_schema(text: str) -> None:
 
 def check_schema_value(schema: Any) -> None:
     """As `check_schema`, for a schema that is read already."""
+    _check_sums([schema])
+
+
+def _check_sums(schemas: Sequence[Any]) -> None:
+    """Checks schemas that one grammar has: each alone, and what costs in proportion together."""
+    properties, multiples = 0, Decimal(0)
+    for schema in schemas:
+        more_properties, more_multiples = _checked(schema)
+        properties, multiples = properties + more_properties, multiples + more_multiples
+    if properties > MAX_ALL_PROPERTIES:
+        raise _refused(f"the schema has {properties:,} properties; expected at most {MAX_ALL_PROPERTIES:,}")
+    if multiples > MAX_MULTIPLES:
+        raise _refused(f"multipleOf is {multiples:f} without its decimal point; expected at most {MAX_MULTIPLES:,}")
+
+
+def _checked(schema: Any) -> tuple[int, Decimal]:
+    """Checks one schema; its properties, and its multiples as whole numbers."""
     if not isinstance(schema, dict | bool):
         raise _refused(f"the schema is a {type(schema).__name__}; expected an object")
     depth = _depth(schema)
@@ -67,16 +84,13 @@ def check_schema_value(schema: Any) -> None:
             properties += len(value)
         elif key == "multipleOf" and isinstance(value, int | float) and not isinstance(value, bool):
             multiples += _digits(value)
-    if properties > MAX_ALL_PROPERTIES:
-        raise _refused(f"the schema has {properties:,} properties; expected at most {MAX_ALL_PROPERTIES:,}")
-    if multiples > MAX_MULTIPLES:
-        raise _refused(f"multipleOf is {multiples:f} without its decimal point; expected at most {MAX_MULTIPLES:,}")
     path = depth
     # Each part once, however it is called: a name that leads nowhere counts as the whole.
     for part in {id(part): part for part in (_target(schema, name) for name in targets)}.values():
         path += min(_depth(part), MAX_NESTING)
         if path > MAX_PATH:
             raise _refused(f"the schema and what it refers to are {path:,} levels deep; expected at most {MAX_PATH}")
+    return properties, multiples
 
 
 def check_lark(text: str) -> None:
@@ -86,15 +100,24 @@ def check_lark(text: str) -> None:
     if text.lstrip().startswith("{"):
         # The library reads this as its own JSON form, past the checks of schemas.
         raise _refused("it begins with '{'; expected Lark or GBNF rules (kind json_schema takes schemas)")
-    rules = text.replace("(?:", "").count(":")
-    if rules > MAX_RULES:
-        raise _refused(f"it has {rules:,} rules; expected at most {MAX_RULES}")
+    schemas: list[Any] = []
+    own, end = "", 0  # the text without its schemas
     for found in re.finditer(r"%json\s*", text):
+        if found.start() < end:
+            continue  # a word inside a schema
+        own += text[end : found.end()]
         try:
-            schema, _ = json.JSONDecoder(parse_constant=_no_constant).raw_decode(text, found.end())
+            schema, end = json.JSONDecoder(parse_constant=_no_constant).raw_decode(text, found.end())
         except (ValueError, RecursionError) as error:
             raise _refused(f"no JSON schema follows %json: {str(error)[:200]}") from None
-        check_schema_value(schema)
+        schemas.append(schema)
+    own += text[end:]
+    if (size := len(own.encode())) > MAX_TEXT_BYTES:
+        raise _refused(f"it has {size:,} bytes besides its schemas; expected at most {MAX_TEXT_BYTES:,}")
+    rules = own.replace("(?:", "").count(":")
+    if rules > MAX_RULES:
+        raise _refused(f"it has {rules:,} rules; expected at most {MAX_RULES}")
+    _check_sums(schemas)
 
 
 def _pairs(value: Any) -> Iterator[tuple[str, Any]]:

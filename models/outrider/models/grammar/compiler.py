@@ -74,6 +74,7 @@ class CompiledGrammar:
         matcher: Any,
         vocabulary: Vocabulary,
         after: int | None,
+        opener: int | None,
         on_excess: Callable[[], None] = lambda: None,
     ) -> None:
         """on_excess: called where a text's grammar takes too long."""
@@ -82,6 +83,7 @@ class CompiledGrammar:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._after = after
+        self._opener = opener
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -90,7 +92,8 @@ class CompiledGrammar:
 
     def state(self) -> GrammarState:
         """A new state, before the first token of the answer."""
-        return GrammarState(self._vocabulary, self._matcher.deep_copy(), self._after, GrammarCost(self._on_excess))
+        cost = GrammarCost(self._on_excess)
+        return GrammarState(self._vocabulary, self._matcher.deep_copy(), self._after, self._opener, cost)
 
 
 class GrammarCompiler:
@@ -205,9 +208,7 @@ class GrammarCompiler:
 
 
 def _compile(spec: GrammarSpec, vocabulary: Vocabulary, on_excess: Callable[[], None]) -> CompiledGrammar:
-    after = vocabulary.tokenizer.token_id(spec.after) if spec.after else None
-    if spec.after and after is None:
-        raise invalid_grammar("`after` is no token of the model; expected the spelling of one, such as </think>")
+    after, opener = (_token(name, getattr(spec, name), vocabulary) for name in ("after", "opener"))
     backend = vocabulary.backend
     from llguidance import LLMatcher, LLParserLimits
 
@@ -231,7 +232,16 @@ def _compile(spec: GrammarSpec, vocabulary: Vocabulary, on_excess: Callable[[], 
         fault = "the library cannot read it"
     if fault:
         raise invalid_grammar(f"the grammar is refused: {' '.join(fault.split())[:300]}")
-    return CompiledGrammar(spec, matcher, vocabulary, after, on_excess)
+    return CompiledGrammar(spec, matcher, vocabulary, after, opener, on_excess)
+
+
+def _token(name: str, spelling: str, vocabulary: Vocabulary) -> int | None:
+    if not spelling:
+        return None
+    token = vocabulary.tokenizer.token_id(spelling)
+    if token is None:
+        raise invalid_grammar(f"`{name}` is no token of the model; expected the spelling of one, such as </think>")
+    return token
 
 
 def _grammar_of(spec: GrammarSpec) -> str:

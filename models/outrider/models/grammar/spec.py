@@ -25,6 +25,8 @@ class GrammarSpec:
     kind: what `text` is: a JSON schema, nothing ("json_object"), a regular expression for the whole text, a Lark or
     GBNF grammar, or a JSON list of strings ("choice").
     after: the spelling of the token that the grammar begins after, such as "</think>"; "": it begins at once.
+    opener: of the token, such as "<think>", that a text begins with where `after` is to come; the grammar of any other
+    text begins at once. "": `after` always comes.
 
     JSON is written without spaces and line breaks unless the schema says otherwise under "x-guidance"
     (`with_whitespace`). Raises RequestError `invalid_grammar`.
@@ -33,35 +35,40 @@ class GrammarSpec:
     kind: GrammarKind
     text: str = ""
     after: str = ""
+    opener: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise invalid_grammar(f"the grammar's kind is {self.kind!r}; expected one of {', '.join(KINDS)}")
-        limit = MAX_JSON_BYTES if self.kind in ("json_schema", "choice") else MAX_TEXT_BYTES
+        # Schemas inside a grammar are JSON; `check_lark` bounds its own text.
+        limit = MAX_TEXT_BYTES if self.kind == "regex" else MAX_JSON_BYTES
         try:
             found = len(self.text.encode())
         except UnicodeEncodeError:
             raise invalid_grammar("the grammar holds half of a surrogate pair; expected Unicode text") from None
         if found > limit:
             raise invalid_grammar(f"the grammar has {found:,} bytes; expected at most {limit:,}")
-        if len(self.after) > 128:
-            raise invalid_grammar(f"`after` has {len(self.after)} characters; expected the spelling of one token")
+        for name, spelling in (("after", self.after), ("opener", self.opener)):
+            if len(spelling) > 128:
+                raise invalid_grammar(f"`{name}` has {len(spelling)} characters; expected the spelling of one token")
+        if self.opener and not self.after:
+            raise invalid_grammar("there is an `opener` without `after`; set `after` to the token that ends it")
         _CHECKS[self.kind](self.text)
 
     @cached_property
     def hash(self) -> str:
         """64 hexadecimal digits, the same on every machine."""
-        parts = (self.kind, self.text, self.after)
+        parts = (self.kind, self.text, self.after, *([self.opener] if self.opener else []))
         return hashlib.sha256(json.dumps(parts, ensure_ascii=True).encode()).hexdigest()
 
     @classmethod
     def of_wire(cls, field: GrammarField | None) -> GrammarSpec | None:
         """The spec of a message's field."""
-        return None if field is None else cls(field.kind, field.text, field.after)
+        return None if field is None else cls(field.kind, field.text, field.after, field.opener)
 
     def to_wire(self) -> GrammarField:
         """The field of a message."""
-        return GrammarField(kind=self.kind, text=self.text, after=self.after)
+        return GrammarField(kind=self.kind, text=self.text, after=self.after, opener=self.opener)
 
     @classmethod
     def json_schema(cls, schema: Any, **options: Any) -> GrammarSpec:

@@ -23,7 +23,8 @@ class GrammarState:
 
     It changes by `advance` and `truncate` only. Where the grammar accepts the text, stop ids may follow; where nothing
     can be added, only they may. Once a stop id is there, only stop ids follow. Before the token that the grammar begins
-    after (`GrammarSpec.after`) every token is allowed. Not safe to share between threads; forks may go to others.
+    after (`GrammarSpec.after`) every token is allowed; with a `GrammarSpec.opener`, only where that is the first token.
+    Not safe to share between threads; forks may go to others.
     """
 
     __slots__ = (
@@ -33,17 +34,21 @@ class GrammarState:
         "_num_free",
         "_num_matched",
         "_num_stops",
+        "_opener",
         "_vocabulary",
         "cost",
     )
 
-    def __init__(self, vocabulary: Vocabulary, matcher: Any, after: int | None, cost: GrammarCost) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, matcher: Any, after: int | None, opener: int | None, cost: GrammarCost
+    ) -> None:
         """cost: of the text; forks share it."""
         self.cost = cost
         self._vocabulary = vocabulary
         self._matcher = matcher
         self._after = after
-        self._is_waiting = after is not None
+        self._opener = opener
+        self._is_waiting = after is not None and opener is None
         self._num_free = 0  # tokens before the grammar began
         self._num_matched = 0
         self._num_stops = 0
@@ -89,6 +94,9 @@ class GrammarState:
 
         Raises RequestError `grammar_too_complex` where the library's limits are reached: the state is of no use then.
         """
+        if self._may_open and token == self._opener:
+            self._num_free, self._is_waiting = 1, True
+            return True
         if self._is_waiting:
             self._num_free += 1
             self._is_waiting = token != self._after
@@ -125,18 +133,18 @@ class GrammarState:
             self._num_matched -= matched
         if free:
             self._num_free -= free
-            self._is_waiting = True
+            self._is_waiting = self._num_free > 0 or self._opener is None
 
     def fork(self) -> GrammarState:
         """A state of its own at the same place. Cheap: the library copies on the first change."""
-        twin = GrammarState(self._vocabulary, self._matcher.deep_copy(), self._after, self.cost)
+        twin = GrammarState(self._vocabulary, self._matcher.deep_copy(), self._after, self._opener, self.cost)
         twin._is_waiting = self._is_waiting
         twin._num_free, twin._num_matched, twin._num_stops = self._num_free, self._num_matched, self._num_stops
         return twin
 
     def forced(self) -> list[int]:
         """The tokens that must come next, at most `MAX_FORCED`; empty where there is a choice."""
-        if self._is_waiting or self._num_stops:
+        if self._is_waiting or self._num_stops or self._may_open:
             return []
         if self._matcher.is_stopped():
             return list(self._vocabulary.stop_ids) if len(self._vocabulary.stop_ids) == 1 else []
@@ -145,11 +153,17 @@ class GrammarState:
     def validate(self, tokens: Sequence[int]) -> int:
         """How many of these tokens, from the first on, are allowed here one after the other. Changes nothing."""
         stops = self._vocabulary.stop_ids
-        if not self._is_waiting and not self._num_stops and not any(token in stops for token in tokens):
+        is_plain = not (self._is_waiting or self._num_stops or self._may_open)
+        if is_plain and not any(token in stops for token in tokens):
             inside = next((i for i, t in enumerate(tokens) if not 0 <= t < self._vocabulary.num_tokens), len(tokens))
             return int(self._matcher.validate_tokens(list(tokens[:inside])))
         walker = self.fork()
         return next((i for i, token in enumerate(tokens) if not walker.advance(token)), len(tokens))
+
+    @property
+    def _may_open(self) -> bool:
+        """Whether the next token says if the grammar waits."""
+        return self._opener is not None and self.length == 0
 
     def _bits(self) -> bytes:
         """The mask of the next token, one bit an id."""
@@ -160,7 +174,13 @@ class GrammarState:
         self.cost.add(began_s)
         if self._matcher.is_error():
             raise self._too_complex()
-        return self._vocabulary.only_own_stops(bits)
+        bits = self._vocabulary.only_own_stops(bits)
+        if self._may_open:
+            assert self._opener is not None
+            opened = bytearray(bits)
+            opened[self._opener // 8] |= 1 << self._opener % 8
+            return bytes(opened)
+        return bits
 
     def _too_complex(self) -> RequestError:
         reason = " ".join(self._matcher.get_error().split())[:120]

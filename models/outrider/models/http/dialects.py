@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from outrider.models.http import reasoning
+from outrider.models.grammar.reasoning import BEGIN, END, marks_reasoning
 from outrider.models.tokenizer import Tokenizer
 
 MARKERS: Final = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>")
 """Of tool calls. Where they are special tokens, text must show them to be read."""
-_TAIL_TOKENS: Final = 8
-"""Of a prompt: enough to see whether it opens the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,7 @@ class Dialect:
 def dialect_of(tokenizer: Tokenizer) -> Dialect:
     """The dialect of this tokenizer's chat template."""
     with_tools = tokenizer.template_source(has_tools=True) or ""
-    return Dialect(_tools_in(with_tools), reasoning.END in with_tools)
+    return Dialect(_tools_in(with_tools), marks_reasoning(tokenizer))
 
 
 def _tools_in(template: str) -> str | None:
@@ -45,11 +43,5 @@ def _tools_in(template: str) -> str | None:
 
 def shown_ids(tokenizer: Tokenizer, *, has_tools: bool, has_reasoning: bool) -> frozenset[int]:
     """Special tokens that the text must show, so that calls and reasoning can be found in it."""
-    names = [*(MARKERS if has_tools else ()), *((reasoning.BEGIN, reasoning.END) if has_reasoning else ())]
+    names = [*(MARKERS if has_tools else ()), *((BEGIN, END) if has_reasoning else ())]
     return frozenset(index for name in names if (index := tokenizer.token_id(name)) is not None) & tokenizer.special_ids
-
-
-def opens_reasoning(tokenizer: Tokenizer, prompt: list[int] | tuple[int, ...]) -> bool:
-    """Whether the prompt ends inside reasoning: its template opens it for the model."""
-    tail = tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
-    return tail.rstrip().endswith(reasoning.BEGIN)

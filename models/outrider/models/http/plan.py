@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.models.grammar.reasoning import opens_reasoning
 from outrider.models.http.chat_reader import ChatStyle
-from outrider.models.http.dialects import Dialect, opens_reasoning, shown_ids
+from outrider.models.http.dialects import Dialect, shown_ids
 from outrider.models.http.errors import FieldError
 from outrider.models.http.logprobs import LogprobWriter
 from outrider.models.http.openai import ChatRequest, CompletionRequest, GenerationRequest
@@ -19,15 +20,13 @@ def chat_style(body: GenerationRequest, dialect: Dialect, model: str) -> ChatSty
     """How the texts of a call are read. Raises FieldError for tools that this model's texts cannot be read for."""
     if not isinstance(body, ChatRequest):
         return ChatStyle()
-    if body.may_call_tools:
-        if dialect.tools is None:
-            raise FieldError(
-                "unsupported_parameter",
-                f"tools is not supported: the chat template of {model} has no tool calls that this server can read "
-                "(Hermes, Llama 3, Mistral); leave it out",
-                param="tools",
-            )
-        _require_no_grammar(body)
+    if body.may_call_tools and dialect.tools is None:
+        raise FieldError(
+            "unsupported_parameter",
+            f"tools is not supported: the chat template of {model} has no tool calls that this server can read "
+            "(Hermes, Llama 3, Mistral); leave it out",
+            param="tools",
+        )
     return ChatStyle(
         tools=dialect.tools if body.may_call_tools else None,
         has_reasoning=dialect.has_reasoning,
@@ -35,17 +34,6 @@ def chat_style(body: GenerationRequest, dialect: Dialect, model: str) -> ChatSty
         is_forced=isinstance(body.tool_choice, NamedTool),
         shows_reasoning=body.include_reasoning is not False,
     )
-
-
-def _require_no_grammar(body: ChatRequest) -> None:
-    if body.tools_of_grammar:
-        raise FieldError(
-            "unsupported_parameter", 'tool_choice is not supported, except as "none" or "auto"', param="tool_choice"
-        )
-    if body.has_strict_tools:
-        raise FieldError(
-            "unsupported_parameter", "tools is not supported with strict schemas; leave strict out", param="tools"
-        )
 
 
 def text_style(body: GenerationRequest, style: ChatStyle, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> TextStyle:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-BEGIN: Final = "<think>"
-END: Final = "</think>"
+from outrider.models.grammar.reasoning import BEGIN, END
+
 _SPACE: Final = " \t\r\n"
 
 
