@@ -11,10 +11,12 @@ import httpx
 import pytest
 from tests.serving import serve_fake
 
+from outrider.cloud.upstream import client as upstream
+from outrider.cloud.upstream.errors import UpstreamLost
 from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.sender import DraftMessage
 from outrider.models.errors import OutriderError
-from outrider.models.protocol import SessionRequest
+from outrider.models.protocol import DraftRequest, SessionRequest
 
 ONE = ClientOptions(max_connections=1, keep_alive_s=1.0)
 """A connection that is not given back shows at the next request: PoolTimeout."""
@@ -58,6 +60,24 @@ def test_a_cancelled_request_gives_its_connection_back_wherever_it_was(ask: Ask,
     with serve_fake() as server:
         asyncio.run(check(server.url))
         server.wait_until(server.is_empty)
+
+
+def test_a_cascade_s_posts_give_their_connections_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that ends cancels its posts to the upstream verifier; a post that gets no connection raises."""
+    monkeypatch.setattr(upstream, "MAX_POSTS", 1)
+
+    async def check(url: str) -> None:
+        for num_turns in range(30):
+            client = upstream.UpstreamClient(url)
+            for _ in range(2):
+                draft = DraftRequest(base=0, paths=[[5]])
+                await cut_after(num_turns, 1, client.post_drafts("none", draft))
+                with pytest.raises(UpstreamLost, match="HTTP 404"):
+                    await client.post_drafts("none", draft)
+            await client.aclose()
+
+    with serve_fake() as server:
+        asyncio.run(check(server.url))
 
 
 def test_a_caller_does_not_wait_for_what_it_left() -> None:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from outrider.cloud.upstream.errors import UpstreamLost, UpstreamRefused
 from outrider.cloud.upstream.events import EventReader, check_result
 from outrider.models.errors import ConfigError
+from outrider.models.exchange import Exchange, LeftSteps
 from outrider.models.hosts import is_loopback
 from outrider.models.protocol import (
     TARGET_HEADER,
@@ -103,9 +104,11 @@ class UpstreamClient:
             return client
 
         self._streams, self._posts = made(MAX_STREAMS), made(MAX_POSTS)
+        self._left = LeftSteps()
 
     async def aclose(self) -> None:
         """Closes every connection."""
+        await self._left.aclose()
         await self._streams.aclose()
         await self._posts.aclose()
 
@@ -126,9 +129,10 @@ class UpstreamClient:
 
     async def post_drafts(self, session: str, request: DraftRequest) -> None:
         """POST /v1/sessions/{id}/drafts. A stale draft is no error."""
-        body = request.model_dump_json().encode()
+        exchange, url = Exchange(self._left), f"{self.url}/v1/sessions/{session}/drafts"
+        body, traced = request.model_dump_json().encode(), {"trace": exchange.trace}
         async with self._guarded(POST_S):
-            answer = await self._posts.post(f"{self.url}/v1/sessions/{session}/drafts", content=body, headers=_DRAFTS)
+            answer = await exchange.run(self._posts.post(url, content=body, headers=_DRAFTS, extensions=traced))
             if answer.status_code not in (204, 409):
                 raise UpstreamLost(f"the upstream verifier answered drafts with HTTP {answer.status_code}")
 
@@ -139,22 +143,25 @@ class UpstreamClient:
         """POST /v1/sessions; gives its events. Leaving the context ends the session."""
         wish = [(TARGET_HEADER, target)] if target and re.fullmatch(r"[!-~]{1,64}", target) else []
         content = request.model_dump_json(exclude_defaults=True).encode()
-        built = self._streams.build_request("POST", f"{self.url}/v1/sessions", content=content, headers=[*_ASK, *wish])
-        async with self._guarded(CONNECT_S + HEAD_S):
-            response = await self._streams.send(built, stream=True)
+        exchange, headers = Exchange(self._left), [*_ASK, *wish]
+        built = self._streams.build_request(
+            "POST", f"{self.url}/v1/sessions", content=content, headers=headers, extensions={"trace": exchange.trace}
+        )
         try:
+            async with self._guarded(CONNECT_S + HEAD_S):
+                response = await exchange.send(self._streams, built)
             async with self._guarded(HEAD_S):
-                await _require_success(response)
-            yield self._events(response, EventReader(request.max_tokens, vocab_size))
+                await exchange.run(_require_success(response))
+            yield self._events(exchange, EventReader(request.max_tokens, vocab_size))
         finally:
-            await response.aclose()
+            await exchange.aclose()
 
-    async def _events(self, response: httpx.Response, reader: EventReader) -> AsyncGenerator[SessionEvent, None]:
-        silence_s, chunks = _SILENCE_S, response.aiter_raw()
+    async def _events(self, exchange: Exchange, reader: EventReader) -> AsyncGenerator[SessionEvent, None]:
+        silence_s = _SILENCE_S
         while True:
             try:
                 async with asyncio.timeout(silence_s):
-                    chunk = await anext(chunks, b"")
+                    chunk = await exchange.next_chunk()
             except TimeoutError:
                 raise UpstreamLost(f"the upstream verifier sent nothing for {silence_s:.3g} s") from None
             except self._errors as error:
@@ -171,14 +178,25 @@ class UpstreamClient:
 
         content = message.model_dump_json(exclude_defaults=True).encode() if message is not None else None
         timeout = httpx.Timeout(limit_s, connect=CONNECT_S)
-        request = self._streams.build_request(method, self.url + path, content=content, headers=_ASK, timeout=timeout)
+        exchange = Exchange(self._left)
+        request = self._streams.build_request(
+            method,
+            self.url + path,
+            content=content,
+            headers=_ASK,
+            timeout=timeout,
+            extensions={"trace": exchange.trace},
+        )
         async with self._guarded(limit_s):
-            response = await self._streams.send(request, stream=True)
-            try:
-                await _require_success(response)
-                return await _read(response)
-            finally:
-                await response.aclose()
+            return await exchange.run(self._answer(request))
+
+    async def _answer(self, request: httpx.Request) -> bytes:
+        response = await self._streams.send(request, stream=True)
+        try:
+            await _require_success(response)
+            return await _read(response)
+        finally:
+            await response.aclose()
 
     @asynccontextmanager
     async def _guarded(self, limit_s: float) -> AsyncIterator[None]:
