@@ -318,17 +318,30 @@ def test_a_key_that_is_not_accepted(cloud: FakeServer) -> None:
                 assert accepted.choices[0].text == plain_text(cloud)
 
 
-def test_a_busy_endpoint_and_one_without_a_verifier(cloud: FakeServer) -> None:
-    """RateLimitError and InternalServerError, with `Retry-After`, which the client obeys where it retries."""
-    with serve_local(cloud.url, LocalSettings(max_own=1)) as busy, serve_local("http://127.0.0.1:9") as alone:
-        for endpoint, kind, code in (
-            (busy, openai.RateLimitError, "too_many_requests"),
-            (alone, openai.InternalServerError, "no_verifier"),
-        ):
-            with openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="unused", max_retries=0) as client:
-                with pytest.raises(kind) as raised:
-                    client.completions.create(prompt=["zip", "all"], **ASKED)
-                assert raised.value.code == code and raised.value.response.headers["retry-after"] == "1"
+def test_a_busy_endpoint_and_one_without_a_verifier() -> None:
+    """RateLimitError and InternalServerError, with `Retry-After`, which the client obeys where it retries; more texts
+    than there are places are refused for good.
+    """
+    gate = StepGate()
+    with (
+        serve_fake(gate=gate) as server,
+        serve_local(server.url, LocalSettings(max_own=1)) as busy,
+        serve_local("http://127.0.0.1:9") as alone,
+        openai.OpenAI(base_url=f"{busy.url}/v1", api_key="unused", max_retries=0) as client,
+    ):
+        gate.allow(3)
+        with pytest.raises(openai.BadRequestError, match="at most 1 here"):
+            client.completions.create(prompt=["zip", "all"], **ASKED)
+        with client.completions.create(prompt="zip", stream=True, **ASKED) as stream:
+            next(iter(stream))
+            with pytest.raises(openai.RateLimitError) as raised:
+                client.completions.create(prompt="zip", **ASKED)
+            assert raised.value.code == "too_many_requests" and raised.value.response.headers["retry-after"] == "1"
+            gate.open()
+        with openai.OpenAI(base_url=f"{alone.url}/v1", api_key="unused", max_retries=0) as other:
+            with pytest.raises(openai.InternalServerError) as failed:
+                other.completions.create(prompt="zip", **ASKED)
+            assert failed.value.code == "no_verifier" and failed.value.response.headers["retry-after"] == "1"
 
 
 def test_a_busy_verifier() -> None:
