@@ -170,6 +170,7 @@ def test_what_the_mid_commits_saves_passes_of_the_target() -> None:
         while most < 4:  # the target runs step by step, the mid as it likes
             ahead = min(LENGTH - 8, num_tokens + 12)
             running.mid.wait_until(lambda ahead=ahead: running.engine.counts.provisional >= ahead)  # type: ignore[misc]
+            running.mid.wait_until(lambda: all(not text._posts for text in list(running.engine._texts.values())))
             gate.allow(1)
             commit = next(events)
             assert isinstance(commit, Commit)
