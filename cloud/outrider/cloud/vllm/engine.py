@@ -343,10 +343,6 @@ class VllmEngine(ServingEngine):
                 )
             held = found
         check_request(request, len(held), self._limits)
-        if request.num_logprobs is not None:
-            raise RequestError(
-                "unsupported_parameter", "logprobs, and best_of above n, are not supported on vLLM; leave them out"
-            )
         return self._submit(request, array("i", held) + array("i", request.prompt), sink)
 
     def _submit(self, request: GenerateRequest, prompt: array[int], sink: Sink, probe: int | None = None) -> int:

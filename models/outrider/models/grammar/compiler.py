@@ -31,8 +31,9 @@ LIMITS: Final[dict[str, Any]] = {
     "verbose_errors": False,
 }
 MAX_FIRST_MASK_S: Final = 0.25
-MAX_CACHED: Final = 32
-MAX_CACHED_PER_OWNER: Final = 8
+MAX_CACHED: Final = 16
+MAX_CACHED_PER_OWNER: Final = 4
+"""A kept grammar has 1 MB at most as people write them, and 36 MB at most: `((((a{100}){100}){100}){100})`."""
 MAX_WAITING_PER_OWNER: Final = 4
 MAX_STRIKES: Final = 3
 STRIKE_S: Final = 60.0
