@@ -22,6 +22,7 @@ from outrider.cloud.api.watch import watch
 from outrider.cloud.seam import GenerateRequest
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http import sse
+from outrider.models.http.encoding import Workers
 from outrider.models.http.errors import FieldError
 from outrider.models.http.request_context import current_request, session_tag
 from outrider.models.http.requests import is_no_store, owner_of, read_body, sampling_of
@@ -34,6 +35,7 @@ _SESSION_ID_BYTES = 9
 def session_routes(core: Core) -> APIRouter:
     """The routes that open and end sessions."""
     router = APIRouter(tags=["sessions"])
+    workers = Workers()
 
     @router.post("/v1/sessions", status_code=200, response_class=sse.EventStream)
     async def open_session(request: Request) -> Response:
@@ -119,7 +121,9 @@ def session_routes(core: Core) -> APIRouter:
             watched = watch(core.metrics, request.scope, arrived_s)
             text: SessionText | None = None
             if body.stop:
-                text = SessionText(core.model.tokenizer, body.stop, generate.stop_ids, body.prompt, body.generated)
+                # In a thread: it goes through all of `generated`, half a second for 32,000 tokens.
+                known = (core.model.tokenizer, body.stop, generate.stop_ids, body.prompt, body.generated)
+                text = await workers.run(owner, SessionText, *known)
             return SessionStream(
                 opened,
                 mailbox,
