@@ -123,6 +123,28 @@ def asking(params: SamplingParams = SETTINGS[1], **more: object) -> dict[str, ob
     return {"prompt": PROMPT, "max_tokens": LENGTH, "stop_ids": [], **sampling, **more}
 
 
+def run_behind_the_mid(running: Cascade, gate: StepGate, params: SamplingParams) -> tuple[list[int], SessionEnd]:
+    """A session's tokens and end. The target takes a step when the mid is ahead of it, however busy the machine is."""
+    tokens: list[int] = []
+    with running.client.stream("POST", "/v1/sessions", json=asking(params)) as response:
+        events = read_events(response)
+        assert isinstance(next(events), SessionOpen)
+
+        def is_ahead() -> bool:
+            texts = list(running.engine._texts.values())
+            return len(tokens) >= LENGTH - 2 or any(text._mid.ahead for text in texts)
+
+        while len(tokens) < LENGTH:
+            running.mid.wait_until(is_ahead)
+            gate.allow(1)
+            commit = next(events)
+            assert isinstance(commit, Commit)
+            tokens += commit.tokens
+        end = next(events)
+    assert isinstance(end, SessionEnd)
+    return tokens, end
+
+
 @pytest.fixture(scope="module")
 def usual() -> Iterator[Cascade]:
     """A cascade for the tests that only read from it."""
@@ -136,13 +158,14 @@ def usual() -> Iterator[Cascade]:
 )
 def test_the_text_is_the_targets(agreement: float, form: TreeForm) -> None:
     """Whatever the mid commits, the tokens are those of the target alone."""
-    with cascade(agreement, form=form) as running:
+    gate = StepGate()
+    with cascade(agreement, form=form, big_gate=gate) as running:
         num_passes = 0
         for params in SETTINGS:
-            session = run_session(running.client, asking(params))
-            assert session.tokens == target_tokens(PROMPT, LENGTH, params)
-            assert session.end.reason == "length" and session.end.usage.completion_tokens == LENGTH
-            num_passes += session.end.usage.target_passes
+            tokens, end = run_behind_the_mid(running, gate, params)
+            assert tokens == target_tokens(PROMPT, LENGTH, params)
+            assert end.reason == "length" and end.usage.completion_tokens == LENGTH
+            num_passes += end.usage.target_passes
         counts = running.engine.counts
         assert counts.passes == num_passes
         assert counts.void == 0 if agreement == 1.0 else counts.void > 0
@@ -150,11 +173,12 @@ def test_the_text_is_the_targets(agreement: float, form: TreeForm) -> None:
 
 def test_an_engine_that_cannot_rewind_is_cancelled_and_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As vLLM's: the text is the same."""
-    asked: list[int] = []
-    monkeypatch.setattr(EngineThread, "rewind", lambda self, number, *rest: asked.append(number))
-    with cascade(0.8) as running:
-        assert run_session(running.client, asking()).tokens == target_tokens(PROMPT, LENGTH, SETTINGS[1])
-        assert asked and running.engine.counts.returns > 0
+    monkeypatch.setattr(EngineThread, "rewind", lambda *_: False)
+    gate = StepGate()
+    with cascade(0.8, big_gate=gate) as running:
+        tokens, _ = run_behind_the_mid(running, gate, SETTINGS[1])
+        assert tokens == target_tokens(PROMPT, LENGTH, SETTINGS[1])
+        assert running.engine.counts.returns > 0
 
 
 def test_what_the_mid_commits_saves_passes_of_the_target() -> None:
@@ -306,10 +330,12 @@ def test_a_lost_upstream_ends_a_text_with_an_error_and_confirms_nothing_more() -
 
 def test_a_session_that_upstream_cuts_goes_on_with_another() -> None:
     """The prompt and what is confirmed open the next one; the text is the same."""
-    with cascade(0.8) as running:
+    gate = StepGate()
+    with cascade(0.8, big_gate=gate) as running:
         with running.client.stream("POST", "/v1/sessions", json=asking(max_tokens=160)) as response:
             events = read_events(response)
             assert isinstance(next(events), SessionOpen)
+            gate.allow(1)
             text: list[int] = []
             num_cut = 0
             for event in events:
@@ -319,6 +345,9 @@ def test_a_session_that_upstream_cuts_goes_on_with_another() -> None:
                         num_cut += 1
                         for session in list(running.big.core.sessions._sessions.values()):
                             running.big.core.engine.cancel(session.sequence_id)
+                        gate.allow(1)  # the engine sees the end between two steps
+                        running.mid.wait_until(lambda least=num_cut: running.engine.counts.losses >= least)  # type: ignore[misc]
+                    gate.allow(1)
         assert isinstance(event, SessionEnd) and event.reason == "length"
         assert text == target_tokens(PROMPT, 160, SETTINGS[1])
         assert running.engine.counts.losses >= 1

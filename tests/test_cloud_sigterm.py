@@ -38,6 +38,7 @@ def load(*_):
 target = object.__new__(embedded.BundleTarget)
 target._bundle = SimpleNamespace(manifest=SimpleNamespace(runtime="openvino"), model_file=None)
 target._loading = None
+target._options = ServeOptions("slow")
 embedded.open_batch_runtime, serve.open_target = load, lambda options: target
 serve.serve(ServeOptions("slow", port=0))
 """

@@ -264,7 +264,7 @@ def test_a_span_has_the_figures_of_a_request_and_no_word_of_it() -> None:
         told = run_session(client, BODY)
         assert client.post("/v1/completions", json=completion).status_code == 200
         client.post("/v1/verify", json={"items": [{"prefix": PROMPT, "draft": [1, 2]}]})
-        assert client.post("/v1/completions", json=completion | {"logprobs": 0}).status_code == 400
+        assert client.post("/v1/completions", json=completion | {"use_beam_search": True}).status_code == 400
         assert client.get(f"/v1/models/{SECRET}").status_code == 404 and client.get("/metrics").status_code == 200
         server.wait_until(lambda: len(cloud.spans) == 4)
     session, text, verify, refused = cloud.spans

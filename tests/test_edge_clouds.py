@@ -168,7 +168,9 @@ def test_speed_never_chooses_another_model() -> None:
 
     async def check() -> None:
         clock = Clock()
-        a, b, c = Cloud(clock, 0.5), Cloud(clock, 0.001, target="another"), Cloud(clock, 0.2)
+        # Slow in steps: looks go on side by side, and the clock is one for all.
+        a, c = Cloud(clock, step_ms=500.0), Cloud(clock, step_ms=50.0)
+        b = Cloud(clock, step_ms=1.0, target="another")
         fleet = fleet_of(clock, a=a, b=b, c=c)
         await fleet.look(9.0)
         assert order(fleet) == [C, A, B]

@@ -26,8 +26,8 @@ SYSTEMS = {
 As the package index had them for these versions. No marker knows a Linux system's C library: on ARM, OpenVINO needs
 glibc 2.35.
 """
-EVERYWHERE = {"httpx", "truststore", "prompt-toolkit", "starlette", "uvicorn", "httptools"}
-"""What `edge` installs on each. httptools has a package for each, also for Windows on ARM."""
+EVERYWHERE = {"httpx", "truststore", "prompt-toolkit", "starlette", "uvicorn", "httptools", "llguidance"}
+"""What `edge` installs on each. httptools and llguidance have a package for each, also for Windows on ARM."""
 
 
 def installed(extra: str, platform: str, machine: str, python: str = "3.12") -> dict[str, str]:
