@@ -349,7 +349,9 @@ def test_cookies_are_not_kept() -> None:
     """A server cannot make every later request larger."""
     cookie = b"set-cookie: a=" + b"b" * 4000 + b"; Path=/\r\n"
     body = b'{"status":"ready","model":"m"}'
-    with raw_server(writes(OK + cookie + b"content-length: %d\r\n\r\n" % len(body) + body)) as hostile:
+    # This server closes after an answer: it says so, or the next request could go out on that connection.
+    head = OK + cookie + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with raw_server(writes(head + body)) as hostile:
 
         async def ask() -> int:
             async with CloudClient(hostile.url) as client:
