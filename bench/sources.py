@@ -10,7 +10,7 @@ pool of lookahead decoding, draft heads, an earlier text (what the same prompt g
 text itself, every 25th token changed); and all but the prediction, chosen among by the engine, with the device's
 drafts and without.
 
-Tokens per pass is the measure: it depends on no clock, because the engine is told to save passes. Times are the
+The measure is tokens per pass. It depends on no clock, because the engine's policy is to save passes. Times are the
 processor's own, of this thread. Exits 1 where a text differs from the one without drafts, or the choice has fewer than
 0.95 of the best single source's tokens per pass.
 

@@ -5,6 +5,7 @@ Two real verifiers on loopback ports speak the fake language; the mid's agrees w
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -31,11 +32,11 @@ from outrider.cloud.engine.config import TreeForm
 from outrider.cloud.engine.thread import EngineThread
 from outrider.cloud.seam import GenerateRequest
 from outrider.cloud.server.cascade import cascade_model, fetch_facts, upstream_key
-from outrider.cloud.upstream.client import upstream_url
+from outrider.cloud.upstream.client import UpstreamClient, upstream_url
 from outrider.cloud.upstream.device_drafts import DeviceDrafts
 from outrider.cloud.upstream.engine import CascadeEngine
 from outrider.cloud.upstream.text import UpstreamRetry, wire_item, wire_request
-from outrider.models.errors import ConfigError, TokenizerMismatch
+from outrider.models.errors import ConfigError, RequestError, TokenizerMismatch
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.http.security import KeyRing
@@ -487,3 +488,33 @@ def test_every_parameter_of_a_text_goes_upstream() -> None:
     assert (wired.presence_penalty, wired.generated, wired.logprobs) == (0.5, 3, 3)
     assert wired.grammar is not None and wired.grammar.kind == "choice"
     assert wire_item(request).generated == 2 and wire_item(request).grammar == wired.grammar
+
+
+def test_a_key_never_crosses_a_network_in_clear() -> None:
+    """As the device's: over http only on this machine."""
+
+    async def make(url: str, key: str | None) -> None:
+        await UpstreamClient(url, key).aclose()
+
+    with pytest.raises(ConfigError, match="https"):
+        asyncio.run(make("http://verifier.example:8000", "secret"))
+    for url, key in (
+        ("http://127.0.0.1:1", "secret"),
+        ("https://verifier.example", "secret"),
+        ("http://v.example", None),
+    ):
+        asyncio.run(make(url, key))
+
+
+def test_a_mid_that_refuses_a_request_leaves_the_text_to_the_target() -> None:
+    """Its vocabulary may end before the target's."""
+    with cascade(0.8) as running:
+        mid = running.engine._mid
+
+        def refuse(*_: object) -> int:
+            raise RequestError("token_out_of_range", "logit_bias has an id beyond the mid's vocabulary")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(mid, "submit", refuse)
+            found = run_session(running.client, asking())
+        assert found.tokens == target_tokens(PROMPT, LENGTH, SETTINGS[1])

@@ -88,6 +88,8 @@ class UpstreamClient:
         self.url = upstream_url(url)
         self._errors = httpx.TransportError
         is_local = is_loopback(urlsplit(self.url).hostname or "")
+        if key and not is_local and self.url.startswith("http:"):
+            raise ConfigError("the upstream key would cross the network in clear; give --upstream an https address")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
 
         def made(max_connections: int) -> httpx.AsyncClient:

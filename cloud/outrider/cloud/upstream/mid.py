@@ -69,9 +69,16 @@ class MidRun:
         return self._start + len(self._written)
 
     def begin(self) -> None:
-        """Submits the first sequence. Raises RequestError as the engine does. On any thread."""
+        """Submits the first sequence. Where the mid's engine refuses the request, the text goes on without it: the
+        target may take what the mid does not. Raises RequestError where it is too busy. On any thread.
+        """
         with self._beginning:
-            self._begin()
+            try:
+                self._begin()
+            except RequestError as error:
+                if error.status >= 500:
+                    raise
+                self._is_off = True
 
     def _begin(self) -> None:
         """Submits a sequence that goes on where the mid's text ends."""
