@@ -23,6 +23,7 @@ from typing import Annotated, Any, Protocol
 import jsonschema
 import numpy as np
 import typer
+from bench.schemas import load_schemas
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -35,14 +36,7 @@ from outrider.models.tokenizer import Tokenizer
 from outrider.reference import target_dir
 
 MAX_TOKENS = 150
-SCHEMAS = Path(__file__).parent / "data" / "schemas.jsonl"
 console = Console()
-
-
-def load_schemas(limit: int | None = None) -> list[dict[str, Any]]:
-    """The published kinds of schemas, each with a title."""
-    lines = SCHEMAS.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines[:limit]]
 
 
 def write_large_tokenizer(directory: Path, size: int) -> Tokenizer:

@@ -1,8 +1,9 @@
 """Checks the invariant on the reference pair: whatever happens to drafts and network, the tokens are the target's own.
 
-Prompts x {greedy, temperature 0.8, temperature 0.8 with top-p 0.9, temperature 0.8 with rules on rows} x every mode of
+Prompts x {greedy, temperature 0.8, with top-p 0.9, with rules on rows, inside JSON schemas} x every mode of
 `bench.invariant_modes`, each text compared token by token with the plain loop of `bench.plain_text` on the same
-runtime, same seed (with `--engine vllm`: on transformers). The cloud shares prefixes and has too few blocks for all
+runtime, same seed (with `--engine vllm`: on transformers). The schemas are those of bench/data, each with a prompt of
+its own; every second text has a penalty, too. The cloud shares prefixes and has too few blocks for all
 texts at once. Prints the counts, and for each difference whether a near-tie in float32 explains it. Exits 1 when more
 than one token in 10,000 differs, or one without such a reason.
 
@@ -16,17 +17,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from bench.invariant_modes import CUT, FAULTY, MODES, generate_all
 from bench.plain_text import Difference, PlainModel, first_difference, plain_texts
 from bench.report import write_json
+from bench.schemas import load_schemas, prompt_of
 from bench.server_clock import ServerClock
 from bench.verifier import Verifier, add_verifier_options, verifier_of
 from rich.console import Console
@@ -37,6 +40,8 @@ from outrider.cloud.engine.config import TreeForm
 from outrider.edge.lab.laboratory import Lab, open_lab
 from outrider.edge.modes.assemble import open_drafter
 from outrider.edge.results import GenerationRequest, GenerationResult
+from outrider.models.grammar.compiler import GrammarCompiler
+from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.sampling import SamplingParams
 from outrider.models.transforms.rules import PLAIN, RowRules
 from outrider.reference import load_prompts
@@ -46,7 +51,9 @@ SAMPLINGS = {
     "temperature 0.8": SamplingParams(temperature=0.8),
     "top-p 0.9": SamplingParams(temperature=0.8, top_p=0.9),
     "rules": SamplingParams(temperature=0.8),
+    "grammar": SamplingParams(temperature=0.8),
 }
+GRAMMAR = "grammar"
 RULES = {
     "rules": RowRules(
         repetition_penalty=1.1,
@@ -57,7 +64,8 @@ RULES = {
         min_tokens=24,
     )
 }
-"""By sampling; the others have none."""
+"""By sampling; the others have none, but see `make_grammar_requests`."""
+PENALTY = RowRules(frequency_penalty=0.3)
 LIMIT = 1e-4
 
 
@@ -102,6 +110,32 @@ def make_requests(
     ]
 
 
+def make_grammar_requests(
+    lab: Lab, sampling: SamplingParams, num_prompts: int, max_tokens: int
+) -> list[GenerationRequest]:
+    """A text inside each of the first schemas; every second one with a penalty. The draft knows the grammar."""
+    schemas = load_schemas(num_prompts)
+    tokenizer = lab.tokenizer
+    requests: list[GenerationRequest] = []
+    with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids)) as compiler:
+        # With more prompts than schemas a schema comes again, with another seed.
+        for seed, schema in zip(range(num_prompts), itertools.cycle(schemas), strict=False):
+            spec = GrammarSpec.json_schema(schema)
+            requests.append(
+                GenerationRequest(
+                    prompt=lab.encode(prompt_of(schema)),
+                    params=replace(sampling, seed=seed),
+                    max_tokens=max_tokens,
+                    stop_ids=frozenset(tokenizer.eos_token_ids),
+                    tokenizer=tokenizer.fingerprint,
+                    rules=PENALTY if seed % 2 else PLAIN,
+                    grammar=spec,
+                    draft_grammar=compiler.compile(spec),
+                )
+            )
+    return requests
+
+
 def measure(
     lab: Lab, options: argparse.Namespace, console: Console, verifier: Verifier | None = None
 ) -> dict[str, dict[str, Count]]:
@@ -119,8 +153,11 @@ def measure(
         total = len(SAMPLINGS) * (1 + len(MODES)) * options.prompts
         task = progress.add_task("", total=total)
         for sampling, params in SAMPLINGS.items():
-            rules = RULES.get(sampling, PLAIN)
-            requests = make_requests(lab, params, options.prompts, options.max_tokens, rules)
+            if sampling == GRAMMAR:
+                requests = make_grammar_requests(lab, params, options.prompts, options.max_tokens)
+            else:
+                rules = RULES.get(sampling, PLAIN)
+                requests = make_requests(lab, params, options.prompts, options.max_tokens, rules)
             progress.update(task, description=f"{sampling}, target only")
             expected = plain_texts(runtime, requests, lambda: progress.advance(task))
             counts[sampling] = {}

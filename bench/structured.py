@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import jsonschema
 import numpy as np
 import typer
-from bench.grammars import load_schemas
+from bench.schemas import load_schemas, prompt_of
 from rich.console import Console
 from rich.table import Table
 
@@ -150,11 +150,6 @@ class Text:
         sums.accepted += usage.accepted_tokens
         sums.proposed += usage.accepted_tokens + usage.rejected_tokens
         sums.texts.append(self.tokens)
-
-
-def prompt_of(schema: dict[str, Any]) -> str:
-    """A prompt in the reference pair's own language, Python."""
-    return f'import json\n\n# {schema["title"]}\nRECORD = json.loads("""'
 
 
 def main(

@@ -11,10 +11,12 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
-from bench.invariant import RULES, SAMPLINGS, count, make_requests, measure
+from bench.invariant import GRAMMAR, PENALTY, RULES, SAMPLINGS, count, make_requests, measure
 from bench.invariant_modes import CUT, FAULTY, MIXED, MODES, PATH, REPEATED, WRONG_BLOCKS, WRONG_TREE, generate_all
 from bench.plain_text import first_difference, plain_texts
 from numpy.typing import NDArray
@@ -31,6 +33,8 @@ from outrider.edge.results import GenerationRequest, GenerationResult
 from outrider.export.make.pair import PairPaths
 from outrider.models.bundle import Bundle
 from outrider.models.draft_heads import DraftHeads
+from outrider.models.grammar.compiler import GrammarCompiler
+from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.runtimes import open_batch_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceSlice
 from outrider.models.runtimes.fake import FakeBatchRuntime, FakeSequenceRuntime
@@ -107,6 +111,43 @@ def _requests(sampling: SamplingParams, rules: RowRules = PLAIN) -> list[Generat
     ]
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {"id": {"type": "string", "pattern": "^[a-z]{2,9}$"}, "sizes": {"items": {"type": "integer"}}},
+    "required": ["id", "sizes"],
+    "additionalProperties": False,
+}
+
+
+@cache
+def _grammar_requests() -> list[GenerationRequest]:
+    """With forced tokens and free ones; the device drafts inside the grammar. The second has a penalty, too."""
+    tokenizer = fake_tokenizer()
+    with closing(GrammarCompiler(tokenizer, tokenizer.size, tokenizer.eos_token_ids)) as compiler:
+        specs = [
+            GrammarSpec.json_schema(SCHEMA),
+            GrammarSpec("regex", "def [a-z]+(\\([a-z, ]{0,20}\\): return [a-z]{9}\n)+"),
+        ]
+        return [
+            replace(
+                request,
+                grammar=spec,
+                draft_grammar=compiler.compile(spec),
+                rules=PENALTY if spec.kind == "regex" else PLAIN,
+            )
+            for request, spec in zip(_requests(SAMPLINGS[GRAMMAR]), specs, strict=False)
+        ]
+
+
+def _requests_of(name: str, num: int) -> list[GenerationRequest]:
+    """Of a name in `SAMPLINGS`."""
+    if name == GRAMMAR:
+        return _grammar_requests()
+    if name in RULES:
+        return [_requests(SAMPLINGS[name], RULES[name])[0], _requests(SAMPLINGS[name], NARROW)[1]]
+    return _requests(SAMPLINGS[name])[:num]
+
+
 def num_hits(server: FakeServer) -> int:
     """Requests that were drafted from an earlier text, so far."""
     assert server.core.recent is not None
@@ -121,11 +162,8 @@ def test_every_mode_gives_the_targets_own_text(
     server = servers[policy]
     hits_before = num_hits(server)
     results: list[GenerationResult] = []
-    for name, sampling in SAMPLINGS.items():
-        if name in RULES:
-            requests = [_requests(sampling, RULES[name])[0], _requests(sampling, NARROW)[1]]
-        else:
-            requests = _requests(sampling)[: NUM_TEXTS[policy]]
+    for name in SAMPLINGS:
+        requests = _requests_of(name, NUM_TEXTS[policy])
         expected = plain_texts(FakeBatchRuntime(vocab_size=fake_tokenizer().size), requests)
         generated = asyncio.run(generate_all(mode, server.url, drafters, fake_tokenizer().size, requests))
         assert [result.tokens for result in generated] == expected
@@ -182,8 +220,8 @@ def test_every_source_of_the_verifier_gives_the_targets_own_text(drafters: list[
     )
     with serve_fake(config=config, runtime=Revealing(vocab_size=size)) as server:
         for mode in ("no draft", "stream"):
-            for sampling in SAMPLINGS.values():
-                requests = _requests(sampling)[:2]
+            for name in SAMPLINGS:
+                requests = _requests_of(name, 2)
                 expected = plain_texts(FakeBatchRuntime(vocab_size=size), requests)
                 generated = asyncio.run(generate_all(mode, server.url, drafters, size, requests))
                 assert [result.tokens for result in generated] == expected
@@ -238,8 +276,8 @@ def test_drafts_of_every_runtime_keep_the_targets_text(
 def test_an_unexplained_difference_is_detected() -> None:
     """The measurement can fail: another token, or a text that ends early, is a difference and not a near-tie."""
     runtime = FakeBatchRuntime(vocab_size=fake_tokenizer().size)
-    for sampling in SAMPLINGS.values():
-        (request, *_) = _requests(sampling)
+    for name in SAMPLINGS:
+        (request, *_) = _requests_of(name, 1)
         (expected,) = plain_texts(runtime, [request])
         assert first_difference(runtime, request, expected, expected) is None
         wrong = (*expected[:5], (expected[5] + 1) % fake_tokenizer().size, *expected[6:])
