@@ -154,8 +154,9 @@ async def _run(url: str, order: Order, device: Device | None, rtt_ms: float) -> 
                         path = f"/v1/sessions/{number}/drafts"
                         post = asyncio.create_task(drafts.post_draft(rtt_ms / 1e3, path, body))
                         posts.add(post)
-                        post.add_done_callback(posts.discard)
             for post in posts:
+                if post.done():
+                    post.result()  # raises what it failed with: a device that cannot send is no device
                 post.cancel()
             await asyncio.gather(*posts, return_exceptions=True)
     return session
@@ -184,12 +185,21 @@ class Connection:
         await self._writer.drain()
 
     async def post_draft(self, delay_s: float, path: str, body: bytes) -> None:
-        """Posts a draft after a delay, one at a time. An answer other than 204 is left alone, as an agent does."""
+        """Posts a draft after a delay, one at a time. An answer other than 204 is left alone, as an agent does.
+
+        Connects again where the server has closed: it keeps no connection that is idle for long.
+        """
         if delay_s:
             await asyncio.sleep(delay_s)
         async with self._turn:
-            await self.send(path, body, TREE_MEDIA_TYPE)
-            await self._answer()
+            try:
+                await self.send(path, body, TREE_MEDIA_TYPE)
+                await self._answer()
+            except (ConnectionError, asyncio.IncompleteReadError):
+                self._writer.close()
+                self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
+                await self.send(path, body, TREE_MEDIA_TYPE)
+                await self._answer()
 
     async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Posts JSON and returns the answer's. Raises CloudError where it is not a 200."""
