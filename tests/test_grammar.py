@@ -335,6 +335,68 @@ def test_a_grammar_that_grows_beyond_its_limits_fails_by_name(tokenizer: Tokeniz
     assert refusal.value.code == "grammar_too_complex"
 
 
+GROWING = GrammarSpec("regex", "(.*[a-m].{12}[n-z].*)")
+"""A text of 300 tokens adds some 6,000 states to the lexer, which may have 10,000."""
+
+
+def wait_for_spares(compiler: GrammarCompiler) -> None:
+    """Until those that were asked for are there."""
+    assert compiler._thread is not None
+    compiler._thread.submit(int).result()
+
+
+def walked(compiler: GrammarCompiler, state: GrammarState, seed: int, count: int) -> list[int]:
+    """A random text; a new lexer is ready whenever it needs one."""
+    rng, text = np.random.default_rng(seed), []
+    for _ in range(count):
+        wait_for_spares(compiler)
+        row = rng.standard_normal(compiler._vocabulary.num_tokens).astype(np.float32)
+        row[list(compiler.stop_ids)] = -9.0
+        state.mask(row)
+        text.append(int(row.argmax()))
+        assert state.advance(text[-1])
+    return text
+
+
+def test_a_text_never_fails_for_what_earlier_texts_have_met(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """All copies of a matcher share its lexer: without spares the third of these texts failed at its first token."""
+    grammar = compiler.compile(GROWING, "crowd")
+    origins, states = [], []
+    for seed in range(6):
+        state = grammar.state()
+        text = walked(compiler, state, seed, 200)
+        alone = compiler.compile(GROWING, f"alone {seed}").state()
+        assert walked(compiler, alone, seed, 200) == text
+        # A text that has changed its lexer on the way goes back and on as before.
+        state.truncate(150)
+        assert state.length == 150 and all(state.advance(token) for token in text[150:])
+        assert not state.fork().advance(tokenizer.eos_token_ids[0]) or state.may_stop
+        origins.append(state._origin)
+        states.append(state)
+    assert len({id(origin) for origin in origins}) > 1
+    # Texts that began on the first lexer go on, too.
+    for state in states:
+        walked(compiler, state, 7, 20)
+
+
+def test_a_grammar_without_a_spare_is_compiled_again(compiler: GrammarCompiler) -> None:
+    """Where texts come to the end of a lexer before the next is ready, one ends by name; a new request is as good."""
+    grammar = compiler.compile(GROWING)
+    wait_for_spares(compiler)
+    grammar.matchers.put_spare(None)
+    with pytest.raises(RequestError) as refusal:
+        for seed in range(20):
+            rng, state = np.random.default_rng(seed), grammar.state()
+            for _ in range(200):
+                row = rng.standard_normal(compiler._vocabulary.num_tokens).astype(np.float32)
+                row[list(compiler.stop_ids)] = -9.0
+                state.mask(row)
+                state.advance(int(row.argmax()))
+    assert refusal.value.code == "grammar_too_complex"
+    again = compiler.compile(GROWING)
+    assert again is not grammar and walked(compiler, again.state(), 0, 50)
+
+
 @pytest.mark.parametrize("schema", [nested(40), chain(100), {"enum": ["x" * 60_000]}])
 def test_what_is_within_the_bounds_compiles(schema: Any, compiler: GrammarCompiler) -> None:
     assert compiler.compile(GrammarSpec.json_schema(schema)).state().forced()

@@ -15,9 +15,11 @@ from typing import Any, Final
 
 from outrider.models.errors import RequestError
 from outrider.models.grammar.cost import GrammarCost
+from outrider.models.grammar.matchers import Matchers
 from outrider.models.grammar.spec import GrammarSpec, dump_schema, invalid_grammar
 from outrider.models.grammar.state import GrammarState
 from outrider.models.grammar.vocabulary import Vocabulary
+from outrider.models.heap import trim_heap
 from outrider.models.tokenizer import Tokenizer
 
 # With the library's own a step may take 15 ms, and one grammar may hold 500 MB.
@@ -39,6 +41,9 @@ MAX_STRIKES: Final = 3
 STRIKE_S: Final = 60.0
 """After so many grammars that took too long, within this time, an owner's are refused."""
 SLOW_COMPILE_S: Final = 0.5
+MAX_SPARE_S: Final = 0.1
+"""A grammar that took longer has no spare matcher (`matchers`)."""
+TRIM_EVERY_S: Final = 1.0
 STACK_BYTES: Final = 64 * 1024 * 1024
 """Of the thread that compiles: the library recurses; `bounds` keeps it far below."""
 
@@ -72,7 +77,7 @@ class CompiledGrammar:
     def __init__(
         self,
         spec: GrammarSpec,
-        matcher: Any,
+        matchers: Matchers,
         vocabulary: Vocabulary,
         after: int | None,
         opener: int | None,
@@ -80,8 +85,8 @@ class CompiledGrammar:
     ) -> None:
         """on_excess: called where a text's grammar takes too long."""
         self.spec = spec
+        self.matchers = matchers
         self._on_excess = on_excess
-        self._matcher = matcher
         self._vocabulary = vocabulary
         self._after = after
         self._opener = opener
@@ -94,7 +99,7 @@ class CompiledGrammar:
     def state(self) -> GrammarState:
         """A new state, before the first token of the answer."""
         cost = GrammarCost(self._on_excess)
-        return GrammarState(self._vocabulary, self._matcher.deep_copy(), self._after, self._opener, cost)
+        return GrammarState(self._vocabulary, self.matchers, self._after, self._opener, cost)
 
 
 class GrammarCompiler:
@@ -113,6 +118,7 @@ class GrammarCompiler:
         self._waiting: Counter[Hashable] = Counter()
         self._turns: dict[Hashable, asyncio.Lock] = {}
         self._strikes = Strikes()
+        self._trimmed_s = time.monotonic()
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -123,6 +129,8 @@ class GrammarCompiler:
         """The grammar, where it is compiled already."""
         with self._lock:
             found = self._known.get((owner, spec.hash))
+            if found is not None and found.matchers.is_worn_out:
+                found = None
             if found is not None:
                 self._known.move_to_end((owner, spec.hash))
             return found
@@ -192,12 +200,20 @@ class GrammarCompiler:
     def _compile(self, spec: GrammarSpec, owner: Hashable) -> CompiledGrammar:
         if found := self.find(spec, owner):
             return found
+        self._trim()
         began_s = time.thread_time()
         try:
-            compiled = _compile(spec, self._vocabulary, lambda: self._strikes.add(owner))
+            matcher = _matcher_of(spec, self._vocabulary)
         finally:
-            if time.thread_time() - began_s > SLOW_COMPILE_S:
+            taken_s = time.thread_time() - began_s
+            if taken_s > SLOW_COMPILE_S:
                 self._strikes.add(owner)
+        matchers = Matchers(matcher, lambda: self._prepare(spec, matchers))
+        after, opener = (_token(name, getattr(spec, name), self._vocabulary) for name in ("after", "opener"))
+        on_excess = partial(self._strikes.add, owner)
+        compiled = CompiledGrammar(spec, matchers, self._vocabulary, after, opener, on_excess)
+        if taken_s <= MAX_SPARE_S:
+            self._prepare(spec, matchers)
         with self._lock:
             self._known[owner, spec.hash] = compiled
             own = [key for key in self._known if key[0] == owner]
@@ -207,9 +223,25 @@ class GrammarCompiler:
                 self._known.popitem(last=False)
         return compiled
 
+    def _prepare(self, spec: GrammarSpec, matchers: Matchers) -> None:
+        """Has a spare compiled, after what is asked for already; not where this compiler is closed."""
+        with self._lock:
+            if self._thread is not None:
+                self._thread.submit(self._make_spare, spec, matchers)
 
-def _compile(spec: GrammarSpec, vocabulary: Vocabulary, on_excess: Callable[[], None]) -> CompiledGrammar:
-    after, opener = (_token(name, getattr(spec, name), vocabulary) for name in ("after", "opener"))
+    def _make_spare(self, spec: GrammarSpec, matchers: Matchers) -> None:
+        self._trim()
+        matchers.put_spare(_matcher_of(spec, self._vocabulary))
+
+    def _trim(self) -> None:
+        """Returns what the grammars of ended texts have left; in this thread only, and at most once a second."""
+        if (now := time.monotonic()) - self._trimmed_s >= TRIM_EVERY_S:
+            self._trimmed_s = now
+            trim_heap()
+
+
+def _matcher_of(spec: GrammarSpec, vocabulary: Vocabulary) -> Any:
+    """The library's matcher, at the beginning of a text. Raises RequestError."""
     backend = vocabulary.backend
     from llguidance import LLMatcher, LLParserLimits
 
@@ -233,7 +265,7 @@ def _compile(spec: GrammarSpec, vocabulary: Vocabulary, on_excess: Callable[[], 
         fault = "the library cannot read it"
     if fault:
         raise invalid_grammar(f"the grammar is refused: {' '.join(fault.split())[:300]}")
-    return CompiledGrammar(spec, matcher, vocabulary, after, opener, on_excess)
+    return matcher
 
 
 def _token(name: str, spelling: str, vocabulary: Vocabulary) -> int | None:

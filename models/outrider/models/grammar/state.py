@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from outrider.models.errors import RequestError
 from outrider.models.grammar import masks
 from outrider.models.grammar.cost import GrammarCost
+from outrider.models.grammar.matchers import Matchers
 from outrider.models.grammar.vocabulary import Vocabulary
 
 MAX_FORCED: Final = 64
@@ -30,33 +32,37 @@ class GrammarState:
     __slots__ = (
         "_after",
         "_is_waiting",
+        "_matched",
         "_matcher",
+        "_matchers",
         "_num_free",
-        "_num_matched",
         "_num_stops",
         "_opener",
+        "_origin",
         "_vocabulary",
         "cost",
     )
 
     def __init__(
-        self, vocabulary: Vocabulary, matcher: Any, after: int | None, opener: int | None, cost: GrammarCost
+        self, vocabulary: Vocabulary, matchers: Matchers, after: int | None, opener: int | None, cost: GrammarCost
     ) -> None:
         """cost: of the text; forks share it."""
         self.cost = cost
         self._vocabulary = vocabulary
-        self._matcher = matcher
+        self._matchers = matchers
+        self._origin = matchers.current
+        self._matcher = self._origin.deep_copy()
         self._after = after
         self._opener = opener
         self._is_waiting = after is not None and opener is None
         self._num_free = 0  # tokens before the grammar began
-        self._num_matched = 0
+        self._matched: list[int] = []
         self._num_stops = 0
 
     @property
     def length(self) -> int:
         """Tokens consumed."""
-        return self._num_free + self._num_matched + self._num_stops
+        return self._num_free + len(self._matched) + self._num_stops
 
     @property
     def is_over(self) -> bool:
@@ -108,14 +114,9 @@ class GrammarState:
             return False
         if not 0 <= token < self._vocabulary.num_tokens:
             return False
-        began_s = time.thread_time()
-        is_consumed = self._matcher.try_consume_tokens([token]) == 1
-        self.cost.add(began_s)
-        if not is_consumed:
-            if self._matcher.is_error():
-                raise self._too_complex()
+        if self._ask(lambda matcher: matcher.try_consume_tokens([token])) != 1:
             return False
-        self._num_matched += 1
+        self._matched.append(token)
         return True
 
     def truncate(self, num_tokens: int) -> None:
@@ -123,23 +124,22 @@ class GrammarState:
         assert num_tokens >= 0
         dropped = max(self.length - num_tokens, 0)
         stops = min(dropped, self._num_stops)
-        matched = min(dropped - stops, self._num_matched)
+        matched = min(dropped - stops, len(self._matched))
         free = dropped - stops - matched
         self._num_stops -= stops
         if matched:
             is_back = self._matcher.rollback(matched)
-            # A state that has reached the limits stays of no use, and its text ends.
+            # One that has reached the limits is replaced when it is next asked, or its text ends.
             assert is_back or self._matcher.is_error(), "the library holds as many tokens as were matched"
-            self._num_matched -= matched
+            del self._matched[-matched:]
         if free:
             self._num_free -= free
             self._is_waiting = self._num_free > 0 or self._opener is None
 
     def fork(self) -> GrammarState:
         """A state of its own at the same place. Cheap: the library copies on the first change."""
-        twin = GrammarState(self._vocabulary, self._matcher.deep_copy(), self._after, self._opener, self.cost)
-        twin._is_waiting = self._is_waiting
-        twin._num_free, twin._num_matched, twin._num_stops = self._num_free, self._num_matched, self._num_stops
+        twin = copy.copy(self)
+        twin._matcher, twin._matched = self._matcher.deep_copy(), self._matched.copy()
         return twin
 
     def forced(self) -> list[int]:
@@ -148,7 +148,7 @@ class GrammarState:
             return []
         if self._matcher.is_stopped():
             return list(self._vocabulary.stop_ids) if len(self._vocabulary.stop_ids) == 1 else []
-        return list(self._matcher.compute_ff_tokens()[:MAX_FORCED])
+        return list(self._ask(lambda matcher: matcher.compute_ff_tokens())[:MAX_FORCED])
 
     def validate(self, tokens: Sequence[int]) -> int:
         """How many of these tokens, from the first on, are allowed here one after the other. Changes nothing."""
@@ -156,7 +156,7 @@ class GrammarState:
         is_plain = not (self._is_waiting or self._num_stops or self._may_open)
         if is_plain and not any(token in stops for token in tokens):
             inside = next((i for i, t in enumerate(tokens) if not 0 <= t < self._vocabulary.num_tokens), len(tokens))
-            return int(self._matcher.validate_tokens(list(tokens[:inside])))
+            return int(self._ask(lambda matcher: matcher.validate_tokens(list(tokens[:inside]))))
         walker = self.fork()
         return next((i for i, token in enumerate(tokens) if not walker.advance(token)), len(tokens))
 
@@ -169,11 +169,7 @@ class GrammarState:
         """The mask of the next token, one bit an id."""
         if self._num_stops:
             return self._vocabulary.stop_bits
-        began_s = time.thread_time()
-        bits: bytes = self._matcher.compute_bitmask()
-        self.cost.add(began_s)
-        if self._matcher.is_error():
-            raise self._too_complex()
+        bits: bytes = self._ask(lambda matcher: matcher.compute_bitmask())
         bits = self._vocabulary.only_own_stops(bits)
         if self._may_open:
             assert self._opener is not None
@@ -181,6 +177,25 @@ class GrammarState:
             opened[self._opener // 8] |= 1 << self._opener % 8
             return bytes(opened)
         return bits
+
+    def _ask(self, call: Callable[[Any], Any]) -> Any:
+        """What the matcher answers, or a new one where it has reached the library's limits; raises as `advance`."""
+        began_s = time.thread_time()
+        found = call(self._matcher)
+        if self._matcher.is_error() and self._renew():
+            found = call(self._matcher)
+        self.cost.add(began_s)
+        if self._matcher.is_error():
+            raise self._too_complex()
+        return found
+
+    def _renew(self) -> bool:
+        """Has a new matcher read the text again; False where there is none, or where it comes to its limits, too."""
+        origin = self._matchers.replaced(self._origin)
+        if origin is None:
+            return False
+        self._origin, self._matcher = origin, origin.deep_copy()
+        return bool(self._matcher.try_consume_tokens(self._matched) == len(self._matched))
 
     def _too_complex(self) -> RequestError:
         reason = " ".join(self._matcher.get_error().split())[:120]
