@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing, suppress
 from typing import Any
 
 import httpx
 import pytest
-from tests.serving import serve_fake
+from tests.serving import fake_tokenizer, serve_fake
 
 from outrider.cloud.upstream import client as upstream
 from outrider.cloud.upstream.errors import UpstreamLost
 from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.sender import DraftMessage
 from outrider.models.errors import OutriderError
-from outrider.models.protocol import DraftRequest, SessionRequest
+from outrider.models.protocol import DraftRequest, SessionEnd, SessionEvent, SessionRequest
 
 ONE = ClientOptions(max_connections=1, keep_alive_s=1.0)
 """A connection that is not given back shows at the next request: PoolTimeout."""
@@ -43,6 +43,36 @@ async def cut_after(num_turns: int, num_cuts: int, ask: Coroutine[Any, Any, obje
         task.cancel()
         await asyncio.sleep(0)
     await asyncio.gather(task, return_exceptions=True)
+
+
+def test_texts_one_after_the_other_share_a_connection() -> None:
+    """A reader stops at the session's end, before the body's: the rest is read for it. Without, each text connects."""
+
+    async def check(url: str) -> None:
+        request = SessionRequest(prompt=[5, 6], max_tokens=3, ignore_eos=True)
+        seen: set[int] = set()
+        async with CloudClient(url, ONE) as client, aclosing(upstream.UpstreamClient(url)) as mid:
+            pools = [http._transport._pool for http in (client._http, mid._streams)]  # type: ignore[attr-defined]
+            for _ in range(3):
+                async with client.open_session(request) as events, aclosing(events):
+                    assert [event.type async for event in until_end(events)][-1] == "end"
+                async with mid.open_session(request, None, fake_tokenizer().size) as events, aclosing(events):
+                    assert [event.type async for event in until_end(events)][-1] == "end"
+                held = [connection for pool in pools for connection in pool.connections]
+                assert len(held) == 2 and all(connection.is_idle() for connection in held)
+                seen |= {id(connection) for connection in held}
+        assert len(seen) == 2
+
+    with serve_fake() as server:
+        asyncio.run(check(server.url))
+
+
+async def until_end(events: AsyncIterator[SessionEvent]) -> AsyncIterator[SessionEvent]:
+    """Stops where a session ends, as an agent does."""
+    async for event in events:
+        yield event
+        if isinstance(event, SessionEnd):
+            return
 
 
 @pytest.mark.parametrize("num_cuts", [1, 3])

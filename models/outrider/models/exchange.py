@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import httpx  # servers do without it
 
 T = TypeVar("T")
+_END_S: Final = 0.05
+"""A server writes the end of a body right after the last event."""
 
 # Events of httpcore's tracing. Between these the only awaits are of the socket, and httpcore closes what fails there.
 _OPENS: Final = frozenset({"http11.send_request_headers.started", "http11.receive_response_body.started"})
@@ -96,12 +98,16 @@ class Exchange:
         """More of the body of the answer that `send` returned; empty at its end."""
         return await self.run(self._next_chunk())
 
-    async def aclose(self) -> None:
-        """Closes the answer that `send` returned; after a cancelled step, as soon as that has ended."""
+    async def aclose(self, *, is_ending: bool = False) -> None:
+        """Closes the answer that `send` returned; after a cancelled step, as soon as that has ended.
+
+        is_ending: nothing but the body's end is missing, which is awaited for a moment: the connection can then serve
+        the next request.
+        """
         is_running = self._step is not None and not self._step.done()
         if self._response is None and not is_running:
             return
-        task = asyncio.create_task(self._close())
+        task = asyncio.create_task(self._close(_END_S if is_ending else 0.0))
         self._left.add(task)
         if not is_running:
             await asyncio.wait({task})
@@ -115,13 +121,28 @@ class Exchange:
         self._chunks = self._chunks or chunks_of(self._response)
         return await anext(self._chunks, b"")
 
-    async def _close(self) -> None:
+    async def _close(self, end_s: float) -> None:
         if self._step is not None:
             await asyncio.wait({self._step})
-        if self._chunks is not None:
-            await self._chunks.aclose()
-        if self._response is not None:
-            await self._response.aclose()
+        try:
+            if end_s:
+                await self._read_end(end_s)
+        finally:
+            if self._chunks is not None:
+                await self._chunks.aclose()
+            if self._response is not None:
+                await self._response.aclose()
+
+    async def _read_end(self, end_s: float) -> None:
+        """Reads once more; what comes, if anything does, concerns nobody."""
+        step = asyncio.create_task(self._next_chunk())
+        try:
+            await asyncio.wait({step}, timeout=end_s)
+        finally:
+            if not step.done() and self._can_cut:
+                step.cancel()
+            self._left.add(step)
+            await asyncio.wait({step})
 
 
 async def chunks_of(response: httpx.Response) -> AsyncGenerator[bytes, None]:

@@ -149,14 +149,15 @@ class UpstreamClient:
         built = self._streams.build_request(
             "POST", f"{self.url}/v1/sessions", content=content, headers=headers, extensions={"trace": exchange.trace}
         )
+        reader = EventReader(request.max_tokens, vocab_size)
         try:
             async with self._guarded(CONNECT_S + HEAD_S):
                 response = await exchange.send(self._streams, built)
             async with self._guarded(HEAD_S):
                 await exchange.run(_require_success(response))
-            yield self._events(exchange, EventReader(request.max_tokens, vocab_size))
+            yield self._events(exchange, reader)
         finally:
-            await exchange.aclose()
+            await exchange.aclose(is_ending=reader.is_over)
 
     async def _events(self, exchange: Exchange, reader: EventReader) -> AsyncGenerator[SessionEvent, None]:
         silence_s = _SILENCE_S

@@ -35,6 +35,8 @@ class EventReader:
         self._rest = b""
         self._is_open = False
         self._num_tokens = 0
+        self.is_over = False
+        """Whether the session has ended, so that nothing follows."""
 
     def feed(self, data: bytes) -> Iterator[SessionEvent]:
         """Yields the events that `data` completes."""
@@ -67,8 +69,10 @@ class EventReader:
             self._check_logprobs(event)
             if not 0 <= event.accepted <= min(event.proposed, len(event.tokens)):
                 raise _broken("it accepted more drafted tokens than it committed")
-        elif isinstance(event, SessionEnd) and not math.isfinite(event.usage.waited_ms):
-            raise _broken("waited_ms is no number")
+        elif isinstance(event, SessionEnd):
+            if not math.isfinite(event.usage.waited_ms):
+                raise _broken("waited_ms is no number")
+            self.is_over = True
 
     def _check_logprobs(self, commit: Commit) -> None:
         found = commit.logprobs or []

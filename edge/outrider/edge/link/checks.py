@@ -32,6 +32,8 @@ class SessionCheck:
         self._takes_provisional = provisional
         self._open: SessionOpen | None = None
         self._num_tokens = 0
+        self.is_over = False
+        """Whether the session has ended, so that nothing follows."""
 
     def __call__(self, event: SessionEvent) -> None:
         """Raises ProtocolBroken for an event that cannot come now, or with values out of bounds."""
@@ -53,6 +55,7 @@ class SessionCheck:
                     self._url,
                     f"a stop string ends {_shown(event.cut.tokens)} of {self._num_tokens} tokens; expected no more",
                 )
+            self.is_over = True
 
     def _take_open(self, event: SessionOpen) -> None:
         if self._open is not None:

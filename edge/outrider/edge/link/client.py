@@ -243,6 +243,7 @@ class CloudClient:
             headers = [*_ASK, *no_store, *_wish(target), *span.headers]
             exchange = Exchange(self._left, is_traced=self._is_traced)
             http_request = self._build("POST", "/v1/sessions", exchange, request, headers)
+            check: SessionCheck | None = None
             try:
                 async with self._deadline(self._head_timeout_s):
                     response = await exchange.send(self._http, http_request)
@@ -254,7 +255,7 @@ class CloudClient:
                 check = SessionCheck(self.url, request.max_tokens, request.logprobs, provisional=request.provisional)
                 yield self._events(exchange, check)
             finally:
-                await exchange.aclose()
+                await exchange.aclose(is_ending=check is not None and check.is_over)
 
     async def _events(self, exchange: Exchange, check: SessionCheck) -> AsyncGenerator[SessionEvent, None]:
         parser, silence_s = EventParser(self.url), self._silence_s
