@@ -14,14 +14,14 @@ from outrider.models.errors import RequestError
 from outrider.models.grammar import bounds, cost, masks
 from outrider.models.grammar.compiler import (
     MAX_CACHED_PER_OWNER,
-    MAX_STRIKES,
-    MAX_WAITING_PER_OWNER,
+    MAX_WAITING,
     CompiledGrammar,
     GrammarCompiler,
 )
 from outrider.models.grammar.rows import GrammarRows
 from outrider.models.grammar.spec import GrammarSpec, with_whitespace
 from outrider.models.grammar.state import GrammarState
+from outrider.models.grammar.strikes import MAX_CLIENTS, MAX_STRIKES, STRIKE_S, Strikes
 from outrider.models.tokenizer import Tokenizer
 from outrider.reference import target_dir
 
@@ -416,7 +416,7 @@ def test_a_grammar_is_compiled_once_per_owner(compiler: GrammarCompiler) -> None
 
 def test_compiling_takes_turns_and_has_a_bound(compiler: GrammarCompiler) -> None:
     """One owner's flood is refused beyond a few; another's grammar waits for one of them at most."""
-    flood = [GrammarSpec("regex", f"flood{i}+") for i in range(MAX_WAITING_PER_OWNER + 8)]
+    flood = [GrammarSpec("regex", f"flood{i}+") for i in range(MAX_WAITING + 8)]
     done = []
 
     async def compile_one(spec: GrammarSpec, owner: str) -> CompiledGrammar:
@@ -437,6 +437,27 @@ def test_compiling_takes_turns_and_has_a_bound(compiler: GrammarCompiler) -> Non
     assert not isinstance(results[-1], BaseException)
     assert done.index("calm") <= 1
     assert asyncio.run(compiler.compile_for(flood[-1], "flood")).spec == flood[-1]
+
+
+def test_one_client_behind_an_owner_does_not_stop_the_others(compiler: GrammarCompiler) -> None:
+    """A cascade's middle sends a salt for each of its clients. What one uses up another still has; not for ever."""
+    flood = [GrammarSpec("regex", f"salted{i}+") for i in range(MAX_WAITING + 4)]
+
+    async def run() -> list[CompiledGrammar | BaseException]:
+        asked = [compiler.compile_for(spec, "mid", b"one") for spec in flood]
+        calm = compiler.compile_for(GrammarSpec("regex", "calm2"), "mid", b"two")
+        return await asyncio.gather(*asked, calm, return_exceptions=True)
+
+    *results, calm = asyncio.run(run())
+    assert sum(isinstance(each, RequestError) for each in results) == 3 and isinstance(calm, CompiledGrammar)
+    strikes = Strikes(lambda: 5.0)
+    for _ in range(MAX_STRIKES):
+        strikes.add(("mid", b"one"))
+    assert strikes.seconds_left(("mid", b"one")) == STRIKE_S
+    assert strikes.seconds_left(("mid", b"two")) == strikes.seconds_left(("other", b"one")) == 0.0
+    for salt in range(MAX_STRIKES * (MAX_CLIENTS - 1)):
+        strikes.add(("mid", b"%d" % salt))
+    assert strikes.seconds_left(("mid", b"two")) == STRIKE_S and not strikes.seconds_left(("other", b"two"))
 
 
 def test_a_client_that_leaves_frees_its_turn(compiler: GrammarCompiler) -> None:

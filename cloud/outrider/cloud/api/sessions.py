@@ -56,7 +56,8 @@ def session_routes(core: Core) -> APIRouter:
                 f"generated: it is {body.generated}, and prompt has {len(body.prompt)} tokens; send those of the text",
                 param="generated",
             )
-        grammar = await core.grammars.compiled(GrammarSpec.of_wire(body.grammar), owner)
+        salt = (body.cache_salt or "").encode()
+        grammar = await core.grammars.compiled(GrammarSpec.of_wire(body.grammar), owner, salt)
         terms = session_terms(body, core.settings)
         generate = GenerateRequest(
             prompt=tuple(body.prompt),
@@ -72,7 +73,7 @@ def session_routes(core: Core) -> APIRouter:
             keep=body.keep_prefix,
             grammar=grammar,
             provisional=body.provisional,
-            salt=(body.cache_salt or "").encode(),
+            salt=salt,
             num_logprobs=body.logprobs,
             terms=terms,
         )

@@ -181,7 +181,7 @@ class _Batch:
     async def _request(self, raw: Any) -> GenerateRequest:
         item = VerifyItem.model_validate(raw)
         params = item.rule.apply(sampling_of(item.sampling))
-        grammar = await self._core.grammars.compiled(GrammarSpec.of_wire(item.grammar), self._owner)
+        grammar = await self._core.grammars.compiled(GrammarSpec.of_wire(item.grammar), self._owner, self._salt)
         terms = item_terms(item, self._core.settings)
         return GenerateRequest(
             prompt=tuple(item.prefix),

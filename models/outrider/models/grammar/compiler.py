@@ -18,6 +18,7 @@ from outrider.models.grammar.cost import GrammarCost
 from outrider.models.grammar.matchers import Matchers
 from outrider.models.grammar.spec import GrammarSpec, dump_schema, invalid_grammar
 from outrider.models.grammar.state import GrammarState
+from outrider.models.grammar.strikes import MAX_STRIKES, STRIKE_S, Client, Strikes, limits_of
 from outrider.models.grammar.vocabulary import Vocabulary
 from outrider.models.heap import trim_heap
 from outrider.models.tokenizer import Tokenizer
@@ -36,39 +37,13 @@ MAX_FIRST_MASK_S: Final = 0.25
 MAX_CACHED: Final = 16
 MAX_CACHED_PER_OWNER: Final = 4
 """A kept grammar has 1 MB at most as people write them, and 36 MB at most: `((((a{100}){100}){100}){100})`."""
-MAX_WAITING_PER_OWNER: Final = 4
-MAX_STRIKES: Final = 3
-STRIKE_S: Final = 60.0
-"""After so many grammars that took too long, within this time, an owner's are refused."""
+MAX_WAITING: Final = 4
 SLOW_COMPILE_S: Final = 0.5
 MAX_SPARE_S: Final = 0.1
 """A grammar that took longer has no spare matcher (`matchers`)."""
 TRIM_EVERY_S: Final = 1.0
 STACK_BYTES: Final = 64 * 1024 * 1024
 """Of the thread that compiles: the library recurses; `bounds` keeps it far below."""
-
-
-class Strikes:
-    """Who has sent grammars that took too long, and until when nothing of theirs is compiled. Any thread."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._of: dict[Hashable, list[float]] = {}
-        self._lock = threading.Lock()
-
-    def add(self, owner: Hashable) -> None:
-        """One more."""
-        with self._lock:
-            now = self._clock()
-            for each in [each for each, times in self._of.items() if now - times[-1] >= STRIKE_S]:
-                del self._of[each]
-            self._of[owner] = [*self._of.get(owner, [])[1 - MAX_STRIKES :], now]
-
-    def seconds_left(self, owner: Hashable) -> float:
-        """Until an owner's grammars are compiled again; at most 0 where they are."""
-        with self._lock:
-            times = self._of.get(owner, [])
-            return times[0] + STRIKE_S - self._clock() if len(times) >= MAX_STRIKES else 0.0
 
 
 class CompiledGrammar:
@@ -106,12 +81,13 @@ class GrammarCompiler:
     """Compiles specs into grammars, and keeps the latest ones.
 
     vocab_size: ids of the model's logits. stop_ids: those that end a text. One grammar is compiled at a time, owners in
-    turn: an owner has one in work and at most `MAX_WAITING_PER_OWNER` waiting, and `MAX_CACHED_PER_OWNER` kept.
+    turn: an owner has one in work, and `MAX_CACHED_PER_OWNER` kept. `MAX_WAITING` of one client may wait, and those of
+    `MAX_CLIENTS` of one owner.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: Sequence[int]) -> None:
         self._vocabulary = Vocabulary(tokenizer, vocab_size, stop_ids)
-        self._known: OrderedDict[tuple[Hashable, str], CompiledGrammar] = OrderedDict()
+        self._known: OrderedDict[tuple[Client, str], CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()  # of `_known`
         self._turn = threading.Lock()  # of the library: one compilation at a time
         self._thread: ThreadPoolExecutor | None = None
@@ -125,14 +101,15 @@ class GrammarCompiler:
         """The ids that end a text, ascending."""
         return self._vocabulary.stop_ids
 
-    def find(self, spec: GrammarSpec, owner: Hashable = None) -> CompiledGrammar | None:
+    def find(self, spec: GrammarSpec, owner: Hashable = None, salt: bytes = b"") -> CompiledGrammar | None:
         """The grammar, where it is compiled already."""
+        key = (owner, salt), spec.hash
         with self._lock:
-            found = self._known.get((owner, spec.hash))
+            found = self._known.get(key)
             if found is not None and found.matchers.is_worn_out:
                 found = None
             if found is not None:
-                self._known.move_to_end((owner, spec.hash))
+                self._known.move_to_end(key)
             return found
 
     def compile(self, spec: GrammarSpec, owner: Hashable = None) -> CompiledGrammar:
@@ -140,43 +117,47 @@ class GrammarCompiler:
 
         Raises RequestError `invalid_grammar`, TokenizerError where the tokenizer cannot be held to any grammar.
         """
-        return self.find(spec, owner) or self._start(spec, owner).result()
+        return self.find(spec, owner) or self._start(spec, (owner, b"")).result()
 
-    async def compile_for(self, spec: GrammarSpec, owner: Hashable = None) -> CompiledGrammar:
-        """As `compile`, without holding the event loop.
+    async def compile_for(self, spec: GrammarSpec, owner: Hashable = None, salt: bytes = b"") -> CompiledGrammar:
+        """As `compile`, without holding the event loop. salt: which of the owner's clients asks.
 
         Raises RequestError `too_many_grammars` (429) where too many of the owner's are waiting.
         """
-        if (wait_s := self._strikes.seconds_left(owner)) > 0:
+        client = owner, salt
+        if (wait_s := self._strikes.seconds_left(client)) > 0:
             raise RequestError(
                 "too_many_grammars",
                 f"{MAX_STRIKES} grammars of this client took too long within {STRIKE_S:.0f} s; try again later",
                 status=429,
                 retry_after_s=math.ceil(wait_s),
             )
-        if found := self.find(spec, owner):
+        if found := self.find(spec, owner, salt):
             return found
-        if self._waiting[owner] > MAX_WAITING_PER_OWNER:
+        keys = limits_of(client, MAX_WAITING)
+        if any(self._waiting[key] > limit for key, limit in keys):
             raise RequestError(
                 "too_many_grammars",
-                f"{self._waiting[owner]} grammars of this client are being compiled; try again later",
+                f"{self._waiting[client]} grammars of this client are being compiled; try again later",
                 status=429,
                 retry_after_s=1,
             )
-        self._waiting[owner] += 1
+        self._waiting.update(key for key, _ in keys)
         try:
             async with self._turns.setdefault(owner, asyncio.Lock()):
                 # Shielded: a client that leaves does not free its turn before the work is done.
-                work = asyncio.ensure_future(asyncio.wrap_future(self._start(spec, owner)))
+                work = asyncio.ensure_future(asyncio.wrap_future(self._start(spec, client)))
                 try:
                     return await asyncio.shield(work)
                 except asyncio.CancelledError:
                     await asyncio.wait([work])
                     raise
         finally:
-            self._waiting[owner] -= 1
-            if not self._waiting[owner]:
-                del self._waiting[owner]
+            for key, _ in keys:
+                self._waiting[key] -= 1
+                if not self._waiting[key]:
+                    del self._waiting[key]
+            if (owner,) not in self._waiting:
                 self._turns.pop(owner, None)
 
     def close(self) -> None:
@@ -186,7 +167,7 @@ class GrammarCompiler:
         if thread is not None:
             thread.shutdown(wait=True, cancel_futures=True)
 
-    def _start(self, spec: GrammarSpec, owner: Hashable) -> Future[CompiledGrammar]:
+    def _start(self, spec: GrammarSpec, client: Client) -> Future[CompiledGrammar]:
         with self._lock:
             if self._thread is None:
                 before = threading.stack_size(STACK_BYTES)
@@ -195,10 +176,10 @@ class GrammarCompiler:
                     self._thread.submit(int).result()  # starts the thread, with this stack
                 finally:
                     threading.stack_size(before)
-            return self._thread.submit(partial(self._compile, spec, owner))
+            return self._thread.submit(partial(self._compile, spec, client))
 
-    def _compile(self, spec: GrammarSpec, owner: Hashable) -> CompiledGrammar:
-        if found := self.find(spec, owner):
+    def _compile(self, spec: GrammarSpec, client: Client) -> CompiledGrammar:
+        if found := self.find(spec, *client):
             return found
         self._trim()
         began_s = time.thread_time()
@@ -207,16 +188,16 @@ class GrammarCompiler:
         finally:
             taken_s = time.thread_time() - began_s
             if taken_s > SLOW_COMPILE_S:
-                self._strikes.add(owner)
+                self._strikes.add(client)
         matchers = Matchers(matcher, lambda: self._prepare(spec, matchers))
         after, opener = (_token(name, getattr(spec, name), self._vocabulary) for name in ("after", "opener"))
-        on_excess = partial(self._strikes.add, owner)
+        on_excess = partial(self._strikes.add, client)
         compiled = CompiledGrammar(spec, matchers, self._vocabulary, after, opener, on_excess)
         if taken_s <= MAX_SPARE_S:
             self._prepare(spec, matchers)
         with self._lock:
-            self._known[owner, spec.hash] = compiled
-            own = [key for key in self._known if key[0] == owner]
+            self._known[client, spec.hash] = compiled
+            own = [key for key in self._known if key[0][0] == client[0]]
             for key in own[: max(len(own) - MAX_CACHED_PER_OWNER, 0)]:
                 del self._known[key]
             while len(self._known) > MAX_CACHED:

@@ -20,23 +20,25 @@ class Grammars:
         self._is_needed = is_needed
         self._compiler: GrammarCompiler | None = None
 
-    async def compiled(self, spec: GrammarSpec | None, owner: bytes) -> CompiledGrammar | None:
+    async def compiled(self, spec: GrammarSpec | None, owner: bytes, salt: bytes = b"") -> CompiledGrammar | None:
         """The grammar; None for None. Raises RequestError as `GrammarCompiler.compile_for`."""
         if spec is None:
             return None
         try:
             if self._compiler is None:
                 self._compiler = self._make()
-            return await self._compile(self._compiler, spec, owner)
+            return await self._compile(self._compiler, spec, owner, salt)
         except RuntimeUnavailable as error:  # the library is not installed
             if not self._is_needed:
                 return None
             raise RequestError("unsupported_parameter", str(error), status=501) from None
 
-    async def _compile(self, compiler: GrammarCompiler, spec: GrammarSpec, owner: bytes) -> CompiledGrammar:
+    async def _compile(
+        self, compiler: GrammarCompiler, spec: GrammarSpec, owner: bytes, salt: bytes
+    ) -> CompiledGrammar:
         if not compiler.stop_ids:
             raise RequestError("unsupported_parameter", "this model has no end token, so no grammar can end its text")
         try:
-            return await compiler.compile_for(spec, owner)
+            return await compiler.compile_for(spec, owner, salt)
         except TokenizerError as error:
             raise RequestError("unsupported_parameter", str(error)) from None
