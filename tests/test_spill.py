@@ -65,8 +65,9 @@ class SpillHarness(Harness):
     ) -> None:
         spill = SpillConfig(place, target, always=always, type=kind)
         super().__init__(config=EngineConfig(spill=spill, max_parked=max_parked), num_blocks=64)
-        assert self.engine._spill is not None
-        self.spill: SpillStore = self.engine._spill
+        assert self.engine._swap is not None
+        self.swap = self.engine._swap
+        self.spill: SpillStore = self.swap.store
 
     def text(self, collector: Collector) -> list[int]:
         """Runs until this sequence has ended."""
@@ -229,7 +230,7 @@ def test_blocks_that_do_not_come_are_computed(place: Path, monkeypatch: pytest.M
         _, late = second.submit((3, 4), 10, prefix_hash=name)
         second.engine.step()
         assert disk.asked.wait(30.0)
-        ((first_id, _),) = second.engine._loading.items()
+        ((first_id, _),) = second.swap._loading.items()
         found = second.spill.find(b"", name)
         request = GenerateRequest((3, 4), SAMPLED, 10, prefix_hash=name, stored=found, deadline_ms=500.0)
         second.engine.submit(request, Collector())

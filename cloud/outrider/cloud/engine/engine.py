@@ -15,15 +15,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from outrider.cloud.distributions import num_tested
 from outrider.cloud.engine.cache import SequenceCache
 from outrider.cloud.engine.choosers import chooser_of
-from outrider.cloud.engine.config import EngineConfig, SpillConfig, TreeForm
+from outrider.cloud.engine.config import EngineConfig, TreeForm
 from outrider.cloud.engine.health import Health
 from outrider.cloud.engine.parked import ParkedPrefix
 from outrider.cloud.engine.requests import (
@@ -39,8 +35,8 @@ from outrider.cloud.engine.runner import ModelRunner, Rows, picked
 from outrider.cloud.engine.scheduler import Scheduler, Share
 from outrider.cloud.engine.sequence_state import SequenceState
 from outrider.cloud.engine.sources import own_sources, require_hidden, teach
-from outrider.cloud.engine.spill import SpillStore
-from outrider.cloud.engine.spill_file import Spilled, SpillTarget
+from outrider.cloud.engine.spill_file import Spilled
+from outrider.cloud.engine.swap import Blocks, open_swap
 from outrider.cloud.engine.turnover import Turnover
 from outrider.cloud.pending.drafting import Drafting
 from outrider.cloud.pending.drafts import PendingDrafts
@@ -54,12 +50,9 @@ from outrider.cloud.seam import CommitEvent, EndEvent, EngineStats, GenerateRequ
 from outrider.models.acceptance import Rule
 from outrider.models.errors import ConfigError, ModelFault, RequestError
 from outrider.models.faults import log_fault
-from outrider.models.runtimes.base import BatchRuntime, BlockRuntime, ModelLimits, TreeRuntime
+from outrider.models.runtimes.base import BatchRuntime, ModelLimits, TreeRuntime
 from outrider.models.transforms.by_rule import RuleChooser
 from outrider.models.tree_draft import TreeDraft
-
-_LOAD_S: Final = 5.0
-"""For blocks to come from disk; then their tokens run."""
 
 
 class Engine:
@@ -85,12 +78,11 @@ class Engine:
         self._health = Health(clock)
         self._runner = ModelRunner(runtime, self._health, clock)
         self._gate = threading.Lock()  # between `submit` and `reset`
-        self._spill = open_spill(runtime, self._config.spill)
+        self._swap = open_swap(runtime, self._config.spill, self._totals, clock)
         self.wake: Callable[[], None] = lambda: None
         self._start_afresh()
         self._inbox: deque[Callable[[], None]] = deque()
         self._sequences: dict[int, SequenceState] = {}
-        self._loading: dict[int, tuple[SequenceState, float]] = {}  # whose blocks are read, and until when at most
         self._ids = itertools.count(1)
         longest = min(runtime.limits.max_positions, runtime.num_blocks * runtime.block_size)
         self._limits = ModelLimits(runtime.limits.vocab_size, longest)
@@ -106,14 +98,15 @@ class Engine:
             share_between_owners=self._config.share_between_owners,
             **self._when_spilled(),
         )
+        on_admit = self._swap.restore if self._swap is not None else lambda sequence: None
         self._scheduler = Scheduler(
-            self._config, self._cache, self._drafting, self._totals, self._clock, on_admit=self._restore
+            self._config, self._cache, self._drafting, self._totals, self._clock, on_admit=on_admit
         )
 
     def _when_spilled(self) -> dict[str, Callable[[ParkedPrefix], None]]:
-        if self._config.spill is None:
+        if self._swap is None or self._config.spill is None:
             return {}
-        return {"on_park" if self._config.spill.always else "on_evict": self._spill_prefix}
+        return {"on_park" if self._config.spill.always else "on_evict": self._swap.put}
 
     @property
     def limits(self) -> ModelLimits:
@@ -162,11 +155,11 @@ class Engine:
 
         False, and `done` is not called, where there is nothing to wait for.
         """
-        if self._spill is None or self._cache.is_parked(owner, name):
+        if self._swap is None or self._cache.is_parked(owner, name):
             return False
-        return self._spill.seek(owner, name, done)
+        return self._swap.store.seek(owner, name, done)
 
-    def _loaded(self, sequence: SequenceState, data: NDArray[np.uint8] | None) -> None:
+    def _loaded(self, sequence: SequenceState, data: Blocks | None) -> None:
         """On the thread that reads blocks."""
         self._inbox.append(lambda: self._enqueue_with(sequence, data))
         self.wake()
@@ -328,14 +321,14 @@ class Engine:
             patience_ms=max((s.drafts.wait.lag_s * 1e3 for s in list(self._scheduler.running)), default=0.0),
             failed=int(self.fault() is not None),
             trees=int(self._with_trees),
-            spill_lossy=int(self._spill is not None and self._spill.is_lossy),
+            spill_lossy=int(self._swap is not None and self._swap.store.is_lossy),
             distributions=self._distributions,
         )
 
     def _counted(self) -> Totals:
         totals = replace(self._totals, draft_nodes=self._drafting.num_nodes)
-        if self._spill is not None:
-            counts = self._spill.counts
+        if self._swap is not None:
+            counts = self._swap.store.counts
             totals.spilled, totals.restored, totals.spill_faults = counts.written, counts.loaded, counts.faults
             totals.spill_beyond = counts.beyond
         return totals
@@ -357,7 +350,7 @@ class Engine:
             deadlines = (
                 self._scheduler.next_deadline(started),
                 self._scheduler.seconds_to_due(started),
-                self._seconds_to_loaded(started),
+                self._swap.seconds_to_late(started) if self._swap is not None else None,
                 self._health.seconds_to_probe(),
             )
             return min((seconds for seconds in deadlines if seconds is not None), default=None)
@@ -443,70 +436,22 @@ class Engine:
             self._totals.rejection_sequences += sequence.request.terms.rule is Rule.REJECTION
             self._totals.tolerance_sequences += sequence.request.terms.is_lossy
 
-    def _spill_prefix(self, prefix: ParkedPrefix) -> None:
-        """Copies the full blocks of a parked prefix for the thread that writes them.
-
-        The last block is left out where it is not full: its other slots may hold another owner's.
-        """
-        num_blocks = prefix.computed // self._runtime.block_size
-        if self._spill is None or num_blocks == 0 or not self._spill.has_room(num_blocks):
-            return
-        assert isinstance(self._runtime, BlockRuntime)
-        try:
-            data = self._runtime.read_blocks(prefix.blocks[:num_blocks])
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # a runtime may raise anything
-            self._totals.faults += 1
-            log_fault(error)
-            return
-        self._spill.put(prefix.owner, prefix.name, prefix.tokens, data, self._clock() - prefix.since)
-
     def _load(self, sequence: SequenceState, spilled: Spilled) -> None:
-        """Has the blocks of a spilled prefix read; the sequence is queued when they are there, or not there in time."""
-        if self._spill is not None and sequence.id in self._sequences:
-            self._loading[sequence.id] = sequence, self._clock() + _LOAD_S
-            self._spill.load(sequence.owner, spilled, lambda data: self._loaded(sequence, data))
+        """The sequence is queued when the blocks of its prefix are there, or not there in time."""
+        if self._swap is not None and sequence.id in self._sequences:
+            self._swap.load(sequence, spilled, lambda data: self._loaded(sequence, data))
 
-    def _enqueue_with(self, sequence: SequenceState, data: NDArray[np.uint8] | None) -> None:
-        if self._loading.pop(sequence.id, None) is not None:  # else they come too late, or after its end
-            sequence.stored = data
+    def _enqueue_with(self, sequence: SequenceState, data: Blocks | None) -> None:
+        if self._swap is not None and self._swap.take(sequence, data):
             self._enqueue(sequence)
 
     def _end_loading(self, now: float) -> None:
         """Ends sequences whose deadline passes while their blocks are read; runs tokens whose blocks do not come."""
-        for sequence, until in list(self._loading.values()):
+        for sequence in self._swap.late(now) if self._swap is not None else ():
             if sequence.due_at is not None and sequence.due_at <= now:
                 self._expire(sequence)
-            elif until <= now:
-                assert self._spill is not None
-                self._spill.gave_up()
+            else:
                 self._enqueue_with(sequence, None)
-
-    def _seconds_to_loaded(self, now: float) -> float | None:
-        """Seconds until `_end_loading` has something to do, at most."""
-        times = [until if s.due_at is None else min(until, s.due_at) for s, until in self._loading.values()]
-        return max(0.0, min(times) - now) if times else None
-
-    def _restore(self, sequence: SequenceState) -> None:
-        """Writes the blocks that were read for a sequence into those that it has just got."""
-        data, sequence.stored = sequence.stored, None
-        if data is None:
-            return
-        assert isinstance(self._runtime, BlockRuntime)
-        size = self._runtime.block_size
-        first, end = sequence.computed // size, min(len(data), (len(sequence.tokens) - 1) // size)
-        if first >= end:
-            return
-        try:
-            self._runtime.write_blocks(sequence.blocks[first:end], data[first:end])
-            sequence.computed = end * size
-            sequence.is_lossy = self._spill is not None and self._spill.is_lossy
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # what these blocks hold is not known: their tokens run
-            self._totals.faults += 1
-            log_fault(error)
 
     def _commit(self, shares: Sequence[Share], rows: Rows, now: float) -> None:
         """Picks row by row, accepts drafted tokens while they equal the picks, and notifies the sinks.
@@ -660,8 +605,8 @@ class Engine:
         is_sound: the error says nothing against the blocks, so they may be shared again.
         """
         self._scheduler.remove(sequence)
-        self._loading.pop(sequence.id, None)
-        sequence.stored = None
+        if self._swap is not None:
+            self._swap.forget(sequence)
         name = None
         if error is not None and not is_sound:
             self._cache.discard(sequence)
@@ -698,7 +643,8 @@ class Engine:
                 self._inbox.clear()
                 ended += self._sequences.values()
                 self._sequences.clear()
-                self._loading.clear()
+                if self._swap is not None:
+                    self._swap.clear()
                 self._start_afresh()
         finally:
             fault = _failed_text()
@@ -715,16 +661,16 @@ class Engine:
         self._read_inbox()
         for sequence in list(self._sequences.values()):
             self._finish(sequence, "shutdown")
-        if self._spill is None:
+        if self._swap is None:
             self._cache.release_parked()
         else:  # all of them go to disk, however many wait
-            self._cache.release_parked(self._spill.settle)
-            self._spill.flush()
+            self._cache.release_parked(self._swap.store.settle)
+            self._swap.store.flush()
 
     def close(self) -> None:
         """Ends the thread that writes prefixes to disk. Call it last."""
-        if self._spill is not None:
-            self._spill.close()
+        if self._swap is not None:
+            self._swap.store.close()
 
     def calibrate(self, *, max_tokens: int = 32, context: int = 64, repeats: int = 3) -> None:
         """Measures the step-time curve, up to max_tokens tokens after `context` others. Call before any request."""
@@ -748,29 +694,6 @@ class Engine:
 
 def _failed_text() -> RequestError:
     return RequestError("internal_error", "the server failed on this request; its log has the details", status=500)
-
-
-def open_spill(runtime: BatchRuntime, config: SpillConfig | None) -> SpillStore | None:
-    """The store of prefixes on disk. Raises ConfigError for a runtime whose blocks cannot be read."""
-    if config is None:
-        return None
-    reason = runtime.why_no_blocks if isinstance(runtime, BlockRuntime) else "the runtime's KV cache cannot be read"
-    if reason is not None or not isinstance(runtime, BlockRuntime):
-        raise ConfigError(f"--spill-dir keeps the KV cache, and {reason}; leave it out")
-    limits = runtime.limits
-    try:
-        target = SpillTarget(
-            config.target,
-            runtime.block_layout,
-            runtime.block_size,
-            runtime.block_bytes,
-            limits.vocab_size,
-            limits.max_positions,
-            config.type,
-        )
-    except ValueError as error:
-        raise ConfigError(f"--spill-type {config.type}: {error}; use --spill-type exact") from None
-    return SpillStore(config, target)
 
 
 def verifies_trees(runtime: BatchRuntime, form: TreeForm) -> bool:

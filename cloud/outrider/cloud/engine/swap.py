@@ -1,0 +1,136 @@
+"""Moves the blocks of parked prefixes between the KV cache and the disk, and knows whose are on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.cloud.engine.config import SpillConfig
+from outrider.cloud.engine.parked import ParkedPrefix
+from outrider.cloud.engine.sequence_state import SequenceState
+from outrider.cloud.engine.spill import SpillStore
+from outrider.cloud.engine.spill_file import Spilled, SpillTarget
+from outrider.cloud.seam import Totals
+from outrider.models.errors import ConfigError
+from outrider.models.faults import log_fault
+from outrider.models.runtimes.base import BatchRuntime, BlockRuntime
+
+Blocks = NDArray[np.uint8]
+
+_LOAD_S: Final = 5.0
+"""For blocks to come from disk; then their tokens run."""
+
+
+class BlockSwap:
+    """Of one engine, on its thread."""
+
+    def __init__(
+        self, runtime: BlockRuntime, block_size: int, store: SpillStore, totals: Totals, clock: Callable[[], float]
+    ) -> None:
+        """block_size: tokens of a block."""
+        self.store = store
+        self._runtime = runtime
+        self._block_size = block_size
+        self._totals = totals
+        self._clock = clock
+        self._loading: dict[int, tuple[SequenceState, float]] = {}  # whose blocks are read, and until when at most
+
+    def put(self, prefix: ParkedPrefix) -> None:
+        """Copies the full blocks of a parked prefix for the thread that writes them.
+
+        The last block is left out where it is not full: its other slots may hold another owner's.
+        """
+        num_blocks = prefix.computed // self._block_size
+        if num_blocks == 0 or not self.store.has_room(num_blocks):
+            return
+        try:
+            data = self._runtime.read_blocks(prefix.blocks[:num_blocks])
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a runtime may raise anything
+            self._totals.faults += 1
+            log_fault(error)
+            return
+        self.store.put(prefix.owner, prefix.name, prefix.tokens, data, self._clock() - prefix.since)
+
+    def load(self, sequence: SequenceState, spilled: Spilled, done: Callable[[Blocks | None], None]) -> None:
+        """Has the blocks of a spilled prefix read; `done` gets them on the store's thread."""
+        self._loading[sequence.id] = sequence, self._clock() + _LOAD_S
+        self.store.load(sequence.owner, spilled, done)
+
+    def take(self, sequence: SequenceState, data: Blocks | None) -> bool:
+        """Keeps the blocks for `restore`; False where they come too late, or after the sequence's end."""
+        if self._loading.pop(sequence.id, None) is None:
+            return False
+        sequence.stored = data
+        return True
+
+    def late(self, now: float) -> Iterator[SequenceState]:
+        """The sequences whose own deadline has passed, or their blocks'."""
+        for sequence, until in list(self._loading.values()):
+            is_due = sequence.due_at is not None and sequence.due_at <= now
+            if until <= now and not is_due:
+                self.store.gave_up()
+            if is_due or until <= now:
+                yield sequence
+
+    def seconds_to_late(self, now: float) -> float | None:
+        """Seconds until `late` has a sequence, at most."""
+        times = [until if s.due_at is None else min(until, s.due_at) for s, until in self._loading.values()]
+        return max(0.0, min(times) - now) if times else None
+
+    def forget(self, sequence: SequenceState) -> None:
+        """The sequence has ended."""
+        self._loading.pop(sequence.id, None)
+        sequence.stored = None
+
+    def clear(self) -> None:
+        """No sequence is left."""
+        self._loading.clear()
+
+    def restore(self, sequence: SequenceState) -> None:
+        """Writes the blocks that were read for a sequence into those that it has just got."""
+        data, sequence.stored = sequence.stored, None
+        if data is None:
+            return
+        size = self._block_size
+        first, end = sequence.computed // size, min(len(data), (len(sequence.tokens) - 1) // size)
+        if first >= end:
+            return
+        try:
+            self._runtime.write_blocks(sequence.blocks[first:end], data[first:end])
+            sequence.computed = end * size
+            sequence.is_lossy = self.store.is_lossy
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # what these blocks hold is not known: their tokens run
+            self._totals.faults += 1
+            log_fault(error)
+
+
+def open_swap(
+    runtime: BatchRuntime, config: SpillConfig | None, totals: Totals, clock: Callable[[], float]
+) -> BlockSwap | None:
+    """None without a directory. Raises ConfigError for a runtime whose blocks cannot be read."""
+    if config is None:
+        return None
+    reason = runtime.why_no_blocks if isinstance(runtime, BlockRuntime) else "the runtime's KV cache cannot be read"
+    if reason is not None or not isinstance(runtime, BlockRuntime):
+        raise ConfigError(f"--spill-dir keeps the KV cache, and {reason}; leave it out")
+    limits = runtime.limits
+    try:
+        target = SpillTarget(
+            config.target,
+            runtime.block_layout,
+            runtime.block_size,
+            runtime.block_bytes,
+            limits.vocab_size,
+            limits.max_positions,
+            config.type,
+        )
+    except ValueError as error:
+        raise ConfigError(f"--spill-type {config.type}: {error}; use --spill-type exact") from None
+    return BlockSwap(runtime, target.block_size, SpillStore(config, target), totals, clock)
