@@ -1,8 +1,8 @@
 """Compares sources of drafts, each alone and the engine's choice among them, on four kinds of text.
 
   code         beginnings of Python functions, T 0.6
-  json         records after a schema and four examples, T 0.3
-  grounded     a passage, then a question whose answer quotes it, T 0.3
+  json         inside the schemas of bench/data, target and device with the grammar, T 0.3
+  grounded     functions of Python's own library, after passages that were retrieved from its files, T 0.3
   hot          the code again, T 1.2
 
 The sources: the device's draft model at no distance (its drafts are there before each step), prompt lookup, the n-gram
@@ -10,7 +10,8 @@ pool of lookahead decoding, draft heads, an earlier text (what the same prompt g
 text itself, every 25th token changed); and all but the prediction, chosen among by the engine, with the device's
 drafts and without.
 
-The measure is tokens per pass. It depends on no clock, because the engine's policy is to save passes. Times are the
+The device drafts inside the grammar; the other sources do not know it. The measure is tokens per pass. It depends on no
+clock, because the engine's policy is to save passes. Times are the
 processor's own, of this thread. Exits 1 where a text differs from the one without drafts, or the choice has fewer than
 0.95 of the best single source's tokens per pass.
 
@@ -21,7 +22,9 @@ processor's own, of this thread. Exits 1 where a text differs from the one witho
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -30,7 +33,10 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, Final
 
+import numpy as np
 from bench.report import write_json
+from bench.schemas import load_schemas, prompt_of
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -41,9 +47,15 @@ from outrider.cloud.pending.head_guesses import HeadGuesses
 from outrider.cloud.pending.lookup import PromptLookup
 from outrider.cloud.pending.ngram_pool import NgramPool
 from outrider.cloud.seam import CommitEvent, EndEvent, Event, GenerateRequest
+from outrider.edge.retrieval.documents import Document
+from outrider.edge.retrieval.grounding import Library
+from outrider.edge.retrieval.index import PassageIndex
 from outrider.export.make.reference_pair import export_reference_pair
 from outrider.models.bundle import Bundle
 from outrider.models.draft_heads import DraftHeads
+from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
+from outrider.models.grammar.spec import GrammarSpec
+from outrider.models.grammar.state import GrammarState
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import BatchRuntime, RuntimeOptions, SequenceRuntime
 from outrider.models.sampling import SamplingParams, pick
@@ -60,9 +72,19 @@ PREDICTED: Final = "prediction"
 CHOSEN_FROM: Final = (MODEL, LOOKUP, LOOKAHEAD, HEADS, EARLIER)
 TEMPERATURES: Final = {"code": 0.6, "json": 0.3, "grounded": 0.3, "hot": 1.2}
 
-NAMES: Final = ("reader", "parser", "buffer", "socket", "header", "message", "thread", "stream", "cursor", "loader")
-FIELDS: Final = '{"name": string, "size": integer, "is_open": boolean, "tags": [string]}'
-SCHEMA: Final = f"# Each record has the schema {FIELDS}\nRECORDS = [\n"
+MODULES: Final = ("textwrap", "shlex", "heapq", "configparser", "csv", "queue", "fnmatch", "difflib", "calendar", "cmd")
+"""Whose files are the documents."""
+PASSAGE_TOKENS: Final = 400
+MAX_DRAFTED: Final = 32
+"""With a grammar: about as many tokens, forced ones among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A text to generate."""
+
+    prompt: tuple[int, ...]
+    grammar: CompiledGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,28 +99,37 @@ class Row:
     num_different: int
 
 
-def texts_of(kind: str, count: int, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """The prompts of a kind."""
-    held_out = [prompt.text for prompt in load_prompts(count)]
+def texts_of(kind: str, count: int, tokenizer: Tokenizer, compiler: GrammarCompiler) -> list[Asked]:
+    """What is asked for of a kind."""
     if kind == "json":
-        texts = [SCHEMA + "".join(_record(seed + index) for index in range(4)) for seed in range(count)]
-    elif kind == "grounded":
-        texts = [f"{text}\n\n\n# The same again:\n\n\n{_first_line(text)}" for text in held_out]
-    else:
-        texts = held_out
-    return [tuple(tokenizer.encode(text)) for text in texts]
+        return [
+            Asked(
+                tuple(tokenizer.encode(prompt_of(schema))),
+                compiler.compile(GrammarSpec.json_schema(schema)),
+            )
+            for schema in load_schemas(count)
+        ]
+    texts = _grounded(count, tokenizer) if kind == "grounded" else [prompt.text for prompt in load_prompts(count)]
+    return [Asked(tuple(tokenizer.encode(text))) for text in texts]
 
 
-def _record(number: int) -> str:
-    name, other = NAMES[number % len(NAMES)], NAMES[(3 * number + 1) % len(NAMES)]
-    is_open = "true" if number % 3 else "false"
-    return (
-        f'    {{"name": "{name}", "size": {64 * number + 16}, "is_open": {is_open}, "tags": ["{other}", "default"]}},\n'
+def _grounded(count: int, tokenizer: Tokenizer) -> list[str]:
+    """Beginnings of functions, after the passages that a library of their modules gives."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = [folder / f"{name}.py" for name in MODULES]
+    library = Library(
+        PassageIndex([Document(file.name, file.read_text(encoding="utf-8")) for file in files]),
+        tokenizer,
+        PASSAGE_TOKENS,
     )
-
-
-def _first_line(text: str) -> str:
-    return text.partition("\n")[0] + "\n"
+    found = [
+        f"{head}\n"
+        for file in files
+        for head in re.findall(r"^ *def [a-z]\w+\(.*\):$", file.read_text(encoding="utf-8"), re.MULTILINE)[:4]
+    ]
+    # From one module to the next, so that a few texts are of several.
+    heads = [head for first in range(4) for head in found[first::4]][:count]
+    return [f"{library.ground(head).before}{head}" for head in heads]
 
 
 class Device:
@@ -108,22 +139,34 @@ class Device:
         self._runtime = runtime
         self._text: list[int] = []
 
-    def draft(self, text: Sequence[int], params: SamplingParams) -> list[int]:
-        """DEPTH tokens after `text`, by the request's own noise."""
+    def draft(self, text: Sequence[int], params: SamplingParams, state: GrammarState | None) -> list[int]:
+        """DEPTH picks after `text`, by the request's own noise; with a grammar, what is forced between them, too.
+
+        state: of the grammar after `text`; comes back as it was.
+        """
+        drafted, num_picks = list(text), 0
+        state = state.fork() if state is not None else None
+        while num_picks < DEPTH and len(drafted) < len(text) + MAX_DRAFTED and not (state and state.is_over):
+            tokens = state.forced() if state is not None else []
+            if not tokens:
+                row = self._row(drafted)
+                if state is not None:
+                    state.mask(row)
+                tokens, num_picks = [pick(row, params, len(drafted))], num_picks + 1
+            for token in tokens if state is not None else ():
+                assert state is not None and state.advance(token)
+            drafted += tokens
+        return drafted[len(text) :]
+
+    def _row(self, text: Sequence[int]) -> NDArray[np.float32]:
+        """Logits after `text`, a copy."""
         kept = 0
         while kept < min(len(text) - 1, len(self._text)) and text[kept] == self._text[kept]:
             kept += 1
         self._runtime.truncate(min(kept, self._runtime.length))
-        known = self._runtime.length
+        logits = self._runtime.extend(text[self._runtime.length :])
         self._text = list(text)
-        logits = self._runtime.extend(text[known:])
-        path: list[int] = []
-        while True:
-            path.append(pick(logits, params, len(self._text)))
-            if len(path) == DEPTH:
-                return path
-            self._text.append(path[-1])
-            logits = self._runtime.extend(path[-1:])
+        return np.array(logits, np.float32)
 
 
 class Subject:
@@ -134,7 +177,7 @@ class Subject:
 
     def generate(
         self,
-        prompt: tuple[int, ...],
+        asked: Asked,
         params: SamplingParams,
         count: int,
         sources: Sequence[str],
@@ -149,21 +192,28 @@ class Subject:
             share_prefixes=False,
         )
         engine = Engine(self.runtime, config)
+        prompt = asked.prompt
+        state = asked.grammar.state() if asked.grammar is not None else None
         text, ends, device_s = list(prompt), list[EndEvent](), 0.0
 
         def sink(event: Event) -> None:
             if isinstance(event, CommitEvent):
                 text.extend(event.tokens)
+                for token in event.tokens if state is not None else ():
+                    assert state is not None and state.advance(token)
             elif isinstance(event, EndEvent):
                 ends.append(event)
 
-        request = GenerateRequest(prompt, params, count, patience_ms=0, earlier=tuple(earlier))
+        stop_ids = frozenset(asked.grammar.stop_ids) if asked.grammar is not None else frozenset()
+        request = GenerateRequest(
+            prompt, params, count, stop_ids, patience_ms=0, earlier=tuple(earlier), grammar=asked.grammar
+        )
         number = engine.submit(request, sink)
         while not ends:
             base = len(text) - len(prompt)
             if MODEL in sources and 0 < base < count - 1:
                 began = time.thread_time()
-                path = self.device.draft(text, params)
+                path = self.device.draft(text, params, state)
                 device_s += time.thread_time() - began
                 engine.draft(number, base, [path[: count - 1 - base]])
             engine.step()
@@ -196,13 +246,13 @@ def timed(*classes: Any) -> Iterator[Callable[[], float]]:
 
 
 def measure(
-    subject: Subject, kind: str, prompts: Sequence[tuple[int, ...]], count: int, on_text: Callable[[], None]
+    subject: Subject, kind: str, prompts: Sequence[Asked], count: int, on_text: Callable[[], None]
 ) -> list[Row]:
     """All sources on one kind of text."""
     temperature = TEMPERATURES[kind]
     params = [SamplingParams(temperature=temperature, seed=seed) for seed in range(len(prompts))]
 
-    def plain(prompt: tuple[int, ...], own: SamplingParams) -> list[int]:
+    def plain(prompt: Asked, own: SamplingParams) -> list[int]:
         tokens, _, _ = subject.generate(prompt, own, count, (), ())
         on_text()
         return tokens
@@ -297,10 +347,12 @@ def main() -> int:
         stack.enter_context(closing(drafting))
         subject, tokenizer = Subject(runtime, Device(drafting), heads), target.tokenizer()
         num_sources = 2 + len(CHOSEN_FROM) + 3 - (heads is None)
+        compiler = GrammarCompiler(tokenizer, runtime.limits.vocab_size, tokenizer.eos_token_ids)
+        stack.enter_context(closing(compiler))
         task = progress.add_task("texts", total=len(o.kinds) * o.texts * num_sources)
         rows: list[Row] = []
         for kind in o.kinds:
-            prompts = texts_of(kind, o.texts, tokenizer)
+            prompts = texts_of(kind, o.texts, tokenizer, compiler)
             rows += measure(subject, kind, prompts, o.max_tokens, lambda: progress.advance(task))
             console.print(f"{kind}: measured", highlight=False)
     show(console, rows)

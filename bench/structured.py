@@ -40,7 +40,7 @@ from outrider.reference import load_prompts
 
 WAYS = ("no drafts", "draft inside the grammar", "draft unaware of it")
 LEAST_RATIO = 1.3
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 class Device:
