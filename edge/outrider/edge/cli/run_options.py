@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from outrider.edge.cli.acceptance_options import AcceptanceOptions
 from outrider.edge.cli.docs_flags import Docs, DocsTokens
 from outrider.edge.cli.draft_flags import DRAFTS, TREE, OfflineOk, Patience, Threads, given, is_typed, refuse_idle
 from outrider.edge.cli.grammar_options import GrammarOptions
@@ -15,12 +16,14 @@ from outrider.edge.cli.rule_options import RuleOptions
 from outrider.edge.devices.placement import AS_BUNDLED
 from outrider.edge.results import Mode
 from outrider.edge.retrieval.documents import DOCS_TOKENS
-from outrider.models.acceptance import DEFAULT_DELTA, MAX_DELTA, Rule, RuleTerms
+from outrider.models.acceptance import Rule, RuleTerms
 from outrider.models.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, RuleOptions, GrammarOptions, KeyOptions):
+class RunOptions(
+    SourceOptions, DraftingOptions, SamplingOptions, RuleOptions, GrammarOptions, AcceptanceOptions, KeyOptions
+):
     """The command line. Raises ConfigError for options that contradict each other, SamplingError for their values."""
 
     prompt: Annotated[
@@ -29,20 +32,7 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, RuleOptions, G
             help="The text to continue; read from standard input where it is - or missing.", show_default=False
         ),
     ] = None
-    rule: Annotated[
-        Rule,
-        typer.Option(
-            help="How the target accepts drafted tokens. coupled, greedy: exactly its text; rejection: a text of the "
-            "same distribution; tolerance: LOSSY, and the server must allow it."
-        ),
-    ] = Rule.COUPLED
-    delta: Annotated[
-        float, typer.Option(min=0.0, max=MAX_DELTA, help="tolerance: accept while log p >= log q - delta.")
-    ] = DEFAULT_DELTA
-    acceptance: Annotated[
-        float | None,
-        typer.Option(min=0.01, max=0.99, help="tolerance: calibrate delta until this share is accepted."),
-    ] = None
+    _accepting: ClassVar = AcceptanceOptions
     block_verification: Annotated[
         bool, typer.Option("--block-verification", help="rejection with --mode stop-and-wait: judge blocks as a whole.")
     ] = False
@@ -97,14 +87,11 @@ class RunOptions(SourceOptions, DraftingOptions, SamplingOptions, RuleOptions, G
             refuse_idle("the grammar says where the text ends", given(self, "ignore_eos"))
         if self.docs is None:
             refuse_idle("without --docs there are no passages", given(self, "docs_tokens", "verbose"))
-        if self.rule is not Rule.TOLERANCE:
-            refuse_idle(f"the rule is {self.rule.value}", given(self, "delta", "acceptance"))
+        self._refuse_idle_acceptance()
         if self.rule is not Rule.REJECTION or self.mode is not Mode.STOP_AND_WAIT:
             refuse_idle("it needs --rule rejection and --mode stop-and-wait", given(self, "block_verification"))
-        if self.rule.needs_evidence:
-            refuse_idle(f"--rule {self.rule.value} sends one path", given(self, "width", "lookup"))
-            if self.offline_ok and is_typed("offline_ok"):
-                raise ConfigError("--offline-ok needs --rule coupled or greedy; leave one of them out")
+        if self.rule.needs_evidence and self.offline_ok and is_typed("offline_ok"):
+            raise ConfigError("--offline-ok needs --rule coupled or greedy; leave one of them out")
         if self.mode is Mode.CLOUD_ONLY:
             refuse_idle("nothing drafts with --mode cloud-only", given(self, "rule", *DRAFTS))
         if self.mode is Mode.STOP_AND_WAIT:

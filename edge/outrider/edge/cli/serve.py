@@ -30,7 +30,9 @@ from outrider.edge.serve.upstream import Upstream
 from outrider.edge.setup.endpoints import Keys
 from outrider.edge.setup.key_file import require_private
 from outrider.edge.tracing import start_tracing
+from outrider.models.acceptance import RuleTerms
 from outrider.models.command_line import print_line
+from outrider.models.errors import ConfigError
 from outrider.models.extras import require_packages
 from outrider.models.hosts import is_loopback
 from outrider.models.http.logs import LogFormat, configure_logging
@@ -95,6 +97,7 @@ def serve_local(options: ServeOptions, cloud_keys: Keys | None = None) -> None:
             patience_ms=options.patience_ms,
             docs_tokens=options.docs_tokens,
             shows_metrics=options.metrics,
+            terms=RuleTerms(options.rule, delta=options.delta, acceptance=options.acceptance),
         )
         core = _open_core(options, clouds, settings)
         url = url_of(sock, is_tls=tls is not None)
@@ -133,6 +136,8 @@ def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -
         lambda words: print_line(about, words, "yellow"),
         is_asked=options.choice.wanted_device is not None,
     )
+    if model.runtime is None and options.rule.needs_evidence:
+        raise ConfigError(f"--rule {options.rule.value} needs a draft with a model; lookup has no probabilities")
     show_notes(model.placement, about)
     max_connections = _CONNECTIONS_PER_TEXT * options.max_requests
     clients = [CloudClient(url, replace(each, max_connections=max_connections)) for url, each in clouds]

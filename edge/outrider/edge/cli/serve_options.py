@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from outrider.edge.cli.acceptance_options import AcceptanceOptions
 from outrider.edge.cli.docs_flags import Docs, DocsTokens
 from outrider.edge.cli.draft_flags import OfflineOk, Patience, Threads
 from outrider.edge.cli.option_groups import DraftingOptions, KeyOptions, SourceOptions
@@ -17,7 +18,7 @@ from outrider.models.listen_options import AccessOptions, Host, MaxBodyKb, Port
 
 
 @dataclass(frozen=True, slots=True)
-class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
+class ServeOptions(SourceOptions, DraftingOptions, AcceptanceOptions, KeyOptions, AccessOptions):
     """The command line. Raises ConfigError for options that contradict each other."""
 
     _keys: ClassVar = KeyOptions
@@ -55,6 +56,7 @@ class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
     rate: Annotated[float, typer.Option(min=0.0, help="Requests per second and client; 0: no limit.")] = 0.0
     drain_s: Annotated[float, typer.Option(min=0.0, help="How long texts may take to finish at the end.")] = 5.0
     _drafting: ClassVar = DraftingOptions
+    _accepting: ClassVar = AcceptanceOptions
     patience_ms: Patience = None
     docs: Docs = None
     docs_tokens: DocsTokens = DOCS_TOKENS
@@ -65,6 +67,9 @@ class ServeOptions(SourceOptions, DraftingOptions, KeyOptions, AccessOptions):
     def __post_init__(self) -> None:
         self._choose()
         refuse_one_file(self.key_file, self.api_key_file)
+        self._refuse_idle_acceptance()
+        if self.rule.needs_evidence and self.offline_ok:
+            raise ConfigError("--offline-ok needs --rule coupled or greedy; leave one of them out")
         self._refuse_idle_drafting()
 
 

@@ -150,8 +150,10 @@ class LocalTexts:
                 core.drafts.scheduler,
                 loan.estimates,
                 self._quoted[index] if self._quoted else (),
+                settings.terms,
             )
             assert isinstance(agent, StreamAgent)
+            agent.delta = agent.delta if core.delta is None else core.delta
             self._watch(agent)
             try:
                 # The draft alone has no logprobs of the target.
@@ -161,6 +163,8 @@ class LocalTexts:
                     result = await agent.generate(request, on_tokens, core.upstream.origin(facts))
                     core.upstream.confirm(facts)
                 loan.has_failed = result.draft_error is not None
+                if settings.terms.acceptance is not None:
+                    core.delta = agent.delta
                 ended = True
                 timer.ended()
                 metrics.ended(result)

@@ -8,6 +8,7 @@ from typing import Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 
 from outrider.edge.drafting.calibration import LOOKUP_RANK
+from outrider.models.acceptance import Rule
 from outrider.models.http.openai import Messages
 from outrider.models.protocol import ErrorBody, Integer, Number
 from outrider.models.sampling import MAX_SEED, SamplingParams
@@ -51,7 +52,8 @@ class PageRequest(BaseModel):
 class PageInfo(BaseModel):
     """GET /v1/outrider/info: what the page shows before the first text. is_up: whether a cloud answers.
 
-    model: the draft's name where none does.
+    model: the draft's name where none does. rule: how the target accepts what is drafted. is_lossy: whether texts may
+    be others than the target's.
     """
 
     model: str
@@ -59,6 +61,8 @@ class PageInfo(BaseModel):
     has_chat_template: bool
     max_positions: int
     draft: str
+    rule: Rule = Rule.COUPLED
+    is_lossy: bool = False
     max_tokens: int = MAX_TOKENS
     max_round_trip_ms: float = MAX_ROUND_TRIP_MS
 

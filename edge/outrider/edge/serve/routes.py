@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Final, TypeVar
 
 from pydantic import BaseModel
@@ -289,7 +289,7 @@ async def _answer(
             )
             for prompt in prompts
         ]
-        look = look_of(body, style, core.tokenizer, prompts)
+        look = replace(look_of(body, style, core.tokenizer, prompts), is_lossy=core.settings.terms.is_lossy)
         shape: Shape = shape_type(facts.name, params.seed, facts.target, look)
         texts.answer_id = shape.id
         if groundings is not None:

@@ -13,6 +13,7 @@ from outrider.edge.serve.drafts import DraftSequences
 from outrider.edge.serve.metrics import LocalMetrics
 from outrider.edge.serve.unverified import UnverifiedAnswers
 from outrider.edge.serve.upstream import Upstream
+from outrider.models.acceptance import PLAIN_TERMS, RuleTerms
 from outrider.models.counted import counted
 from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import GrammarCompiler
@@ -35,7 +36,8 @@ class LocalSettings:
     that start work, per second and client; 0 is no limit. keep_alive_s: silence on a stream after which a comment is
     sent. pages: which names and pages may call. allowed_origins: whose pages also get CORS headers. any_user: without
     keys, other users of this machine may call too. shows_details: whether errors may name the verifiers.
-    docs_tokens: of passages in one prompt, at most. shows_metrics: whether there is /metrics.
+    docs_tokens: of passages in one prompt, at most. shows_metrics: whether there is /metrics. terms: how the target
+    accepts what is drafted, of all texts.
     """
 
     keys: KeyRing = field(default_factory=KeyRing)
@@ -53,6 +55,7 @@ class LocalSettings:
     patience_ms: float | None = None
     docs_tokens: int = DOCS_TOKENS
     shows_metrics: bool = False
+    terms: RuleTerms = PLAIN_TERMS
 
 
 class Places:
@@ -110,6 +113,7 @@ class LocalCore:
     """What the routes share. is_draining: the server is ending and takes no new work. tasks: the running texts.
 
     library: documents whose passages go before every prompt; None: only documents that a request brings.
+    delta: of calibrated tolerance, where the text that ended last ended.
     power: says when texts are drafted with half the work. offline: None: a text without a cloud is an error.
     """
 
@@ -123,6 +127,7 @@ class LocalCore:
     power: PowerWatch = field(default_factory=PowerWatch)
     offline: OfflineSettings | None = None
     unverified: UnverifiedAnswers = field(default_factory=UnverifiedAnswers)
+    delta: float | None = None
     is_draining: bool = False
     metrics: LocalMetrics = field(default_factory=LocalMetrics)
     workers: Workers = field(default_factory=Workers)
