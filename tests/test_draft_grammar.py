@@ -9,8 +9,10 @@ import pytest
 from outrider.edge.drafting.calibration import Calibration, forced_guess, shared_guess
 from outrider.edge.drafting.drafter import MixedDrafter, ModelDrafter
 from outrider.edge.results import GenerationRequest
+from outrider.models.errors import RequestError
 from outrider.models.grammar.compiler import GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
+from outrider.models.grammar.state import GrammarState
 from outrider.models.protocol import SessionRequest
 from outrider.models.runtimes.fake import FakeSequenceRuntime
 from outrider.models.sampling import SamplingParams
@@ -66,6 +68,24 @@ def test_forced_tokens_are_drafted_for_nothing(tokenizer: Tokenizer, compiler: G
     found = drafter.guess([path[:index] for index in range(len(path))], 4)
     assert found == [[forced_guess(token)] for token in path]
     assert runtime.calls == 0
+
+
+@pytest.mark.parametrize("method", ["mask", "advance", "validate", "forced"])
+def test_a_grammar_beyond_its_limits_is_no_fault_of_the_device(
+    method: str, tokenizer: Tokenizer, compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft goes on without it. As a fault it would take the device away from all other texts, too."""
+    drafter, runtime = make(tokenizer, compiler)
+
+    def fail(*given: object) -> None:
+        raise RequestError("grammar_too_complex", "the grammar is too costly")
+
+    monkeypatch.setattr(GrammarState, method, fail)
+    drafter.extend(tokenizer.encode('{"colour":"'))
+    assert drafter.guess([[]], 4)[0] or method == "mask"  # no token is known to be allowed
+    assert drafter.guess([[7]], 4)[0] or method == "mask"
+    assert drafter.allows([], 7) or method == "mask"
+    assert runtime.calls > 0
 
 
 def test_guesses_are_inside_the_grammar(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:

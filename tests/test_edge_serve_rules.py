@@ -78,6 +78,7 @@ def test_texts_of_other_rules_say_nothing(rule: Rule) -> None:
         assert (info["rule"], info["is_lossy"]) == (rule.value, False)
         details = answers[0]["usage"]["completion_tokens_details"]  # type: ignore[index]
         assert details["accepted_prediction_tokens"] > 0
+        assert cloud.core.engine.stats().totals.rejection_sequences == (2 if rule is Rule.REJECTION else 0)
         texts = [answer["choices"][0]["text"] for answer in answers]  # type: ignore[index]
         assert (texts[0] == texts[1]) or rule is Rule.REJECTION
 

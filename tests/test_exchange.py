@@ -9,14 +9,15 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.serving import fake_tokenizer, serve_fake
+from tests.serving import TIMEOUT_S, fake_tokenizer, serve_fake
 
 from outrider.cloud.upstream import client as upstream
 from outrider.cloud.upstream.errors import UpstreamLost
 from outrider.edge.link.client import ClientOptions, CloudClient
 from outrider.edge.link.sender import DraftMessage
+from outrider.models import exchange
 from outrider.models.errors import OutriderError
-from outrider.models.protocol import DraftRequest, SessionEnd, SessionEvent, SessionRequest
+from outrider.models.protocol import DraftRequest, SessionEnd, SessionEvent, SessionOpen, SessionRequest, Usage
 
 ONE = ClientOptions(max_connections=1, keep_alive_s=1.0)
 """A connection that is not given back shows at the next request: PoolTimeout."""
@@ -45,8 +46,9 @@ async def cut_after(num_turns: int, num_cuts: int, ask: Coroutine[Any, Any, obje
     await asyncio.gather(task, return_exceptions=True)
 
 
-def test_texts_one_after_the_other_share_a_connection() -> None:
+def test_texts_one_after_the_other_share_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader stops at the session's end, before the body's: the rest is read for it. Without, each text connects."""
+    monkeypatch.setattr(exchange, "_END_S", TIMEOUT_S)  # a busy machine may be slow
 
     async def check(url: str) -> None:
         request = SessionRequest(prompt=[5, 6], max_tokens=3, ignore_eos=True)
@@ -65,6 +67,49 @@ def test_texts_one_after_the_other_share_a_connection() -> None:
 
     with serve_fake() as server:
         asyncio.run(check(server.url))
+
+
+def test_a_body_that_does_not_end_costs_its_connection_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next text connects anew; nobody waits for longer than a moment, and closing the client in it is safe."""
+    counts = ("prompt_tokens", "completion_tokens", "target_passes", "accepted_prediction_tokens")
+    usage = Usage.model_validate(dict.fromkeys((*counts, "rejected_prediction_tokens"), 0))
+    sent = [SessionOpen(session="a", model="m"), SessionEnd(reason="stop", usage=usage)]
+    body = b"".join(b"data: %s\n\n" % event.model_dump_json(exclude_none=True).encode() for event in sent)
+
+    served: list[asyncio.Future[None]] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(asyncio.get_running_loop().create_future())
+        number = len(served) - 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + body)
+        await reader.read()  # until the other side closes
+        writer.close()
+        await writer.wait_closed()
+        served[number].set_result(None)
+
+    async def check() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        request = SessionRequest(prompt=[5, 6], max_tokens=3)
+        async with server:
+            async with CloudClient(url, ONE) as client:
+                for _ in range(2):
+                    async with client.open_session(request) as events, aclosing(events):
+                        assert [event.type async for event in until_end(events)] == ["open", "end"]
+            monkeypatch.setattr(exchange, "_END_S", TIMEOUT_S)
+            async with CloudClient(url, ONE) as client:
+                stack = client.open_session(request)
+                events = await stack.__aenter__()
+                async for _ in until_end(events):
+                    pass
+                leaving = asyncio.create_task(stack.__aexit__(None, None, None))
+                await asyncio.sleep(0)
+            await leaving
+            assert len(served) == 3
+            await asyncio.gather(*served)
+
+    asyncio.run(check())
 
 
 async def until_end(events: AsyncIterator[SessionEvent]) -> AsyncIterator[SessionEvent]:

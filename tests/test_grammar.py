@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from outrider.models.errors import RequestError
 from outrider.models.grammar import bounds, cost, masks
+from outrider.models.grammar import compiler as compiler_module
 from outrider.models.grammar.compiler import (
     MAX_CACHED_PER_OWNER,
     MAX_WAITING,
@@ -339,62 +341,104 @@ GROWING = GrammarSpec("regex", "(.*[a-m].{12}[n-z].*)")
 """A text of 300 tokens adds some 6,000 states to the lexer, which may have 10,000."""
 
 
-def wait_for_spares(compiler: GrammarCompiler) -> None:
-    """Until those that were asked for are there."""
-    assert compiler._thread is not None
-    compiler._thread.submit(int).result()
-
-
-def walked(compiler: GrammarCompiler, state: GrammarState, seed: int, count: int) -> list[int]:
-    """A random text; a new lexer is ready whenever it needs one."""
+def walked(state: GrammarState, seed: int, count: int) -> list[int]:
+    """A random text that does not end."""
     rng, text = np.random.default_rng(seed), []
+    vocabulary = state._vocabulary
     for _ in range(count):
-        wait_for_spares(compiler)
-        row = rng.standard_normal(compiler._vocabulary.num_tokens).astype(np.float32)
-        row[list(compiler.stop_ids)] = -9.0
+        row = rng.standard_normal(vocabulary.num_tokens).astype(np.float32)
+        row[list(vocabulary.stop_ids)] = -9.0
         state.mask(row)
         text.append(int(row.argmax()))
         assert state.advance(text[-1])
     return text
 
 
-def test_a_text_never_fails_for_what_earlier_texts_have_met(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
-    """All copies of a matcher share its lexer: without spares the third of these texts failed at its first token."""
-    grammar = compiler.compile(GROWING, "crowd")
+@pytest.fixture
+def fresh(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
+    """A compiler that has seen nothing."""
+    with closing(GrammarCompiler(tokenizer, tokenizer.size + 7, tokenizer.eos_token_ids)) as compiler:
+        yield compiler
+
+
+def worn(grammar: CompiledGrammar) -> None:
+    """Fills the lexer that the grammar's texts share: a copy of its matcher can do nothing any more."""
+    matcher = grammar.matchers.current.deep_copy()
+    rng, size = np.random.default_rng(9), grammar._vocabulary.num_tokens
+    while not matcher.is_error():
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:size]
+        row = np.where(bits, rng.standard_normal(size), -np.inf)
+        row[list(grammar.stop_ids)] = -np.inf
+        if not matcher.is_error() and matcher.try_consume_tokens([int(row.argmax())]) != 1:
+            matcher.compute_bitmask()  # a limit that is reached while a token is read looks like a refusal
+
+
+def test_a_text_never_fails_for_what_earlier_texts_have_met(fresh: GrammarCompiler) -> None:
+    """All copies of a matcher share its lexer: once, the third of these texts failed at its first token."""
+    grammar = fresh.compile(GROWING, "crowd")
     origins, states = [], []
     for seed in range(6):
         state = grammar.state()
-        text = walked(compiler, state, seed, 200)
-        alone = compiler.compile(GROWING, f"alone {seed}").state()
-        assert walked(compiler, alone, seed, 200) == text
+        text = walked(state, seed, 200)
+        assert walked(fresh.compile(GROWING, f"alone {seed}").state(), seed, 200) == text
         # A text that has changed its lexer on the way goes back and on as before.
         state.truncate(150)
         assert state.length == 150 and all(state.advance(token) for token in text[150:])
-        assert not state.fork().advance(tokenizer.eos_token_ids[0]) or state.may_stop
         origins.append(state._origin)
         states.append(state)
     assert len({id(origin) for origin in origins}) > 1
-    # Texts that began on the first lexer go on, too.
+    # Texts that began on the first lexer go on, too, and so do their forks.
     for state in states:
-        walked(compiler, state, 7, 20)
+        assert walked(state.fork(), 7, 20) == walked(state, 7, 20)
 
 
-def test_a_grammar_without_a_spare_is_compiled_again(compiler: GrammarCompiler) -> None:
-    """Where texts come to the end of a lexer before the next is ready, one ends by name; a new request is as good."""
-    grammar = compiler.compile(GROWING)
-    wait_for_spares(compiler)
-    grammar.matchers.put_spare(None)
+def test_a_full_lexer_refuses_no_token(fresh: GrammarCompiler) -> None:
+    """Reading, validating and resuming find out that it is full, though the library reports a refusal only."""
+    text = walked(fresh.compile(GROWING, "alone").state(), 3, 100)
+    for owner in ("advance", "validate", "replay", "go back", "forced"):
+        grammar = fresh.compile(GROWING, owner)
+        begun = grammar.state()
+        assert all(begun.advance(token) for token in text[:50])
+        worn(grammar)
+        match owner:
+            case "advance":
+                assert all(begun.advance(token) for token in text[50:])
+            case "validate":
+                assert begun.validate(text[50:]) == 50
+            case "replay":
+                rows = GrammarRows(grammar.state())
+                rows.replay(text)
+                assert rows.length == 100
+            case "go back":
+                begun.truncate(20)
+                assert all(begun.advance(token) for token in text[20:])
+            case "forced":
+                assert begun.forced() == []
+        assert not grammar.matchers.is_worn_out
+
+
+def test_a_costly_grammar_that_wears_out_ends_by_name(fresh: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not compiled while its texts wait. The next request has it compiled; never does a text end as if whole."""
+    monkeypatch.setattr(compiler_module, "MAX_AGAIN_S", -1.0)
+    grammar = fresh.compile(GROWING)
+    state = grammar.state()
+    walked(state, 1, 50)
+    worn(grammar)
+    for ask in (lambda: state.mask(np.zeros(4096, np.float32)), lambda: state.advance(5), lambda: state.validate([5])):
+        with pytest.raises(RequestError) as refusal:
+            ask()
+        assert refusal.value.code == "grammar_too_complex"
+    assert grammar.matchers.is_worn_out
+    again = fresh.compile(GROWING)
+    assert again is not grammar and walked(again.state(), 0, 50)
+
+
+def test_a_text_that_fills_a_lexer_alone_ends_by_name(fresh: GrammarCompiler) -> None:
+    """Read again by a new lexer, it comes to the same limit. It never ends as if it were whole."""
+    state = fresh.compile(GROWING).state()
     with pytest.raises(RequestError) as refusal:
-        for seed in range(20):
-            rng, state = np.random.default_rng(seed), grammar.state()
-            for _ in range(200):
-                row = rng.standard_normal(compiler._vocabulary.num_tokens).astype(np.float32)
-                row[list(compiler.stop_ids)] = -9.0
-                state.mask(row)
-                state.advance(int(row.argmax()))
-    assert refusal.value.code == "grammar_too_complex"
-    again = compiler.compile(GROWING)
-    assert again is not grammar and walked(compiler, again.state(), 0, 50)
+        walked(state, 0, 5_000)
+    assert refusal.value.code == "grammar_too_complex" and state.length > 1_000
 
 
 @pytest.mark.parametrize("schema", [nested(40), chain(100), {"enum": ["x" * 60_000]}])

@@ -26,7 +26,7 @@ def cascades(subject: Subject) -> Iterator[Row]:
         prompt = prompt_of(1, 200)
         cached = [_cached(mid, key, prompt) for key in (FIRST, SECOND, FIRST)]
         yield Row(
-            "38",
+            "39",
             "a cascade: another key's prompt, cached upstream under the same key",
             f"{cached[1]} tokens (the key's own: {cached[2]})",
             "0, and the key's own are cached",
@@ -36,7 +36,7 @@ def cascades(subject: Subject) -> Iterator[Row]:
         body = {"prompt": prompt, "max_tokens": 8, "provisional": True, "cache_salt": "x" * 65}
         refused = ask(mid.port, "POST", "/v1/sessions", body, key=FIRST).status
         yield Row(
-            "38", "a cache_salt of 65 characters", f"status {refused}", "400", refused == 400, {"status": refused}
+            "39", "a cache_salt of 65 characters", f"status {refused}", "400", refused == 400, {"status": refused}
         )
         bodies = [{"prompt": prompt_of(10 + i, 20), "max_tokens": 600, "ignore_eos": True} for i in range(NUM_TEXTS)]
         with crowd_of(mid.port, bodies, key=FIRST) as crowd:
@@ -54,7 +54,7 @@ def cascades(subject: Subject) -> Iterator[Row]:
             resumed = sum(len(stream.commits) for stream in crowd.streams) > after
     p99 = percentile(latency.values, 0.99)
     yield Row(
-        "38",
+        "39",
         f"{NUM_TEXTS} texts whose target stops for {STOPPED_S:g} s: GET /health/live of the mid, and what is committed",
         f"p99 {p99 * 1e3:.0f} ms; {after - before} commits meanwhile; goes on: {'yes' if resumed else 'no'}",
         f"under {MAX_HEALTH_S * 1e3:.0f} ms, 0 commits, goes on",

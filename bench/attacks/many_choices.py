@@ -54,7 +54,7 @@ def many_choices(subject: Subject) -> Iterator[Row]:
         is_bounded = _refusal(server, {**body, "prompt": [[5], [6]]}) == ("invalid_parameter", "n")
     plain_rate, rate = median(rates[False]), median(rates[True])
     yield Row(
-        "38",
+        "40",
         f"two calls of {NUM_CHOICES} choices with 20 logprobs a token: another client's four sessions, step of 10 ms",
         f"{rate:.0f} tokens/s; beside plain texts {plain_rate:.0f} ({plain_rate / max(rate, 1e-9):.1f}x slower); "
         f"health p99 {health_s[True] * 1e3:.0f} ms, {health_s[False] * 1e3:.0f} ms; more in one call "

@@ -74,7 +74,7 @@ def false_distributions(subject: Subject) -> Iterator[Row]:
             during = _verified(server.port, plain)
     taken = sorted(name for name, code in codes.items() if not code.startswith("4"))
     yield Row(
-        "38",
+        "41",
         f"distributions that are none, {len(codes)} kinds: refused by name",
         f"{len(codes) - len(taken)} of {len(codes)} with 4xx" + (f"; not: {', '.join(taken)}" if taken else ""),
         "all with 4xx",
@@ -82,7 +82,7 @@ def false_distributions(subject: Subject) -> Iterator[Row]:
         {"codes": codes},
     )
     yield Row(
-        "38",
+        "41",
         f"the largest drafts with probabilities, to one session, {ATTACK_S:g} s: another's token; health; memory",
         f"{'the same' if before == during else 'ANOTHER'}; {health}; +{memory.growth_mb:.0f} MB",
         f"the same; p99 under 50 ms; +{MAX_GROWTH_MB:.0f} MB",

@@ -487,7 +487,8 @@ class Engine:
                 spoiled.append((share, fault))
                 continue
             except RequestError as error:  # a grammar's limits, or what it leaves together with other rules
-                refused.append((sequence, error))
+                # Its traceback holds this frame, and so the error itself: a cycle, with all that the sequence holds.
+                refused.append((sequence, error.with_traceback(None)))
                 continue
             except KeyboardInterrupt:
                 raise

@@ -78,7 +78,7 @@ class WorkerGrammars:
         """
         key = _key(terms)
         work = self._working.get(key)
-        if work is None:
+        if work is None or _is_worn_out(work):
             while len(self._working) >= MAX_READY:
                 self._working.popitem(last=False)
             work = self._working[key] = self._thread.submit(self._compile, terms)
@@ -107,6 +107,10 @@ class WorkerGrammars:
             assert self._tokenizer is not None, "a model has a directory"
             self._compilers[stop_ids] = GrammarCompiler(self._tokenizer, self._vocab_size, stop_ids)
         return self._compilers[stop_ids]
+
+
+def _is_worn_out(work: Future[CompiledGrammar]) -> bool:
+    return work.done() and work.exception() is None and work.result().matchers.is_worn_out
 
 
 def _key(terms: list[Any]) -> tuple[Any, ...]:

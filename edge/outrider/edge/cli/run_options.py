@@ -90,8 +90,10 @@ class RunOptions(
         self._refuse_idle_acceptance()
         if self.rule is not Rule.REJECTION or self.mode is not Mode.STOP_AND_WAIT:
             refuse_idle("it needs --rule rejection and --mode stop-and-wait", given(self, "block_verification"))
-        if self.rule.needs_evidence and self.offline_ok and is_typed("offline_ok"):
-            raise ConfigError("--offline-ok needs --rule coupled or greedy; leave one of them out")
+        if self.rule.needs_evidence and self.offline_ok:
+            if is_typed("offline_ok"):
+                raise ConfigError("--offline-ok needs --rule coupled or greedy; leave one of them out")
+            object.__setattr__(self, "offline_ok", False)  # configured for other rules
         if self.mode is Mode.CLOUD_ONLY:
             refuse_idle("nothing drafts with --mode cloud-only", given(self, "rule", *DRAFTS))
         if self.mode is Mode.STOP_AND_WAIT:

@@ -32,7 +32,6 @@ from outrider.edge.setup.key_file import require_private
 from outrider.edge.tracing import start_tracing
 from outrider.models.acceptance import RuleTerms
 from outrider.models.command_line import print_line
-from outrider.models.errors import ConfigError
 from outrider.models.extras import require_packages
 from outrider.models.hosts import is_loopback
 from outrider.models.http.logs import LogFormat, configure_logging
@@ -136,8 +135,6 @@ def _open_core(options: ServeOptions, clouds: Clouds, settings: LocalSettings) -
         lambda words: print_line(about, words, "yellow"),
         is_asked=options.choice.wanted_device is not None,
     )
-    if model.runtime is None and options.rule.needs_evidence:
-        raise ConfigError(f"--rule {options.rule.value} needs a draft with a model; lookup has no probabilities")
     show_notes(model.placement, about)
     max_connections = _CONNECTIONS_PER_TEXT * options.max_requests
     clients = [CloudClient(url, replace(each, max_connections=max_connections)) for url, each in clouds]

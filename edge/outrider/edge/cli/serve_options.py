@@ -10,7 +10,7 @@ import typer
 
 from outrider.edge.cli.acceptance_options import AcceptanceOptions
 from outrider.edge.cli.docs_flags import Docs, DocsTokens
-from outrider.edge.cli.draft_flags import OfflineOk, Patience, Threads
+from outrider.edge.cli.draft_flags import OfflineOk, Patience, Threads, is_typed
 from outrider.edge.cli.option_groups import DraftingOptions, KeyOptions, SourceOptions
 from outrider.edge.retrieval.documents import DOCS_TOKENS
 from outrider.models.errors import ConfigError
@@ -68,8 +68,12 @@ class ServeOptions(SourceOptions, DraftingOptions, AcceptanceOptions, KeyOptions
         self._choose()
         refuse_one_file(self.key_file, self.api_key_file)
         self._refuse_idle_acceptance()
+        if self.rule.needs_evidence and self.choice.runtime == "ngram":
+            raise ConfigError(f"--rule {self.rule.value} needs a draft with a model; lookup has no probabilities")
         if self.rule.needs_evidence and self.offline_ok:
-            raise ConfigError("--offline-ok needs --rule coupled or greedy; leave one of them out")
+            if is_typed("offline_ok"):
+                raise ConfigError("--offline-ok needs --rule coupled or greedy; leave one of them out")
+            object.__setattr__(self, "offline_ok", False)  # configured for other rules
         self._refuse_idle_drafting()
 
 

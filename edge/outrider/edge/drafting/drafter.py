@@ -273,7 +273,11 @@ class ModelDrafter:
     def allows(self, branch: Sequence[int], token: int) -> bool:
         """Whether the grammar allows a token after a branch; True without one."""
         grammar = self._grammar()
-        return grammar is None or grammar.state.validate([*branch, token]) > len(branch)
+        try:
+            return grammar is None or grammar.state.validate([*branch, token]) > len(branch)
+        except RequestError:
+            self._states = []  # beyond its limits, as in `_follow`
+            return True
 
     def _grammar(self) -> GrammarRows | None:
         """The grammar's state after the text; None without one."""
@@ -284,10 +288,14 @@ class ModelDrafter:
     def _forced(self, branch: Sequence[int]) -> list[int]:
         """The tokens that the grammar leaves no choice for after a branch."""
         grammar = self._grammar()
-        if grammar is None or grammar.state.validate(branch) < len(branch):
+        try:
+            if grammar is None or grammar.state.validate(branch) < len(branch):
+                return []
+            state = grammar.state.fork() if branch else grammar.state
+            return state.forced() if all(map(state.advance, branch)) else []
+        except RequestError:
+            self._states = []
             return []
-        state = grammar.state.fork() if branch else grammar.state
-        return state.forced() if all(map(state.advance, branch)) else []
 
     def _with_forced(
         self, branches: Sequence[Sequence[int]], able: Sequence[int], found: list[list[Guess]]

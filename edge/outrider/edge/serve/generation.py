@@ -153,7 +153,8 @@ class LocalTexts:
                 settings.terms,
             )
             assert isinstance(agent, StreamAgent)
-            agent.delta = agent.delta if core.delta is None else core.delta
+            if core.delta is not None and agent.terms.acceptance is not None:
+                agent.delta = core.delta
             self._watch(agent)
             try:
                 # The draft alone has no logprobs of the target.
@@ -163,7 +164,7 @@ class LocalTexts:
                     result = await agent.generate(request, on_tokens, core.upstream.origin(facts))
                     core.upstream.confirm(facts)
                 loan.has_failed = result.draft_error is not None
-                if settings.terms.acceptance is not None:
+                if agent.terms.acceptance is not None:  # not a text that is not drafted
                     core.delta = agent.delta
                 ended = True
                 timer.ended()

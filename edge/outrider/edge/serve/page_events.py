@@ -118,7 +118,8 @@ class StateEvent(BaseModel):
 class EndEvent(BaseModel):
     """The finished text. text: what was held back. id: for POST /v1/outrider/verify, where tokens are unverified.
 
-    eased_by: why half was drafted. failed_drafts: drafts that have failed and are left out for now.
+    lossy: whether it may be another than the target's. eased_by: why half was drafted. failed_drafts: drafts that have
+    failed and are left out for now.
     """
 
     type: Literal["end"] = "end"
@@ -136,6 +137,7 @@ class EndEvent(BaseModel):
     draft_error: str | None = None
     id: str | None = None
     num_unverified: int = 0
+    lossy: bool = False
     eased_by: str | None = None
     failed_drafts: list[str] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import math
 import threading
@@ -11,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from outrider.models.errors import RequestError
 from outrider.models.grammar.cost import GrammarCost
@@ -23,9 +24,11 @@ from outrider.models.grammar.vocabulary import Vocabulary
 from outrider.models.heap import trim_heap
 from outrider.models.tokenizer import Tokenizer
 
+Found = TypeVar("Found")
+
 # With the library's own a step may take 15 ms, and one grammar may hold 500 MB.
 LIMITS: Final[dict[str, Any]] = {
-    "initial_lexer_fuel": 200_000,  # about 50,000 a millisecond
+    "initial_lexer_fuel": 50_000,  # 25 ms and 13 MB; schemas as people write them take a fiftieth
     "step_lexer_fuel": 100_000,  # about 14,000 a millisecond
     "step_max_items": 50_000,  # about 20,000 a millisecond
     "max_items_in_row": 8_000,  # an object of 500 optional properties takes 2,000
@@ -36,11 +39,12 @@ LIMITS: Final[dict[str, Any]] = {
 MAX_FIRST_MASK_S: Final = 0.25
 MAX_CACHED: Final = 16
 MAX_CACHED_PER_OWNER: Final = 4
-"""A kept grammar has 1 MB at most as people write them, and 36 MB at most: `((((a{100}){100}){100}){100})`."""
+"""A kept grammar has 1 MB at most as people write them; a costly one has up to 25 MB, and an owner one of those kept. A
+lexer that texts have used has 10 to 20 MB at most, however it began."""
 MAX_WAITING: Final = 4
 SLOW_COMPILE_S: Final = 0.5
-MAX_SPARE_S: Final = 0.02
-"""A grammar that took longer has no spare matcher (`matchers`): schemas take 0.7 ms in the median, and some kB."""
+MAX_AGAIN_S: Final = 0.02
+"""A grammar that took longer is not compiled again while its texts wait. Schemas take 0.7 ms in the median."""
 TRIM_EVERY_S: Final = 1.0
 STACK_BYTES: Final = 64 * 1024 * 1024
 """Of the thread that compiles: the library recurses; `bounds` keeps it far below."""
@@ -71,6 +75,12 @@ class CompiledGrammar:
         """The ids that end a text, ascending."""
         return self._vocabulary.stop_ids
 
+    def charged_to(self, on_excess: Callable[[], None]) -> CompiledGrammar:
+        """The same grammar, for texts of the client that `on_excess` is about."""
+        grammar = copy.copy(self)
+        grammar._on_excess = on_excess
+        return grammar
+
     def state(self) -> GrammarState:
         """A new state, before the first token of the answer."""
         cost = GrammarCost(self._on_excess)
@@ -87,9 +97,8 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: Sequence[int]) -> None:
         self._vocabulary = Vocabulary(tokenizer, vocab_size, stop_ids)
-        self._known: OrderedDict[tuple[Client, str], CompiledGrammar] = OrderedDict()
+        self._known: OrderedDict[tuple[Hashable, str], CompiledGrammar] = OrderedDict()
         self._lock = threading.Lock()  # of `_known`
-        self._turn = threading.Lock()  # of the library: one compilation at a time
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: Counter[Hashable] = Counter()
         self._turns: dict[Hashable, asyncio.Lock] = {}
@@ -101,15 +110,14 @@ class GrammarCompiler:
         """The ids that end a text, ascending."""
         return self._vocabulary.stop_ids
 
-    def find(self, spec: GrammarSpec, owner: Hashable = None, salt: bytes = b"") -> CompiledGrammar | None:
+    def find(self, spec: GrammarSpec, owner: Hashable = None) -> CompiledGrammar | None:
         """The grammar, where it is compiled already."""
-        key = (owner, salt), spec.hash
         with self._lock:
-            found = self._known.get(key)
+            found = self._known.get((owner, spec.hash))
             if found is not None and found.matchers.is_worn_out:
                 found = None
             if found is not None:
-                self._known.move_to_end(key)
+                self._known.move_to_end((owner, spec.hash))
             return found
 
     def compile(self, spec: GrammarSpec, owner: Hashable = None) -> CompiledGrammar:
@@ -132,13 +140,14 @@ class GrammarCompiler:
                 status=429,
                 retry_after_s=math.ceil(wait_s),
             )
-        if found := self.find(spec, owner, salt):
-            return found
+        if found := self.find(spec, owner):
+            return found.charged_to(partial(self._strikes.add, client))
         keys = limits_of(client, MAX_WAITING)
-        if any(self._waiting[key] > limit for key, limit in keys):
+        if full := next((key for key, limit in keys if self._waiting[key] > limit), None):
             raise RequestError(
                 "too_many_grammars",
-                f"{self._waiting[client]} grammars of this client are being compiled; try again later",
+                f"{self._waiting[full]} grammars of this {'client' if full == client else 'key'} are being compiled; "
+                "try again later",
                 status=429,
                 retry_after_s=1,
             )
@@ -148,10 +157,13 @@ class GrammarCompiler:
                 # Shielded: a client that leaves does not free its turn before the work is done.
                 work = asyncio.ensure_future(asyncio.wrap_future(self._start(spec, client)))
                 try:
-                    return await asyncio.shield(work)
+                    found = await asyncio.shield(work)
+                    return found.charged_to(partial(self._strikes.add, client))
                 except asyncio.CancelledError:
                     await asyncio.wait([work])
                     raise
+                finally:
+                    del work  # with its error it would be a cycle, which holds what the library had built
         finally:
             for key, _ in keys:
                 self._waiting[key] -= 1
@@ -170,49 +182,35 @@ class GrammarCompiler:
     def _start(self, spec: GrammarSpec, client: Client) -> Future[CompiledGrammar]:
         with self._lock:
             if self._thread is None:
-                before = threading.stack_size(STACK_BYTES)
-                try:
-                    self._thread = ThreadPoolExecutor(1, "grammars")
-                    self._thread.submit(int).result()  # starts the thread, with this stack
-                finally:
-                    threading.stack_size(before)
+                self._thread = ThreadPoolExecutor(1, "grammars")
+                _start_deep(self._thread)
             return self._thread.submit(partial(self._compile, spec, client))
 
     def _compile(self, spec: GrammarSpec, client: Client) -> CompiledGrammar:
-        if found := self.find(spec, *client):
+        if found := self.find(spec, client[0]):
             return found
         self._trim()
+        backend = self._vocabulary.backend  # before the clock: the first grammar would pay for opening the tokenizer
         began_s = time.thread_time()
         try:
-            matcher = _matcher_of(spec, self._vocabulary)
+            matcher = _matcher_of(spec, backend)
         finally:
             taken_s = time.thread_time() - began_s
             if taken_s > SLOW_COMPILE_S:
                 self._strikes.add(client)
-        matchers = Matchers(matcher, lambda: self._prepare(spec, matchers))
+        again = partial(_in_deep_thread, partial(_matcher_of, spec, backend)) if taken_s <= MAX_AGAIN_S else None
+        matchers = Matchers(matcher, again, taken_s)
         after, opener = (_token(name, getattr(spec, name), self._vocabulary) for name in ("after", "opener"))
-        on_excess = partial(self._strikes.add, client)
-        compiled = CompiledGrammar(spec, matchers, self._vocabulary, after, opener, on_excess)
-        if taken_s <= MAX_SPARE_S:
-            self._prepare(spec, matchers)
+        compiled = CompiledGrammar(spec, matchers, self._vocabulary, after, opener)
         with self._lock:
-            self._known[client, spec.hash] = compiled
-            own = [key for key in self._known if key[0][0] == client[0]]
-            for key in own[: max(len(own) - MAX_CACHED_PER_OWNER, 0)]:
+            self._known[client[0], spec.hash] = compiled
+            own = [key for key in self._known if key[0] == client[0]]
+            costly = [key for key in own if self._known[key].matchers.is_costly]
+            for key in {*own[:-MAX_CACHED_PER_OWNER], *costly[:-1]}:
                 del self._known[key]
             while len(self._known) > MAX_CACHED:
                 self._known.popitem(last=False)
         return compiled
-
-    def _prepare(self, spec: GrammarSpec, matchers: Matchers) -> None:
-        """Has a spare compiled, after what is asked for already; not where this compiler is closed."""
-        with self._lock:
-            if self._thread is not None:
-                self._thread.submit(self._make_spare, spec, matchers)
-
-    def _make_spare(self, spec: GrammarSpec, matchers: Matchers) -> None:
-        self._trim()
-        matchers.put_spare(_matcher_of(spec, self._vocabulary))
 
     def _trim(self) -> None:
         """Returns what the grammars of ended texts have left; in this thread only, and at most once a second."""
@@ -221,32 +219,53 @@ class GrammarCompiler:
             trim_heap()
 
 
-def _matcher_of(spec: GrammarSpec, vocabulary: Vocabulary) -> Any:
-    """The library's matcher, at the beginning of a text. Raises RequestError."""
-    backend = vocabulary.backend
+def _in_deep_thread(work: Callable[[], Found]) -> Found:
+    """What the work returns, in a thread with `STACK_BYTES`, and waits for it; raises what it raises."""
+    with ThreadPoolExecutor(1, "grammars") as pool:
+        _start_deep(pool)
+        return pool.submit(work).result()
+
+
+def _start_deep(pool: ThreadPoolExecutor) -> None:
+    """Starts the pool's thread with a stack that the library's recursion fits in."""
+    with _stack_size:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            pool.submit(int).result()
+        finally:
+            threading.stack_size(before)
+
+
+_stack_size = threading.Lock()  # it is the process's
+
+
+def _matcher_of(spec: GrammarSpec, backend: Any) -> Any:
+    """The library's matcher, at the beginning of a text. backend: its tokenizer. Raises RequestError."""
+    matcher, fault = _built(spec, backend)
+    if matcher is None:
+        raise invalid_grammar(f"the grammar is refused: {' '.join(fault.split())[:300]}")
+    return matcher
+
+
+def _built(spec: GrammarSpec, backend: Any) -> tuple[Any, str]:
+    """The matcher, or what is wrong. Apart, because an error's traceback would keep a bad matcher: up to 240 MB."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:
         matcher = LLMatcher(backend, _grammar_of(spec), log_level=0, limits=LLParserLimits(**LIMITS))
-        fault = matcher.get_error() if matcher.is_error() else ""
-        if not fault:
+        if not matcher.is_error():
             begun = time.thread_time()
             matcher.compute_bitmask()  # builds most of the lexer, here and not in an engine's step
             taken_s = time.thread_time() - begun
-            fault = matcher.get_error() if matcher.is_error() else ""
             if taken_s > MAX_FIRST_MASK_S:
-                fault = f"its first mask takes {taken_s:.2f} s; expected at most {MAX_FIRST_MASK_S} s"
-    except RequestError:
-        raise
+                return None, f"its first mask takes {taken_s:.2f} s; expected at most {MAX_FIRST_MASK_S} s"
+        return (None, matcher.get_error()) if matcher.is_error() else (matcher, "")
     except (ValueError, TypeError, RecursionError) as error:
-        fault = str(error) or type(error).__name__
+        return None, str(error) or type(error).__name__
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # the library's own bugs, raised past Exception
             raise
-        fault = "the library cannot read it"
-    if fault:
-        raise invalid_grammar(f"the grammar is refused: {' '.join(fault.split())[:300]}")
-    return matcher
+        return None, "the library cannot read it"
 
 
 def _token(name: str, spelling: str, vocabulary: Vocabulary) -> int | None:

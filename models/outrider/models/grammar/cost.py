@@ -35,18 +35,22 @@ class GrammarCost:
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Counts more strictly inside."""
-        self._free_s = FREE_REPLAY_S
+        before, self._free_s = self._free_s, FREE_REPLAY_S
         try:
             yield
         finally:
-            self._free_s = FREE_S
+            self._free_s = before
 
     def add(self, began_s: float) -> None:
         """Counts a call that began at this time of the thread's processor clock.
 
         Raises RequestError `grammar_too_complex` where the text's grammar has taken too much.
         """
-        self._excess_s = max(0.0, self._excess_s + time.thread_time() - began_s - self._free_s)
+        self.spend(time.thread_time() - began_s - self._free_s)
+
+    def spend(self, seconds: float) -> None:
+        """Counts time beyond what is free, or takes back what is left of it; raises as `add`."""
+        self._excess_s = max(0.0, self._excess_s + seconds)
         if self._excess_s > MAX_EXCESS_S:
             self._on_excess()
             raise RequestError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,8 @@ from outrider.models.grammar import masks
 from outrider.models.grammar.cost import GrammarCost
 from outrider.models.grammar.matchers import Matchers
 from outrider.models.grammar.vocabulary import Vocabulary
+
+Found = TypeVar("Found")
 
 MAX_FORCED: Final = 64
 """Forced tokens that are listed at once."""
@@ -114,7 +116,7 @@ class GrammarState:
             return False
         if not 0 <= token < self._vocabulary.num_tokens:
             return False
-        if self._ask(lambda matcher: matcher.try_consume_tokens([token])) != 1:
+        if self._ask(lambda matcher: int(matcher.try_consume_tokens([token])), lambda count: count != 1) != 1:
             return False
         self._matched.append(token)
         return True
@@ -156,7 +158,8 @@ class GrammarState:
         is_plain = not (self._is_waiting or self._num_stops or self._may_open)
         if is_plain and not any(token in stops for token in tokens):
             inside = next((i for i, t in enumerate(tokens) if not 0 <= t < self._vocabulary.num_tokens), len(tokens))
-            return int(self._ask(lambda matcher: matcher.validate_tokens(list(tokens[:inside]))))
+            asked = list(tokens[:inside])
+            return self._ask(lambda matcher: int(matcher.validate_tokens(asked)), lambda count: count < len(asked))
         walker = self.fork()
         return next((i for i, token in enumerate(tokens) if not walker.advance(token)), len(tokens))
 
@@ -178,24 +181,42 @@ class GrammarState:
             return bytes(opened)
         return bits
 
-    def _ask(self, call: Callable[[Any], Any]) -> Any:
-        """What the matcher answers, or a new one where it has reached the library's limits; raises as `advance`."""
-        began_s = time.thread_time()
-        found = call(self._matcher)
-        if self._matcher.is_error() and self._renew():
-            found = call(self._matcher)
-        self.cost.add(began_s)
-        if self._matcher.is_error():
-            raise self._too_complex()
+    def _ask(self, call: Callable[[Any], Found], is_refused: Callable[[Found], bool] = lambda found: False) -> Found:
+        """What the matcher answers; one that has reached its lexer's limits is replaced, once. Raises as `advance`."""
+        found, is_sound = self._ask_once(call, is_refused)
+        if not is_sound:
+            self._renew()
+            found, is_sound = self._ask_once(call, is_refused)
+            if not is_sound:
+                raise self._too_complex()
         return found
 
-    def _renew(self) -> bool:
-        """Has a new matcher read the text again; False where there is none, or where it comes to its limits, too."""
-        origin = self._matchers.replaced(self._origin)
+    def _ask_once(self, call: Callable[[Any], Found], is_refused: Callable[[Found], bool]) -> tuple[Found, bool]:
+        """What the matcher answers, and whether it is a sound answer."""
+        began_s = time.thread_time()
+        found = call(self._matcher)
+        if is_refused(found):
+            # A limit that is reached while tokens are read looks like a refusal; only a mask tells.
+            self._matcher.compute_bitmask()
+        self.cost.add(began_s)
+        return found, not self._matcher.is_error()
+
+    def _renew(self) -> None:
+        """Has a new matcher read the text again, within its cost. Raises as `advance`, and then keeps the old one."""
+        is_lexers = str(self._matcher.get_error()).startswith("lexer error")
+        origin = self._matchers.replaced(self._origin) if is_lexers else None
         if origin is None:
-            return False
-        self._origin, self._matcher = origin, origin.deep_copy()
-        return bool(self._matcher.try_consume_tokens(self._matched) == len(self._matched))
+            raise self._too_complex()
+        self.cost.spend(self._matchers.again_s)
+        matcher = origin.deep_copy()
+        with self.cost.replaying():
+            for token in self._matched:
+                began_s = time.thread_time()
+                is_read = matcher.try_consume_tokens([token]) == 1
+                self.cost.add(began_s)
+                if not is_read:
+                    raise self._too_complex()
+        self._origin, self._matcher = origin, matcher
 
     def _too_complex(self) -> RequestError:
         reason = " ".join(self._matcher.get_error().split())[:120]
