@@ -12,6 +12,7 @@ grammar to know.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -32,14 +33,18 @@ from outrider.models.bundle import Bundle
 from outrider.models.grammar.compiler import CompiledGrammar, GrammarCompiler
 from outrider.models.grammar.spec import GrammarSpec
 from outrider.models.grammar.state import GrammarState
+from outrider.models.rejection import probabilities
 from outrider.models.runtimes import open_batch_runtime, open_sequence_runtime
 from outrider.models.runtimes.base import RuntimeOptions, SequenceRuntime
 from outrider.models.sampling import SamplingParams, pick
 from outrider.models.tokenizer import Tokenizer
+from outrider.models.tree_draft import ROOT, TreeDraft, level_of
 from outrider.reference import load_prompts
 
 WAYS = ("no drafts", "draft inside the grammar", "draft unaware of it")
 LEAST_RATIO = 1.3
+LEAST_CHANCE = 0.05
+"""Of a drafted path as a whole; the device drafts no further beyond it."""
 console = Console(width=None if sys.stdout.isatty() else 120)
 
 
@@ -50,17 +55,21 @@ class Device:
         self._runtime, self._params, self._depth = runtime, params, depth
         self._held: list[int] = []
         self.text = list(prompt)
-        self.num_model = self.num_forced = 0
+        self.num_model = self.num_forced = self.num_sent = 0
 
-    def guesses(self, state: GrammarState | None, num_ids: int) -> list[int]:
-        """What follows the text: at most `depth` tokens of the model's, and those that are forced between them."""
+    def guesses(self, state: GrammarState | None, num_ids: int) -> tuple[list[int], list[float]]:
+        """What follows the text, and the chance of each: at most `depth` tokens of the model's, and those that are
+        forced between them, while the whole is likely enough.
+        """
         made: list[int] = []
+        chances: list[float] = []
         calls = 0
         walker = state.fork() if state is not None else None
-        while calls < self._depth and len(made) < 4 * self._depth:
+        while calls < self._depth and len(made) < 4 * self._depth and math.prod(chances) > LEAST_CHANCE:
             forced = walker.forced() if walker is not None else []
             if forced and walker is not None:
                 made += forced[: 4 * self._depth - len(made)]
+                chances += [1.0] * (len(made) - len(chances))
                 self.num_forced += len(forced)
                 for token in forced:
                     walker.advance(token)
@@ -72,10 +81,12 @@ class Device:
             if walker is not None:
                 walker.mask(row)
             made.append(pick(row, self._params, len(self.text) + len(made)))
+            # How sure the draft is: where it is, the target's pick with the same noise is likely to be the same.
+            chances.append(float(probabilities(row, self._params).max()))
             self.num_model += 1
             if walker is not None and (not walker.advance(made[-1]) or (walker.is_over and not walker.forced())):
                 break
-        return made
+        return made, chances
 
     def _row(self, tokens: Sequence[int]) -> Any:
         agreed = 0
@@ -137,8 +148,14 @@ class Text:
                         state.advance(token)
                 num_known = len(self.tokens)
                 device.text[prompt_length:] = self.tokens
-                if guesses := device.guesses(state, num_ids):
-                    self._engine.draft(self.number, num_known, [guesses])
+                guesses, chances = device.guesses(state, num_ids)
+                if guesses:
+                    numbers = range(device.num_sent, device.num_sent + len(guesses))
+                    device.num_sent += len(guesses)
+                    parents = [ROOT, *numbers[:-1]]
+                    levels = [level_of(chance) for chance in chances]
+                    tree = TreeDraft(num_known, numbers[0], guesses, parents, levels)
+                    self._engine.draft_tree(self.number, tree)
             before = time.perf_counter()
             self._engine.step()
             sums.seconds += time.perf_counter() - before
@@ -159,6 +176,7 @@ def main(
     tokens: Annotated[int, typer.Option(help="longest text")] = 256,
     temperature: Annotated[float, typer.Option()] = 0.8,
     widen: Annotated[float, typer.Option(help="MB of a widened target; 0: as it is")] = 0.0,
+    policy: Annotated[Policy, typer.Option(help="verify saves passes, auto saves time")] = Policy.VERIFY,
 ) -> None:
     """Prints tokens per target pass and tokens/s of each way, the ratio of speed-ups, and what is wrong."""
     paths = export_reference_pair(widen_mb=widen or None)
@@ -169,7 +187,7 @@ def main(
     vocab = runtime.limits.vocab_size
     compiler = GrammarCompiler(tokenizer, vocab, tokenizer.eos_token_ids)
     stops = frozenset(tokenizer.eos_token_ids)
-    engine = Engine(runtime, EngineConfig(share_prefixes=False, policy=Policy.VERIFY, looks_up=False))
+    engine = Engine(runtime, EngineConfig(share_prefixes=False, policy=policy, looks_up=False))
     engine.calibrate(max_tokens=32)
     written: dict[str, dict[str, Sums]] = {"schemas": {way: Sums() for way in WAYS}, "free text": {}}
     written["free text"] = {way: Sums() for way in WAYS[:2]}
