@@ -69,7 +69,7 @@ class WorkerGrammars:
         self._compilers: dict[tuple[int, ...], GrammarCompiler] = {}
         self._working: OrderedDict[tuple[Any, ...], Future[CompiledGrammar]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._tokenizer = Tokenizer.from_dir(Path(model)) if model else None
+        self._model = model
 
     def is_ready(self, terms: list[Any]) -> bool:
         """Whether `compiled` answers at once; begins to compile where not. A fault is an answer, too.
@@ -104,8 +104,8 @@ class WorkerGrammars:
     def _compiler(self, terms: list[Any]) -> GrammarCompiler:
         stop_ids = tuple(terms[1])
         if stop_ids not in self._compilers:
-            assert self._tokenizer is not None, "a model has a directory"
-            self._compilers[stop_ids] = GrammarCompiler(self._tokenizer, self._vocab_size, stop_ids)
+            tokenizer = Tokenizer.from_dir(Path(self._model))  # here: a text without a grammar needs none
+            self._compilers[stop_ids] = GrammarCompiler(tokenizer, self._vocab_size, stop_ids)
         return self._compilers[stop_ids]
 
 
