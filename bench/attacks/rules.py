@@ -13,7 +13,7 @@ from bench.attacks.crowd import Crowd, Stream, crowd_of, prompt_of
 from bench.attacks.exchange import ask, request_bytes
 from bench.attacks.probes import health_of, memory_of
 from bench.attacks.rows import Row
-from bench.attacks.subject import NotMeasured, Subject
+from bench.attacks.subject import VLLM, NotMeasured, Subject
 from bench.attacks.tree_bytes import varint
 
 MEDIA_TYPE: Final = "application/vnd.outrider.rule"
@@ -36,6 +36,8 @@ def rule_bytes(base: int, first: int, num_nodes: int, num_ids: int = 16, rest: i
 
 def false_distributions(subject: Subject) -> Iterator[Row]:
     """Sends distributions that are none, then floods a session with the largest messages, beside a coupled text."""
+    if subject.engine == VLLM:
+        raise NotMeasured("vLLM takes the rules coupled and greedy only")
     item = {"prefix": [1, 2], "draft": [1], "rule": "rejection", "temperature": 1.0}
     half = WHOLE // 2
     bad: dict[str, Any] = {
