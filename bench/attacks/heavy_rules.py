@@ -39,7 +39,7 @@ def heavy_rules(subject: Subject) -> Iterator[Row]:
     took: dict[str, list[float | None]] = {"none": [], "worst": []}
     with subject.emulated(step_ms=10.0) as server:
         asked = {"max_tokens": 40, "ignore_eos": True, "temperature": 0}
-        peaks_mb: list[float] = []
+        before_mb, peak_mb = server.memory_mb(), 0.0
         for turn in range(3):
             for kind, rules in (("none", {"temperature": 0.8}), ("worst", worst_rules())):
                 server.wait_until_idle()
@@ -51,9 +51,9 @@ def heavy_rules(subject: Subject) -> Iterator[Row]:
                     body = {"prompt": prompt_of(100 + turn), **asked}
                     answer = ask(server.port, "POST", "/v1/completions", body, address=OTHER_ADDRESS, timeout_s=CAP_S)
                     took[kind].append(answer.took_s if answer.status == 200 else None)
-                peaks_mb.append(memory.peak_mb)
+                peak_mb = max(peak_mb, memory.peak_mb)
     plain, worst = (middle(took[kind], CAP_S) for kind in ("none", "worst"))
-    growth = max(peaks_mb) - peaks_mb[0]  # what as many sessions take without rules is not the attack's
+    growth = peak_mb - before_mb
     yield Row(
         "38",
         f"{NUM_SESSIONS} sessions with every rule at its bound, steps of 10 ms: another client's text of 40 tokens",
